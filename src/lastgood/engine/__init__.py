@@ -1,0 +1,1 @@
+"""Movers: they take records and a byte budget and decide nothing."""

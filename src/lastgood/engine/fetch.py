@@ -1,0 +1,178 @@
+"""Verified reads: hands out only bytes that agree with their digests; what to do otherwise is not decided here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from typing import NamedTuple
+
+from ..errors import Cancelled, Damaged, LastgoodError, SumMismatch
+from ..format import layout
+from ..format.layout import Image, Segment, Tensor
+from ..ports import Tier
+from ..rawio.checksum import digest
+from ..rawio.files import round_up
+from ..records import Blob, Extent, Finding, Manifest, Piece
+from .contents import Contents
+
+
+class Part(NamedTuple):
+    """A verified chunk: its number, and its bytes, valid until their buffer comes round again."""
+
+    chunk: int
+    data: memoryview
+
+
+def chunks(
+    tier: Tier,
+    home: str,
+    manifest: Manifest,
+    blob: Blob,
+    buffers: list[memoryview],
+    readers: Executor,
+    *,
+    fresh: bool = True,
+    on_damage: Callable[[Damaged], None] | None = None,
+) -> Iterator[Part]:
+    """Every chunk of a blob, in order, verified.
+
+    `buffers` are page-aligned, each of a whole chunk (rounded up); they are used in turn, as many reads in flight.
+    Raises SumMismatch, Truncated, MissingBlob; with `on_damage` it tells instead and goes on to the next chunk.
+    """
+    flying: deque[tuple[int, memoryview, Future[None]]] = deque()
+    count = len(blob.chunks)
+    try:
+        for index in range(count + len(buffers)):
+            if index >= len(buffers) and flying:
+                chunk, view, job = flying.popleft()
+                try:
+                    job.result()
+                    yield Part(chunk, view[: layout.extent_of(blob, chunk).length])
+                except Damaged as error:
+                    if on_damage is None:
+                        raise
+                    on_damage(error)
+            if index < count:
+                view = buffers[index % len(buffers)]
+                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, fresh)))
+    finally:
+        for _, _, job in flying:
+            job.exception()  # nobody writes into the buffers after this
+
+
+def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, view: memoryview, fresh: bool) -> None:
+    extent = layout.extent_of(blob, index)
+    tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=fresh)
+    if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:
+        tensor = layout.place_of(blob, manifest.pieces, index)
+        raise SumMismatch(
+            f"{home}/{blob.name} differs from its digest in chunk {index} "
+            f"(offset {extent.offset:,}, {'tensor ' + tensor if tensor else 'header'})",
+            blob=blob.name,
+            offset=extent.offset,
+            chunk=index,
+            tensor=tensor,
+        )
+
+
+class Check:
+    """What the chunks of one blob must also show: a header that agrees, and each tensor's own digest."""
+
+    def __init__(self, manifest: Manifest, blob: Blob) -> None:
+        self._blob = blob
+        self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
+        tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
+        start = min((offset for _, offset in tensors), default=blob.length)
+        self._image = Image(blob.name, bytes(start), tensors, blob.length)
+        self._parts = layout.segments(self._image, blob.chunk_bytes)
+        self._contents = Contents(self._image, manifest.digest)
+        self._header = bytearray()
+
+    def see(self, data: memoryview) -> None:
+        """The next chunk, in order. None may be left out."""
+        parts: list[Segment] = next(self._parts)
+        for part in parts:
+            if part.tensor < 0:
+                self._header += data[part.at : part.at + part.length]
+        self._contents.see(data, parts)
+
+    def finish(self) -> None:
+        """Raises ManifestInvalid or SumMismatch."""
+        layout.validate_header(bytes(self._header), self._blob, self._pieces)
+        for piece, found in zip(self._pieces, self._contents.pieces(), strict=True):
+            if piece.digest != found.digest:
+                raise SumMismatch(
+                    f"{self._blob.name}: the content of tensor {piece.name} differs from the digest taken at staging, "
+                    "although the file is as it was written: memory changed it in between",
+                    blob=self._blob.name,
+                    offset=piece.extent.offset,
+                    tensor=piece.name,
+                )
+
+
+def verify(
+    tier: Tier,
+    home: str,
+    manifest: Manifest,
+    buffers: list[memoryview],
+    readers: Executor,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Finding]:
+    """Read a rank's blobs past the page cache; every damage found. Raises Cancelled when `stop()`, Unavailable."""
+    findings: list[Finding] = []
+
+    def tell(error: LastgoodError) -> None:
+        findings.append(finding(error))
+
+    for blob in manifest.blobs:
+        before = len(findings)
+        check = Check(manifest, blob)
+        for part in chunks(tier, home, manifest, blob, buffers, readers, on_damage=tell):
+            if stop():
+                raise Cancelled("reading was given up")
+            if len(findings) == before:
+                check.see(part.data)
+        if len(findings) == before:
+            try:
+                check.finish()
+            except Damaged as error:
+                tell(error)
+    return findings
+
+
+def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool = False) -> bytearray:
+    """The bytes of one tensor, checked against its own digest. Raises Damaged or Unavailable."""
+    out = bytearray(piece.extent.length)
+    extent = piece.extent
+    tier.read_into(
+        Extent(blob=f"{home}/{extent.blob}", offset=extent.offset, length=extent.length), memoryview(out), fresh=fresh
+    )
+    hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
+    hasher.update(out)
+    if hasher.hexdigest() != piece.digest:
+        raise SumMismatch(
+            f"{home}/{extent.blob}: tensor {piece.name} differs from its digest",
+            blob=extent.blob,
+            offset=extent.offset,
+            tensor=piece.name,
+        )
+    return out
+
+
+def finding(error: LastgoodError) -> Finding:
+    """An error as a record."""
+    where = error if isinstance(error, Damaged) else Damaged("")
+    return Finding(
+        kind=type(error).__name__,
+        what=error.what,
+        blob=where.blob,
+        offset=where.offset,
+        chunk=where.chunk,
+        tensor=where.tensor,
+    )
+
+
+def buffer_bytes(blobs: list[Blob]) -> int:
+    """What one read buffer must hold for these blobs."""
+    return max((round_up(min(blob.chunk_bytes, blob.length)) for blob in blobs), default=0)

@@ -1,0 +1,174 @@
+"""The tree of errors. Each says what happened, what is still safe and what to do; the class says whether to retry.
+
+    LastgoodError
+    |- Refused       the request was wrong; nothing was touched            do not retry          exit 3
+    |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
+    |    NotARun  NotWritable  NotRestored  NameTaken
+    |- Damaged       bytes are not what was committed                      an older generation   exit 4
+    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  NothingGood
+    `- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
+         TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled
+
+Anything else that is raised is a bug in this package and is not caught.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LastgoodError(Exception):
+    """Root of the tree. `what` happened (and where), what is still `safe`, what `todo`."""
+
+    retry: ClassVar[bool] = False
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, *, safe: str = "", todo: str = "") -> None:
+        self.what, self.safe, self.todo = what, safe, todo
+        super().__init__(" ".join(_sentence(part) for part in (what, safe, todo) if part))
+
+
+def _sentence(text: str) -> str:
+    return text if text[-1] in ".!?:\n" or "\n" in text else text + "."
+
+
+class Refused(LastgoodError):
+    """The request was wrong; nothing was touched."""
+
+    exit_code = 3
+
+
+class StateMismatch(Refused):
+    """The generation and the live state do not agree; every difference is listed."""
+
+    def __init__(
+        self,
+        step: int,
+        missing: list[str],
+        unexpected: list[str],
+        mismatched: list[str],
+    ) -> None:
+        self.missing, self.unexpected, self.mismatched = missing, unexpected, mismatched
+        lines = [f"step {step} does not fit this state:"]
+        for title, names in (
+            ("missing in the generation", missing),
+            ("unexpected in the generation", unexpected),
+            ("mismatched", mismatched),
+        ):
+            lines += [f"  {title}: {name}" for name in names]
+        super().__init__(
+            "\n".join(lines),
+            safe="\nNothing was loaded; the live state is untouched.",
+            todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False.",
+        )
+
+
+class Unstorable(Refused):
+    """Something in the state cannot be stored without running code on load."""
+
+
+class UnknownFormat(Refused):
+    """Written by a newer version of this package."""
+
+
+class RunLocked(Refused):
+    """Another process has this run open for writing."""
+
+
+class StepTaken(Refused):
+    """This incarnation already holds this step, or a later one."""
+
+
+class NoSuchStep(Refused):
+    """No committed generation has this step."""
+
+
+class NoSuchTensor(Refused):
+    """The generation holds no tensor of this name."""
+
+
+class NotARun(Refused):
+    """The path is a file, or a directory that belongs to somebody else."""
+
+
+class NotWritable(Refused):
+    """The run cannot be written (or read) with this user's rights."""
+
+
+class NotRestored(Refused):
+    """The run holds generations that the live state does not continue."""
+
+
+class NameTaken(Refused):
+    """A blob of that name exists with other bytes; it is untouched."""
+
+
+class Damaged(LastgoodError):
+    """Bytes are not what was committed."""
+
+    exit_code = 4
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        blob: str = "",
+        offset: int = 0,
+        chunk: int = -1,
+        tensor: str = "",
+        safe: str = "",
+        todo: str = "",
+    ) -> None:
+        self.blob, self.offset, self.chunk, self.tensor = blob, offset, chunk, tensor
+        super().__init__(what, safe=safe, todo=todo)
+
+
+class SumMismatch(Damaged):
+    """Bytes differ from their digest."""
+
+
+class Truncated(Damaged):
+    """A file is shorter or longer than what was committed."""
+
+
+class ManifestInvalid(Damaged):
+    """A record or a header does not have the form that the format demands."""
+
+
+class MissingBlob(Damaged):
+    """A file that was committed is gone."""
+
+
+class NothingGood(Damaged):
+    """Generations exist, and none of them is good."""
+
+
+class Unavailable(LastgoodError):
+    """May work later or elsewhere."""
+
+    retry = True
+    exit_code = 5
+
+
+class TierDown(Unavailable):
+    """The place where blobs rest answered with an error."""
+
+
+class NoSpace(Unavailable):
+    """The disk or the quota is full."""
+
+
+class TimedOut(Unavailable):
+    """It did not end in the time that it was given."""
+
+
+class CommitUnknown(Unavailable):
+    """The commit may or may not have become durable. Nothing was deleted; the next opening finds out."""
+
+
+class Cancelled(Unavailable):
+    """The save was given up before its commit."""
+
+
+class LastgoodWarning(UserWarning):
+    """Something went wrong behind the training loop, and training can go on."""

@@ -1,0 +1,1 @@
+"""What the bytes mean. Knows no place."""

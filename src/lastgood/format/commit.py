@@ -1,0 +1,206 @@
+"""Commit: the one place where a generation comes into being, and where it ends.
+
+    blobs durable -> manifest durable -> every rank sealed -> COMMIT created     <- exists from here
+       persist         seal                the caller           publish
+
+    GOING durable -> COMMIT removed, durably -> everything else removed          <- gone from the middle arrow on
+                            retire
+
+Invariants
+  1. A COMMIT names only manifests, and a manifest only extents, that were durable before it.
+  2. A COMMIT is created once and never changed. If its outcome is unknown it is read: identical bytes are success.
+  3. A reader that finds no COMMIT finds no generation, whatever else lies around.
+  4. Names carry the incarnation, so a dead attempt's blobs can never be reached from a later COMMIT.
+  5. Nothing that a COMMIT reaches is removed before that COMMIT is durably gone.
+Assumes: a tier's put_new is atomic and exclusive; what put_new and finish returned from survives that tier's stated
+failures (docs/format.md, "What is assumed of the media").
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import Damaged, LastgoodError, ManifestInvalid, MissingBlob, NoSpace, SumMismatch, TierDown, Truncated
+from ..ports import Tier
+from ..rawio.checksum import digest
+from ..records import (
+    Commit,
+    Extent,
+    Finding,
+    Generation,
+    GenerationId,
+    Incarnation,
+    Manifest,
+    Mark,
+    Pointer,
+    RunHeader,
+    Seal,
+)
+from . import layout
+
+
+def seal(tier: Tier, manifest: Manifest) -> Seal:
+    """Make one rank's manifest durable. Its blobs must be; the seal is the promise that both are."""
+    at = GenerationId(step=manifest.step, incarnation=manifest.incarnation)
+    data = layout.encode(manifest, manifest.digest)
+    name = layout.manifest_name(manifest.rank)
+    tier.put_new(f"{layout.folder(at)}/{name}", data)
+    return Seal(rank=manifest.rank, manifest=name, length=len(data), digest=digest(manifest.digest, data))
+
+
+def publish(tier: Tier, commit: Commit, algorithm: str) -> Generation:
+    """Bring the generation into being. Raises CommitUnknown when nobody can say whether it exists."""
+    layout.validate_commit(commit, commit.id, commit.run)  # refuses before anything is touched
+    data = layout.encode(commit, algorithm)
+    tier.put_new(f"{layout.folder(commit.id)}/{layout.COMMIT}", data)  # <- the generation exists after this line
+    return Generation(commit=commit, root=layout.root_of(data))
+
+
+def retire(tier: Tier, at: GenerationId) -> None:
+    """End a generation, or finish an ending that a crash cut short, or clear what never became one."""
+    home = layout.folder(at)
+    if layout.COMMIT in tier.list(home):
+        # On a full disk it goes without its reason: what a crash right here leaves is then taken for a lost COMMIT.
+        with contextlib.suppress(NoSpace):
+            tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
+        tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
+    for name in sorted(tier.list(home).keys() - {layout.GOING}):
+        tier.delete(f"{home}/{name}")
+    tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
+
+
+# ---- reading -------------------------------------------------------------------------------------------------
+
+
+def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation:
+    """The generation at `at`, its marks beside it. Raises Damaged, Unavailable or UnknownFormat."""
+    home = layout.folder(at)
+    there = tier.list(home)
+    data = _read(tier, f"{home}/{layout.COMMIT}", there.get(layout.COMMIT))
+    commit = layout.decode(data, Commit, f"{home}/{layout.COMMIT}")
+    layout.validate_commit(commit, at, run)
+    root = layout.root_of(data)
+    damage = _mark(tier, home, layout.DAMAGED, root, there)
+    return Generation(
+        commit=commit,
+        root=root,
+        verified=_mark(tier, home, layout.VERIFIED, root, there) is not None,
+        damaged=damage.findings if damage else [],
+        bytes=sum(length for length in there.values() if length is not None and length > 0),
+    )
+
+
+def read_manifest(tier: Tier, generation: Generation, rank: int = 0) -> Manifest:
+    """One rank's manifest, checked against its seal and itself, its files known to be there and as long as they were.
+
+    So nobody reserves memory, or opens a file, on the word of a manifest alone. Raises Damaged or Unavailable.
+    """
+    home, one = layout.folder(generation.id), generation.commit.seals[rank]
+    name = f"{home}/{one.manifest}"
+    there = tier.list(home)
+    _need_length(name, there.get(one.manifest), one.length)
+    data = _read(tier, name, one.length, limit=one.length)
+    manifest = layout.decode(data, Manifest, name)
+    layout.validate_manifest(manifest, generation.id, rank)
+    if digest(manifest.digest, data) != one.digest:
+        raise SumMismatch(f"{name} is not the manifest that was sealed", blob=name)
+    for blob in manifest.blobs:
+        _need_length(f"{home}/{blob.name}", there.get(blob.name), blob.length)
+    return manifest
+
+
+def _need_length(name: str, length: int | None, committed: int) -> None:
+    blob = name.rpartition("/")[2]
+    if length is None or length < 0:
+        raise MissingBlob(f"{name} is gone, or no file", blob=blob)
+    if length != committed:
+        raise Truncated(f"{name} has {length:,} bytes, committed were {committed:,}", blob=blob)
+
+
+@dataclass
+class Survey:
+    """What lies in a run, as found; nothing is decided here."""
+
+    run: str | None = None
+    generations: dict[GenerationId, Generation] = field(default_factory=dict)
+    broken: dict[GenerationId, LastgoodError] = field(default_factory=dict)
+    """their COMMIT is there and cannot be believed"""
+    incomplete: set[GenerationId] = field(default_factory=set)
+    """no COMMIT: never finished, or lost"""
+    going: set[GenerationId] = field(default_factory=set)
+    """no COMMIT, and GOING says why"""
+    incarnations: dict[str, Incarnation] = field(default_factory=dict)
+    pointer: Pointer | None = None
+
+
+def survey(tier: Tier) -> Survey:
+    """Read every commit record and every incarnation of a run. Raises UnknownFormat for what a newer version wrote.
+
+    Header, pointer and incarnation records are hints: where one is damaged or gone, the commits stand in for it.
+    """
+    root = tier.list("")
+    header = _hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
+    pointer = _hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
+    found = Survey(run=header.run if header else None, pointer=pointer)
+    for name, length in sorted(tier.list("gen").items()):
+        at = layout.parse_folder(name)
+        if at is None or length is not None:  # a link would lead out of the run
+            continue
+        there = tier.list(f"gen/{name}")
+        if layout.COMMIT in there:
+            try:
+                found.generations[at] = read_generation(tier, at, found.run)
+            except (Damaged, TierDown) as error:
+                found.broken[at] = error
+        elif layout.GOING in there:
+            found.going.add(at)
+        else:
+            found.incomplete.add(at)
+    for name, length in sorted(tier.list("incarnations").items()):
+        parsed = layout.parse_incarnation(name)
+        record = _hint(tier, f"incarnations/{name}", length, Incarnation) if parsed else None
+        if record is not None and (record.order, record.id) == parsed:
+            found.incarnations[record.id] = record
+    for at, generation in found.generations.items():  # ascending steps: the first one's parent is the incarnation's
+        if at.incarnation not in found.incarnations:
+            found.incarnations[at.incarnation] = Incarnation(
+                format=layout.FORMAT, order=generation.commit.order, id=at.incarnation, parent=generation.commit.parent
+            )
+    return found
+
+
+def mark(tier: Tier, generation: Generation, findings: Sequence[Finding]) -> None:
+    """Note beside a generation what reading all of it found. Durable on return."""
+    name = layout.DAMAGED if findings else layout.VERIFIED
+    home = layout.folder(generation.id)
+    record = Mark(format=layout.FORMAT, root=generation.root, findings=list(findings))
+    for old in {layout.DAMAGED, layout.VERIFIED} & set(tier.list(home)):
+        tier.delete(f"{home}/{old}")
+    tier.put_new(f"{home}/{name}", layout.encode(record))
+
+
+def _mark(tier: Tier, home: str, name: str, root: str, there: Mapping[str, int | None]) -> Mark | None:
+    found = _hint(tier, f"{home}/{name}", there.get(name), Mark)
+    return found if found and found.root == root else None
+
+
+def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> layout.T | None:
+    """A record that may be damaged or gone without harm."""
+    if length is None:
+        return None
+    try:
+        return layout.decode(_read(tier, name, length), kind, name)
+    except (Damaged, TierDown):
+        return None
+
+
+def _read(tier: Tier, name: str, length: int | None, limit: int = layout.RECORD_LIMIT_BYTES) -> bytes:
+    if length is None:
+        raise MissingBlob(f"{name} is gone", blob=name)
+    if not 0 <= length <= limit:
+        raise ManifestInvalid(f"{name} is no file of a record's length", blob=name)
+    buffer = bytearray(length)
+    tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer))
+    return bytes(buffer)

@@ -1,0 +1,334 @@
+"""Bytes <-> records, names, and the image of a tensor file. Pure: reads and writes nothing, knows no place.
+
+Whatever comes out of `decode` and `validate_*` has been checked: nothing is allocated, opened or believed on the word
+of bytes that were not. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from ..errors import ManifestInvalid, SumMismatch, UnknownFormat
+from ..rawio.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
+from ..records import Blob, Commit, Extent, GenerationId, Manifest, Piece, Record
+
+FORMAT = 1
+CHUNK_BYTES = 8 << 20
+PAGE_BYTES = 4096
+HEADER_LIMIT_BYTES = 100_000_000
+"""safetensors readers refuse a longer header; a longer one is split over several blobs"""
+RECORD_LIMIT_BYTES = 64 << 20
+"""longest record (commit, pointer, mark) that is read without a length from a seal"""
+MANIFEST_LIMIT_BYTES = 1 << 30
+CHUNK_LIMIT_BYTES = 256 << 20
+"""what a reader must hold of a file at once"""
+DIMENSION_LIMIT = 64
+"""torch and numpy have no tensor of more"""
+
+# dtype name as torch and numpy say it -> bits of one element, and its safetensors name where that format has it.
+DTYPES: dict[str, tuple[int, str]] = {
+    "bool": (8, "BOOL"),
+    "uint8": (8, "U8"),
+    "int8": (8, "I8"),
+    "uint16": (16, "U16"),
+    "int16": (16, "I16"),
+    "uint32": (32, "U32"),
+    "int32": (32, "I32"),
+    "uint64": (64, "U64"),
+    "int64": (64, "I64"),
+    "float16": (16, "F16"),
+    "bfloat16": (16, "BF16"),
+    "float32": (32, "F32"),
+    "float64": (64, "F64"),
+    "complex64": (64, "C64"),
+    "float8_e4m3fn": (8, "F8_E4M3"),
+    "float8_e5m2": (8, "F8_E5M2"),
+    # Everything below travels as U8 bytes; the manifest holds the true dtype.
+    "float8_e4m3fnuz": (8, ""),
+    "float8_e5m2fnuz": (8, ""),
+    "float8_e8m0fnu": (8, ""),
+    "float4_e2m1fn_x2": (8, ""),
+    "complex32": (32, ""),
+    "complex128": (128, ""),
+    **{f"{sign}int{bits}": (8, "") for sign in ("", "u") for bits in range(1, 8)},
+    **{name: (8, "") for name in ("bits1x8", "bits2x4", "bits4x2", "bits8")},
+    "bits16": (16, ""),
+}
+
+# ---- names ---------------------------------------------------------------------------------------------------
+
+HEADER = "lastgood.json"
+POINTER = "LASTGOOD.json"
+COMMIT = "COMMIT.json"
+VERIFIED = "VERIFIED.json"
+DAMAGED = "DAMAGED.json"
+GOING = "GOING.json"
+"""says that the generation beside it is being deleted: from here its COMMIT may go"""
+
+_ID = r"[0-9a-f]{8}"
+_GENERATION = re.compile(rf"([0-9]{{12}})-({_ID})")
+_INCARNATION = re.compile(rf"([0-9]{{6}})-({_ID})\.json")
+STEP_LIMIT = 10**12
+
+
+def folder(at: GenerationId) -> str:
+    return f"gen/{at.step:012d}-{at.incarnation}"
+
+
+def parse_folder(name: str) -> GenerationId | None:
+    found = _GENERATION.fullmatch(name)
+    return GenerationId(step=int(found[1]), incarnation=found[2]) if found else None
+
+
+def incarnation_name(order: int, ident: str) -> str:
+    return f"incarnations/{order:06d}-{ident}.json"
+
+
+def parse_incarnation(name: str) -> tuple[int, str] | None:
+    found = _INCARNATION.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
+def manifest_name(rank: int) -> str:
+    return f"r{rank:05d}.manifest.json"
+
+
+def blob_name(rank: int, part: int = 0) -> str:
+    return f"r{rank:05d}.safetensors" if part == 0 else f"r{rank:05d}.{part}.safetensors"
+
+
+# ---- records -------------------------------------------------------------------------------------------------
+# {"digest":"<algorithm>:<hex>","record":<the record>}\n     the digest covers the bytes of <the record>
+
+T = TypeVar("T", bound=Record)
+_encoder = msgspec.json.Encoder(order="deterministic")
+_ENVELOPE = re.compile(rb'\{"digest":"([0-9a-z_]+):([0-9a-f]+)","record":')
+
+
+def encode(record: Record, algorithm: str = "xxh3_128") -> bytes:
+    """A record in its envelope, with its own digest."""
+    body = _encoder.encode(record)
+    return b'{"digest":"%s:%s","record":%s}\n' % (algorithm.encode(), digest(algorithm, body).encode(), body)
+
+
+def decode(data: bytes, kind: type[T], where: str) -> T:
+    """The record in an envelope, its digest checked.
+
+    Raises SumMismatch, ManifestInvalid, or UnknownFormat when it was written by a newer version.
+    """
+    found = _ENVELOPE.match(data)
+    if not found or not data.endswith(b"}\n") or found[1].decode() not in ALGORITHMS:
+        raise SumMismatch(f"{where} is not a record of this package", blob=where)
+    body = data[found.end() : -2]
+    if digest(found[1].decode(), body) != found[2].decode():
+        raise SumMismatch(f"{where} differs from its own digest", blob=where)
+    try:
+        version = msgspec.json.decode(body, type=_Version).format
+        if version > FORMAT:
+            raise UnknownFormat(
+                f"{where} has format {version}; this version reads up to {FORMAT}",
+                safe="Nothing was changed.",
+                todo="Install a newer lastgood.",
+            )
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ManifestInvalid(f"{where}: {error}", blob=where) from error
+
+
+class _Version(msgspec.Struct):
+    format: int
+
+
+def root_of(commit_bytes: bytes) -> str:
+    """The short name of a whole state: the digest in its commit's envelope."""
+    found = _ENVELOPE.match(commit_bytes)
+    return f"{found[1].decode()}:{found[2].decode()}" if found else ""
+
+
+# ---- the image of a tensor file --------------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """What the image needs to know of a tensor. `shape` as stored, `dtype` a key of DTYPES."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
+
+
+class Image(NamedTuple):
+    """A safetensors file before it exists: its header and where each tensor's bytes go."""
+
+    blob: str
+    header: bytes
+    tensors: list[tuple[Tensor, int]]
+    """tensor, offset in the file; ascending, without holes"""
+    length: int
+
+
+def images(tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_LIMIT_BYTES) -> list[Image]:
+    """Lay tensors out in as few safetensors files as their headers allow.
+
+    Within a file: wide types first, so that every tensor is aligned to its element; then by name.
+    """
+    ordered = sorted(tensors, key=lambda one: (-DTYPES[one.dtype][0], one.name))
+    groups: list[list[Tensor]] = [[]]
+    room = header_limit - 2 * PAGE_BYTES
+    for one in ordered:
+        entry = len(json.dumps(one.name)) + 120 + 21 * len(one.shape)  # above the longest entry of this name
+        if room < entry and groups[-1]:
+            groups.append([])
+            room = header_limit - 2 * PAGE_BYTES
+        room -= entry
+        groups[-1].append(one)
+    return [_image(group, blob_name(rank, part)) for part, group in enumerate(groups)]
+
+
+def _image(tensors: Sequence[Tensor], blob: str) -> Image:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset, places = 0, []
+    for one in tensors:
+        native = DTYPES[one.dtype][1]
+        entries[one.name] = {
+            "dtype": native or "U8",
+            "shape": list(one.shape) if native else [one.length],
+            "data_offsets": [offset, offset + one.length],
+        }
+        places.append(offset)
+        offset += one.length
+    text = msgspec.json.encode(entries)
+    text += b" " * (-(len(text) + 8) % PAGE_BYTES)
+    header = len(text).to_bytes(8, "little") + text
+    placed = [(one, len(header) + place) for one, place in zip(tensors, places, strict=True)]
+    return Image(blob, header, placed, len(header) + offset)
+
+
+class Segment(NamedTuple):
+    """The part of one tensor that lies in one chunk. `tensor` is its place in Image.tensors; -1 is the header."""
+
+    tensor: int
+    start: int
+    """first byte within the tensor"""
+    at: int
+    """first byte within the chunk"""
+    length: int
+
+
+def segments(image: Image, chunk_bytes: int) -> Iterator[list[Segment]]:
+    """Chunk by chunk, what lies where. Empty tensors appear in the chunk that their offset falls in, or the last."""
+    spans = [(-1, 0, len(image.header))]
+    spans += [(index, offset, one.length) for index, (one, offset) in enumerate(image.tensors)]
+    found: list[Segment] = []
+    chunk = 0
+    for index, offset, length in spans:
+        start = 0
+        while True:
+            while offset + start >= (chunk + 1) * chunk_bytes and offset + start < image.length:
+                yield found
+                found, chunk = [], chunk + 1
+            take = min(length - start, (chunk + 1) * chunk_bytes - offset - start)
+            found.append(Segment(index, start, offset + start - chunk * chunk_bytes, take))
+            start += take
+            if start == length:
+                break
+    yield found
+
+
+def content_hasher(algorithm: str, dtype: str, shape: Sequence[int]) -> Hasher:
+    """A fresh hasher that has seen dtype and shape; feed it the bytes in row-major order."""
+    hasher = ALGORITHMS[algorithm]()
+    hasher.update(f"{dtype}{list(shape)}\n".encode())
+    return hasher
+
+
+# ---- validation ----------------------------------------------------------------------------------------------
+
+
+def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
+    """A commit must speak of the folder it lies in, of this run, and of every rank once. Raises ManifestInvalid."""
+    where = f"{folder(at)}/{COMMIT}"
+    if commit.id != at:
+        raise ManifestInvalid(f"{where} speaks of {commit.id}", blob=where)
+    if run is not None and commit.run != run:
+        raise ManifestInvalid(f"{where} belongs to run {commit.run}, not to {run}", blob=where)
+    if not 0 < commit.world.ranks == len(commit.seals) or any(
+        seal.rank != rank for rank, seal in enumerate(commit.seals)
+    ):
+        raise ManifestInvalid(f"{where} has {len(commit.seals)} seals for {commit.world.ranks} ranks", blob=where)
+    for seal in commit.seals:
+        if seal.manifest != manifest_name(seal.rank) or not 0 <= seal.length <= MANIFEST_LIMIT_BYTES:
+            raise ManifestInvalid(
+                f"{where} seals {seal.manifest!r} with {seal.length:,} bytes as manifest of rank {seal.rank}", blob=where
+            )
+
+
+def validate_manifest(manifest: Manifest, at: GenerationId, rank: int) -> None:
+    """Names, counts, shapes, lengths and places must fit together. Raises ManifestInvalid."""
+    where = f"{folder(at)}/{manifest_name(rank)}"
+
+    def need(holds: bool, what: str) -> None:
+        if not holds:
+            raise ManifestInvalid(f"{where}: {what}", blob=where)
+
+    need((manifest.step, manifest.incarnation, manifest.rank) == (at.step, at.incarnation, rank), "is of another place")
+    need(manifest.digest in ALGORITHMS, f"unknown digest {manifest.digest!r}")
+    hex_length = HEX_LENGTH[manifest.digest]
+    blobs: dict[str, Blob] = {}
+    for part, blob in enumerate(manifest.blobs):
+        need(blob.name == blob_name(rank, part), f"{blob.name!r} is no name of a blob here")
+        need(blob.chunk_bytes % PAGE_BYTES == 0, f"chunks of {blob.chunk_bytes:,} bytes")
+        need(PAGE_BYTES <= blob.chunk_bytes <= CHUNK_LIMIT_BYTES, f"chunks of {blob.chunk_bytes:,} bytes")
+        need(len(blob.chunks) == -(-blob.length // blob.chunk_bytes) > 0, f"{blob.name} has a wrong count of chunks")
+        need(all(len(one) == hex_length for one in blob.chunks), f"{blob.name} has a malformed digest")
+        blobs[blob.name] = blob
+    names, ends = set(manifest.aliases), dict.fromkeys(blobs, -1)
+    for piece in manifest.pieces:
+        need(piece.name not in names, f"{piece.name!r} stands twice")
+        names.add(piece.name)
+        need(piece.dtype in DTYPES, f"{piece.name} has unknown dtype {piece.dtype!r}")
+        need(len(piece.shape) <= DIMENSION_LIMIT, f"{piece.name} has {len(piece.shape):,} dimensions")
+        need(all(size >= 0 for size in piece.shape), f"{piece.name} has a negative size")
+        extent, length = piece.extent, Tensor(piece.name, piece.dtype, tuple(piece.shape)).length
+        need(extent.length == length, f"{piece.name} has {extent.length} bytes, its shape says {length}")
+        need(extent.blob in blobs, f"{piece.name} rests in {extent.blob!r}, which is not of this manifest")
+        if ends[extent.blob] < 0:  # the first of its blob stands right after the header
+            need(0 < extent.offset <= HEADER_LIMIT_BYTES and extent.offset % PAGE_BYTES == 0, f"{piece.name}: offset")
+        else:
+            need(extent.offset == ends[extent.blob], f"{piece.name} leaves a hole, or overlaps")
+        ends[extent.blob] = extent.offset + length
+    for blob in manifest.blobs:
+        end = ends[blob.name] if ends[blob.name] >= 0 else min(blob.length, HEADER_LIMIT_BYTES)  # a header alone
+        need(end == blob.length, f"{blob.name} has {blob.length:,} bytes, its pieces end elsewhere")
+    stored = names - manifest.aliases.keys()
+    need(all(name in stored for name in manifest.aliases.values()), "an alias of nothing")
+
+
+def validate_header(header: bytes, blob: Blob, pieces: Sequence[Piece]) -> None:
+    """The safetensors header must be the one that this manifest makes. `pieces`: those of this blob."""
+    if header != _image([Tensor(p.name, p.dtype, tuple(p.shape)) for p in pieces], blob.name).header:
+        raise ManifestInvalid(f"{blob.name}: its header does not agree with the manifest", blob=blob.name)
+
+
+def place_of(blob: Blob, pieces: Iterable[Piece], chunk: int) -> str:
+    """Name of the first tensor that a chunk holds, for messages; empty for the header."""
+    low, high = chunk * blob.chunk_bytes, (chunk + 1) * blob.chunk_bytes
+    for piece in pieces:
+        start = piece.extent.offset
+        if piece.extent.blob == blob.name and start < high and start + piece.extent.length > low:
+            return piece.name
+    return ""
+
+
+def extent_of(blob: Blob, chunk: int) -> Extent:
+    start = chunk * blob.chunk_bytes
+    return Extent(blob=blob.name, offset=start, length=min(blob.chunk_bytes, blob.length - start))

@@ -1,0 +1,395 @@
+"""Values: Python data <-> JSON with typed tags, and the dotted names of what lies inside.
+
+Holds the codec of everything in a state that is no tensor. It never imports torch, reads no pickle and runs no code:
+`decode` builds only from the table below, and a hook adds what it knows.
+
+None, bool, int (64 bit), float (finite), str and list stand for themselves, and so does a dict whose keys are strings
+in sorted order (a writer of JSON may sort them) none of which begins with "!". Everything else is a dict with one key,
+the tag:
+
+    {"!int": "0x1f..."}                 beyond 64 bits            {"!float": "inf" | "-inf" | bits of the nan, hex}
+    {"!complex": [float, float]}                                  {"!str": base64}    with lone surrogates
+    {"!bytes": base64}                  {"!bytearray": base64}    {"!tuple": [...]}
+    {"!set": [...]}                     {"!frozenset": [...]}     {"!dict": [[key, value], ...]}
+    {"!OrderedDict": [[key, value], ...]}                         {"!Counter": [[key, count], ...]}
+    {"!np.scalar": [dtype, hex]}        {"!np.dtype": "<f4"}      {"!excluded": null}    a place in a list left out
+
+Only exact types are stored. A subclass (enum, namedtuple, defaultdict, ...) would come back as something else, and is
+refused by name. Containers nest up to DEPTH_LIMIT deep, so a state that contains itself is refused too.
+
+A name is the path from the key of the state, joined with dots. In a key of a dict, "%" is written %25, "." is %2E and
+a lone surrogate its bytes likewise; a key that is no string is written as its repr.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import fnmatch
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ..errors import ManifestInvalid, Refused, Unstorable
+
+DEPTH_LIMIT = 100
+
+
+class _LeftOut(enum.Enum):
+    LEFT_OUT = enum.auto()
+
+
+LEFT_OUT: Final = _LeftOut.LEFT_OUT
+"""stands where a filter has left something out"""
+
+EncodeHook = Callable[[Any, str, Callable[[Any, str], Any]], Any]
+"""(object, path, encode of a part) -> tagged JSON, LEFT_OUT or NotImplemented"""
+DecodeHook = Callable[[str, Any, Callable[[Any], Any]], Any]
+"""(tag, body, decode of a part) -> object or NotImplemented"""
+
+
+# ---- names -----------------------------------------------------------------------------------------------------
+
+
+def component(key: object) -> str:
+    """A key of a dict as one component of a name; reversible for strings."""
+    return _SPECIAL.sub(_percent, key if type(key) is str else repr(key))
+
+
+def join(path: str, key: object) -> str:
+    return f"{path}.{component(key)}"
+
+
+_SPECIAL = re.compile("[%.\ud800-\udfff]")
+
+
+def _percent(found: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in found[0].encode("utf-8", "surrogatepass"))
+
+
+class Filter:
+    """Which names are wanted. A pattern (fnmatch) that matches a name speaks of everything below that name too."""
+
+    def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        for patterns in (include, exclude):
+            if isinstance(patterns, str):
+                raise Refused(f"include and exclude are lists of patterns, not {patterns!r}", todo=f"[{patterns!r}]")
+        self.everything = not include and not exclude
+        self._include, self._exclude = _any_of(include), _any_of(exclude)
+        self._literals = [re.split(r"[*?\[]", pattern)[0] for pattern in include]
+
+    def keeps(self, name: str) -> bool:
+        """Whether this very name is wanted."""
+        if self.everything:
+            return True
+        if self._exclude is not None and self._exclude.fullmatch(name):
+            return False
+        return self._include is None or self._include.fullmatch(name) is not None
+
+    def enters(self, name: str) -> bool:
+        """Whether this name, or some name below it, may be wanted."""
+        if self.everything or self.keeps(name):
+            return True
+        if self._exclude is not None and self._exclude.fullmatch(name):
+            return False
+        below = name + "."
+        return any(one.startswith(below) or below.startswith(one) for one in self._literals)
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    if not patterns:
+        return None
+    bodies = (fnmatch.translate(one)[:-2] for one in patterns)  # without its end-of-string anchor, \Z or \z
+    return re.compile(rf"(?s:(?:{'|'.join(bodies)})(?:\..*)?)")
+
+
+EVERYTHING: Final = Filter()
+
+# ---- encode ----------------------------------------------------------------------------------------------------
+
+
+def nothing(*_: Any) -> Any:
+    """The hook that knows nothing."""
+    return NotImplemented
+
+
+def encode(obj: Any, path: str, leaf: EncodeHook = nothing, names: Filter = EVERYTHING) -> Any:
+    """`obj`, named `path`, as what `msgspec.json` writes and reads back unchanged; LEFT_OUT if no name in it is wanted.
+
+    `leaf(obj, path, inner)` is asked about types that are not in the table: it answers with `{"!tag": body}`, with
+    LEFT_OUT, or with NotImplemented; `inner(part, path)` encodes what it is made of. Members of sets and keys of dicts
+    are never shown to it. Raises Unstorable, by name, for what nobody knows, for two entries of one name, and for
+    nesting deeper than DEPTH_LIMIT.
+    """
+    return _Encoder(leaf, names).tree(obj, path, 0)
+
+
+def refusal(path: str, what: str, remedy: str = "") -> Unstorable:
+    """The error for something at `path` that cannot be stored."""
+    known = "Store it as numbers or tensors, or give the object a state_dict()/load_state_dict() pair"
+    return Unstorable(
+        f"{path} {what}", safe="Nothing was touched.", todo=f'{remedy or known}, or leave it out: exclude=["{path}"]'
+    )
+
+
+class _Encoder:
+    def __init__(self, leaf: EncodeHook, names: Filter) -> None:
+        self._leaf, self._names = leaf, names
+
+    def tree(self, obj: Any, path: str, depth: int) -> Any:
+        if not self._names.enters(path):
+            return LEFT_OUT
+        if depth > DEPTH_LIMIT:
+            where = path if len(path) < 200 else f"{path[:200]}..."
+            raise refusal(where, f"is nested deeper than {DEPTH_LIMIT} levels (or contains itself)", "Flatten it")
+        kind = type(obj)
+        if kind is dict or kind is OrderedDict:
+            return self._mapping(obj, path, depth)
+        if kind is list or kind is tuple:
+            return self._sequence(obj, path, depth)
+        kept = self._names.keeps(path)
+        found = self._datum(obj, path, depth) if kept else NotImplemented
+        if found is NotImplemented:
+            found = self._leaf(obj, path, lambda part, at: self.tree(part, at, depth + 1))
+        if found is not NotImplemented:
+            return found
+        if not kept:
+            return LEFT_OUT
+        todo = "Store it as dict(...)" if isinstance(obj, dict) else ""
+        raise refusal(path, f"is a {_type_name(obj)}, which cannot be stored without running code on load", todo)
+
+    def _mapping(self, obj: dict[Any, Any], path: str, depth: int) -> Any:
+        names: set[str] = set()
+        entries: list[tuple[Any, Any]] = []
+        for key, value in obj.items():
+            name = join(path, key)
+            if name in names:
+                raise refusal(path, f"has two entries that would both be named {name}", "Rename one of the keys")
+            names.add(name)
+            tree = self.tree(value, name, depth + 1)
+            if tree is not LEFT_OUT:
+                entries.append((key, tree))
+        if not entries and not self._names.keeps(path):
+            return LEFT_OUT
+        if type(obj) is dict and _plain_keys([key for key, _ in entries]):
+            return dict(entries)
+        return {f"!{type(obj).__name__}": [[_opaque(key, join(path, key), depth), tree] for key, tree in entries]}
+
+    def _sequence(self, obj: Sequence[Any], path: str, depth: int) -> Any:
+        if self._names.everything and _numbers(obj):
+            trees = list(obj)
+        else:
+            trees = [self.tree(item, f"{path}.{index}", depth + 1) for index, item in enumerate(obj)]
+            if not self._names.keeps(path) and all(tree is LEFT_OUT for tree in trees):
+                return LEFT_OUT
+            trees = [{"!excluded": None} if tree is LEFT_OUT else tree for tree in trees]
+        return trees if type(obj) is list else {"!tuple": trees}
+
+    def _datum(self, obj: Any, path: str, depth: int) -> Any:
+        kind = type(obj)
+        if obj is None or kind is bool:
+            return obj
+        if kind is int:
+            return obj if -(2**63) <= obj < 2**63 else {"!int": hex(obj)}
+        if kind is float:
+            return obj if math.isfinite(obj) else {"!float": _float_text(obj)}
+        if kind is str:
+            return obj if _encodable(obj) else {"!str": _base64(obj.encode("utf-8", "surrogatepass"))}
+        if kind is complex:
+            return {"!complex": [_Encoder(nothing, EVERYTHING).tree(one, path, depth) for one in (obj.real, obj.imag)]}
+        if kind is bytes or kind is bytearray:
+            return {f"!{kind.__name__}": _base64(obj)}
+        if kind is set or kind is frozenset:
+            return {f"!{kind.__name__}": [_opaque(item, path, depth) for item in obj]}
+        if kind is Counter:
+            return {"!Counter": [[_opaque(part, path, depth) for part in pair] for pair in obj.items()]}
+        if isinstance(obj, np.dtype) and (text := dtype_text(obj)):
+            return {"!np.dtype": text}
+        if kind is np.str_:
+            return {"!np.scalar": ["U", obj.encode("utf-8", "surrogatepass").hex()]}
+        if kind is np.bytes_:
+            return {"!np.scalar": ["S", obj.hex()]}
+        if isinstance(obj, np.generic) and (text := dtype_text(obj.dtype)):
+            return {"!np.scalar": [text, obj.tobytes().hex()]}
+        return NotImplemented
+
+
+def _opaque(obj: Any, path: str, depth: int) -> Any:
+    """A key or a member: it has no name of its own, and no hook sees it."""
+    return _Encoder(nothing, EVERYTHING).tree(obj, path, depth + 1)
+
+
+def _plain_keys(keys: list[Any]) -> bool:
+    return all(type(key) is str and key[:1] != "!" and _encodable(key) for key in keys) and keys == sorted(keys)
+
+
+def _numbers(items: Iterable[Any]) -> bool:
+    return all((type(item) is int or type(item) is float) and -(2**63) <= item < 2**63 for item in items)
+
+
+def _encodable(text: str) -> bool:
+    return text.isascii() or not re.search("[\ud800-\udfff]", text)
+
+
+def _float_text(number: float) -> str:
+    return struct.pack(">d", number).hex() if math.isnan(number) else str(number)
+
+
+def _base64(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _type_name(obj: Any) -> str:
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+# ---- decode ----------------------------------------------------------------------------------------------------
+
+
+def decode(json: Any, leaf: DecodeHook = nothing) -> Any:
+    """The object that `encode` made this JSON of; LEFT_OUT where a place in a list was left out.
+
+    `leaf(tag, body, inner)` is asked about tags that are not in the table; `inner(part)` decodes what `encode`'s hook
+    has encoded with its own. Raises ManifestInvalid for anything that `encode` does not write, and nothing else.
+    """
+    return _Decoder(leaf).tree(json, 0)
+
+
+def need(holds: object, what: str) -> None:
+    """Raises ManifestInvalid unless it holds; `what` is said of a stored value."""
+    if not holds:
+        raise ManifestInvalid(f"a stored value is malformed: {what}")
+
+
+class _Decoder:
+    def __init__(self, leaf: DecodeHook) -> None:
+        self._leaf = leaf
+
+    def tree(self, json: Any, depth: int) -> Any:
+        need(depth <= DEPTH_LIMIT, f"nested deeper than {DEPTH_LIMIT} levels")
+        kind = type(json)
+        if json is None or kind is bool or kind is str:
+            return json
+        if kind is int or kind is float:
+            need(_numbers([json]) or (kind is float and math.isfinite(json)), "a number without a tag")
+            return json
+        if kind is list:
+            return list(json) if _numbers(json) else [self.tree(item, depth + 1) for item in json]
+        need(kind is dict and all(type(key) is str for key in json), f"a {kind.__name__}")
+        if not any(key.startswith("!") for key in json):
+            return {key: self.tree(item, depth + 1) for key, item in json.items()}
+        need(len(json) == 1, "a tag that does not stand alone")
+        ((tag, body),) = json.items()
+        return self._tagged(tag, body, depth)
+
+    def _tagged(self, tag: str, body: Any, depth: int) -> Any:
+        if tag in _TEXTS:
+            need(type(body) is str, f"{tag} without its text")
+            return _parsed(_TEXTS[tag], body)
+        if tag == "!np.scalar":
+            need(_are(body, str), f"{tag} without its two texts")
+            return _parsed(_scalar, *body)
+        if tag == "!complex":
+            need(type(body) is list and len(body) == 2, f"{tag} without its two numbers")
+            parts = [_Decoder(nothing).tree(part, depth) for part in body]
+            need(_are(parts, float), f"{tag} without its two numbers")
+            return complex(*parts)
+        if tag == "!excluded":
+            need(body is None, f"{tag} with a body")
+            return LEFT_OUT
+        if tag not in _CONTAINERS:
+            found = self._leaf(tag, body, lambda part: self.tree(part, depth + 1))
+            need(found is not NotImplemented, f"an unknown tag {tag[:100]!r}")
+            return found
+        need(type(body) is list, f"{tag} without its list")
+        if tag == "!tuple":
+            return tuple(self.tree(item, depth + 1) for item in body)
+        if tag in ("!set", "!frozenset"):
+            members = _hashable([_Decoder(nothing).tree(item, depth + 1) for item in body])
+            found = set(members) if tag == "!set" else frozenset(members)
+            need(len(found) == len(body), f"{tag} with a member twice")
+            return found
+        need(all(type(pair) is list and len(pair) == 2 for pair in body), f"{tag} without its pairs")
+        keys = _hashable([_Decoder(nothing).tree(key, depth + 1) for key, _ in body])
+        values = _Decoder(nothing) if tag == "!Counter" else self
+        entries = dict(zip(keys, [values.tree(item, depth + 1) for _, item in body], strict=True))
+        need(len(entries) == len(body), f"{tag} with a key twice")
+        return _CONTAINERS[tag](entries)
+
+
+def _hashable(items: list[Any]) -> list[Hashable]:
+    try:
+        hash(tuple(items))
+    except TypeError as error:
+        raise ManifestInvalid(f"a stored value is malformed: {error}") from error
+    return items
+
+
+def _are(parts: Any, kind: type) -> bool:
+    return type(parts) is list and len(parts) == 2 and all(type(part) is kind for part in parts)
+
+
+def _parsed(parse: Callable[..., Any], *texts: str) -> Any:
+    """`parse(*texts)`, where a text that it cannot parse is the generation's fault."""
+    try:
+        return parse(*texts)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ManifestInvalid(f"a stored value is malformed: {error}") from error
+
+
+def _float(text: str) -> float:
+    if text in ("inf", "-inf"):
+        return float(text)
+    (number,) = struct.unpack(">d", bytes.fromhex(text)) if len(text) == 16 else (0.0,)
+    need(math.isnan(number), "!float without a nan")
+    return float(number)
+
+
+def _scalar(dtype: str, text: str) -> np.generic:
+    data = bytes.fromhex(text)
+    if dtype == "U":
+        return np.str_(data.decode("utf-8", "surrogatepass"))
+    if dtype == "S":
+        return np.bytes_(data)
+    found = numpy_dtype(dtype)
+    need(len(data) == found.itemsize > 0, "!np.scalar of another length")
+    return np.frombuffer(data, found)[0]  # type: ignore[no-any-return]
+
+
+_TEXTS: dict[str, Callable[[str], Any]] = {
+    "!int": lambda text: int(text, 16),
+    "!float": _float,
+    "!str": lambda text: base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass"),
+    "!bytes": lambda text: base64.b64decode(text, validate=True),
+    "!bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
+    "!np.dtype": lambda text: numpy_dtype(text),
+}
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "!tuple": tuple,
+    "!set": set,
+    "!frozenset": frozenset,
+    "!dict": dict,
+    "!OrderedDict": OrderedDict,
+    "!Counter": Counter,
+}
+
+# ---- numpy's dtypes --------------------------------------------------------------------------------------------
+
+_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,7}\])?")
+
+
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """A dtype as a text that says all of it; empty for one with fields, objects or an owner outside numpy."""
+    return dtype.str if _DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype else ""
+
+
+def numpy_dtype(text: str) -> np.dtype[Any]:
+    """The dtype that `dtype_text` wrote. Raises ManifestInvalid."""
+    need(_DTYPE.fullmatch(text), f"no dtype {text[:100]!r}")
+    return _parsed(np.dtype, text)  # type: ignore[no-any-return]

@@ -1,0 +1,1 @@
+"""Deciders: pure functions over records; no I/O, no clock, no threads."""

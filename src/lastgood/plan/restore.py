@@ -1,0 +1,88 @@
+"""Which generation: the lineage of a run, and the order in which to try. Pure: works on a survey, reads nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import NoSuchStep
+from ..format.commit import Survey
+from ..records import Finding, GenerationId
+
+
+class Lineage(NamedTuple):
+    """The chain of generations that the current state descends from, newest first."""
+
+    chain: list[GenerationId]
+    """their COMMIT is there, whether or not it can be believed"""
+    lost: list[GenerationId]
+    """named by the chain, and their COMMIT is gone although nobody retired them"""
+
+
+class Choice(NamedTuple):
+    """What to try, in this order, and what is passed over without reading it again."""
+
+    candidates: list[GenerationId]
+    passed_over: list[tuple[GenerationId, str]]
+
+
+def lineage(survey: Survey) -> Lineage:
+    """Walk the newest incarnation's generations, newest first, then those of the generation that it continues.
+
+    What an incarnation abandoned (steps after the one it continues) is not on the way.
+    """
+    committed = survey.generations.keys() | survey.broken.keys()
+    chain: list[GenerationId] = []
+    named: set[GenerationId] = set()
+    current = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
+    bound: int | None = None
+    while current is not None:
+        mine = [at for at in committed if at.incarnation == current.id and (bound is None or at.step <= bound)]
+        chain += sorted(mine, reverse=True)
+        parent = current.parent
+        if parent is None:
+            break
+        named.add(parent)
+        bound, older = parent.step, survey.incarnations.get(parent.incarnation)
+        if older is None:
+            # Its record and every readable commit are gone; what is left of it can still be seen to be broken.
+            chain += sorted((at for at in committed if at.incarnation == parent.incarnation), reverse=True)
+        current = older if older is not None and older.order < current.order else None
+    for at in chain:
+        if at in survey.generations and (before := survey.generations[at].commit.parent):
+            named.add(before)
+    if survey.pointer:
+        named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    return Lineage(chain, sorted((named & survey.incomplete) - set(chain), reverse=True))
+
+
+def choose(survey: Survey, step: int | None) -> Choice:
+    """Candidates for a restore: of the lineage, newest first; or every generation of `step`, the lineage's first.
+
+    Raises NoSuchStep when `step` was never committed or is gone.
+    """
+    chain, lost = lineage(survey)
+    if step is not None:
+        order = {one.id: one.order for one in survey.incarnations.values()}
+        others = sorted(survey.generations, key=lambda at: -order.get(at.incarnation, 0))
+        wanted = [at for at in dict.fromkeys([*chain, *others]) if at.step == step]
+        if not wanted:
+            there = ", ".join(str(at.step) for at in sorted(survey.generations)) or "none"
+            raise NoSuchStep(f"no generation of step {step}", todo=f"Steps that are there: {there}.")
+        return Choice(wanted, [])
+    passed = [(at, "its COMMIT is gone") for at in lost]
+    candidates = []
+    for at in chain:
+        if at in survey.broken:
+            passed.append((at, str(survey.broken[at])))
+        elif survey.generations[at].damaged:
+            passed.append((at, told(survey.generations[at].damaged)))
+        else:
+            candidates.append(at)
+    return Choice(candidates, sorted(passed, reverse=True))
+
+
+def told(findings: list[Finding]) -> str:
+    """Findings in one line."""
+    return "; ".join(one.what for one in findings[:3]) + (
+        f"; and {len(findings) - 3} more" if len(findings) > 3 else ""
+    )

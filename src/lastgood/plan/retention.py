@@ -1,0 +1,92 @@
+"""What may go. Pure. Never the newest verified generation, never the newest committed one, never one that is damaged.
+
+Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import Refused
+from ..format.commit import Survey
+from ..records import Generation, GenerationId, Incarnation
+
+
+@dataclass(frozen=True)
+class Keep:
+    """The newest `last` verified generations; beside them every `every`-th step, the `milestones` and the `best`.
+
+    `best`: (name of a metric, "min" or "max", how many). Metrics come from `save(step, metrics={...})`.
+    """
+
+    last: int = 3
+    every: int | None = None
+    milestones: tuple[int, ...] = ()
+    best: tuple[str, Literal["min", "max"], int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.last < 1 or (self.every is not None and self.every < 1):
+            raise Refused(f"{self} keeps nothing", todo="Give last >= 1 and every >= 1.")
+        if self.best is not None and (len(self.best) != 3 or self.best[1] not in ("min", "max") or self.best[2] < 1):
+            raise Refused(f"best={self.best!r}", todo='Give ("loss", "min", 3): a metric, "min" or "max", how many.')
+
+
+def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generation]) -> list[GenerationId]:
+    """Generations that may go, oldest first. `chain`: the lineage, newest first. `abandoned`: all others.
+
+    Abandoned generations (left behind by a rewind) go once the lineage has `last` verified generations that were
+    committed after them.
+    """
+    good = [one for one in chain if one.verified and not one.damaged]
+    kept = {one.id for one in good[: keep.last]} | {one.id for one in chain[:1]}
+    kept |= {one.id for one in good if _pinned(keep, one)}
+    if keep.best:
+        metric, direction, count = keep.best
+        scored = [one for one in good if math.isfinite(one.commit.metrics.get(metric, math.nan))]
+        sign = 1 if direction == "min" else -1
+        # Of equals the newer one: the sort is stable and the chain runs from the newest.
+        kept |= {one.id for one in sorted(scored, key=lambda one: sign * one.commit.metrics[metric])[:count]}
+    newest_good = good[0].id if good else None
+    passed = False
+    going = []
+    for one in chain:
+        if passed and one.id not in kept and not one.damaged:
+            going.append(one.id)
+        passed = passed or one.id == newest_good
+    for one in abandoned:
+        newer = sum(1 for other in good if other.commit.order > one.commit.order)
+        if newer >= keep.last and not one.damaged and not _pinned(keep, one):
+            going.append(one.id)
+    return sorted(going)
+
+
+def unverified_ahead(chain: Sequence[Generation]) -> int:
+    """How many generations are newer than the newest verified one. `chain`: newest first."""
+    for count, one in enumerate(chain):
+        if one.verified and not one.damaged:
+            return count
+    return len(chain)
+
+
+def stale_incarnations(survey: Survey) -> list[Incarnation]:
+    """Incarnation records that lead to no generation any more. Never the newest."""
+    inhabited = {at.incarnation for at in (*survey.generations, *survey.broken, *survey.incomplete, *survey.going)}
+    newest = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
+    needed: set[str] = {newest.id} if newest else set()
+    for one in survey.incarnations.values():
+        passed: list[str] = []
+        at: Incarnation | None = one if one.id in inhabited or one is newest else None
+        while at is not None and at.id not in passed:
+            passed.append(at.id)
+            if at.id in inhabited:
+                needed.update(passed)
+            at = survey.incarnations.get(at.parent.incarnation) if at.parent else None
+    return [one for one in survey.incarnations.values() if one.id not in needed]
+
+
+def _pinned(keep: Keep, one: Generation) -> bool:
+    by_step = one.step in keep.milestones or (keep.every is not None and one.step % keep.every == 0)
+    return one.commit.milestone or by_step

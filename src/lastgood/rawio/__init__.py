@@ -1,0 +1,1 @@
+"""Bytes: digests and the file system. Knows no tensor and no checkpoint."""

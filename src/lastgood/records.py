@@ -1,0 +1,186 @@
+"""The nouns, frozen. They hold what is stored or handed between rooms; they never do anything.
+
+Words as in docs/format.md: a *piece* is a rectangle of a named tensor, a *blob* an immutable named run of bytes,
+a *manifest* one rank's pieces and values, a *seal* a rank's promise that its manifest is durable, a *commit* the one
+small record that makes a *generation* exist, an *incarnation* one opening of a run for writing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of everything that is stored: unknown fields are refused, so a field is never dropped in silence."""
+
+
+class GenerationId(Record, frozen=True, kw_only=True, order=True):
+    """A step in an incarnation. Two incarnations may hold the same step."""
+
+    step: int
+    incarnation: str
+
+    def __str__(self) -> str:
+        return f"step {self.step} ({self.incarnation})"
+
+
+class Extent(Record, frozen=True, kw_only=True):
+    """A run of bytes inside a blob."""
+
+    blob: str
+    offset: int
+    length: int
+
+
+class Blob(Record, frozen=True, kw_only=True):
+    """One immutable file: its length and the digest of each of its chunks (the last one may be short)."""
+
+    name: str
+    length: int
+    chunk_bytes: int
+    chunks: list[str]
+
+
+class Piece(Record, frozen=True, kw_only=True):
+    """A rectangle of a named tensor (in a world of one: all of it): where its bytes rest and what they digest to."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    extent: Extent
+    digest: str
+    """content digest over dtype, shape and bytes, taken while staging"""
+
+
+class Manifest(Record, frozen=True, kw_only=True):
+    """One rank's share of a generation."""
+
+    format: int
+    step: int
+    incarnation: str
+    rank: int
+    digest: str
+    """name of the digest algorithm of every digest below"""
+    blobs: list[Blob]
+    pieces: list[Piece]
+    aliases: dict[str, str]
+    """further name of a tensor -> the name under which it is stored"""
+    values: dict[str, Any]
+    """non-tensor state, JSON with typed tags (format/values.py)"""
+
+
+class Seal(Record, frozen=True, kw_only=True):
+    """A rank's promise that its blobs and its manifest are durable."""
+
+    rank: int
+    manifest: str
+    length: int
+    digest: str
+
+
+class World(Record, frozen=True, kw_only=True):
+    """Ranks at the time of the save."""
+
+    ranks: int
+
+
+class Commit(Record, frozen=True, kw_only=True):
+    """The record that makes a generation exist."""
+
+    format: int
+    run: str
+    step: int
+    incarnation: str
+    order: int
+    """of the incarnation: the newest lineage is that of the highest order"""
+    world: World
+    parent: GenerationId | None
+    seals: list[Seal]
+    created: float
+    """seconds since 1970, for people; nothing is decided by it"""
+    milestone: bool = False
+    metrics: dict[str, float] = {}
+
+    @property
+    def id(self) -> GenerationId:
+        return GenerationId(step=self.step, incarnation=self.incarnation)
+
+
+class RunHeader(Record, frozen=True, kw_only=True):
+    """`lastgood.json`: says that a directory is a run, and which."""
+
+    format: int
+    run: str
+
+
+class Incarnation(Record, frozen=True, kw_only=True):
+    """One opening of a run for writing, and the generation that it continues."""
+
+    format: int
+    order: int
+    id: str
+    parent: GenerationId | None
+
+
+class Pointer(Record, frozen=True, kw_only=True):
+    """`LASTGOOD.json`: the newest verified generation of the lineage. A hint, never the truth."""
+
+    format: int
+    step: int
+    incarnation: str
+    root: str
+
+
+class Finding(Record, frozen=True, kw_only=True):
+    """One thing that is wrong with a generation, and where."""
+
+    kind: str
+    """name of the error class that it would raise"""
+    what: str
+    blob: str = ""
+    offset: int = 0
+    chunk: int = -1
+    tensor: str = ""
+
+
+class Mark(Record, frozen=True, kw_only=True):
+    """What a reading of a generation found: no findings in `VERIFIED.json`, the evidence in `DAMAGED.json`."""
+
+    format: int
+    root: str
+    findings: list[Finding] = []
+
+
+class Generation(Record, frozen=True, kw_only=True):
+    """A committed generation as a reader finds it."""
+
+    commit: Commit
+    root: str
+    """digest of the commit record: names the whole state"""
+    verified: bool = False
+    damaged: list[Finding] = []
+    bytes: int = 0
+    """what its files hold on this tier"""
+
+    @property
+    def id(self) -> GenerationId:
+        return self.commit.id
+
+    @property
+    def step(self) -> int:
+        return self.commit.step
+
+
+class Event(Record, frozen=True, kw_only=True):
+    """Something that happened to a save or a generation, for logs and plots."""
+
+    kind: str
+    """staged, durable, failed, verified, damaged, stepped_over, deleted"""
+    step: int
+    at_seconds: float
+    """monotonic clock"""
+    seconds: float = 0.0
+    bytes: int = 0
+    detail: str = ""

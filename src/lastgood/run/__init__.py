@@ -1,0 +1,1 @@
+"""One run on one tier: movers and deciders put together. Torch-free."""

@@ -1,0 +1,187 @@
+"""Reading a run: the newest good generation, one tensor, one verification. Writes nothing; torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import NamedTuple
+
+from ..engine import fetch
+from ..engine.arena import Arena
+from ..errors import Damaged, NoSuchStep, NoSuchTensor, NothingGood, TierDown
+from ..format import commit, layout
+from ..format.commit import Survey
+from ..plan import restore
+from ..ports import Tier
+from ..rawio.files import round_up
+from ..records import Finding, Generation, Manifest, Piece
+
+WORKERS = 3
+"""threads that write or read a run's bytes"""
+
+Loader = Callable[[Generation, Manifest], None]
+Fetch = Callable[[str], memoryview]
+"""stored name of a tensor -> its bytes, verified; valid until the next call"""
+
+
+class Found(NamedTuple):
+    """What a restore came to. `generation` is None when nothing was ever committed."""
+
+    generation: Generation | None
+    stepped_over: list[tuple[int, str]]
+
+
+def newest_good(
+    tier: Tier, survey: Survey, step: int | None, load: Loader, note: Callable[[Generation, Damaged], None]
+) -> Found:
+    """Try generations until one loads: of the lineage, newest first; or only `step`.
+
+    `load` reads everything and raises Damaged before it applies anything. `note` hears of each damage found on the way.
+    Raises NoSuchStep, Damaged (for an explicit step), NothingGood (with what is wrong with each), Unavailable.
+    """
+    choice = restore.choose(survey, step)
+    over = [(at.step, reason) for at, reason in choice.passed_over]
+    for at in choice.candidates:
+        try:
+            if at in survey.broken:
+                raise survey.broken[at]
+            generation = survey.generations[at]
+            try:
+                load(generation, commit.read_manifest(tier, generation))
+            except Damaged as error:
+                note(generation, error)
+                raise
+            return Found(generation, sorted(over, reverse=True))
+        except (Damaged, TierDown) as error:
+            if step is not None and at == choice.candidates[-1]:
+                raise
+            over.append((at.step, str(error)))
+    if not over:
+        return Found(None, [])
+    told = "\n".join(f"  step {at}: {reason}" for at, reason in sorted(over, reverse=True))
+    others = sorted({at.step for at in survey.generations} - {at for at, _ in over})
+    raise NothingGood(
+        f"no generation of this run is good:\n{told}",
+        safe="\nNothing was loaded and nothing was deleted.",
+        todo=f"Outside the lineage there is still: {', '.join(map(str, others))}; ask for it with restore(step=...)."
+        if others
+        else "Restore the files from a copy, or start over with restore(step=0).",
+    )
+
+
+def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor) -> Fetch:
+    """Verify all of a generation, then hand out its tensors by name.
+
+    Where the arena holds all of it, it is read once; else it is read twice, and each tensor is checked anew by its own
+    digest when it is fetched. Raises Damaged or Unavailable before anything is handed out.
+    """
+    home = layout.folder(generation.id)
+    pieces = {piece.name: piece for piece in manifest.pieces}
+    places = {}
+    end = 0
+    for blob in manifest.blobs:
+        places[blob.name] = end
+        end += round_up(blob.length, blob.chunk_bytes)
+    if end > arena.arena_bytes:
+        with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
+            findings = fetch.verify(tier, home, manifest, buffers, workers)
+        if findings:
+            raise Damaged(f"{home}: {restore.told(findings)}")
+        return lambda name: memoryview(fetch.tensor(tier, home, manifest, pieces[name]))
+    whole = arena.whole()
+    for blob in manifest.blobs:
+        starts = range(places[blob.name], places[blob.name] + blob.length, blob.chunk_bytes)
+        slices = [whole[start : start + blob.chunk_bytes] for start in starts]
+        check = fetch.Check(manifest, blob)
+        for part in fetch.chunks(tier, home, manifest, blob, slices, workers):
+            check.see(part.data)
+        check.finish()
+
+    def fetched(name: str) -> memoryview:
+        extent = pieces[name].extent
+        start = places[extent.blob] + extent.offset
+        return whole[start : start + extent.length]
+
+    return fetched
+
+
+def read_all(
+    tier: Tier, generation: Generation, arena: Arena, workers: Executor, stop: Callable[[], bool] = lambda: False
+) -> list[Finding]:
+    """Every damage in a generation, read past the page cache. Raises Cancelled when `stop()`, Unavailable."""
+    try:
+        manifest = commit.read_manifest(tier, generation)
+    except Damaged as error:
+        return [fetch.finding(error)]
+    with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
+        return fetch.verify(tier, layout.folder(generation.id), manifest, buffers, workers, stop)
+
+
+@contextlib.contextmanager
+def borrowed(arena: Arena, need_bytes: int, most: int = 3) -> Iterator[list[memoryview]]:
+    """Read buffers of at least `need_bytes`: of an arena that is free, or fresh ones where its chunks are too small."""
+    own = Arena(need_bytes * most, need_bytes) if need_bytes > arena.chunk_bytes else arena
+    count = min(most, own.arena_bytes // own.chunk_bytes)
+    leases = [lease for lease in (own.take() for _ in range(count)) if lease]
+    try:
+        yield [lease.buffer for lease in leases]
+    finally:
+        for lease in leases:
+            lease.release()
+
+
+class RunReader:
+    """A run, for reading only. Every call looks anew, so it may be used beside a writer."""
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+
+    def generations(self) -> list[Generation]:
+        """Committed generations whose commit can be believed, ascending by step, abandoned ones included."""
+        found = commit.survey(self.tier).generations
+        return [found[at] for at in sorted(found)]
+
+    def lineage(self) -> list[Generation]:
+        """The generations that a restore would consider, newest first."""
+        survey = commit.survey(self.tier)
+        chain = restore.lineage(survey).chain
+        return [survey.generations[at] for at in chain if at in survey.generations]
+
+    def generation(self, step: int | None = None) -> Generation:
+        """The generation of `step`, or the newest undamaged one of the lineage. Raises NoSuchStep, Damaged."""
+        survey = commit.survey(self.tier)
+        candidates = restore.choose(survey, step).candidates
+        if not candidates:
+            raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
+        if candidates[0] in survey.broken:
+            raise survey.broken[candidates[0]]
+        return survey.generations[candidates[0]]
+
+    def manifest(self, generation: Generation) -> Manifest:
+        """Pieces and values of a generation. Raises Damaged or Unavailable."""
+        return commit.read_manifest(self.tier, generation)
+
+    def piece(self, name: str, step: int | None = None) -> tuple[Piece, bytearray]:
+        """One tensor's record and its bytes, checked; nothing else is read. Raises NoSuchTensor, Damaged."""
+        generation = self.generation(step)
+        manifest = self.manifest(generation)
+        stored = manifest.aliases.get(name, name)
+        for piece in manifest.pieces:
+            if piece.name == stored:
+                return piece, fetch.tensor(self.tier, layout.folder(generation.id), manifest, piece)
+        raise NoSuchTensor(
+            f"step {generation.step} holds no tensor {name!r}", todo="`lastgood show RUN` lists the names that it has."
+        )
+
+    def verify(self, step: int | None = None) -> list[Finding]:
+        """Every damage of a generation (default: the newest), read past the page cache; empty when it is good.
+
+        Raises NoSuchStep, Unavailable.
+        """
+        try:
+            generation = self.generation(step)
+        except Damaged as error:
+            return [fetch.finding(error)]
+        with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+            return read_all(self.tier, generation, Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)

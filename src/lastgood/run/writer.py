@@ -1,0 +1,275 @@
+"""One opening of a run for writing: save, verify, point, clean. One at a time; its caller serialises the calls.
+
+Holds what lies in the run as this process knows it; it is the only writer, so nothing is listed twice.
+The order is the promise: blobs, manifest, commit; then re-read past the cache; then VERIFIED, then the pointer, and
+only then may an older generation go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import msgspec
+
+from ..engine import persist
+from ..engine.arena import Arena
+from ..errors import CommitUnknown, Damaged, LastgoodError, NotRestored, StepTaken
+from ..format import commit, layout
+from ..format.layout import Image
+from ..plan import restore
+from ..plan.retention import Keep, stale_incarnations, surplus, unverified_ahead
+from ..ports import Tier
+from ..records import Commit, Event, Finding, Generation, GenerationId, Incarnation, Manifest, Pointer, RunHeader, World
+from .reader import read_all
+
+KEEP = Keep()
+
+
+class RunWriter:
+    """Torch-free writer of one run on one tier.
+
+    `new_id` makes 8 hex digits, `wall_seconds` is the time for people, `tell` hears of events.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        workers: Executor,
+        *,
+        keep: Keep = KEEP,
+        algorithm: str = "xxh3_128",
+        new_id: Callable[[], str] = lambda: os.urandom(4).hex(),
+        wall_seconds: Callable[[], float] = time.time,
+        monotonic_seconds: Callable[[], float] = time.monotonic,
+        tell: Callable[[Event], object] = lambda _: None,
+    ) -> None:
+        self.tier, self._keep, self._algorithm, self._workers = tier, keep, algorithm, workers
+        self._new_id, self._wall, self._monotonic, self._tell = new_id, wall_seconds, monotonic_seconds, tell
+        self.survey = commit.survey(tier)
+        self._incarnation: Incarnation | None = None
+        self._last: GenerationId | None = None
+        self._unknown: set[GenerationId] = set()
+        """their commit may not be durable, so they are neither verified nor counted until the next opening"""
+        self._settle()
+
+    # ---- opening -------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Write the header where it is missing, end what a crash left half ended, clear what never was committed."""
+        ident = self.survey.run
+        if ident is None:
+            newest = max(self.survey.generations.values(), key=lambda one: one.commit.order, default=None)
+            ident = newest.commit.run if newest else self._new_id()
+            if layout.HEADER in self.tier.list(""):
+                self.tier.delete(layout.HEADER)  # damaged: the commits say which run this is
+            self.tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=ident)))
+        self._run = ident
+        lost = set(restore.lineage(self.survey).lost)
+        for at in [*self.survey.going, *(self.survey.incomplete - lost)]:
+            commit.retire(self.tier, at)
+            self.survey.going.discard(at)
+            self.survey.incomplete.discard(at)
+
+    def begin(self, parent: GenerationId | None) -> None:
+        """Open an incarnation that continues `parent` (None: from scratch). Durable on return."""
+        order = 1 + max((one.order for one in self.survey.incarnations.values()), default=0)
+        record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
+        self.tier.put_new(layout.incarnation_name(order, record.id), layout.encode(record))
+        self.survey.incarnations[record.id] = record
+        self._incarnation, self._last = record, parent
+        for stale in stale_incarnations(self.survey):
+            self.tier.delete(layout.incarnation_name(stale.order, stale.id))
+            del self.survey.incarnations[stale.id]
+
+    def admit(self, step: int) -> GenerationId:
+        """Where a save of `step` will go. Raises StepTaken, NotRestored; touches nothing in a run that is begun."""
+        if self._incarnation is None:
+            if self.survey.generations or self.survey.broken:
+                newest = max([*self.survey.generations, *self.survey.broken])
+                raise NotRestored(
+                    f"{self.tier.place} already holds {newest}, which this state does not continue",
+                    safe="Nothing was written.",
+                    todo="Call restore() before the first save, or restore(step=0) to start over on purpose.",
+                )
+            self.begin(None)
+        assert self._incarnation is not None
+        last = self._last if self._last and self._last.incarnation == self._incarnation.id else None
+        if (last and step <= last.step) or not 0 <= step < layout.STEP_LIMIT:
+            raise StepTaken(
+                f"step {step} cannot follow {last or 'nothing'} in this incarnation",
+                safe="Nothing was written.",
+                todo="Save ascending steps; to go back, restore(step=...) first.",
+            )
+        return GenerationId(step=step, incarnation=self._incarnation.id)
+
+    # ---- saving --------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        images: Sequence[Image],
+        chunks: Iterator[persist.Chunk],
+        *,
+        chunk_bytes: int = layout.CHUNK_BYTES,
+        aliases: Mapping[str, str],
+        values: Mapping[str, Any],
+        milestone: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Generation:
+        """Bring a generation into being from chunks that arrive in order. Durable on return.
+
+        On an error nothing of it is left (but for CommitUnknown, where everything is), and the error is raised.
+        """
+        at = self.admit(step)
+        assert self._incarnation is not None
+        home, begun = layout.folder(at), self._monotonic()
+        try:
+            blobs, pieces = [], []
+            for image in images:
+                blob, its_pieces = persist.write(
+                    self.tier,
+                    home,
+                    image,
+                    chunks,
+                    chunk_bytes=chunk_bytes,
+                    algorithm=self._algorithm,
+                    writers=self._workers,
+                )
+                blobs.append(blob)
+                pieces += its_pieces
+            seal = commit.seal(
+                self.tier,
+                Manifest(
+                    format=layout.FORMAT,
+                    step=at.step,
+                    incarnation=at.incarnation,
+                    rank=0,
+                    digest=self._algorithm,
+                    blobs=blobs,
+                    pieces=pieces,
+                    aliases=dict(aliases),
+                    values=dict(values),
+                ),
+            )
+            record = Commit(
+                format=layout.FORMAT,
+                run=self._run,
+                step=at.step,
+                incarnation=at.incarnation,
+                order=self._incarnation.order,
+                world=World(ranks=1),
+                parent=self._last,
+                seals=[seal],
+                created=self._wall(),
+                milestone=milestone,
+                metrics=dict(metrics or {}),
+            )
+            generation = commit.publish(self.tier, record, self._algorithm)
+        except CommitUnknown:
+            self._unknown.add(at)
+            self._last = at  # this step may exist: it is not written again
+            raise
+        except BaseException:
+            # What cannot be removed now is litter without a COMMIT, and the next opening removes it.
+            with contextlib.suppress(LastgoodError):
+                commit.retire(self.tier, at)
+            raise
+        generation = msgspec.structs.replace(generation, bytes=seal.length + sum(blob.length for blob in blobs))
+        self.survey.generations[at] = generation
+        self._last = at
+        self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
+        return generation
+
+    # ---- after the commit ----------------------------------------------------------------------------------
+
+    def backlog(self) -> int:
+        """How many generations of the lineage are newer than its newest verified one."""
+        return unverified_ahead(self.lineage())
+
+    def verify(self, arena: Arena, stop: Callable[[], bool] = lambda: False) -> None:
+        """Re-read the newest unverified generation past the page cache, mark it, and point at it.
+
+        One that is damaged is marked with the evidence, and the next older unverified one is read; the damage is raised
+        at the end. Raises Cancelled when `stop()`, Unavailable.
+        """
+        problem: Damaged | None = None
+        for generation in self.lineage():
+            if generation.damaged:
+                continue
+            if generation.verified:
+                break
+            begun = self._monotonic()
+            findings = read_all(self.tier, generation, arena, self._workers, stop)
+            self.conclude(generation, findings)
+            self._tell(
+                self._event(
+                    "damaged" if findings else "verified",
+                    generation.id,
+                    seconds=self._monotonic() - begun,
+                    detail=restore.told(findings),
+                )
+            )
+            if not findings:
+                break
+            problem = problem or Damaged(
+                f"step {generation.step} was committed and does not read back: {restore.told(findings)}",
+                safe="Older generations are kept; this one is marked and will not be restored.",
+                todo="Check the disk. The evidence is in DAMAGED.json beside it.",
+            )
+        if problem:
+            raise problem
+
+    def conclude(self, generation: Generation, findings: list[Finding]) -> None:
+        """Mark what a complete reading of a generation found; the pointer follows a good one of the lineage."""
+        commit.mark(self.tier, generation, findings)
+        found = msgspec.structs.replace(generation, verified=not findings, damaged=findings)
+        self.survey.generations[generation.id] = found
+        if not findings:
+            self.point()
+
+    def point(self) -> None:
+        """Let LASTGOOD.json and latest_ok name the newest verified generation of the lineage."""
+        newest = next((one for one in self.lineage() if one.verified and not one.damaged), None)
+        if newest is not None:
+            pointer = Pointer(
+                format=layout.FORMAT, step=newest.step, incarnation=newest.id.incarnation, root=newest.root
+            )
+            if pointer != self.survey.pointer:
+                self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))
+                self.survey.pointer = pointer
+
+    def clean(self) -> None:
+        """Delete what retention lets go, each in two phases."""
+        chain = self.lineage()
+        of_lineage = {one.id for one in chain}
+        abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]
+        for at in surplus(self._keep, chain, abandoned):
+            commit.retire(self.tier, at)
+            del self.survey.generations[at]
+            self._tell(self._event("deleted", at))
+
+    def newest_verified(self) -> Generation | None:
+        """The newest verified generation of the lineage."""
+        return next((one for one in self.lineage() if one.verified and not one.damaged), None)
+
+    def lineage(self) -> list[Generation]:
+        """Committed generations of the lineage, newest first; those whose commit is not sure are left out."""
+        chain = restore.lineage(self.survey).chain
+        return [
+            self.survey.generations[at] for at in chain if at in self.survey.generations and at not in self._unknown
+        ]
+
+    def _event(self, kind: str, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> Event:
+        return Event(
+            kind=kind,
+            step=at.step,
+            at_seconds=self._monotonic(),
+            seconds=seconds,
+            bytes=size,
+            detail=detail,
+        )

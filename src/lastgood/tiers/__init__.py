@@ -1,0 +1,1 @@
+"""Where blobs rest. Knows no meaning."""
