@@ -96,7 +96,10 @@ class Commit(Record, frozen=True, kw_only=True):
     order: int
     """of the incarnation: the newest lineage is that of the highest order"""
     world: World
+    continues: GenerationId | None
+    """what the incarnation continues; repeated here so that its own record is only a hint"""
     parent: GenerationId | None
+    """the generation before this one in its lineage"""
     seals: list[Seal]
     created: float
     """seconds since 1970, for people; nothing is decided by it"""

@@ -58,14 +58,24 @@ def publish(tier: Tier, commit: Commit, algorithm: str) -> Generation:
     return Generation(commit=commit, root=layout.root_of(data))
 
 
+def confirm(tier: Tier, at: GenerationId) -> None:
+    """Make durable what can be seen of a generation: whoever published it may have died before it was."""
+    name = f"{layout.folder(at)}/{layout.COMMIT}"
+    tier.put_new(name, _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT)))
+
+
 def retire(tier: Tier, at: GenerationId) -> None:
     """End a generation, or finish an ending that a crash cut short, or clear what never became one."""
     home = layout.folder(at)
-    if layout.COMMIT in tier.list(home):
+    there = tier.list(home)
+    if layout.COMMIT in there:
+        if layout.GOING in there:
+            tier.delete(f"{home}/{layout.GOING}")  # somebody died over it: where there are no links it may be torn
         # On a full disk it goes without its reason: what a crash right here leaves is then taken for a lost COMMIT.
         with contextlib.suppress(NoSpace):
             tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
-        tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
+    # Also when it is gone: whoever removed it may have died before that was durable.
+    tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
     for name in sorted(tier.list(home).keys() - {layout.GOING}):
         tier.delete(f"{home}/{name}")
     tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
@@ -132,6 +142,8 @@ class Survey:
     going: set[GenerationId] = field(default_factory=set)
     """no COMMIT, and GOING says why"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
+    order: int = 0
+    """highest that an incarnation claims, by its name where its record cannot be read"""
     pointer: Pointer | None = None
 
 
@@ -154,19 +166,21 @@ def survey(tier: Tier) -> Survey:
                 found.generations[at] = read_generation(tier, at, found.run)
             except (Damaged, TierDown) as error:
                 found.broken[at] = error
-        elif layout.GOING in there:
+        elif layout.GOING in there or not there:  # an empty folder is the last that an ending leaves
             found.going.add(at)
         else:
             found.incomplete.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
         parsed = layout.parse_incarnation(name)
         record = _hint(tier, f"incarnations/{name}", length, Incarnation) if parsed else None
+        found.order = max(found.order, parsed[0] if parsed else 0)
         if record is not None and (record.order, record.id) == parsed:
             found.incarnations[record.id] = record
     for at, generation in found.generations.items():  # ascending steps: the first one's parent is the incarnation's
+        found.order = max(found.order, generation.commit.order)
         if at.incarnation not in found.incarnations:
             found.incarnations[at.incarnation] = Incarnation(
-                format=layout.FORMAT, order=generation.commit.order, id=at.incarnation, parent=generation.commit.parent
+                format=layout.FORMAT, order=generation.commit.order, id=at.incarnation, parent=generation.commit.continues
             )
     return found
 
@@ -202,5 +216,5 @@ def _read(tier: Tier, name: str, length: int | None, limit: int = layout.RECORD_
     if not 0 <= length <= limit:
         raise ManifestInvalid(f"{name} is no file of a record's length", blob=name)
     buffer = bytearray(length)
-    tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer))
+    tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer), fresh=True)
     return bytes(buffer)

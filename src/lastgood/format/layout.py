@@ -268,7 +268,8 @@ def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
     for seal in commit.seals:
         if seal.manifest != manifest_name(seal.rank) or not 0 <= seal.length <= MANIFEST_LIMIT_BYTES:
             raise ManifestInvalid(
-                f"{where} seals {seal.manifest!r} with {seal.length:,} bytes as manifest of rank {seal.rank}", blob=where
+                f"{where} seals {seal.manifest!r} with {seal.length:,} bytes as manifest of rank {seal.rank}",
+                blob=where,
             )
 
 
@@ -320,13 +321,15 @@ def validate_header(header: bytes, blob: Blob, pieces: Sequence[Piece]) -> None:
 
 
 def place_of(blob: Blob, pieces: Iterable[Piece], chunk: int) -> str:
-    """Name of the first tensor that a chunk holds, for messages; empty for the header."""
+    """The tensor that a chunk holds, or the first and the last of them, for messages; empty for the header alone."""
     low, high = chunk * blob.chunk_bytes, (chunk + 1) * blob.chunk_bytes
-    for piece in pieces:
-        start = piece.extent.offset
-        if piece.extent.blob == blob.name and start < high and start + piece.extent.length > low:
-            return piece.name
-    return ""
+    held = [
+        piece.name
+        for piece in pieces
+        if piece.extent.blob == blob.name
+        and max(low, piece.extent.offset) < min(high, piece.extent.offset + piece.extent.length)
+    ]
+    return " .. ".join(dict.fromkeys([*held[:1], *held[-1:]]))
 
 
 def extent_of(blob: Blob, chunk: int) -> Extent:

@@ -8,7 +8,7 @@ in sorted order (a writer of JSON may sort them) none of which begins with "!". 
 the tag:
 
     {"!int": "0x1f..."}                 beyond 64 bits            {"!float": "inf" | "-inf" | bits of the nan, hex}
-    {"!complex": [float, float]}                                  {"!str": base64}    with lone surrogates
+    {"!complex": bits of both, hex}                               {"!str": base64}    with lone surrogates
     {"!bytes": base64}                  {"!bytearray": base64}    {"!tuple": [...]}
     {"!set": [...]}                     {"!frozenset": [...]}     {"!dict": [[key, value], ...]}
     {"!OrderedDict": [[key, value], ...]}                         {"!Counter": [[key, count], ...]}
@@ -30,7 +30,7 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -181,7 +181,7 @@ class _Encoder:
         return {f"!{type(obj).__name__}": [[_opaque(key, join(path, key), depth), tree] for key, tree in entries]}
 
     def _sequence(self, obj: Sequence[Any], path: str, depth: int) -> Any:
-        if self._names.everything and _numbers(obj):
+        if self._names.everything and depth < DEPTH_LIMIT and only_numbers(obj):
             trees = list(obj)
         else:
             trees = [self.tree(item, f"{path}.{index}", depth + 1) for index, item in enumerate(obj)]
@@ -201,7 +201,7 @@ class _Encoder:
         if kind is str:
             return obj if _encodable(obj) else {"!str": _base64(obj.encode("utf-8", "surrogatepass"))}
         if kind is complex:
-            return {"!complex": [_Encoder(nothing, EVERYTHING).tree(one, path, depth) for one in (obj.real, obj.imag)]}
+            return {"!complex": struct.pack(">2d", obj.real, obj.imag).hex()}
         if kind is bytes or kind is bytearray:
             return {f"!{kind.__name__}": _base64(obj)}
         if kind is set or kind is frozenset:
@@ -221,6 +221,8 @@ class _Encoder:
 
 def _opaque(obj: Any, path: str, depth: int) -> Any:
     """A key or a member: it has no name of its own, and no hook sees it."""
+    if type(obj) is str and obj.isascii():
+        return obj
     return _Encoder(nothing, EVERYTHING).tree(obj, path, depth + 1)
 
 
@@ -228,8 +230,12 @@ def _plain_keys(keys: list[Any]) -> bool:
     return all(type(key) is str and key[:1] != "!" and _encodable(key) for key in keys) and keys == sorted(keys)
 
 
-def _numbers(items: Iterable[Any]) -> bool:
-    return all((type(item) is int or type(item) is float) and -(2**63) <= item < 2**63 for item in items)
+def only_numbers(items: Sequence[Any]) -> bool:
+    """Whether these are all ints, or all floats, that need no tag: long lists of them are worth a short way."""
+    kinds = set(map(type, items))
+    if kinds == {int}:
+        return bool(min(items) >= -(2**63) and max(items) < 2**63)
+    return not kinds or (kinds == {float} and all(map(math.isfinite, items)))
 
 
 def _encodable(text: str) -> bool:
@@ -277,10 +283,12 @@ class _Decoder:
         if json is None or kind is bool or kind is str:
             return json
         if kind is int or kind is float:
-            need(_numbers([json]) or (kind is float and math.isfinite(json)), "a number without a tag")
+            need(only_numbers([json]), "a number without its tag")
             return json
         if kind is list:
-            return list(json) if _numbers(json) else [self.tree(item, depth + 1) for item in json]
+            if depth < DEPTH_LIMIT and only_numbers(json):
+                return list(json)
+            return [self.tree(item, depth + 1) for item in json]
         need(kind is dict and all(type(key) is str for key in json), f"a {kind.__name__}")
         if not any(key.startswith("!") for key in json):
             return {key: self.tree(item, depth + 1) for key, item in json.items()}
@@ -293,13 +301,10 @@ class _Decoder:
             need(type(body) is str, f"{tag} without its text")
             return _parsed(_TEXTS[tag], body)
         if tag == "!np.scalar":
-            need(_are(body, str), f"{tag} without its two texts")
+            need(
+                type(body) is list and len(body) == 2 and type(body[0]) is type(body[1]) is str, f"{tag} without texts"
+            )
             return _parsed(_scalar, *body)
-        if tag == "!complex":
-            need(type(body) is list and len(body) == 2, f"{tag} without its two numbers")
-            parts = [_Decoder(nothing).tree(part, depth) for part in body]
-            need(_are(parts, float), f"{tag} without its two numbers")
-            return complex(*parts)
         if tag == "!excluded":
             need(body is None, f"{tag} with a body")
             return LEFT_OUT
@@ -331,15 +336,11 @@ def _hashable(items: list[Any]) -> list[Hashable]:
     return items
 
 
-def _are(parts: Any, kind: type) -> bool:
-    return type(parts) is list and len(parts) == 2 and all(type(part) is kind for part in parts)
-
-
 def _parsed(parse: Callable[..., Any], *texts: str) -> Any:
     """`parse(*texts)`, where a text that it cannot parse is the generation's fault."""
     try:
         return parse(*texts)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, struct.error) as error:
         raise ManifestInvalid(f"a stored value is malformed: {error}") from error
 
 
@@ -365,6 +366,7 @@ def _scalar(dtype: str, text: str) -> np.generic:
 _TEXTS: dict[str, Callable[[str], Any]] = {
     "!int": lambda text: int(text, 16),
     "!float": _float,
+    "!complex": lambda text: complex(*struct.unpack(">2d", bytes.fromhex(text))),
     "!str": lambda text: base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass"),
     "!bytes": lambda text: base64.b64decode(text, validate=True),
     "!bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),

@@ -32,7 +32,7 @@ def lineage(survey: Survey) -> Lineage:
     """
     committed = survey.generations.keys() | survey.broken.keys()
     chain: list[GenerationId] = []
-    named: set[GenerationId] = set()
+    on_the_way: set[GenerationId] = set()
     current = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
     bound: int | None = None
     while current is not None:
@@ -41,7 +41,7 @@ def lineage(survey: Survey) -> Lineage:
         parent = current.parent
         if parent is None:
             break
-        named.add(parent)
+        on_the_way.add(parent)
         bound, older = parent.step, survey.incarnations.get(parent.incarnation)
         if older is None:
             # Its record and every readable commit are gone; what is left of it can still be seen to be broken.
@@ -49,10 +49,20 @@ def lineage(survey: Survey) -> Lineage:
         current = older if older is not None and older.order < current.order else None
     for at in chain:
         if at in survey.generations and (before := survey.generations[at].commit.parent):
-            named.add(before)
+            on_the_way.add(before)
     if survey.pointer:
-        named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
-    return Lineage(chain, sorted((named & survey.incomplete) - set(chain), reverse=True))
+        on_the_way.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    return Lineage(chain, sorted((on_the_way & survey.incomplete) - set(chain), reverse=True))
+
+
+def named(survey: Survey) -> set[GenerationId]:
+    """Every generation that some record names as one that was committed."""
+    found = {one.parent for one in survey.incarnations.values()}
+    for generation in survey.generations.values():
+        found |= {generation.commit.parent, generation.commit.continues}
+    if survey.pointer:
+        found.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    return {at for at in found if at is not None}
 
 
 def choose(survey: Survey, step: int | None) -> Choice:
@@ -70,6 +80,9 @@ def choose(survey: Survey, step: int | None) -> Choice:
             raise NoSuchStep(f"no generation of step {step}", todo=f"Steps that are there: {there}.")
         return Choice(wanted, [])
     passed = [(at, "its COMMIT is gone") for at in lost]
+    # Nothing readable speaks of their incarnation, so nobody can say that they are not the newest.
+    astray = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
+    passed += [(at, str(survey.broken[at])) for at in astray]
     candidates = []
     for at in chain:
         if at in survey.broken:

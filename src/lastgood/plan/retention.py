@@ -1,6 +1,7 @@
 """What may go. Pure. Never the newest verified generation, never the newest committed one, never one that is damaged.
 
-Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists.
+Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists, and
+goes last where fewer than `last` are verified.
 """
 
 from __future__ import annotations
@@ -49,13 +50,11 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
         sign = 1 if direction == "min" else -1
         # Of equals the newer one: the sort is stable and the chain runs from the newest.
         kept |= {one.id for one in sorted(scored, key=lambda one: sign * one.commit.metrics[metric])[:count]}
-    newest_good = good[0].id if good else None
-    passed = False
-    going = []
-    for one in chain:
-        if passed and one.id not in kept and not one.damaged:
-            going.append(one.id)
-        passed = passed or one.id == newest_good
+    older = chain[chain.index(good[0]) + 1 :] if good else []
+    # Where verification has not kept pace, unverified generations fill up what is missing to `last`.
+    unread = [one.id for one in older if not one.verified and not one.damaged]
+    kept |= set(unread[: max(keep.last - len(good), 0)])
+    going = [one.id for one in older if one.id not in kept and not one.damaged]
     for one in abandoned:
         newer = sum(1 for other in good if other.commit.order > one.commit.order)
         if newer >= keep.last and not one.damaged and not _pinned(keep, one):

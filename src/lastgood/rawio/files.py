@@ -59,7 +59,7 @@ class PosixFile:
             raise
 
     def close(self) -> None:
-        os.close(self._fd)
+        _close(self._fd)
 
 
 class PosixFiles:
@@ -110,7 +110,13 @@ class PosixFiles:
         try:
             _flush(fd)
         finally:
-            os.close(fd)
+            _close(fd)
+
+
+def _close(fd: int) -> None:
+    # It is closed either way, and what a close can still report, the sync before it has reported.
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _flush(fd: int) -> None:
@@ -163,7 +169,7 @@ class Lock:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            os.close(fd)
+            _close(fd)
             raise
         self._fd: int | None = fd
         os.register_at_fork(after_in_child=self.close)
@@ -171,4 +177,4 @@ class Lock:
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
-            os.close(fd)
+            _close(fd)

@@ -18,7 +18,7 @@ import msgspec
 
 from ..engine import persist
 from ..engine.arena import Arena
-from ..errors import CommitUnknown, Damaged, LastgoodError, NotRestored, StepTaken
+from ..errors import CommitUnknown, Damaged, LastgoodError, NotRestored, StepTaken, TierDown
 from ..format import commit, layout
 from ..format.layout import Image
 from ..plan import restore
@@ -53,6 +53,9 @@ class RunWriter:
         self.survey = commit.survey(tier)
         self._incarnation: Incarnation | None = None
         self._last: GenerationId | None = None
+        """newest step that was tried and may exist"""
+        self._parent: GenerationId | None = None
+        """newest that surely exists: what the next commit names"""
         self._unknown: set[GenerationId] = set()
         """their commit may not be durable, so they are neither verified nor counted until the next opening"""
         self._settle()
@@ -64,24 +67,33 @@ class RunWriter:
         ident = self.survey.run
         if ident is None:
             newest = max(self.survey.generations.values(), key=lambda one: one.commit.order, default=None)
+            unread = next((one for one in self.survey.broken.values() if isinstance(one, TierDown)), None)
+            if newest is None and unread:
+                raise unread  # it may be read later, and a new name now would disown it
             ident = newest.commit.run if newest else self._new_id()
             if layout.HEADER in self.tier.list(""):
                 self.tier.delete(layout.HEADER)  # damaged: the commits say which run this is
             self.tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=ident)))
         self._run = ident
-        lost = set(restore.lineage(self.survey).lost)
-        for at in [*self.survey.going, *(self.survey.incomplete - lost)]:
+        kept = [*self.survey.generations, *self.survey.broken, *self.survey.incomplete]
+        for home in ("", "incarnations", *map(layout.folder, kept)):
+            for name in self.tier.list(home):
+                if name.endswith(".tmp") or name.startswith(".probe-"):  # what somebody died over
+                    self.tier.delete(f"{home}/{name}".lstrip("/"))
+        # What a record names has lost its COMMIT; while some record cannot be read, anything might be named.
+        named = self.survey.incomplete if self.survey.broken else restore.named(self.survey)
+        for at in [*self.survey.going, *(self.survey.incomplete - named)]:
             commit.retire(self.tier, at)
             self.survey.going.discard(at)
             self.survey.incomplete.discard(at)
 
     def begin(self, parent: GenerationId | None) -> None:
         """Open an incarnation that continues `parent` (None: from scratch). Durable on return."""
-        order = 1 + max((one.order for one in self.survey.incarnations.values()), default=0)
+        order = self.survey.order + 1
         record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
         self.tier.put_new(layout.incarnation_name(order, record.id), layout.encode(record))
-        self.survey.incarnations[record.id] = record
-        self._incarnation, self._last = record, parent
+        self.survey.incarnations[record.id], self.survey.order = record, order
+        self._incarnation, self._last, self._parent = record, parent, parent
         for stale in stale_incarnations(self.survey):
             self.tier.delete(layout.incarnation_name(stale.order, stale.id))
             del self.survey.incarnations[stale.id]
@@ -163,7 +175,8 @@ class RunWriter:
                 incarnation=at.incarnation,
                 order=self._incarnation.order,
                 world=World(ranks=1),
-                parent=self._last,
+                continues=self._incarnation.parent,
+                parent=self._parent,
                 seals=[seal],
                 created=self._wall(),
                 milestone=milestone,
@@ -181,7 +194,7 @@ class RunWriter:
             raise
         generation = msgspec.structs.replace(generation, bytes=seal.length + sum(blob.length for blob in blobs))
         self.survey.generations[at] = generation
-        self._last = at
+        self._last = self._parent = at
         self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
         return generation
 

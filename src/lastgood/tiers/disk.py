@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -61,7 +62,9 @@ class Disk:
 
     def put_new(self, name: str, data: bytes) -> None:
         """Create a small blob: whole, durable, never replacing one. The commit primitive."""
-        path, staged = self._path(name), self._path(name) + ".tmp"
+        path = self._path(name)
+        # Of this thread alone: what is linked below must not be what somebody else is still writing.
+        staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
         with self._telling(name):
             self._make_folder(_folder(name))
             if not self._atomic:
@@ -71,8 +74,9 @@ class Disk:
             try:
                 self._files.link(staged, path)
             except OSError as error:
+                if isinstance(error, FileExistsError) or error.errno in _FULL or error.errno in _NO_LINKS:
+                    self._drop(staged)  # the outcome is known: it was not linked
                 if error.errno in _FULL:
-                    self._drop(staged)
                     raise
                 if error.errno in _NO_LINKS:
                     self._create_in_place(path, data)
@@ -207,19 +211,22 @@ class Disk:
 
     def _read_back(self, path: str, data: bytes, error: OSError) -> None:
         """Accept what lies at `path` if it is `data`; else say what is known. Deletes nothing."""
-        found = b""
+        same = False
         with contextlib.suppress(OSError):
             file = self._files.open(path, "read")
             try:
-                buffer = memoryview(bytearray(len(data) + 1))
-                while (count := file.read_into(buffer[len(found) :], len(found))) > 0:
-                    found = bytes(buffer[: len(found) + count])
+                found, buffer = 0, memoryview(bytearray(len(data) + 1))
+                while (count := file.read_into(buffer[found:], found)) > 0:
+                    found += count
+                if buffer[:found] == data:
+                    if self._syncs_files:
+                        file.sync()  # whoever created it in place may have died before this
+                    same = True
             finally:
                 file.close()
-        if found == data:
+        if same:
             return
         if isinstance(error, FileExistsError):
-            self._drop(path + ".tmp")
             raise NameTaken(f"{path} exists already with other bytes", safe="It is untouched.") from error
         raise _unknown(path, error) from error
 
@@ -281,9 +288,10 @@ class DiskUpload:
     def abort(self) -> None:
         self._close()
         self._disk._drop(self._disk._path(self._name))
-        # The folder goes too when this was all it held.
-        self._disk._drop(self._disk._path(_folder(self._name)))
-        self._disk._settled.discard(_folder(self._name))
+        folder = _folder(self._name)
+        if "/" in folder:  # it goes too when this was all it held
+            self._disk._drop(self._disk._path(folder))
+            self._disk._settled.discard(folder)
 
     def _close(self) -> None:
         if self._open:

@@ -1,0 +1,67 @@
+"""lastgood: checkpoints that cannot lose a training run. The face: these names, and nothing else, are public.
+
+Names that need torch are imported when they are first asked for, so that reading a run costs no second of start-up.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+from .plan.cadence import Every
+from .plan.retention import Keep
+from .records import Event, Finding, Generation
+
+if TYPE_CHECKING:
+    from .train.access import Run
+    from .train.access import load_once as load
+    from .train.access import open_run as open
+    from .train.access import save_once as save
+    from .train.audit import Audit
+    from .train.checkpointer import Checkpointer, Save
+    from .train.loading import Restored
+    from .train.sampler import ResumableSampler
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Audit": ("train.audit", "Audit"),
+    "Checkpointer": ("train.checkpointer", "Checkpointer"),
+    "ResumableSampler": ("train.sampler", "ResumableSampler"),
+    "Restored": ("train.loading", "Restored"),
+    "Run": ("train.access", "Run"),
+    "Save": ("train.checkpointer", "Save"),
+    "load": ("train.access", "load_once"),
+    "open": ("train.access", "open_run"),
+    "save": ("train.access", "save_once"),
+}
+
+__all__ = [
+    "Audit",
+    "Checkpointer",
+    "Event",
+    "Every",
+    "Finding",
+    "Generation",
+    "Keep",
+    "Restored",
+    "ResumableSampler",
+    "Run",
+    "Save",
+    "errors",
+    "load",
+    "open",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
+    room, attribute = _LAZY[name]
+    return getattr(importlib.import_module(f".{room}", __name__), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,1 @@
+"""Edges: other people's languages. Thin."""

@@ -1,0 +1,414 @@
+"""The command line: ls, show, verify, diff, gc, export, import. Asks the rooms below and tells; makes no rule itself.
+
+A command returns an Answer; only `main` prints it, so that `--json`, pipes and exit codes are the same everywhere.
+torch is imported for `.pt` files only. Exit codes: docs/cli.md.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from .. import __version__
+from ..engine import fetch
+from ..engine.arena import Arena
+from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NothingGood
+from ..format import commit, layout
+from ..format.commit import Survey
+from ..plan import restore
+from ..plan.retention import Keep, surplus
+from ..ports import Tier
+from ..records import Finding, Generation, GenerationId
+from ..run import places
+from ..run.reader import WORKERS, read_all
+from ..run.writer import KEEP, RunWriter
+from . import convert
+from . import show as views
+from .show import Watched, clean, console, progress
+
+USAGE, DIFFERS, INTERRUPTED, BROKEN_PIPE = 2, 7, 130, 141
+KINDS = (".safetensors", ".pt", ".pth")
+
+# typer carries its own copy of click, or uses click's, depending on its version; this is the class in either.
+UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    help="Look at a run of lastgood, check it, clean it, and take tensors out of it or into it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)]
+Step = Annotated[str, typer.Argument(metavar="STEP", help="4000, or 4000-9f3ac21b to name the incarnation too.")]
+AnyStep = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="STEP",
+        help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore would take.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+class Answer(NamedTuple):
+    """What a command has to say: as data, and for people."""
+
+    data: dict[str, Any]
+    view: RenderableType
+    code: int = 0
+    error: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. A bug in this package leaves as a traceback, exit code 1."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that this terminal cannot show is no failure
+    try:
+        answer = _answer(args)
+        if isinstance(answer, int):
+            return answer
+        if "--json" in args:
+            print(json.dumps(answer.data, indent=2, allow_nan=False))
+        else:
+            console(stderr=answer.error).print(answer.view)
+        sys.stdout.flush()
+        return answer.code
+    except BrokenPipeError:  # whoever read our output has gone: no more to say, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (KeyboardInterrupt, typer.Abort):
+        print("lastgood: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _answer(args: list[str]) -> Answer | int:
+    try:
+        answer: Answer | int | None = app(args=args, prog_name="lastgood", standalone_mode=False)
+        return answer or 0
+    except UsageError as error:
+        if "--json" not in args:
+            error.show()
+            return USAGE
+        told = {"error": "Usage", "message": error.format_message(), "safe": "Nothing was touched.", "todo": ""}
+        return Answer(told, "", USAGE, True)
+    except LastgoodError as error:
+        told = {"error": type(error).__name__, "message": error.what, "safe": error.safe, "todo": error.todo}
+        lines = Text.assemble(("lastgood: ", "bold red"), clean(error.what, "\n"))
+        for part in (error.safe, error.todo):
+            lines.append("\n" + clean(part.strip(), "\n") if part else "")
+        return Answer(told, lines, error.exit_code, True)
+
+
+def find(survey: Survey, wanted: str) -> GenerationId:
+    """The generation that a STEP names: of several the lineage's, else the newest. Raises NoSuchStep."""
+    found = re.fullmatch(r"(\d{1,12})(?:-([0-9a-f]{8}))?", wanted)
+    if not found:
+        raise typer.BadParameter(f"{wanted!r} is no STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.")
+    chain, lost = restore.lineage(survey)
+    known = dict.fromkeys([*chain, *views.newest_first(survey, {*survey.generations, *survey.broken}), *lost])
+    for at in known:
+        if at.step == int(found[1]) and found[2] in (None, at.incarnation):
+            return at
+    there = ", ".join(map(str, sorted({at.step for at in known}))) or "none"
+    raise NoSuchStep(f"no generation of step {wanted}", todo=f"Steps that are there: {there}.")
+
+
+def pick(survey: Survey, wanted: str | None) -> Generation:
+    """The generation that a STEP names, or what a restore would take. Raises what is wrong with it, NothingGood."""
+    if wanted is None:
+        choice = restore.choose(survey, None)
+        if choice.candidates:
+            return survey.generations[choice.candidates[0]]
+        if choice.passed_over:
+            told = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
+            raise NothingGood(f"no generation of this run is good:\n{told}", todo="\nName a STEP to look at it.")
+        raise NoSuchStep("nothing has been committed in this run yet")
+    at = find(survey, wanted)
+    if at in survey.broken:
+        raise survey.broken[at]
+    if at not in survey.generations:
+        raise MissingBlob(f"{at} is lost: its COMMIT is gone", blob=f"{layout.folder(at)}/{layout.COMMIT}")
+    return survey.generations[at]
+
+
+# ---- looking ---------------------------------------------------------------------------------------------------
+
+
+@app.callback(invoke_without_command=True)
+def _face(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"lastgood {__version__}")
+        raise typer.Exit
+
+
+@app.command("ls")
+def list_run(run: Run, as_json: Json = False) -> Answer:
+    """Every generation of a run, newest first, and which one a restore would take."""
+    tier = places.for_reading(run)
+    data = views.listing(tier, commit.survey(tier))
+    return Answer(data, views.listing_view(data))
+
+
+@app.command()
+def show(
+    run: Run,
+    step: AnyStep = None,
+    depth: Annotated[int | None, typer.Option(min=1, help="Levels of the tree; what is below is counted.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """What a generation holds: names, types, shapes, bytes, aliases, values. Reads no tensor."""
+    tier = places.for_reading(run)
+    survey = commit.survey(tier)
+    generation = pick(survey, step)
+    data = views.contents(tier, survey, generation, commit.read_manifest(tier, generation))
+    return Answer(data, views.contents_view(data, depth))
+
+
+@app.command()
+def verify(
+    run: Run,
+    step: AnyStep = None,
+    every: Annotated[bool, typer.Option("--all", help="Every generation, abandoned ones too.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Read a generation past the page cache and check every byte. Changes nothing; exit code 4 on damage.
+
+    Without STEP: what a restore would take, and what is newer and known to be damaged or lost.
+    """
+    if every and step is not None:
+        raise typer.BadParameter("STEP and --all exclude each other.")
+    tier = places.for_reading(run)
+    survey = commit.survey(tier)
+    bad = {at: [fetch.finding(error)] for at, error in survey.broken.items()}
+    bad |= {at: [Finding(kind="MissingBlob", what="its COMMIT is gone")] for at in restore.lineage(survey).lost}
+    if every:
+        wanted = views.newest_first(survey, {*survey.generations, *bad})
+    elif step is not None:
+        wanted = [find(survey, step)]
+    else:
+        candidates, over = restore.choose(survey, None)
+        wanted = [at for at, _ in over if not candidates or at.step >= candidates[0].step] + candidates[:1]
+        bad |= {
+            at: survey.generations[at].damaged for at in wanted if at in survey.generations and at not in candidates
+        }
+        if not wanted:
+            raise NoSuchStep("nothing has been committed in this run yet")
+    results = []
+    total = sum(survey.generations[at].bytes for at in wanted if at not in bad)
+    with progress("reading", total) as seen, ThreadPoolExecutor(WORKERS) as workers:
+        for at in wanted:
+            begun = time.monotonic()
+            findings = bad[at] if at in bad else _read(Watched(tier, seen), survey.generations[at], workers)
+            read_bytes = 0 if at in bad else survey.generations[at].bytes
+            results.append(views.verified(at, findings, read_bytes, time.monotonic() - begun))
+    data = {"place": tier.place, "good": not any(one["findings"] for one in results), "generations": results}
+    return Answer(data, views.verified_view(data), 0 if data["good"] else Damaged.exit_code)
+
+
+def _read(tier: Tier, generation: Generation, workers: ThreadPoolExecutor) -> list[Finding]:
+    findings = read_all(tier, generation, Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)
+    there = tier.list(layout.folder(generation.id))
+    # Deleted by a trainer's retention while it was read here: that is no damage.
+    return [] if not there or layout.GOING in there else findings
+
+
+@app.command()
+def diff(
+    run: Run,
+    step1: Annotated[str, typer.Argument(metavar="STEP1", show_default=False)],
+    step2: Annotated[str, typer.Argument(metavar="STEP2", show_default=False)],
+    as_json: Json = False,
+) -> Answer:
+    """Which tensors and values differ between two generations, and how much. Exit code 7 when any does."""
+    tier = places.for_reading(run)
+    survey = commit.survey(tier)
+    one, two = pick(survey, step1), pick(survey, step2)
+    with progress("comparing", one.bytes + two.bytes) as seen:
+        data = convert.compared(Watched(tier, seen), one, two)
+    return Answer(data, views.compared_view(data), 0 if data["same"] else DIFFERS)
+
+
+# ---- changing ----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def gc(
+    run: Run,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep the newest N verified generations; older ones go.", show_default=False),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Beside them (3, if not said) keep every N-th step.", show_default=False),
+    ] = None,
+    damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged or lost, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Finish what a crash cut short and clear its litter; with --keep-*, delete what retention lets go.
+
+    Milestones and the newest verified generation always stay. Before any goes, the newest is read and checked.
+    """
+    keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
+    tier: Tier = places.for_reading(run)  # also: what is no run is refused here, before writing would make it one
+    with ExitStack() as open_run:
+        workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
+        if not dry_run:
+            tier = open_run.enter_context(places.for_writing(run, "atomic_dirsync"))
+        survey = commit.survey(tier)
+        lost = restore.lineage(survey).lost
+        rows = [_going(tier, at, "a deletion cut short") for at in sorted(survey.going)]
+        rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete.difference(lost))]
+        litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
+        litter += [
+            name
+            for at in sorted({*survey.generations, *survey.broken, *lost})
+            for name in _litter(tier, layout.folder(at))
+        ]
+        writer = None if dry_run else RunWriter(tier, workers)  # clears the first two kinds
+        if writer:
+            survey = writer.survey
+            writer.point()
+        for name in litter if writer else ():
+            tier.delete(name)
+        found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
+        chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
+        going: dict[GenerationId, str] = {}
+        if damaged:
+            going |= {at: "damaged" for at, one in survey.generations.items() if one.damaged}
+            going |= {at: "damaged" for at, error in survey.broken.items() if isinstance(error, Damaged)}
+            going |= dict.fromkeys(lost, "lost")
+            if going and not any(one.verified and not one.damaged for one in chain):
+                raise NothingGood(
+                    "no generation of the lineage is verified, so the damaged ones are all there is",
+                    safe="No generation was deleted.",
+                    todo="Save or import a good one first.",
+                )
+        if keep:
+            abandoned = [one for at, one in survey.generations.items() if one not in chain]
+            going |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
+        for at in sorted(going):
+            rows.append(_going(tier, at, going[at]))
+            if writer:
+                commit.retire(tier, at)
+    data = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
+    return Answer(data, views.cleaned_view(data), Damaged.exit_code if found else 0)
+
+
+def _going(tier: Tier, at: GenerationId, why: str) -> dict[str, Any]:
+    return {"step": at.step, "incarnation": at.incarnation, "bytes": views.weight(tier, at), "why": why}
+
+
+def _litter(tier: Tier, folder: str) -> list[str]:
+    """Records that were never finished, and probes of processes that died."""
+    names = (name for name, length in tier.list(folder).items() if length is not None)
+    old = (name for name in names if name.endswith(".tmp") or (not folder and name.startswith(".probe-")))
+    return sorted(f"{folder}/{name}" if folder else name for name in old)
+
+
+def _verify_newest(
+    tier: Tier, survey: Survey, workers: ThreadPoolExecutor, writer: RunWriter | None
+) -> list[dict[str, Any]]:
+    """Read until the lineage has a verified generation that nothing unread is newer than; tells what is damaged."""
+    told = []
+    for at in restore.lineage(survey).chain:
+        one = survey.generations.get(at)
+        if one is None or one.damaged:
+            continue
+        if one.verified:
+            break
+        with progress(f"checking step {at.step}", one.bytes) as seen:
+            findings = _read(Watched(tier, seen), one, workers)
+        survey.generations[at] = msgspec.structs.replace(one, verified=not findings, damaged=findings)
+        if writer:
+            writer.conclude(one, findings)
+        if not findings:
+            break
+        told.append({"step": at.step, "incarnation": at.incarnation, "why": restore.told(findings)})
+    return told
+
+
+@app.command()
+def export(
+    run: Run,
+    step: AnyStep = None,
+    *,
+    to: Annotated[str, typer.Option(metavar="FILE", help="model.safetensors or model.pt", show_default=False)],
+    only: Annotated[
+        str | None,
+        typer.Option(metavar="PREFIX", help="Tensors under this name, which is taken off.", show_default=False),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file when it is there.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Write the tensors of a generation to one file, verified on the way. The file appears whole or not at all."""
+    _require_kind(to)
+    tier = places.for_reading(run)
+    survey = commit.survey(tier)
+    generation = pick(survey, step)
+    with progress("exporting", generation.bytes) as seen:
+        data = convert.export(Watched(tier, seen), generation, to, only, force)
+    count = views.plural(data["tensors"], "tensor")
+    text = f"{data['file']}: {count}, {views.size(data['bytes'])}, from {generation.id}"
+    text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())
+    return Answer(data, Text(clean(text, "\n")))
+
+
+@app.command("import")
+def import_file(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="model.safetensors or model.pt", show_default=False)],
+    run: Run,
+    step: Annotated[int, typer.Option(min=0, max=layout.STEP_LIMIT - 1, help="Of the new generation.")] = 0,
+    under: Annotated[
+        str,
+        typer.Option(
+            metavar="PREFIX", help="Put the names under this one: the opposite of export --only.", show_default=False
+        ),
+    ] = "",
+    as_json: Json = False,
+) -> Answer:
+    """Make a new generation from a file, and verify it. A .pt is read with weights_only=True: nothing in it runs."""
+    _require_kind(file)
+    with convert.opened(file, under) as source:
+        total = sum(one.length for one in source.tensors)
+        with progress("importing", 2 * total) as seen:
+            generation = convert.bring(source, run, step, seen)
+    data = {
+        "place": os.path.abspath(run),
+        "step": generation.step,
+        "incarnation": generation.id.incarnation,
+        "verified": generation.verified,
+        "tensors": len(source.tensors),
+        "aliases": len(source.aliases),
+        "values": len(source.values),
+        "bytes": generation.bytes,
+    }
+    text = f"{generation.id}: {views.plural(len(source.tensors), 'tensor')}, {views.size(total)}, verified"
+    return Answer(data, Text(text))
+
+
+def _require_kind(path: str) -> None:
+    if not path.endswith(KINDS):
+        raise typer.BadParameter(f"{path!r}: give a name that ends in {', '.join(KINDS)}.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,479 @@
+"""What the command line shows: listings, contents, verifications, differences; and the terminal that it shows them on.
+
+Each pair `x` / `x_view` says the same twice; a view is made of the data only. Text that comes from a run is cleaned of
+control characters before a terminal sees it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import reprlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from ..errors import ManifestInvalid
+from ..format import layout, values
+from ..format.commit import Survey
+from ..plan import restore
+from ..ports import Tier
+from ..records import Extent, Finding, Generation, GenerationId, Manifest
+
+PIPE_COLUMNS = 1000  # in a pipe nothing is wrapped
+QUIET_SECONDS = 1.0  # how long work goes on before a bar is drawn
+FINDINGS_SHOWN = 20
+STYLES = {"verified": "green", "good": "green", "committed": "", "damaged": "bold red", "lost": "bold red"}
+MEANINGS = {
+    "committed": "durable, not yet read back",
+    "abandoned": "left behind by a rewind; never chosen by itself, restore(step=...) takes it",
+    "incomplete": "no COMMIT: a save that is under way, or one that a crash cut short (`lastgood gc` clears it)",
+    "deleting": "a deletion that a crash cut short (`lastgood gc` ends it)",
+}
+
+
+# ---- texts -----------------------------------------------------------------------------------------------------
+
+
+def clean(text: str, allowed: str = "") -> str:
+    """Without anything that a terminal would obey."""
+    return "".join(c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode() for c in text)
+
+
+def size(count: int) -> str:
+    """Bytes for people: 1.23 GB."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:.0f} {unit}"
+    return f"{count} B"
+
+
+def when(seconds: float | None) -> str:
+    try:
+        return "" if seconds is None else datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return "?"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts h.2 before h.10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
+    return table
+
+
+def _state(state: str) -> Text:
+    return Text(state.upper() if state in ("damaged", "lost") else state, style=STYLES.get(state, "yellow"))
+
+
+# ---- the terminal ----------------------------------------------------------------------------------------------
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console(stderr: bool = False) -> Console:
+    """Plain where NO_COLOR is set or nobody looks; as wide as the terminal, and unwrapped in a pipe."""
+    stream = sys.stderr if stderr else sys.stdout
+    return _Console(
+        stderr=stderr,
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
+        width=None if stream.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS,
+        markup=False,
+        emoji=False,
+        highlight=False,
+    )
+
+
+@contextlib.contextmanager
+def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr, on a terminal only, once it has taken a second. Yields what any thread tells of its bytes."""
+    out = console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    bar = Progress(TextColumn(what, markup=False), *columns, console=out, transient=True, auto_refresh=False)
+    task = bar.add_task(what, total=total_bytes)
+    lock, begun, drawn = threading.Lock(), time.monotonic(), 0.0
+
+    def seen(count: int) -> None:
+        nonlocal drawn
+        with lock:
+            bar.advance(task, count)
+            now = time.monotonic()
+            if out.is_terminal and now - begun > QUIET_SECONDS and now - drawn > 0.1:
+                bar.start()
+                bar.refresh()
+                drawn = now
+
+    try:
+        yield seen
+    finally:
+        if drawn:
+            bar.stop()
+
+
+class Watched:
+    """A tier that tells of the bytes that are read from it."""
+
+    def __init__(self, tier: Tier, seen: Callable[[int], None]) -> None:
+        self._tier, self._seen, self.place = tier, seen, tier.place
+        self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
+        self.list, self.delete = tier.list, tier.delete
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        self._tier.read_into(extent, mv, fresh=fresh)
+        self._seen(extent.length)
+
+
+# ---- ls --------------------------------------------------------------------------------------------------------
+
+
+def newest_first(survey: Survey, those: Iterable[GenerationId]) -> list[GenerationId]:
+    """By the order in which they came into being."""
+    order = {one.id: one.order for one in survey.incarnations.values()}
+    return sorted(those, key=lambda at: (order.get(at.incarnation, 0), at.step), reverse=True)
+
+
+def state_of(survey: Survey, at: GenerationId) -> tuple[str, str]:
+    """What a generation is, and why."""
+    chain, lost = restore.lineage(survey)
+    if at in survey.broken:
+        return "damaged", str(survey.broken[at])
+    if at in lost:
+        return "lost", "its COMMIT is gone although nobody deleted it"
+    if at in survey.incomplete or at in survey.going:
+        return ("incomplete" if at in survey.incomplete else "deleting"), ""
+    one = survey.generations[at]
+    if one.damaged:
+        return "damaged", restore.told(one.damaged)
+    if at not in chain:
+        return "abandoned", ""
+    return ("verified" if one.verified else "committed"), ""
+
+
+def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
+    takes = next(iter(restore.choose(survey, None).candidates), None)
+    hint = survey.pointer
+    points = GenerationId(step=hint.step, incarnation=hint.incarnation) if hint else None
+    known = {*survey.generations, *survey.broken, *survey.incomplete, *survey.going}
+    rows = []
+    for at in newest_first(survey, known):
+        (state, why), one = state_of(survey, at), survey.generations.get(at)
+        rows.append(
+            {
+                "step": at.step,
+                "incarnation": at.incarnation,
+                "state": state,
+                "verified": one is not None and one.verified and not one.damaged,
+                "created": one.commit.created if one else None,
+                "bytes": one.bytes if one else weight(tier, at),
+                "milestone": one is not None and one.commit.milestone,
+                "metrics": one.commit.metrics if one else {},
+                "lastgood": at == points,
+                "restores": at == takes,
+                "root": one.root if one else None,
+                "why": why,
+            }
+        )
+    return {
+        "place": tier.place,
+        "run": survey.run,
+        "lastgood": _id(points),
+        "restores": _id(takes),
+        "generations": rows,
+    }
+
+
+def weight(tier: Tier, at: GenerationId) -> int:
+    """Bytes of the files of a generation, whole or not."""
+    return sum(length for length in tier.list(layout.folder(at)).values() if length is not None and length > 0)
+
+
+def _id(at: GenerationId | None) -> dict[str, Any] | None:
+    return {"step": at.step, "incarnation": at.incarnation} if at else None
+
+
+def listing_view(data: Mapping[str, Any]) -> RenderableType:
+    rows = data["generations"]
+    if not rows:
+        return Text("nothing has been committed in this run yet")
+    table = _table("", "step", "incarnation", "when", "size", "state", "notes", right=("step", "size"))
+    below: list[Text] = []
+    for row in rows:
+        notes = ["milestone"] * row["milestone"] + [f"{clean(k)} {v:.6g}" for k, v in sorted(row["metrics"].items())]
+        cells = ("*" if row["lastgood"] else "", str(row["step"]), row["incarnation"], when(row["created"]))
+        table.add_row(*cells, size(row["bytes"]), _state(row["state"]), ", ".join(notes))
+        if row["why"]:
+            below.append(Text(f"step {row['step']} ({row['incarnation']}): {clean(row['why'])}", style="red"))
+    if not any(row["milestone"] or row["metrics"] for row in rows):
+        table.columns.pop()
+    total = size(sum(row["bytes"] for row in rows))
+    takes = data["restores"]
+    end = f"a restore takes step {takes['step']} ({takes['incarnation']})" if takes else "NOTHING HERE CAN BE RESTORED"
+    last = [Text(f"{plural(len(rows), 'generation')}, {total}; {end}", style="bold")]
+    if any(row["lastgood"] for row in rows):
+        last.append(Text("* LASTGOOD.json points here", style="dim"))
+    elif data["lastgood"]:
+        last.append(Text(f"LASTGOOD.json points to step {data['lastgood']['step']}, which is gone", style="yellow"))
+    states = {row["state"] for row in rows}
+    last += [Text(f"{state}: {what}", style="dim") for state, what in MEANINGS.items() if state in states]
+    return Group(table, *([Text(), *below] if below else []), Text(), *last)
+
+
+# ---- show ------------------------------------------------------------------------------------------------------
+
+
+def contents(tier: Tier, survey: Survey, generation: Generation, manifest: Manifest) -> dict[str, Any]:
+    at, record = generation.id, generation.commit
+    return {
+        "place": tier.place,
+        "step": at.step,
+        "incarnation": at.incarnation,
+        "state": state_of(survey, at)[0],
+        "created": record.created,
+        "parent": _id(record.parent),
+        "root": generation.root,
+        "bytes": generation.bytes,
+        "milestone": record.milestone,
+        "metrics": record.metrics,
+        "tensors": [
+            {"name": p.name, "dtype": p.dtype, "shape": p.shape, "bytes": p.extent.length, "digest": p.digest}
+            for p in sorted(manifest.pieces, key=lambda piece: natural(piece.name))
+        ],
+        "aliases": manifest.aliases,
+        "values": manifest.values,
+    }
+
+
+def contents_view(data: Mapping[str, Any], depth: int | None = None) -> RenderableType:
+    tensors = {row["name"]: row for row in data["tensors"]}
+    rows = tensors | {alias: {"bytes": 0, "alias": of} for alias, of in data["aliases"].items()}
+    head = Text.assemble(
+        (f"step {data['step']}", "bold"), f" ({data['incarnation']})  ", _state(data["state"]),
+        f"  {when(data['created'])}  {size(data['bytes'])}\nroot {data['root']}",
+    )  # fmt: skip
+    for name, metric in sorted(data["metrics"].items()):
+        head.append(f"\n{clean(name)} {metric:.6g}")
+    tree = Tree(Text(_sum_of(rows.values()), style="bold"), guide_style="dim")
+    _grow(tree, {tuple(name.split(".")): rows[name] for name in sorted(rows, key=natural)}, depth or 1000)
+    parts: list[RenderableType] = [head, Text(), tree]
+    if any(not is_place(leaf) for _, leaf in leaves_of(data["values"])):
+        more = Tree(Text("values", style="bold"), guide_style="dim")
+        _grow_values(more, [(str(name), value) for name, value in data["values"].items()], depth or 1000)
+        parts += [Text(), more]
+    return Group(*parts)
+
+
+def _grow(tree: Tree, rows: Mapping[tuple[str, ...], Mapping[str, Any]], depth: int) -> None:
+    """Rows by what is left of their names: those that share a first part as a branch, the others as leaves."""
+    groups: dict[str, dict[tuple[str, ...], Mapping[str, Any]]] = {}
+    for path, row in rows.items():
+        groups.setdefault(path[0], {})[path[1:]] = row
+    leaves, branches = {}, {}
+    for name, group in groups.items():
+        if () in group:
+            leaves[name] = group.pop(())
+        while group and () not in group and len({path[0] for path in group}) == 1:  # a chain stands in one line
+            name += "." + next(iter(group))[0]
+            group = {path[1:]: row for path, row in group.items()}
+        if () in group:
+            leaves[name] = group.pop(())
+        if group:
+            branches[name] = group
+    cells = {name: (row["dtype"], _shape(row["shape"])) for name, row in leaves.items() if "alias" not in row}
+    widths = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
+    wide = max((len(clean(name)) for name in leaves), default=0)
+    for name, row in leaves.items():
+        label = Text(clean(name).ljust(wide), style="cyan")
+        if "alias" in row:
+            label.append(f"  = {clean(row['alias'])}", style="default")
+        else:
+            told = [cell.ljust(width) for cell, width in zip(cells[name], widths, strict=True)]
+            label.append(f"  {'  '.join(told)}  {size(row['bytes'])}", style="default")
+        tree.add(label)
+    for name, group in branches.items():
+        branch = tree.add(Text.assemble((clean(name), "bold"), f"  {_sum_of(group.values())}"))
+        if depth > 1:
+            _grow(branch, group, depth - 1)
+
+
+def _sum_of(rows: Collection[Mapping[str, Any]]) -> str:
+    stored = [row["bytes"] for row in rows if "alias" not in row]
+    counts = [plural(len(stored), "tensor")] if stored else []
+    counts += [plural(len(rows) - len(stored), "alias")] if len(rows) > len(stored) else []
+    return ", ".join([*counts, *([size(sum(stored))] if stored else [])]) or "no tensors"
+
+
+def _grow_values(tree: Tree, entries: Iterable[tuple[str, Any]], depth: int) -> None:
+    for name, value in entries:
+        if all(is_place(leaf) for _, leaf in leaves_of(value)):
+            continue  # the tensors are shown above
+        parts = parts_of(value)
+        label = Text(clean(name), style="cyan")
+        if not parts:
+            label.append(f" = {told_value(value)}", style="default")
+        elif depth <= 1:
+            label.append(
+                f"  {plural(sum(not is_place(leaf) for _, leaf in leaves_of(value)), 'value')}", style="default"
+            )
+        branch = tree.add(label)
+        if parts and depth > 1:
+            _grow_values(branch, parts, depth - 1)
+
+
+def parts_of(value: Any) -> list[tuple[str, Any]]:
+    """What a stored value (tagged JSON of format/values.py) is made of; empty for a leaf, which a row of numbers is."""
+    if isinstance(value, dict):
+        tag = next(iter(value), "")
+        if tag in ("!dict", "!OrderedDict", "!Counter"):
+            return [(key if isinstance(key, str) else told_value(key), part) for key, part in value[tag]]
+        if not tag.startswith("!"):
+            return list(value.items())
+        value = value[tag]
+        if isinstance(value, dict):  # an object and what it is made of
+            return parts_of(value)
+    if isinstance(value, list) and any(isinstance(part, dict) for part in value):
+        return [(str(index), part) for index, part in enumerate(value)]
+    return []
+
+
+def is_place(value: Any) -> bool:
+    """Whether this leaf only says where a tensor goes, or that a module has nothing beside its tensors."""
+    return isinstance(value, dict) and next(iter(value), "!module") in ("!module", "!tensor", "!ndarray")
+
+
+def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted path and leaf."""
+    parts = parts_of(value)
+    for name, part in parts:
+        yield from leaves_of(part, f"{path}.{name}" if path else name)
+    if not parts:
+        yield path, value
+
+
+class _Tagged:
+    """Stands for a value that only the training room can build."""
+
+    def __init__(self, tag: str, body: Any) -> None:
+        self._text = f"{tag[1:]} {_short.repr(body)}"
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 60
+
+
+def told_value(value: Any) -> str:
+    """A leaf in one short line."""
+    try:
+        text = _short.repr(values.decode(value, lambda tag, body, _: _Tagged(tag, body)))
+    except ManifestInvalid:
+        text = _short.repr(value)
+    return clean(text if len(text) <= 100 else f"{text[:96]} ...")
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------
+
+
+def verified(at: GenerationId, findings: Sequence[Finding], read_bytes: int, seconds: float) -> dict[str, Any]:
+    names = ("kind", "what", "tensor", "blob", "offset", "chunk")
+    told = [{name: getattr(one, name) for name in names} for one in findings]
+    return {
+        "step": at.step,
+        "incarnation": at.incarnation,
+        "bytes": read_bytes,
+        "seconds": round(seconds, 3),
+        "findings": told,
+    }
+
+
+def verified_view(data: Mapping[str, Any]) -> RenderableType:
+    lines: list[RenderableType] = []
+    for row in data["generations"]:
+        read = f"  {size(row['bytes'])} in {row['seconds']:.1f} s" if row["bytes"] else "  not read"
+        state = _state("damaged" if row["findings"] else "good")
+        lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", state, read))
+        lines += [Text(f"  {one['kind']}: {clean(one['what'])}") for one in row["findings"][:FINDINGS_SHOWN]]
+        if len(row["findings"]) > FINDINGS_SHOWN:
+            lines.append(Text(f"  and {len(row['findings']) - FINDINGS_SHOWN:,} more (--json has them all)"))
+    return Group(*lines) if lines else Text("nothing has been committed in this run yet")
+
+
+# ---- diff ------------------------------------------------------------------------------------------------------
+
+
+def compared_view(data: Mapping[str, Any]) -> RenderableType:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["tensors"]:
+        groups.setdefault(row["status"], []).append(row)
+    parts: list[RenderableType] = []
+    table = _table(
+        "tensor", "type", "differing", "of", "max abs", "rel L2", right=("differing", "of", "max abs", "rel L2")
+    )
+    for row in groups.get("differs", []):
+        far = [
+            f"{row[key]:.3g}" if isinstance(row[key], float) else row[key]
+            for key in ("max_abs", "relative_l2")
+            if key in row
+        ]
+        table.add_row(clean(row["name"]), row["dtype"], f"{row['differing']:,}", f"{row['elements']:,}", *far)
+    if table.row_count:
+        parts += [table, Text()]
+    for status in ("other type or shape", "only in the first", "only in the second"):
+        for row in groups.get(status, []):
+            sides = [f"{row[side][0]} {_shape(row[side][1])}" for side in ("first", "second") if side in row]
+            parts.append(Text(f"{clean(row['name'])}: {status}" + (f" ({' -> '.join(sides)})" if sides else "")))
+    for row in data["values"]:
+        sides = [told_value(row[side]) if side in row else "absent" for side in ("first", "second")]
+        parts.append(Text(f"{clean(row['path'])}: {' -> '.join(sides)}"))
+    counts = ", ".join(
+        f"{len(rows):,} {status.replace('differs', 'differ')}"
+        for status, rows in sorted(groups.items(), key=lambda g: g[0] != "same")
+    )
+    end = f"{plural(len(data['tensors']), 'tensor')}" + (f": {counts}" if counts else "")
+    end += f"; {plural(len(data['values']), 'value')} changed" if data["values"] else "; values are the same"
+    return Group(*parts, Text(end, style="bold"))
+
+
+# ---- gc --------------------------------------------------------------------------------------------------------
+
+
+def cleaned_view(data: Mapping[str, Any]) -> RenderableType:
+    verb, rows = ("would delete" if data["dry_run"] else "deleted"), data["deleted"]
+    parts: list[RenderableType] = []
+    if rows:
+        table = _table("step", "incarnation", "size", "why", right=("step", "size"))
+        for row in rows:
+            table.add_row(str(row["step"]), row["incarnation"], size(row["bytes"]), row["why"])
+        parts += [table, Text()]
+    parts += [Text(f"step {one['step']} is DAMAGED: {clean(one['why'])}", style="red") for one in data["damaged"]]
+    freed = size(sum(row["bytes"] for row in rows))
+    litter = f" and {plural(len(data['litter']), 'file')} of litter" if data["litter"] else ""
+    parts.append(Text(f"{verb} {plural(len(rows), 'generation')}, {freed}{litter}", style="bold"))
+    return Group(*parts)

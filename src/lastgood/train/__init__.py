@@ -1,0 +1,1 @@
+"""The training side: the room that imports torch."""

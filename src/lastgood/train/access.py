@@ -1,0 +1,82 @@
+"""A run without a training loop: open it to read, save once, load once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ..engine.arena import Arena
+from ..errors import Damaged
+from ..format import commit, layout
+from ..records import Generation
+from ..run import places
+from ..run.reader import WORKERS, RunReader
+from ..run.writer import RunWriter
+from . import staging
+from .loading import Request, Restored, load_into
+from .state import capture, from_bytes
+
+
+class Run(RunReader):
+    """A run, for reading only; see `lastgood.open`."""
+
+    def tensor(self, name: str, step: int | None = None) -> torch.Tensor:
+        """One tensor by its stored name, from the newest undamaged generation or from `step`.
+
+        Reads its bytes only and checks them against its digest. CPU tensor. Raises NoSuchStep, NoSuchTensor, Damaged.
+        """
+        piece, data = self.piece(name, step)
+        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        return from_bytes(raw, piece.dtype, tuple(piece.shape))
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run for reading; changes nothing and needs no lock. Raises NotARun, NotWritable."""
+    return Run(places.for_reading(path))
+
+
+def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], step: int = 0) -> Generation:
+    """Save a state as a new generation of the run at `path` (made if need be) and wait until it is durable.
+
+    It continues the newest generation that is there; nothing is deleted. Raises what a Checkpointer raises.
+    """
+    with places.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
+        run = RunWriter(disk, workers)
+        captured = capture(state)
+        newest = next(iter(run.lineage()), None)
+        run.begin(newest.id if newest else None)
+        images = staging.lay_out(captured.tensors)
+        arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        generation = run.save(
+            step,
+            images,
+            staging.filled(images, captured.tensors, arena),
+            aliases=captured.aliases,
+            values=captured.values,
+        )
+        run.verify(arena)
+        return generation
+
+
+def load_once(
+    path: str | os.PathLike[str],
+    state: MutableMapping[str, Any],
+    step: int | None = None,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+) -> Restored:
+    """Load the newest good generation (or `step`) into a live state; the run itself is not changed or locked.
+
+    Raises NotARun, StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then.
+    """
+    tier = places.for_reading(path)
+
+    def ignore(generation: Generation, error: Damaged) -> None:
+        """A reader leaves no marks; what was stepped over stands in the answer."""
+
+    with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+        return load_into(Request(state, strict, rename), tier, commit.survey(tier), step, Arena, workers, ignore)

@@ -1,0 +1,406 @@
+"""Binding: each live thing beside what is stored for it -> what differs, and how it will be written.
+
+Compares only. What is to be done is collected as callables that `Match.apply` runs, in this order: `checks` and then
+`takers` of each tensor, the Puts of the state, and `last`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.optim import LBFGS, Optimizer
+
+from ..errors import StateMismatch
+from ..format.values import LEFT_OUT, Filter, join, only_numbers
+from . import tensors
+from .objects import KINDS, Parameters, holds_objects, module_entries, tag_of
+from .reading import ArrayRef, SavedObject, SavedOptimizer, Stored, TensorRef
+
+Put = Callable[[], Any]
+"""run once the tensors are there: makes what belongs at a place; where it can be, the live object itself, refilled"""
+Take = Callable[[torch.Tensor], None]
+Home = Callable[[TensorRef, str], torch.device]
+"""the device of the new tensor at a path"""
+
+ABSENT: Any = type("Absent", (), {"__doc__": "Stands where the live state has nothing."})()
+
+
+class Binder:
+    """One walk over a live state beside a stored one, and what it has found."""
+
+    def __init__(
+        self,
+        stored: Stored,
+        offered: dict[str, str],
+        names: Filter,
+        rename: Callable[[str], str],
+        parameters: Parameters,
+    ) -> None:
+        self._stored, self._offered, self._names = stored, offered, names
+        self._rename, self._parameters = rename, parameters
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.checks: dict[str, list[Take]] = {}
+        self.takers: dict[str, list[Take]] = {}
+        self.last: list[Callable[[], object]] = []
+        self._claimed: set[str] = set()  # names in `offered` that the live state has a place for
+        self._whole: list[str] = []  # names listed as one difference, with all below them
+        self._regions: dict[Hashable, tuple[str, str]] = {}  # live memory -> stored tensor it takes, live name
+        self._slots: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
+
+    def differences(self) -> list[str]:
+        """All of them, each with its reason."""
+        missing = [f"{name}: missing in the generation" for name in self.missing]
+        return missing + [f"{name}: unexpected in the generation" for name in self.unexpected] + self.mismatched
+
+    def offers_below(self, path: str) -> bool:
+        """Whether a tensor of a module is stored under this path."""
+        return any(name.startswith(f"{path}.") for name in self._offered)
+
+    def has_no_place(self, path: str) -> None:
+        """Note something that is stored and cannot be made from data alone, as one difference."""
+        self._whole.append(path)
+        if self._names.keeps(path):
+            self.unexpected.append(path)
+
+    def note_unclaimed(self) -> None:
+        """Note the stored tensors that no module has asked for."""
+        for name in self._offered:
+            listed = name in self._claimed or any(name.startswith(f"{one}.") for one in self._whole)
+            if not listed and self._names.keeps(name):
+                self.unexpected.append(name)
+
+    def bind(self, live: Any, saved: Any, path: str, home: Home | None = None) -> Put:
+        """How `saved` goes to where `live` is. Where they differ it is noted, and the live one stays."""
+        if saved is LEFT_OUT or not self._names.enters(path):
+            return _stays(live)
+        if isinstance(saved, SavedObject):
+            return self._object(live, saved, path)
+        alike = type(live) is type(saved)
+        if type(saved) in (dict, OrderedDict) and (alike or not holds_objects(live)):
+            return self._mapping(live if alike else type(saved)(), saved, path, home)
+        if type(saved) in (list, tuple) and (alike or not holds_objects(live)):
+            return self._sequence(live if alike else type(saved)(), saved, path, home)
+        if not self._names.keeps(path):
+            return _stays(live)
+        if holds_objects(live):
+            self._differs(path, f"data in the generation, {_kind(live)} here")
+            return _stays(live)
+        if isinstance(saved, TensorRef):
+            return self._tensor(live, saved, path, home)
+        if isinstance(saved, ArrayRef):
+            return self._array(live, saved, path)
+        return partial(_refill, live, saved) if alike and type(saved) in (set, Counter, bytearray) else lambda: saved
+
+    def _differs(self, path: str, why: str) -> None:
+        self.mismatched.append(f"{path}: {why}")
+        self._whole.append(path)
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    def _mapping(self, live: dict[Any, Any], saved: dict[Any, Any], path: str, home: Home | None) -> Put:
+        puts = [(key, self.bind(live.get(key, ABSENT), item, join(path, key), home)) for key, item in saved.items()]
+        staying = [key for key in live if key not in saved and self._has_to_stay(live[key], join(path, key))]
+
+        def put() -> Any:
+            entries = {key: made for key, one in puts if (made := one()) is not LEFT_OUT}
+            return _refill(live, entries | {key: live[key] for key in staying})
+
+        return put
+
+    def _sequence(self, live: Any, saved: Any, path: str, home: Home | None) -> Put:
+        if self._names.everything and only_numbers(saved) and only_numbers(live):
+            return partial(_refill_sequence, live, lambda: saved)
+        beside = [*live, *[ABSENT] * (len(saved) - len(live))]
+        puts = [self.bind(beside[index], item, f"{path}.{index}", home) for index, item in enumerate(saved)]
+        over = range(len(saved), len(live))
+        staying = [live[index] for index in over if self._has_to_stay(live[index], f"{path}.{index}")]
+        return partial(_refill_sequence, live, lambda: [*(one() for one in puts), *staying])
+
+    def _has_to_stay(self, live: Any, path: str) -> bool:
+        """Whether something that the generation lacks is not simply removed: an object, or what is not wanted."""
+        if not self._names.keeps(path):
+            return True
+        if holds_objects(live):
+            self.missing.append(path)
+            return True
+        return False
+
+    # ---- tensors -------------------------------------------------------------------------------------------------
+
+    def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
+        """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
+        device = home(ref, path) if home else _at_hand(ref.device)
+        if isinstance(live, torch.Tensor):
+            tensors.require_storable(live, path)
+            why = self._unlike(live, ref.name)
+            if home is None and why:
+                self._differs(path, why)
+                return _stays(live)
+            if not why and (home is None or (live.device == device and self._is_free(live, ref.name))):
+                self._write(live, ref.name, path)
+                return _stays(live)
+        return partial(_formed, self._new(ref.name, device), ref)
+
+    def _array(self, live: Any, ref: ArrayRef, path: str) -> Put:
+        if isinstance(live, np.ndarray):
+            if (live.dtype, live.shape) != (ref.dtype, ref.shape):
+                theirs, ours = (f"{one.dtype} {list(one.shape)}" for one in (ref, live))
+                self._differs(path, f"array {theirs} in the generation, {ours} here")
+                return _stays(live)
+            if live.flags.writeable:
+                memory = ("numpy", live.ctypes.data, live.dtype.str, live.shape, live.strides) if live.size else None
+                if self._claims(memory, ref.name, path):
+                    taker = partial(_fill_array, live, ref.dtype)
+                    self.takers.setdefault(self._target(ref.name), []).append(taker)
+                return _stays(live)
+        slot = self._new(ref.name, torch.device("cpu"))
+        return lambda: tensors.to_array(slot[0], ref.dtype)
+
+    def _target(self, name: str) -> str:
+        return self._stored.aliases.get(name, name)
+
+    def _unlike(self, live: torch.Tensor, name: str) -> str:
+        theirs = self._stored.tensors[name]
+        ours = (tensors.dtype_name(live.dtype), tuple(live.shape))
+        if theirs == ours:
+            return ""
+        return f"{theirs[0]} {list(theirs[1])} in the generation, {ours[0]} {list(ours[1])} here"
+
+    def _is_free(self, live: torch.Tensor, name: str) -> bool:
+        taken = self._regions.get(tensors.region(live))
+        return taken is None or taken[0] == self._target(name)
+
+    def _claims(self, memory: Hashable, name: str, path: str) -> bool:
+        """Whether this live memory is still to be written; notes it if another stored tensor goes there too."""
+        if memory is None:
+            return False
+        first = self._regions.setdefault(memory, (self._target(name), path))
+        if first[0] != self._target(name):
+            self._differs(path, f"one tensor with {first[1]} here, two in the generation")
+        return first == (self._target(name), path)
+
+    def _write(self, live: torch.Tensor, name: str, path: str) -> None:
+        """Plan to fill a live tensor, once for each region of memory."""
+        if not self._claims(tensors.region(live), name, path):
+            return
+        target, part = self._target(name), tensors.once(live)
+        if part.shape == live.shape:
+            self.takers.setdefault(target, []).append(partial(tensors.write, live))
+            return
+        first = tuple(slice(size) for size in part.shape)
+
+        def check(source: torch.Tensor) -> None:
+            if not torch.equal(tensors.as_bytes(source[first].expand_as(source)), tensors.as_bytes(source)):
+                why = f"{path}: expanded here (one element in memory for many), and they differ in the generation"
+                raise StateMismatch(self._stored.step, [], [], [why])
+
+        self.checks.setdefault(target, []).append(check)
+        self.takers.setdefault(target, []).append(lambda source: tensors.write(part, source[first]))
+
+    def _new(self, name: str, device: torch.device) -> list[torch.Tensor]:
+        """Where a new tensor will be found; one for all names of one stored tensor."""
+        target = self._target(name)
+        slot = self._slots.get((target, device))
+        if slot is None:
+            slot = self._slots[target, device] = []
+            self.takers.setdefault(target, []).append(partial(_duplicate_into, slot, device))
+        return slot
+
+    # ---- objects -------------------------------------------------------------------------------------------------
+
+    def _object(self, live: Any, saved: SavedObject, path: str) -> Put:
+        if live is ABSENT:
+            self.has_no_place(path)
+        elif tag_of(live) != saved.tag:
+            self._differs(path, f"{saved.tag[1:]} in the generation, {_kind(live)} here")
+        elif saved.tag == "!module":
+            return self._module(live, saved.data, path)
+        elif saved.tag == "!optimizer":
+            self._optimizer(live, saved.data, path)
+        elif why := KINDS[saved.tag].differs(live, saved.data):
+            self._differs(path, why)
+        else:
+            data = self.bind(ABSENT, saved.data, path)
+            return partial(_loaded, live, KINDS[saved.tag].load, data)
+        return _stays(live)
+
+    def _module(self, live: nn.Module, extra: dict[str, Any], path: str) -> Put:
+        """Its own tensors in place; what its state_dict computes or adds goes back through its load_state_dict."""
+        extra = {self._rename(name): saved for name, saved in extra.items()}
+        own = {tensors.storage(one) for one in (*live.parameters(), *live.buffers())}
+        entries, names = module_entries(live, path)
+        handed: dict[str, Put] = {}
+        for name, raw in names.items():
+            value = entries[raw]
+            if name in extra:
+                handed[raw] = self.bind(ABSENT, extra.pop(name), name)
+            elif not self._names.keeps(name):
+                continue
+            elif name not in self._offered:
+                self.missing.append(name)
+            elif not isinstance(value, torch.Tensor):
+                self._differs(name, f"a tensor in the generation, {_kind(value)} here")
+            else:
+                tensors.require_storable(value, name)
+                why = self._unlike(value, self._offered[name])
+                if why and not raw.endswith(_EXTRA_STATE_KEY_SUFFIX):  # which may be of any size
+                    self._differs(name, why)
+                elif not why and tensors.storage(value) in own:
+                    self._write(value, self._offered[name], name)
+                else:
+                    handed[raw] = self.bind(ABSENT, TensorRef(self._offered[name], value.device), name)
+            self._claimed.add(name)
+        self.unexpected += [name for name in extra if self._names.keeps(name)]
+        if not handed and not any(one._load_state_dict_post_hooks for one in live.modules()):
+            return _stays(live)
+
+        def put() -> nn.Module:
+            made = {raw: one() for raw, one in handed.items()}
+            entries.update({raw: value for raw, value in made.items() if value is not LEFT_OUT})
+            live.load_state_dict(entries)
+            return live
+
+        return put
+
+    # ---- optimizers ----------------------------------------------------------------------------------------------
+
+    def _optimizer(self, live: Optimizer, saved: SavedOptimizer, path: str) -> None:
+        """Its state and hyperparameters, name by name; after everything else, as a scheduler may write there too."""
+        groups = self._parameters.of(live, path)
+        kind = type(live).__qualname__
+        if kind != saved.kind:
+            return self._differs(path, f"{saved.kind} in the generation, {kind} here")
+        if len(groups) != len(saved.groups):
+            return self._differs(path, f"{len(saved.groups)} parameter groups in the generation, {len(groups)} here")
+        puts: list[Callable[[], object]] = []
+        for index, (members, theirs) in enumerate(zip(groups, saved.groups, strict=True)):
+            where, group = f"{path}.param_groups.{index}", live.param_groups[index]
+            stored = {self._rename(name): name for name in theirs.params}
+            ours = [one.qualified for one in members]
+            if isinstance(live, LBFGS) and list(stored) != ours:  # one flat vector over all parameters, in their order
+                return self._differs(where, "other parameters, or another order of them, in the generation")
+            self.missing += [f"{where}: {name}" for name in ours if name not in stored]
+            self.unexpected += [f"{where}: {name}" for name in stored if name not in ours]
+            for key, item in theirs.options.items():
+                puts.append(partial(_set, group, key, self.bind(group.get(key, ABSENT), item, join(where, key))))
+            flags = group | {key: item for key, item in theirs.options.items() if self._names.enters(join(where, key))}
+            held = bool(flags.get("capturable") or flags.get("fused"))
+            for one in members:
+                if one.qualified not in stored:
+                    continue
+                name, shape = stored[one.qualified], list(one.parameter.shape)
+                if (theirs_shape := list(theirs.params[name])) == shape:
+                    data = saved.state.get(name, ABSENT)
+                    puts.append(self._of_parameter(live, one.parameter, held, data, f"{path}.state.{one.short}"))
+                else:
+                    why = f"of a parameter of shape {theirs_shape} in the generation, {shape} here"
+                    self._differs(f"{path}.state.{one.short}", why)
+        shared = {key: item for key, item in live.state.items() if not isinstance(key, torch.Tensor)}
+        puts.append(
+            partial(_replace, live.state, set(shared), self._mapping(shared, saved.common, f"{path}.state", None))
+        )
+        self.last.extend(puts)
+        return None
+
+    def _of_parameter(
+        self, live: Optimizer, parameter: torch.Tensor, held: bool, saved: Any, path: str
+    ) -> Callable[[], object]:
+        """`held`: capturable or fused, which keep all of it with the parameter."""
+        before = live.state.get(parameter, ABSENT)
+        if saved is ABSENT:
+            return partial(_set_or_clear, live.state, parameter, self.bind(before, {}, path))
+        parts = saved.values() if isinstance(saved, dict) else [saved]
+        accelerated = any(isinstance(part, TensorRef) and part.device.type != "cpu" for part in parts)
+
+        def home(ref: TensorRef, path: str) -> torch.device:
+            """With the parameter, but for scalars on the host: `step`, and what a parameter elsewhere had there."""
+            scalar = self._stored.tensors[ref.name][1] == () and ref.device.type == "cpu"
+            return ref.device if scalar and not held and (accelerated or path.endswith(".step")) else parameter.device
+
+        return partial(_set, live.state, parameter, self.bind(before, saved, path, home))
+
+
+# ---- what a Put does ---------------------------------------------------------------------------------------------
+
+
+def _stays(live: Any) -> Put:
+    return partial(_itself, LEFT_OUT if live is ABSENT else live)
+
+
+def _itself(obj: Any) -> Any:
+    return obj
+
+
+def _refill(live: Any, content: Any) -> Any:
+    live.clear()
+    (live.extend if isinstance(live, bytearray) else live.update)(content)
+    return live
+
+
+def _refill_sequence(live: Any, content: Put) -> Any:
+    items = [None if item is LEFT_OUT else item for item in content()]
+    if type(live) is list:
+        live[:] = items
+        return live
+    same = len(items) == len(live) and all(one is other for one, other in zip(items, live, strict=True))
+    return live if same else tuple(items)
+
+
+def _set(entries: Any, key: Any, put: Put) -> None:
+    if (made := put()) is not LEFT_OUT:
+        entries[key] = made
+
+
+def _set_or_clear(entries: Any, key: Any, put: Put) -> None:
+    made = put()
+    if made is LEFT_OUT or made == {}:
+        entries.pop(key, None)
+    else:
+        entries[key] = made
+
+
+def _replace(entries: Any, before: set[Any], put: Put) -> None:
+    made = put()
+    for key in before - made.keys():
+        del entries[key]
+    entries.update(made)
+
+
+def _loaded(live: Any, load: Callable[[Any, Any], None], data: Put) -> Any:
+    load(live, data())
+    return live
+
+
+def _formed(slot: list[torch.Tensor], ref: TensorRef) -> torch.Tensor:
+    if ref.is_parameter:
+        return nn.Parameter(slot[0], requires_grad=ref.wants_grad)
+    return slot[0].detach().requires_grad_() if ref.wants_grad else slot[0]
+
+
+def _duplicate_into(slot: list[torch.Tensor], device: torch.device, source: torch.Tensor) -> None:
+    slot[:] = [tensors.duplicate(source, device)]
+
+
+def _fill_array(live: np.ndarray, dtype: np.dtype[Any], source: torch.Tensor) -> None:
+    np.copyto(live, tensors.to_array(source, dtype))
+
+
+def _at_hand(device: torch.device) -> torch.device:
+    """The device, or the CPU where this machine has no such one."""
+    here = torch.accelerator.current_accelerator()
+    if here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count():
+        return device
+    return torch.device("cpu")
+
+
+def _kind(obj: Any) -> str:
+    return type(obj).__qualname__

@@ -1,0 +1,97 @@
+"""Loading: the newest good generation -> the live state. Checks that it fits before anything is touched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..engine.arena import Arena
+from ..errors import Damaged
+from ..format.commit import Survey
+from ..ports import Tier
+from ..rawio.files import round_up
+from ..records import Generation, Manifest
+from ..run import reader
+from .state import Stored, from_bytes, match
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did. `step` is 0 and `generation` None when there was nothing to restore."""
+
+    step: int
+    generation: Generation | None
+    seconds: float
+    bytes: int
+    stepped_over: list[tuple[int, str]] = field(default_factory=list)
+    """(step, reason) of what is newer and not good"""
+    skipped: list[str] = field(default_factory=list)
+    """with strict=False: what did not fit"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """How a generation is to meet the live state; see `Checkpointer.restore`."""
+
+    state: MutableMapping[str, Any]
+    strict: bool = True
+    rename: Mapping[str, str] | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+
+
+def load_into(
+    request: Request,
+    tier: Tier,
+    survey: Survey,
+    step: int | None,
+    arena_for: Callable[[int, int], Arena],
+    workers: Executor,
+    note: Callable[[Generation, Damaged], None],
+) -> Restored:
+    """Load the newest good generation of the lineage (or `step`) into the live state.
+
+    `arena_for(image bytes, chunk bytes)` lends the memory. Raises StateMismatch, NoSuchStep, NothingGood, Unavailable,
+    each before the live state is touched.
+    """
+    begun = time.monotonic()
+    skipped: list[str] = []
+
+    def load(generation: Generation, manifest: Manifest) -> None:
+        pieces = {piece.name: piece for piece in manifest.pieces}
+        shapes = {name: (piece.dtype, tuple(piece.shape)) for name, piece in pieces.items()}
+        shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
+        fit = match(
+            request.state,
+            Stored(step=manifest.step, tensors=shapes, aliases=manifest.aliases, values=manifest.values),
+            strict=request.strict,
+            rename=request.rename,
+            include=request.include,
+            exclude=request.exclude,
+        )
+        size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
+        arena = arena_for(size, max(blob.chunk_bytes for blob in manifest.blobs))
+        fetch = reader.opened(tier, generation, manifest, arena, workers)
+
+        def fetched(name: str) -> torch.Tensor:
+            data = fetch(name)
+            raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+            return from_bytes(raw, *shapes[name])
+
+        fit.apply(fetched)
+        skipped[:] = fit.skipped
+
+    found = reader.newest_good(tier, survey, step, load, note)
+    return Restored(
+        step=found.generation.step if found.generation else 0,
+        generation=found.generation,
+        seconds=time.monotonic() - begun,
+        bytes=found.generation.bytes if found.generation else 0,
+        stepped_over=found.stepped_over,
+        skipped=skipped,
+    )

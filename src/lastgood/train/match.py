@@ -1,0 +1,150 @@
+"""Match: whether a generation fits the live state, and how it goes there. See state.py for the rules.
+
+    read every value -> bind each live thing to what is stored for it -> all differences at once, or a Match
+                                                                        Match.apply: tensors, then objects, RNG last
+
+Nothing live is written before `Match.apply`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Refused, StateMismatch
+from ..format.values import Filter, component, need
+from .binding import ABSENT, Binder, Put
+from .capture import require_keys, wanted
+from .objects import Parameters, load_rng, rng_differs
+from .reading import SavedObject, Stored, TensorRef, read_values
+
+
+class Match:
+    """A generation that fits; `apply` puts it into the live state."""
+
+    def __init__(self, state: MutableMapping[str, Any], plan: Binder, puts: list[tuple[str, Put]]) -> None:
+        self._state, self._plan, self._puts = state, plan, puts
+        self.skipped = plan.differences()
+        """with strict=False: what did not fit, each with the reason"""
+        self.names = list(dict.fromkeys([*plan.checks, *plan.takers]))
+        """the stored names that `apply` fetches"""
+
+    def apply(self, fetch: Callable[[str], torch.Tensor]) -> None:
+        """Write everything into the live state, the random number generators last.
+
+        `fetch(stored name)` -> CPU tensor of the stored dtype and shape; the next fetch may overwrite it. Raises what
+        `fetch` raises, and StateMismatch, before anything is touched, where a live tensor that is expanded (one
+        element in memory for many) would have to take different ones.
+        """
+        for takers in (self._plan.checks, self._plan.takers):
+            for name, take_all in takers.items():
+                source = fetch(name)
+                for take in take_all:
+                    take(source)
+        for key, put in self._puts:
+            made = put()
+            if made is not self._state[key]:
+                self._state[key] = made
+        for act in self._plan.last:
+            act()
+
+
+def match(
+    state: MutableMapping[str, Any],
+    stored: Stored,
+    *,
+    strict: bool = True,
+    rename: Mapping[str, str] | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+) -> Match:
+    """How `stored` goes into the live state. Touches nothing.
+
+    Raises StateMismatch with all that is missing, unexpected or different; with strict=False that is skipped, and
+    listed. `rename`: stored name -> live name, exact or both prefixes that end in ".". `include`, `exclude`: what is
+    not wanted is not demanded and stays as it is. Raises ManifestInvalid for malformed values, Unstorable for live
+    tensors that cannot be written, Refused for a state or a `rename` that makes no sense.
+    """
+    if not isinstance(state, MutableMapping):
+        raise Refused(f"the state is a {type(state).__name__}, which cannot be written to", todo="Pass a dict.")
+    require_keys(state)
+    moved, names = _Rename(rename or {}), wanted(include, exclude)
+    values, referenced = read_values(stored)
+    offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
+    plan = Binder(stored, offered, names, moved, Parameters(state))
+    puts = _bind_entries(plan, state, values, moved, names)
+    _bind_rng(plan, values, stored, names)
+    plan.note_unclaimed()
+    if strict and plan.differences():
+        raise StateMismatch(stored.step, plan.missing, plan.unexpected, plan.mismatched)
+    return Match(state, plan, puts)
+
+
+def _bind_entries(
+    plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: _Rename, names: Filter
+) -> list[tuple[str, Put]]:
+    entries = moved.all((name for name in values if name != "rng"), moved.key)
+    puts = []
+    for key, live in state.items():
+        path = component(key)
+        saved = values[entries.pop(path)] if path in entries else ABSENT
+        if saved is ABSENT and isinstance(live, nn.Module) and plan.offers_below(path):
+            saved = SavedObject("!module", {})  # its tensors were elsewhere, and are renamed
+        if saved is not ABSENT:
+            puts.append((key, plan.bind(live, saved, path)))
+        elif names.keeps(path):
+            plan.missing.append(path)
+    for path in entries:
+        plan.has_no_place(path)
+    return puts
+
+
+def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filter) -> None:
+    if "rng" not in values:
+        if names.keeps("rng"):
+            plan.missing.append("rng")
+        return
+    saved = values["rng"]
+    need(type(saved) is dict, "rng")
+    if names.enters("rng"):
+        reasons = rng_differs(saved)
+        cpu = saved.get("torch")
+        if isinstance(cpu, TensorRef) and stored.tensors[cpu.name][1] != torch.get_rng_state().shape:
+            reasons["torch"] = "the generator state of another version of torch"
+        plan.mismatched += [f"rng.{part}: {why}" for part, why in reasons.items()]
+        put = plan.bind(ABSENT, {part: one for part, one in saved.items() if part not in reasons}, "rng")
+        plan.last.append(lambda: load_rng(put()))
+
+
+class _Rename:
+    """Stored names to live ones: an exact rule, else the one with the longest prefix, else the name itself."""
+
+    def __init__(self, rules: Mapping[str, str]) -> None:
+        for old, new in rules.items():
+            if old.endswith(".") != new.endswith("."):
+                raise Refused(f"rename {old!r} -> {new!r}: a prefix and a name", todo='Let both end in ".", or none.')
+        self._rules = rules
+        self._prefixes = sorted((old for old in rules if old.endswith(".")), key=len, reverse=True)
+
+    def __call__(self, name: str) -> str:
+        if name in self._rules:
+            return self._rules[name]
+        prefix = next((one for one in self._prefixes if name.startswith(one)), None)
+        return name if prefix is None else self._rules[prefix] + name[len(prefix) :]
+
+    def key(self, name: str) -> str:
+        """The name of a top-level entry: a rule for `name.` speaks of it too."""
+        return self._rules.get(name) or self._rules.get(f"{name}.", f"{name}.")[:-1]
+
+    def all(self, names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
+        """Live name -> stored name. Raises Refused when two become one."""
+        renamed: dict[str, str] = {}
+        for old in names:
+            new = rename(old)
+            if new in renamed:
+                raise Refused(f"rename makes {new} of both {renamed[new]} and {old}", safe="Nothing was touched.")
+            renamed[new] = old
+        return renamed

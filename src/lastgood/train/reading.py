@@ -1,0 +1,174 @@
+"""Reading: the values of a generation, decoded, with tensors and objects still as references. Touches nothing live.
+
+What comes out has been checked: a reference names a tensor that is there, an optimizer has its groups.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ManifestInvalid
+from ..format.values import decode, need, numpy_dtype
+from . import tensors
+from .objects import KINDS
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a generation offers."""
+
+    step: int
+    tensors: dict[str, tuple[str, tuple[int, ...]]]
+    """every name, aliases included -> (dtype name such as "bfloat16", shape)"""
+    aliases: dict[str, str]
+    """further name -> stored name"""
+    values: dict[str, Any]
+    """name of a top-level entry, and "rng" -> JSON with typed tags"""
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor, the device it was on, whether it was a Parameter, whether it wanted a gradient."""
+
+    name: str
+    device: torch.device
+    is_parameter: bool = False
+    wants_grad: bool = False
+
+
+@dataclass(frozen=True)
+class ArrayRef:
+    """A numpy array."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedObject:
+    """What an object was made of; of a module: what its state_dict holds besides tensors."""
+
+    tag: str
+    data: Any
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A parameter group: qualified name -> shape of its parameters in order, and its hyperparameters."""
+
+    params: dict[str, tuple[int, ...]]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """`state` by the qualified name of a parameter; `common`: what stood under keys that are no parameters."""
+
+    kind: str
+    groups: list[SavedGroup]
+    state: dict[str, Any]
+    common: dict[Any, Any]
+
+
+def read_values(stored: Stored) -> tuple[dict[str, Any], set[str]]:
+    """The decoded values, and the names of the tensors that they refer to (all but those of modules).
+
+    Raises ManifestInvalid.
+    """
+    for alias, name in stored.aliases.items():
+        need(alias in stored.tensors and name in stored.tensors and name not in stored.aliases, f"the alias {alias!r}")
+    hook = _Hook(stored)
+    return {name: decode(tree, hook.leaf) for name, tree in stored.values.items()}, hook.referenced
+
+
+class _Hook:
+    """The hook of the codec, and what it has seen."""
+
+    def __init__(self, stored: Stored) -> None:
+        self._tensors = stored.tensors
+        self.referenced: set[str] = set()
+
+    def leaf(self, tag: str, body: Any, inner: Callable[[Any], Any]) -> Any:
+        if tag == "!tensor":
+            return self._tensor(body)
+        if tag == "!ndarray":
+            return self._array(body)
+        if tag == "!torch.dtype":
+            need(type(body) is str and body in tensors.TORCH_DTYPES, tag)
+            return tensors.TORCH_DTYPES[body]
+        if tag == "!torch.device":
+            return _device(body)
+        if tag == "!torch.Size":
+            return torch.Size(_shape(body))
+        if tag == "!module":
+            need(type(body) is dict, tag)
+            return SavedObject(tag, {name: inner(tree) for name, tree in body.items()})
+        if tag == "!optimizer":
+            return SavedObject(tag, _optimizer(body, inner))
+        return SavedObject(tag, inner(body)) if tag in KINDS else NotImplemented
+
+    def _tensor(self, body: Any) -> TensorRef:
+        if type(body) is str:
+            return TensorRef(self._known(body), torch.device("cpu"))
+        need(_types(body) == [str, str, bool, bool], "!tensor")
+        name, device, is_parameter, wants_grad = body
+        return TensorRef(self._known(name), _device(device), is_parameter, wants_grad)
+
+    def _array(self, body: Any) -> ArrayRef:
+        need(_types(body) == [str, str], "!ndarray")
+        dtype, (stored, shape) = numpy_dtype(body[1]), self._tensors[self._known(body[0])]
+        if tensors.native(dtype):
+            need(stored == dtype.name, "!ndarray of another dtype")
+            return ArrayRef(body[0], dtype, shape)
+        need((stored, shape[-1:]) == ("uint8", (dtype.itemsize,)) and dtype.itemsize, "!ndarray of another dtype")
+        return ArrayRef(body[0], dtype, shape[:-1])
+
+    def _known(self, name: str) -> str:
+        need(name in self._tensors, f"no tensor {name[:200]!r}")
+        self.referenced.add(name)
+        return name
+
+
+def _optimizer(body: Any, inner: Callable[[Any], Any]) -> SavedOptimizer:
+    need(type(body) is dict and body.keys() == {"class", "groups", "state", "common"}, "!optimizer")
+    need(_types(list(body.values())) == [_PARTS[key] for key in body], "!optimizer")
+    groups = []
+    for group in body["groups"]:
+        need(type(group) is dict and group.keys() == {"params", "options"}, "a group of an !optimizer")
+        need(type(group["params"]) is list, "a group of an !optimizer")
+        need(all(_types(one) == [str, list] for one in group["params"]), "a parameter of an !optimizer")
+        params = {name: _shape(shape) for name, shape in group["params"]}
+        need(len(params) == len(group["params"]), "a parameter that stands twice in an !optimizer")
+        groups.append(SavedGroup(params, inner(group["options"])))
+    state = {name: inner(tree) for name, tree in body["state"].items()}
+    common = inner(body["common"])
+    need(all(type(one) is dict for one in (common, *(group.options for group in groups))), "!optimizer")
+    need(not any(key in group.options for group in groups for key in ("params", "param_names")), "!optimizer")
+    return SavedOptimizer(body["class"], groups, state, common)
+
+
+_PARTS = {"class": str, "groups": list, "state": dict, "common": dict}
+
+
+def _types(items: Any) -> list[type]:
+    return [type(item) for item in items] if type(items) is list else []
+
+
+def _shape(body: Any) -> tuple[int, ...]:
+    need(type(body) is list and all(type(size) is int and 0 <= size < 2**63 for size in body), "a shape")
+    return tuple(body)
+
+
+def _device(text: Any) -> torch.device:
+    need(type(text) is str and re.fullmatch(r"[a-z]{1,20}(:\d{1,3})?", text), "a device")
+    try:
+        return torch.device(text)
+    except RuntimeError as error:
+        raise ManifestInvalid(f"a stored value is malformed: no device {text}") from error

@@ -1,0 +1,414 @@
+"""The checkpointer: promises 3 to 7 and 9 of a training loop on one process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import lastgood
+from lastgood import errors
+from lastgood.errors import LastgoodWarning
+from lastgood.rawio.files import PosixFile
+
+
+def build(seed: int = 0) -> dict[str, object]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.BatchNorm1d(32), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "losses": []}
+
+
+def train_one_step(state: dict) -> None:
+    x = torch.randn(16, 8)
+    state["optimizer"].zero_grad()
+    loss = state["model"](x).square().mean()
+    loss.backward()
+    state["optimizer"].step()
+    state["schedule"].step()
+    state["losses"].append(loss.item())
+
+
+def run_to(path: Path, total: int, state: dict, **options: object) -> dict:
+    options = {"cadence": lastgood.Every(steps=3), **options}
+    with lastgood.Checkpointer(path, state, **options) as ckpt:
+        for step in range(ckpt.restore().step, total):
+            train_one_step(state)
+            ckpt.step(step + 1)
+    return state
+
+
+def same_bits(one: dict, other: dict) -> bool:
+    weights = zip(one["model"].state_dict().values(), other["model"].state_dict().values(), strict=True)
+    return one["losses"] == other["losses"] and all(torch.equal(a, b) for a, b in weights)
+
+
+def newest_blob(path: Path) -> Path:
+    return max((path / "gen").iterdir()) / "r00000.safetensors"
+
+
+def flip(path: Path, offset: int = -5) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
+    whole = run_to(tmp_path / "whole", 20, build())
+    run_to(tmp_path / "parts", 7, build())
+    torch.manual_seed(99)  # a new process starts with any state of the generators
+    torch.rand(5)
+    parts = run_to(tmp_path / "parts", 20, build(seed=5))
+    assert same_bits(whole, parts)
+
+
+def test_a_damaged_newest_is_stepped_over_by_itself_and_the_evidence_stays(tmp_path: Path) -> None:
+    whole = run_to(tmp_path / "whole", 12, build())
+    run_to(tmp_path / "run", 9, build())
+    flip(newest_blob(tmp_path / "run"))
+    state = build(seed=3)
+    with lastgood.Checkpointer(tmp_path / "run", state, cadence=lastgood.Every(steps=3)) as ckpt:
+        with pytest.warns(LastgoodWarning, match="step 9: .*differs from its digest"):
+            found = ckpt.restore()
+        assert found.step == 6
+        assert [step for step, _ in found.stepped_over] == [9]
+        for step in range(6, 12):
+            train_one_step(state)
+            ckpt.step(step + 1)
+    assert same_bits(whole, state)
+    marks = list((tmp_path / "run" / "gen").glob("000000000009-*/DAMAGED.json"))
+    assert len(marks) == 1 and "rng.torch" in marks[0].read_text()
+
+
+def test_after_a_rewind_the_abandoned_steps_are_never_chosen_by_themselves(tmp_path: Path) -> None:
+    state = run_to(tmp_path, 12, build(), retention=lastgood.Keep(last=10))
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore(step=6).step == 6
+        assert ckpt.latest() == 6
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore().step == 6
+        ckpt.save(9).result()  # the number 9 is taken in the abandoned lineage, and free in this one
+    assert lastgood.load(tmp_path, state).step == 9
+    assert (tmp_path / "latest_ok").resolve().name.startswith("000000000009")
+
+
+def test_a_run_is_never_continued_by_a_state_that_was_not_restored(tmp_path: Path) -> None:
+    run_to(tmp_path, 3, build())
+    with lastgood.Checkpointer(tmp_path, build()) as ckpt, pytest.raises(errors.NotRestored, match="restore"):
+        ckpt.save(4)
+
+
+def test_restore_to_zero_starts_over_and_keeps_the_past(tmp_path: Path) -> None:
+    state = run_to(tmp_path, 6, build())
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore(step=0).step == 0
+        ckpt.save(1).result()
+    assert lastgood.load(tmp_path, state).step == 1
+    assert lastgood.load(tmp_path, state, step=6).step == 6
+
+
+def test_nothing_good_lists_every_generation_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    state = run_to(tmp_path, 9, build())
+    for blob in (tmp_path / "gen").glob("*/*.safetensors"):
+        flip(blob)
+    before = [p.clone() for p in state["model"].parameters()]
+    for load in (lambda: lastgood.load(tmp_path, state), lambda: restored(tmp_path, state)):
+        with pytest.raises(errors.NothingGood, match=r"(?s)step 9: .*step 6: .*step 3: .*differs"):
+            load()
+    assert all(torch.equal(a, b) for a, b in zip(before, state["model"].parameters(), strict=True))
+
+
+def restored(path: Path, state: dict) -> lastgood.Restored:
+    with lastgood.Checkpointer(path, state) as ckpt:
+        return ckpt.restore()
+
+
+def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path, monkeypatch) -> None:
+    state = build()
+    real = PosixFile.sync
+    broken = threading.Event()
+
+    def sync(self: PosixFile) -> None:
+        if broken.is_set() and self._path.endswith(".safetensors"):
+            raise OSError(errno.EIO, "Input/output error")
+        real(self)
+
+    monkeypatch.setattr(PosixFile, "sync", sync)
+    heard: list[lastgood.Event] = []
+    with lastgood.Checkpointer(tmp_path, state, on_event=heard.append) as ckpt:
+        ckpt.save(1).result()
+        broken.set()
+        save = ckpt.save(2)
+        with pytest.raises(errors.TierDown, match="Input/output error"):
+            save.result()
+        with pytest.warns(LastgoodWarning, match=r"TierDown.*untouched"):
+            ckpt.wait()
+        broken.clear()
+        ckpt.save(2).result()
+        ckpt.wait()
+        assert ckpt.latest() == 2
+    assert sorted(p.name[:12] for p in (tmp_path / "gen").iterdir()) == ["000000000001", "000000000002"]
+    assert [event.step for event in heard if event.kind == "verified"] == [1, 2]
+
+
+def test_with_on_error_raise_the_failure_stops_the_loop(tmp_path: Path, monkeypatch) -> None:
+    def reserve(self: PosixFile, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PosixFile, "reserve", reserve)
+    with (
+        pytest.raises(errors.NoSpace, match="Free space"),
+        lastgood.Checkpointer(tmp_path, build(), on_error="raise") as ckpt,
+    ):
+        ckpt.save(1)
+        ckpt.wait()
+
+
+@pytest.mark.parametrize("memory", [1 << 20, 3 << 20])
+def test_memory_below_the_state_saves_and_restores_the_same_bits(tmp_path: Path, memory: int) -> None:
+    state = {"w": torch.randn(1_500_000), "b": torch.arange(7)}
+    with lastgood.Checkpointer(tmp_path, state, memory=memory) as ckpt:
+        ckpt.save(1).result()
+        ckpt.save(2).result()
+    fresh = {"w": torch.zeros(1_500_000), "b": torch.zeros(7, dtype=torch.int64)}
+    with lastgood.Checkpointer(tmp_path, fresh, memory=memory) as ckpt:
+        assert ckpt.restore().step == 2
+    assert torch.equal(fresh["w"], state["w"]) and torch.equal(fresh["b"], state["b"])
+
+
+def test_a_writer_that_fails_while_the_arena_is_full_does_not_hang_the_loop(tmp_path: Path, monkeypatch) -> None:
+    """The copy waits for chunks that only the writer can free; when the writer fails it must be told."""
+
+    real = PosixFile.write_at
+
+    def write_at(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if self._path.endswith(".safetensors"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, mv, offset)
+
+    with lastgood.Checkpointer(tmp_path, {"w": torch.randn(3_000_000)}, memory=1 << 20) as ckpt:
+        monkeypatch.setattr(PosixFile, "write_at", write_at)
+        save = ckpt.save(1)
+        with pytest.raises(errors.TierDown):
+            save.result(timeout=30)
+        monkeypatch.undo()
+        with pytest.warns(LastgoodWarning):
+            ckpt.save(1).result(timeout=30)
+
+
+def test_leaving_on_an_exception_masks_nothing_and_saves_nothing(tmp_path: Path) -> None:
+    state = build()
+    with pytest.raises(ZeroDivisionError), lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1)
+        raise ZeroDivisionError
+    assert lastgood.load(tmp_path, state).step == 1
+
+
+def test_what_cannot_be_stored_is_refused_by_its_path_before_anything_is_written(tmp_path: Path) -> None:
+    with (
+        lastgood.Checkpointer(tmp_path, {"extra": {"fn": lambda: 1}}) as ckpt,
+        pytest.raises(errors.Unstorable, match=r"extra\.fn"),
+    ):
+        ckpt.save(1)
+    assert not (tmp_path / "gen").exists()
+
+
+def test_the_tensor_file_opens_with_safetensors_under_plain_names(tmp_path: Path) -> None:
+    state = run_to(tmp_path, 3, build())
+    tensors = safetensors.torch.load_file(newest_blob(tmp_path))
+    assert torch.equal(tensors["model.0.weight"], state["model"][0].weight)
+    assert torch.equal(
+        tensors["optimizer.state.0.weight.exp_avg"], state["optimizer"].state[state["model"][0].weight]["exp_avg"]
+    )
+
+
+def test_one_tensor_is_read_and_checked_alone(tmp_path: Path) -> None:
+    state = run_to(tmp_path, 3, build())
+    run = lastgood.open(tmp_path)
+    assert torch.equal(run.tensor("model.3.bias"), state["model"][3].bias)
+    assert run.verify(3) == []
+    assert [one.step for one in run.generations()] == [3]
+    with pytest.raises(errors.NoSuchTensor):
+        run.tensor("model.nothing")
+    with pytest.raises(errors.NoSuchStep):
+        run.tensor("model.3.bias", step=4)
+
+
+def test_save_and_load_once(tmp_path: Path) -> None:
+    state = {"w": torch.arange(5.0), "epoch": 3}
+    lastgood.save(tmp_path, state)
+    state["w"].zero_()
+    state["epoch"] = 0
+    lastgood.save(tmp_path, {"w": torch.ones(5), "epoch": 9}, step=7)
+    assert lastgood.load(tmp_path, state, step=0).step == 0
+    assert state["w"].tolist() == [0, 1, 2, 3, 4] and state["epoch"] == 3
+    assert lastgood.load(tmp_path, state).step == 7 and state["epoch"] == 9
+
+
+def test_save_once_at_a_step_that_is_there_already_supersedes_it(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    lastgood.save(tmp_path, state)
+    lastgood.save(tmp_path, {"w": torch.ones(3)})
+    lastgood.load(tmp_path, state)
+    assert state["w"].tolist() == [1, 1, 1]
+
+
+def test_retention_counts_and_milestones_and_metrics(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    keep = lastgood.Keep(last=2, every=10, milestones=(3,), best=("loss", "min", 1))
+    with lastgood.Checkpointer(tmp_path, state, retention=keep) as ckpt:
+        for step in range(1, 16):
+            ckpt.save(step, milestone=step == 5, metrics={"loss": abs(step - 7)}).result()
+            ckpt.wait()
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [3, 5, 7, 10, 14, 15]
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    with (
+        lastgood.Checkpointer(tmp_path, build()),
+        pytest.raises(errors.RunLocked, match="another process"),
+    ):
+        lastgood.Checkpointer(tmp_path, build())
+    lastgood.Checkpointer(tmp_path, build()).close()
+
+
+def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_path: Path) -> None:
+    program = f"""
+        import os, sys, time, torch, lastgood
+        ckpt = lastgood.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(3)}})
+        ckpt.save(1).result()
+        if os.fork() == 0:
+            os.close(1)
+            sys.stdin.read()  # a worker that lives until its pipe closes
+            os._exit(0)
+        print("ready", flush=True)
+        sys.stdin.read()
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "ready\n"
+        worker = psutil.Process(trainer.pid).children()[0]
+        os.kill(trainer.pid, signal.SIGKILL)
+        psutil.Process(trainer.pid).wait(10)
+        assert worker.is_running()
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}).close()
+        worker.kill()
+
+
+def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(20_000)}
+    me = psutil.Process()
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+
+        def saves(first: int, count: int) -> tuple[int, int, int]:
+            for step in range(first, first + count):
+                ckpt.save(step)
+            ckpt.wait()
+            return me.num_fds(), me.num_threads(), me.memory_info().rss
+
+        fds, threads, memory = saves(1, 200)
+        later_fds, later_threads, later_memory = saves(201, 800)
+    assert (later_fds, later_threads) == (fds, threads)
+    assert later_memory - memory < 4 << 20
+    assert len(list((tmp_path / "gen").iterdir())) == 3
+
+
+def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(100_000)}
+    most = 0
+    with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=2)) as ckpt:
+        saves = []
+        for step in range(1, 60):
+            saves.append(ckpt.save(step))
+            most = max(most, len(list((tmp_path / "gen").iterdir())))
+        assert [save.result().step for save in saves] == list(range(1, 60))
+    assert most <= 2 + 1 + 2
+
+
+def test_the_callers_wait_ends_when_the_copy_does(tmp_path: Path, monkeypatch) -> None:
+    gate = threading.Event()
+    real = PosixFile.sync
+
+    def sync(self: PosixFile) -> None:
+        if self._path.endswith(".safetensors"):
+            gate.wait(30)
+        real(self)
+
+    state = {"w": torch.zeros(1000)}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        monkeypatch.setattr(PosixFile, "sync", sync)
+        save = ckpt.save(1)
+        assert save.staged() and not save.durable()
+        state["w"].fill_(7)  # the loop goes on, and what is saved is the state of the call
+        with pytest.raises(errors.TimedOut):
+            save.result(timeout=0)
+        gate.set()
+        save.result()
+    lastgood.load(tmp_path, state)
+    assert state["w"].eq(0).all()
+
+
+def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        ckpt.save(5)
+        with pytest.raises(errors.StepTaken, match="restore"):
+            ckpt.save(5)
+        with pytest.raises(errors.StepTaken):
+            ckpt.save(4)
+
+
+def test_events_tell_the_life_of_a_save(tmp_path: Path) -> None:
+    heard: list[lastgood.Event] = []
+    keep = lastgood.Keep(last=1)
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=keep, on_event=heard.append) as ckpt:
+        ckpt.save(1)
+        ckpt.wait()
+        ckpt.save(2)
+        ckpt.wait()
+    assert [(event.kind, event.step) for event in heard] == [
+        ("staged", 1),
+        ("durable", 1),
+        ("verified", 1),
+        ("staged", 2),
+        ("durable", 2),
+        ("verified", 2),
+        ("deleted", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"digest": "crc32"}, {"write_mode": "fast"}, {"on_error": "ignore"}, {"memory": 10}],
+)
+def test_bad_options_are_refused_before_anything_is_touched(tmp_path: Path, options: dict) -> None:
+    with pytest.raises(errors.Refused):
+        lastgood.Checkpointer(tmp_path / "run", {}, **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("digest", ["blake3", "sha256"])
+@pytest.mark.parametrize("write_mode", ["atomic_nodirsync", "unsafe"])
+def test_every_digest_and_write_mode_round_trips(tmp_path: Path, digest: str, write_mode: str) -> None:
+    state = {"w": torch.randn(1000)}
+    with lastgood.Checkpointer(tmp_path, state, digest=digest, write_mode=write_mode) as ckpt:
+        ckpt.save(1).result()
+    want = state["w"].clone()
+    state["w"].zero_()
+    assert lastgood.load(tmp_path, state).generation.root.startswith(digest)
+    assert torch.equal(state["w"], want)
+    flip(newest_blob(tmp_path))
+    with pytest.raises(errors.NothingGood):
+        lastgood.load(tmp_path, state)
