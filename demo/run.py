@@ -1,6 +1,6 @@
 """The demo: a training run left in peace, one that is killed and damaged again and again, the proof that they agree.
 
-    python demo/run.py [--out demo-out] [--epochs 12] [--seed 0]
+    python demo/run.py [--out demo-out] [--epochs 10] [--seed 0]
 
 It starts demo/train.py, kills it with SIGKILL (the trainer alone, as the kernel does when memory runs out; its two data
 workers are left to find out), harms its files while it is dead, and starts it again with the same command. It sees the
@@ -10,7 +10,6 @@ run from outside only: the trainer's log, the files, `lastgood.open`. It ends wi
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import random
@@ -22,19 +21,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from picture import draw
+from proof import Check, Stored, compare
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from train import BATCH, Digits
 
 import lastgood
-from lastgood.train.audit import AuditReport
 
 TRAIN = Path(__file__).with_name("train.py")
 PATIENCE_SECONDS = 120.0
@@ -81,12 +77,6 @@ class Attempt:
     @property
     def reached(self) -> int:
         return max(self.losses, default=self.resumed)
-
-
-class Check(NamedTuple):
-    claim: str
-    found: str
-    holds: bool
 
 
 class Outcome(NamedTuple):
@@ -244,25 +234,33 @@ def in_trouble(
     run: Path, epochs: int, total: int, blows: Sequence[Blow], rng: random.Random, console: Console
 ) -> list[Attempt]:
     """Train, with the blows at random steps all over the run; each restart is the same command again."""
+    share = total / (len(blows) + 1)
+    due = [(blow, int(share * (number + rng.uniform(0.3, 0.9)))) for number, blow in enumerate(blows)]
     attempts: list[Attempt] = []
-    for number, blow in enumerate([*blows, None]):
-        attempt, title = Attempt(), f"life {number + 1} of {len(blows) + 1}"
-        if attempts:
-            newest, older, *_ = lastgood.open(run).lineage()
-            attempt.expected = older.step if attempts[-1].damage else newest.step
-        attempts.append(attempt)
+    while not attempts or not attempts[-1].finished:
+        attempt, title = Attempt(_newest_good(run, attempts)), f"life {len(attempts) + 1}"
         with (
             console.status(title) as status,
             Trainer(run, epochs, attempt, lambda at, title=title: status.update(f"{title} {at}")) as trainer,
         ):
-            if blow is None:
-                trainer.until(lambda: False)
+            if due:
+                blow, step = due.pop(0)
+                strike(trainer, run, attempt, step, blow, rng)
+                if blow.in_a_save and not attempt.half_a_save:  # it was committed in the instant of the kill: once more
+                    due.insert(0, (Blow(in_a_save=True), attempt.reached + 1))
             else:
-                strike(
-                    trainer, run, attempt, int(total * (number + rng.uniform(0.3, 0.9)) / (len(blows) + 1)), blow, rng
-                )
+                trainer.until(lambda: False)
         say(console, f"{title}: {story(attempt)}")
+        attempts.append(attempt)
     return attempts
+
+
+def _newest_good(run: Path, attempts: Sequence[Attempt]) -> int:
+    """Step where the next attempt must begin."""
+    if not attempts:
+        return 0
+    newest, older, *_ = lastgood.open(run).lineage()
+    return older.step if attempts[-1].damage else newest.step
 
 
 def story(attempt: Attempt) -> str:
@@ -281,113 +279,7 @@ def say(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
-# ---- the proof ---------------------------------------------------------------------------------------------------
-
-
-class Stored:
-    """The newest generation of a run, read from disk as anybody can read it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._run = path, lastgood.open(path)
-        self._manifest = self._run.manifest(self._run.generation())
-
-    def tensor(self, name: str) -> torch.Tensor:
-        return self._run.tensor(name)
-
-    def tensors(self, belongs: Callable[[str], bool]) -> tuple[str, str]:
-        """What is there by names that `belongs`, and SHA-256 over their names, dtypes, shapes and bytes."""
-        hasher, count, numbers = hashlib.sha256(), 0, 0
-        for name in sorted(piece.name for piece in self._manifest.pieces if belongs(piece.name)):
-            tensor = self.tensor(name)
-            hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
-            hasher.update(tensor.reshape(-1).view(torch.uint8).numpy())
-            count, numbers = count + 1, numbers + tensor.numel()
-        return f"{count} tensors, {numbers:,} numbers", hasher.hexdigest()
-
-    def values(self) -> tuple[str, str]:
-        """What is there that is no tensor, and its SHA-256."""
-        values = self._manifest.values
-        return f"{len(values)} entries", hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-    def audit(self, sampler: lastgood.ResumableSampler) -> AuditReport:
-        """Which samples these weights have seen, held against the order that was scheduled. Moves the sampler."""
-        audit = lastgood.Audit()
-        lastgood.load(self._path, {"sampler": sampler, "audit": audit}, strict=False)
-        return audit.report(sampler)
-
-
-def compare(
-    reference: Stored, victim: Stored, peace: Attempt, attempts: Sequence[Attempt], blows: Sequence[Blow]
-) -> list[Check]:
-    """Hold what is stored of the two runs, and what their trainers told, against each other."""
-    sampler = lastgood.ResumableSampler(len(Digits()), BATCH, seed=0)
-    return [*_endured(attempts, blows, sampler.steps_per_epoch), *_equal(reference, victim, peace, attempts, sampler)]
-
-
-def _endured(attempts: Sequence[Attempt], blows: Sequence[Blow], steps_per_epoch: int) -> list[Check]:
-    kills, restarts = attempts[:-1], attempts[1:]
-    in_a_save = sum(bool(one.half_a_save) for one in kills)
-    mid_epoch = sum(one.reached % steps_per_epoch != 0 for one in kills)
-    damaged = [one.damage.step for one in kills if one.damage]
-    noticed = [step for one in restarts for step, _ in one.stepped_over]
-    resumed = sum(one.resumed == one.expected for one in restarts)
-    again = sum(before.reached - after.resumed for before, after in pairwise(attempts))
-    return [
-        Check(
-            "killed by SIGKILL",
-            f"{len(kills)} times: {in_a_save} inside a save, {mid_epoch} in mid-epoch",
-            in_a_save >= sum(blow.in_a_save for blow in blows),
-        ),
-        Check(
-            "newest generation damaged while dead",
-            f"{len(damaged)} times (of steps {', '.join(map(str, damaged))}), stepped over {len(noticed)} times",
-            damaged == noticed,
-        ),
-        Check(
-            "resumed by itself from the newest good one",
-            f"{resumed} of {len(restarts)} restarts; {again} steps done again",
-            resumed == len(restarts),
-        ),
-    ]
-
-
-def _equal(
-    reference: Stored,
-    victim: Stored,
-    peace: Attempt,
-    attempts: Sequence[Attempt],
-    sampler: lastgood.ResumableSampler,
-) -> list[Check]:
-    def same(claim: str, mine: tuple[str, str], theirs: tuple[str, str]) -> Check:
-        (what, digest), (_, other) = mine, theirs
-        sign = "=" if digest == other else "is not"
-        return Check(claim, f"{what}: SHA-256 {digest[:8]} {sign} {other[:8]}", digest == other)
-
-    def tensors(claim: str, belongs: Callable[[str], bool]) -> Check:
-        return same(claim, reference.tensors(belongs), victim.tensors(belongs))
-
-    curve, other = reference.tensor("losses"), victim.tensor("losses")
-    logged = [(step, loss) for one in (peace, *attempts) for step, loss in one.losses.items()]
-    equal = int((curve == other).sum())
-    equal_logged = sum(loss == curve[step - 1].item() for step, loss in logged)
-    seen = victim.audit(sampler)
-    return [
-        tensors("weights and batch-norm statistics equal", lambda name: name.startswith("model.")),
-        tensors("AdamW state equal", lambda name: name.startswith("optimizer.")),
-        tensors("all other tensors equal", lambda name: not name.startswith(("model.", "optimizer."))),
-        same("schedule, sampler, random generators equal", reference.values(), victim.values()),
-        Check(
-            "loss curve equal",
-            f"{equal} of {len(curve)} losses; {equal_logged} of {len(logged)} that were logged on the way",
-            equal == len(curve) and equal_logged == len(logged),
-        ),
-        Check(
-            "every scheduled sample seen exactly once",
-            f"{seen.observed:,} of {seen.scheduled:,}: "
-            f"{seen.duplicates} duplicates, {seen.missing} missing, {seen.extra} extra",
-            seen.exact and seen.scheduled == peace.reached * BATCH,
-        ),
-    ]
+# ---- all of it ---------------------------------------------------------------------------------------------------
 
 
 def table(checks: Sequence[Check], plain: bool) -> Table:
@@ -398,9 +290,6 @@ def table(checks: Sequence[Check], plain: bool) -> Table:
     for check in checks:
         rows.add_row(check.claim, check.found, "[green]yes[/]" if check.holds else "[bold red]NO[/]")
     return rows
-
-
-# ---- all of it ---------------------------------------------------------------------------------------------------
 
 
 def demo(out: Path, epochs: int, blows: Sequence[Blow], seed: int, console: Console) -> Outcome:
@@ -425,7 +314,7 @@ def demo(out: Path, epochs: int, blows: Sequence[Blow], seed: int, console: Cons
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--out", type=Path, default=Path("demo-out"))
-    options.add_argument("--epochs", type=int, default=12)
+    options.add_argument("--epochs", type=int, default=10)
     options.add_argument("--seed", type=int, default=0, help="of the moments of the kills and of the damages")
     args = options.parse_args()
     console, begun = Console(width=None if sys.stdout.isatty() else 120), time.monotonic()

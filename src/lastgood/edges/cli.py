@@ -274,21 +274,19 @@ def gc(
         if not dry_run:
             tier = open_run.enter_context(places.for_writing(run, "atomic_dirsync"))
         survey = commit.survey(tier)
-        lost = restore.lineage(survey).lost
+        lost = survey.incomplete - restore.never_committed(survey)
         rows = [_going(tier, at, "a deletion cut short") for at in sorted(survey.going)]
-        rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete.difference(lost))]
+        rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete - lost)]
         litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
         litter += [
             name
             for at in sorted({*survey.generations, *survey.broken, *lost})
             for name in _litter(tier, layout.folder(at))
         ]
-        writer = None if dry_run else RunWriter(tier, workers)  # clears the first two kinds
+        writer = None if dry_run else RunWriter(tier, workers)  # clears all of these
         if writer:
             survey = writer.survey
             writer.point()
-        for name in litter if writer else ():
-            tier.delete(name)
         found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
         chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
         going: dict[GenerationId, str] = {}
@@ -320,8 +318,7 @@ def _going(tier: Tier, at: GenerationId, why: str) -> dict[str, Any]:
 def _litter(tier: Tier, folder: str) -> list[str]:
     """Records that were never finished, and probes of processes that died."""
     names = (name for name, length in tier.list(folder).items() if length is not None)
-    old = (name for name in names if name.endswith(".tmp") or (not folder and name.startswith(".probe-")))
-    return sorted(f"{folder}/{name}" if folder else name for name in old)
+    return sorted(f"{folder}/{name}".lstrip("/") for name in names if layout.is_litter(folder, name))
 
 
 def _verify_newest(

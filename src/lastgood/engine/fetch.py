@@ -65,7 +65,7 @@ def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, vie
     extent = layout.extent_of(blob, index)
     tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=fresh)
     if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:
-        tensor = layout.place_of(blob, manifest.pieces, index)
+        tensor = _differing(manifest, blob, index, view)
         raise SumMismatch(
             f"{home}/{blob.name} differs from its digest in chunk {index} "
             f"(offset {extent.offset:,}, {'tensor ' + tensor if tensor else 'header'})",
@@ -74,6 +74,24 @@ def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, vie
             chunk=index,
             tensor=tensor,
         )
+
+
+def _differing(manifest: Manifest, blob: Blob, index: int, view: memoryview) -> str:
+    """The tensor in a damaged chunk whose own digest fails too; else those that reach out of it; else none."""
+    low, high = index * blob.chunk_bytes, layout.extent_of(blob, index).length + index * blob.chunk_bytes
+    reaching_out = []
+    for piece in manifest.pieces:
+        start, end = piece.extent.offset, piece.extent.offset + piece.extent.length
+        if piece.extent.blob != blob.name or end <= low or high <= start:
+            continue
+        if start < low or high < end:
+            reaching_out.append(piece.name)
+            continue
+        hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
+        hasher.update(view[start - low : end - low])
+        if hasher.hexdigest() != piece.digest:
+            return piece.name
+    return " or ".join(reaching_out)
 
 
 class Check:

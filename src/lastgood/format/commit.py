@@ -22,7 +22,17 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import Damaged, LastgoodError, ManifestInvalid, MissingBlob, NoSpace, SumMismatch, TierDown, Truncated
+from ..errors import (
+    Damaged,
+    LastgoodError,
+    ManifestInvalid,
+    MissingBlob,
+    NoSpace,
+    SumMismatch,
+    TierDown,
+    Truncated,
+    UnknownFormat,
+)
 from ..ports import Tier
 from ..rawio.checksum import digest
 from ..records import (
@@ -39,6 +49,9 @@ from ..records import (
     Seal,
 )
 from . import layout
+
+FINDINGS_LIMIT = 1000
+"""kept as evidence in one mark"""
 
 
 def seal(tier: Tier, manifest: Manifest) -> Seal:
@@ -76,8 +89,9 @@ def retire(tier: Tier, at: GenerationId) -> None:
             tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
     # Also when it is gone: whoever removed it may have died before that was durable.
     tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
-    for name in sorted(tier.list(home).keys() - {layout.GOING}):
-        tier.delete(f"{home}/{name}")
+    for name, length in sorted(tier.list(home).items()):
+        if name != layout.GOING and length is not None:  # a folder is nobody's of this house, and stays
+            tier.delete(f"{home}/{name}")
     tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
 
 
@@ -91,6 +105,12 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
     data = _read(tier, f"{home}/{layout.COMMIT}", there.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{home}/{layout.COMMIT}")
     layout.validate_commit(commit, at, run)
+    if commit.world.ranks != 1:
+        raise UnknownFormat(
+            f"{home} was saved by {commit.world.ranks} ranks; this version reads a world of one",
+            safe="Nothing was changed.",
+            todo="Install a newer lastgood.",
+        )
     root = layout.root_of(data)
     damage = _mark(tier, home, layout.DAMAGED, root, there)
     return Generation(
@@ -176,11 +196,12 @@ def survey(tier: Tier) -> Survey:
         found.order = max(found.order, parsed[0] if parsed else 0)
         if record is not None and (record.order, record.id) == parsed:
             found.incarnations[record.id] = record
-    for at, generation in found.generations.items():  # ascending steps: the first one's parent is the incarnation's
+    for at, generation in found.generations.items():
         found.order = max(found.order, generation.commit.order)
         if at.incarnation not in found.incarnations:
+            one = generation.commit
             found.incarnations[at.incarnation] = Incarnation(
-                format=layout.FORMAT, order=generation.commit.order, id=at.incarnation, parent=generation.commit.continues
+                format=layout.FORMAT, order=one.order, id=at.incarnation, parent=one.continues
             )
     return found
 
@@ -189,7 +210,7 @@ def mark(tier: Tier, generation: Generation, findings: Sequence[Finding]) -> Non
     """Note beside a generation what reading all of it found. Durable on return."""
     name = layout.DAMAGED if findings else layout.VERIFIED
     home = layout.folder(generation.id)
-    record = Mark(format=layout.FORMAT, root=generation.root, findings=list(findings))
+    record = Mark(format=layout.FORMAT, root=generation.root, findings=list(findings[:FINDINGS_LIMIT]))
     for old in {layout.DAMAGED, layout.VERIFIED} & set(tier.list(home)):
         tier.delete(f"{home}/{old}")
     tier.put_new(f"{home}/{name}", layout.encode(record))

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from ..errors import ManifestInvalid, SumMismatch, UnknownFormat
+from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
 from ..rawio.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
 from ..records import Blob, Commit, Extent, GenerationId, Manifest, Piece, Record
 
@@ -30,6 +30,8 @@ CHUNK_LIMIT_BYTES = 256 << 20
 """what a reader must hold of a file at once"""
 DIMENSION_LIMIT = 64
 """torch and numpy have no tensor of more"""
+
+METADATA = "__metadata__"
 
 # dtype name as torch and numpy say it -> bits of one element, and its safetensors name where that format has it.
 DTYPES: dict[str, tuple[int, str]] = {
@@ -101,6 +103,14 @@ def manifest_name(rank: int) -> str:
 
 def blob_name(rank: int, part: int = 0) -> str:
     return f"r{rank:05d}.safetensors" if part == 0 else f"r{rank:05d}.{part}.safetensors"
+
+
+def is_litter(home: str, name: str) -> bool:
+    """Whether a file is one that somebody died over. In the run's own folder other people's files lie too."""
+    if home:
+        return name.endswith(".tmp")
+    ours = name.startswith((HEADER, POINTER, "latest_ok")) and name.endswith(".tmp")
+    return ours or name.startswith(".probe-")
 
 
 # ---- records -------------------------------------------------------------------------------------------------
@@ -179,8 +189,14 @@ class Image(NamedTuple):
 def images(tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_LIMIT_BYTES) -> list[Image]:
     """Lay tensors out in as few safetensors files as their headers allow.
 
-    Within a file: wide types first, so that every tensor is aligned to its element; then by name.
+    Within a file: wide types first, so that every tensor is aligned to its element; then by name. Raises Unstorable for
+    the one name that safetensors keeps to itself.
     """
+    tensors = list(tensors)
+    if any(one.name == METADATA for one in tensors):
+        raise Unstorable(
+            f"a tensor cannot be named {METADATA}", safe="Nothing was saved.", todo="Rename this entry of the state."
+        )
     ordered = sorted(tensors, key=lambda one: (-DTYPES[one.dtype][0], one.name))
     groups: list[list[Tensor]] = [[]]
     room = header_limit - 2 * PAGE_BYTES
@@ -195,7 +211,7 @@ def images(tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_
 
 
 def _image(tensors: Sequence[Tensor], blob: str) -> Image:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}
     offset, places = 0, []
     for one in tensors:
         native = DTYPES[one.dtype][1]
@@ -318,18 +334,6 @@ def validate_header(header: bytes, blob: Blob, pieces: Sequence[Piece]) -> None:
     """The safetensors header must be the one that this manifest makes. `pieces`: those of this blob."""
     if header != _image([Tensor(p.name, p.dtype, tuple(p.shape)) for p in pieces], blob.name).header:
         raise ManifestInvalid(f"{blob.name}: its header does not agree with the manifest", blob=blob.name)
-
-
-def place_of(blob: Blob, pieces: Iterable[Piece], chunk: int) -> str:
-    """The tensor that a chunk holds, or the first and the last of them, for messages; empty for the header alone."""
-    low, high = chunk * blob.chunk_bytes, (chunk + 1) * blob.chunk_bytes
-    held = [
-        piece.name
-        for piece in pieces
-        if piece.extent.blob == blob.name
-        and max(low, piece.extent.offset) < min(high, piece.extent.offset + piece.extent.length)
-    ]
-    return " .. ".join(dict.fromkeys([*held[:1], *held[-1:]]))
 
 
 def extent_of(blob: Blob, chunk: int) -> Extent:

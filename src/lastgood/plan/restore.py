@@ -55,14 +55,18 @@ def lineage(survey: Survey) -> Lineage:
     return Lineage(chain, sorted((on_the_way & survey.incomplete) - set(chain), reverse=True))
 
 
-def named(survey: Survey) -> set[GenerationId]:
-    """Every generation that some record names as one that was committed."""
-    found = {one.parent for one in survey.incarnations.values()}
+def never_committed(survey: Survey) -> set[GenerationId]:
+    """What has no COMMIT and, by every record, never had one: litter.
+
+    A commit that cannot be believed may have named anything before it, so that stays.
+    """
+    named = {one.parent for one in survey.incarnations.values()}
     for generation in survey.generations.values():
-        found |= {generation.commit.parent, generation.commit.continues}
+        named |= {generation.commit.parent, generation.commit.continues}
     if survey.pointer:
-        found.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
-    return {at for at in found if at is not None}
+        named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    unsure = max((at.step for at in survey.broken), default=0)
+    return {at for at in survey.incomplete - named if at.step >= unsure}
 
 
 def choose(survey: Survey, step: int | None) -> Choice:

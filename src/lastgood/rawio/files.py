@@ -172,9 +172,17 @@ class Lock:
             _close(fd)
             raise
         self._fd: int | None = fd
-        os.register_at_fork(after_in_child=self.close)
+        os.register_at_fork(after_in_child=self._leave)
 
     def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            # A process that is just being started has a copy until it executes; this unlocks it too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            _close(fd)
+
+    def _leave(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
             _close(fd)

@@ -52,7 +52,7 @@ def newest_good(
             except Damaged as error:
                 note(generation, error)
                 raise
-            return Found(generation, sorted(over, reverse=True))
+            return Found(generation, sorted((one for one in over if one[0] >= at.step), reverse=True))
         except (Damaged, TierDown) as error:
             if step is not None and at == choice.candidates[-1]:
                 raise
@@ -111,7 +111,8 @@ def read_all(
 ) -> list[Finding]:
     """Every damage in a generation, read past the page cache. Raises Cancelled when `stop()`, Unavailable."""
     try:
-        manifest = commit.read_manifest(tier, generation)
+        found = commit.read_generation(tier, generation.id, generation.commit.run)
+        manifest = commit.read_manifest(tier, found)
     except Damaged as error:
         return [fetch.finding(error)]
     with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:

@@ -77,18 +77,18 @@ class RunWriter:
         self._run = ident
         kept = [*self.survey.generations, *self.survey.broken, *self.survey.incomplete]
         for home in ("", "incarnations", *map(layout.folder, kept)):
-            for name in self.tier.list(home):
-                if name.endswith(".tmp") or name.startswith(".probe-"):  # what somebody died over
+            for name, length in self.tier.list(home).items():
+                if length is not None and layout.is_litter(home, name):
                     self.tier.delete(f"{home}/{name}".lstrip("/"))
-        # What a record names has lost its COMMIT; while some record cannot be read, anything might be named.
-        named = self.survey.incomplete if self.survey.broken else restore.named(self.survey)
-        for at in [*self.survey.going, *(self.survey.incomplete - named)]:
+        for at in [*self.survey.going, *restore.never_committed(self.survey)]:
             commit.retire(self.tier, at)
             self.survey.going.discard(at)
             self.survey.incomplete.discard(at)
 
     def begin(self, parent: GenerationId | None) -> None:
         """Open an incarnation that continues `parent` (None: from scratch). Durable on return."""
+        if parent is not None:
+            commit.confirm(self.tier, parent)
         order = self.survey.order + 1
         record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
         self.tier.put_new(layout.incarnation_name(order, record.id), layout.encode(record))

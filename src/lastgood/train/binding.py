@@ -138,7 +138,7 @@ class Binder:
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
-        device = home(ref, path) if home else _at_hand(ref.device)
+        device = home(ref, path) if home else tensors.at_hand(ref.device)
         if isinstance(live, torch.Tensor):
             tensors.require_storable(live, path)
             why = self._unlike(live, ref.name)
@@ -392,14 +392,6 @@ def _duplicate_into(slot: list[torch.Tensor], device: torch.device, source: torc
 
 def _fill_array(live: np.ndarray, dtype: np.dtype[Any], source: torch.Tensor) -> None:
     np.copyto(live, tensors.to_array(source, dtype))
-
-
-def _at_hand(device: torch.device) -> torch.device:
-    """The device, or the CPU where this machine has no such one."""
-    here = torch.accelerator.current_accelerator()
-    if here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count():
-        return device
-    return torch.device("cpu")
 
 
 def _kind(obj: Any) -> str:

@@ -378,8 +378,8 @@ class Checkpointer:
         kept = self._keep.last + len(self._keep.milestones) + (self._keep.best[2] if self._keep.best else 0)
         more = f", and each {self._keep.every}th step" if self._keep.every else ""
         print(
-            f"lastgood: {self._run.tier.place} takes at most ({kept} kept + 1 in flight + 2) x {size / 1e9:.3g} GB"
-            f" = {(kept + 3) * size / 1e9:.3g} GB{more}; milestones and damaged generations stay beside that",
+            f"lastgood: {self._run.tier.place} takes at most ({kept} kept + 1 in flight + 2) x {_readable(size)} = "
+            f"{_readable((kept + 3) * size)}{more}; beside that, milestones and what is found damaged stay",
             file=sys.stderr,
         )
 
@@ -469,6 +469,14 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     bad = [name for name, value in found.items() if not math.isfinite(value)]
     _require(not bad, f"metrics that are no finite numbers: {', '.join(bad)}", "Leave them out.")
     return found
+
+
+def _readable(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
 
 
 def _require(holds: bool, what: str, todo: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
@@ -45,6 +46,11 @@ class Request:
     exclude: Sequence[str] = ()
 
 
+def _half_of_memory_bytes() -> int:
+    """What a restore takes at the most; a generation that is larger, or claims to be, is read twice, in parts."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
 def load_into(
     request: Request,
     tier: Tier,
@@ -74,8 +80,8 @@ def load_into(
             include=request.include,
             exclude=request.exclude,
         )
-        size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
-        arena = arena_for(size, max(blob.chunk_bytes for blob in manifest.blobs))
+        size = min(sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs), _half_of_memory_bytes())
+        arena = arena_for(size, max((blob.chunk_bytes for blob in manifest.blobs), default=1))
         fetch = reader.opened(tier, generation, manifest, arena, workers)
 
         def fetched(name: str) -> torch.Tensor:

@@ -92,7 +92,8 @@ def _scaler_differs(scaler: GradScaler, data: Any) -> str:
     if bool(data) != scaler._enabled:
         words = ("disabled", "enabled")
         return f"{words[bool(data)]} in the generation, {words[scaler._enabled]} here"
-    return "" if not data or data.keys() == _read_scaler(scaler).keys() else "incomplete in the generation"
+    complete = isinstance(data, dict) and (not data or data.keys() == _read_scaler(scaler).keys())
+    return "" if complete else "incomplete in the generation"
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def _bit_generator_differs(here: Any, data: Any) -> str:
 def _random_differs(_: random.Random, data: Any) -> str:
     try:
         random.Random().setstate(data)
-    except (TypeError, ValueError, IndexError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, OverflowError) as error:
         return f"no state of this Python's random.Random ({error})"
     return ""
 
@@ -187,8 +188,8 @@ def rng_differs(data: dict[str, Any]) -> dict[str, str]:
 
 # ---- modules and the names of parameters -----------------------------------------------------------------------
 
-_WRAPPERS = ("module", "_orig_mod")
-"""DistributedDataParallel and torch.compile"""
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+"""DistributedDataParallel, torch.compile, activation checkpointing"""
 
 
 def plain_name(raw: str) -> str:
@@ -206,7 +207,7 @@ def module_entries(module: nn.Module, path: str) -> tuple[dict[str, Any], dict[s
     for raw in entries:
         name = f"{path}.{plain_name(raw)}"
         if name in names:
-            what = f"would name both {names[name]} and {raw}: 'module.' and '_orig_mod.' are stripped from names"
+            what = f"would name both {names[name]} and {raw}: 'module.', '_orig_mod.' are stripped from names"
             raise refusal(name, what, "Rename one of them")
         names[name] = raw
     return entries, names

@@ -13,7 +13,8 @@ tensors, numpy arrays, generators (torch.Generator, numpy Generator and RandomSt
 (format/values.py). What an object's state_dict returns is data: tensors, arrays and plain data.
 
 **Names.** Path from the key of the state, joined with dots; keys of dicts are escaped, names inside a module keep their
-dots and lose `module.` (DistributedDataParallel) and `_orig_mod.` (torch.compile) wherever these stand.
+dots and lose `module.` (DistributedDataParallel), `_orig_mod.` (torch.compile) and `_checkpoint_wrapped_module.`
+(activation checkpointing) wherever these stand.
 
     model.h.0.weight                        a parameter or persistent buffer, as in the module's state_dict()
     optimizer.state.h.0.weight.exp_avg      state of the parameter h.0.weight of the one module that owns them all
@@ -32,11 +33,12 @@ difference. Numbers, strings and other constants are written into the container,
 Optimizers come after all other entries, the random number generators last.
 
 *Modules:* names, shapes and dtypes are compared, then their own memory is written. Where state_dict() holds something
-else (computed tensors, extra state), or a load_state_dict post-hook is registered, `load_state_dict` is called too; other
-load hooks, which translate old names, are not. *Optimizers:* `state` and `param_groups` are read and written directly,
-without casts, by the names of the parameters; hooks on their state_dict are not run. A class with its own state_dict or
-load_state_dict is an object like any other. LBFGS, whose state is one vector over all parameters, also needs these in
-the same order.
+else (computed tensors, extra state), or a load_state_dict post-hook is registered, `load_state_dict` is called too;
+other load hooks, which translate old names, are not.
+
+*Optimizers:* `state` and `param_groups` are read and written directly, without casts, by the names of the parameters;
+hooks on their state_dict are not run. A class with its own state_dict or load_state_dict is an object like any other.
+LBFGS, whose state is one vector over all parameters, also needs these in the same order.
 
 **rename** {stored: live} speaks of top-level entries and of names in modules, exactly or, if both end in ".", by
 prefix (the longest one counts). An optimizer's state follows its parameters: rename them by their name with the key of

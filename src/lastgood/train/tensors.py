@@ -65,6 +65,14 @@ def duplicate(source: torch.Tensor, device: torch.device) -> torch.Tensor:
         return _copyable(source).to(device, copy=True).view(source.dtype)
 
 
+def at_hand(device: torch.device) -> torch.device:
+    """The device, or the CPU where this machine has no such one."""
+    here = torch.accelerator.current_accelerator()
+    if here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count():
+        return device
+    return torch.device("cpu")
+
+
 def region(tensor: torch.Tensor) -> Hashable:
     """What tensors that are one and the same memory have in common; None for an empty one, which shares nothing."""
     if tensor.numel() == 0:

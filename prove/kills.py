@@ -1,0 +1,127 @@
+"""Thousands of SIGKILLs at random instants of tests/victim.py; what is left is judged after each.
+
+One run is killed fifty times in a row, each life restoring what the one before left; then two undisturbed lives follow,
+and a new run begins. Lives run with writer threads and real syncs. Writes prove/reports/kills.*
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from syscalls import VICTIM, environment, progress, report
+
+from victim import Ledger
+
+IN_A_ROW = 50
+SAVES = 5
+
+
+class Series(NamedTuple):
+    """One run and what was done to it."""
+
+    ends: Counter[str]
+    """what the lives said last, the word only"""
+    acknowledged: int
+    problems: list[str]
+
+
+def series(at: Path, number: int, kills: int, within_seconds: float) -> Series:
+    """Kill one run so many times, at instants spread over so many seconds, then let it live."""
+    chance = random.Random(number)
+    run, ledger, ends, saves = str(at / f"run{number}"), Ledger(), Counter[str](), 0
+    for kill in range(kills):
+        lines = _cut(at, run, number * 1_000_000 + kill, chance.uniform(0, within_seconds))
+        ledger.hear(lines)
+        ends[lines[-1].split()[0]] += 1
+        saves += sum(line.startswith("durable") for line in lines)
+        ledger.judge(run)
+        ledger.problems += [f"it told {one}, and nothing had failed" for one in ledger.reported]
+        if ledger.problems:
+            return Series(ends, saves, [f"run {number}, kill {kill}: {one}" for one in ledger.problems])
+    ledger.go_on(run, number * 1_000_000 + kills)
+    return Series(ends, saves, [f"run {number}, after {kills} kills: {one}" for one in ledger.problems])
+
+
+def work_seconds(at: Path) -> float:
+    """How long a life is at work, from its first word on: all kills shall land there."""
+    found = []
+    for seed in range(1, 6):
+        with _life(at, str(at / "measured"), seed) as victim:
+            assert victim.stdout is not None
+            victim.stdout.readline()
+            begun = time.monotonic()
+            victim.wait()
+            found.append(time.monotonic() - begun)
+    return sorted(found)[2]
+
+
+def _cut(at: Path, run: str, seed: int, seconds: float) -> list[str]:
+    """What a life said until it was killed, so long after its first word."""
+    with _life(at, run, seed) as victim:
+        assert victim.stdout is not None and victim.stderr is not None
+        first = victim.stdout.readline()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            victim.wait(seconds)
+        victim.kill()
+        lines, told = [first.strip(), *victim.stdout.read().splitlines()], victim.stderr.read()
+    return [*lines, f"wrong {told[-300:]!r}"] if told else lines
+
+
+def _life(at: Path, run: str, seed: int) -> subprocess.Popen[str]:
+    command = [*VICTIM, run, f"--seed={seed}", f"--saves={SAVES}", "--threads=2"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(at))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=2500)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    begun = time.monotonic()
+    count = -(-options.kills // IN_A_ROW)
+    results: list[Series] = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        at = Path(folder)
+        span = work_seconds(at)
+        show = progress(count * IN_A_ROW)
+        numbers = range(options.seed * count, (options.seed + 1) * count)
+        for one in pool.map(lambda number: series(at, number + 1, IN_A_ROW, span), numbers):
+            results.append(one)
+            show(len(results) * IN_A_ROW, sum(bool(each.problems) for each in results))
+            for problem in one.problems:
+                print(f"\n{problem}", flush=True)
+    ends = sum((one.ends for one in results), Counter[str]())
+    violated = [problem for one in results for problem in one.problems]
+    facts = {
+        "kills": ends.total() - ends["done"],
+        "lives_that_ended_before_the_kill": ends["done"],
+        "runs": count,
+        "kills_in_a_row": IN_A_ROW,
+        "saves_acknowledged_and_found_again": sum(one.acknowledged for one in results),
+        "violations": len(violated),
+        "seconds_of_work": round(span, 3),
+        "seconds": round(time.monotonic() - begun),
+        "seed": options.seed,
+        "last_words": dict(ends.most_common()),
+        "violated": violated,
+    }
+    table = "| the last that a life said | lives |\n|---|---|\n" + "\n".join(
+        f"| {word} | {lives:,} |" for word, lives in ends.most_common()
+    )
+    report("kills", "Random SIGKILLs", facts, [table])
+    return 1 if violated else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,445 @@
+"""Every system call of save, restore and gc that touches a run: killed at, failed with an errno; once and for good.
+
+A scenario is one life of tests/victim.py on a run that is copied anew for each trial. It is traced once, to learn each
+call on each path; then it lives again for every call and every fault, and the victim's ledger judges what is left:
+what was acknowledged is there bit for bit, what was refused is not, an errno was told by name or stands in IGNORED
+with its reason, and two undisturbed lives follow that leave no litter. strace cannot shorten a write and has no full
+disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do (as root). Needs strace. Writes prove/reports/syscalls.*
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from lastgood.format import layout
+from victim import Ledger, litter, live
+
+HERE = Path(__file__).resolve().parent
+VICTIM = [sys.executable, "-S", str(HERE.parent / "tests" / "victim.py")]
+SCENARIOS: dict[str, list[str]] = {
+    "fresh": ["--saves=2", "--seed=12"],
+    "resume": ["--saves=2", "--seed=12"],
+    "buffered": ["--saves=1", "--seed=12", "--buffered"],
+    "restore": ["--mode=restore"],
+    "gc": ["--mode=gc", "--saves=0", "--last=1", "--seed=12"],
+    "recover": ["--saves=1", "--seed=12"],
+}
+"""all but `fresh` start on a run of three saves; `recover` on one that crashes left in a mess"""
+TAKES_SPACE = {"openat", "pwrite64", "fallocate", "fsync", "link", "mkdir", "rename", "symlink", "ftruncate"}
+
+# What may fail without a word when nothing comes of it: (call in a line of the trace, path, reason).
+_READS = r"(openat|close|preadv2?|pread64|fadvise64)\("
+_MAKES = r"(openat|close|pwrite64|fsync|link|unlink|newfstatat|mkdir)\(.* = -1 (ENOSPC|EDQUOT)"
+IGNORED: list[tuple[str, str, str]] = [
+    (r".*", r"/\.probe-", "the probe for direct I/O: without an answer, I/O goes through the page cache"),
+    (r"close\(", r"", "it is closed either way, and what a close can report, the fsync before it has reported"),
+    (r"flock\(.*LOCK_UN", r"/\.lock$", "the lock goes with its file all the same"),
+    (r"access\(", r"", "asked before the probe; without an answer there is none"),
+    (r"(unlink|newfstatat)\(", r"\.tmp$", "the second name of a durable record: litter that the next opening takes"),
+    (_READS, r"/(VERIFIED|DAMAGED|LASTGOOD)\.json$", "a hint, made anew when it matters"),
+    (_READS, r"/lastgood\.json$", "commits repeat it"),
+    (_READS, r"/incarnations/", "commits repeat it"),
+    (_MAKES, r"/GOING\.json|^run/gen(/[^/]+)?$", "on a full disk a generation goes without its reason: space is had"),
+]
+
+
+class Fault(NamedTuple):
+    """One trial: the n-th `call` of the scenario is killed or fails, alone or with all that follow."""
+
+    scenario: str
+    call: str
+    n: int
+    """counted from the start of the process, as strace does"""
+    path: str
+    """that the call is about, inside the run"""
+    what: str
+    """KILL or the name of an errno"""
+    sticky: bool
+
+    def __str__(self) -> str:
+        return f"{self.scenario}: {self.call}({self.path}) [{self.n}{'+' if self.sticky else ''}] {self.what}"
+
+
+class Result(NamedTuple):
+    """`outcome`: killed, ignored, missed, or the names of the errors that were told."""
+
+    fault: Fault
+    outcome: str
+    problems: list[str]
+
+
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder in memory where that can be had: neither a kill nor an errno asks what is below the file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)
+
+
+class Sweep:
+    """Boxes to live in, the runs to start from, and the traces of undisturbed lives. Everything is below `at`."""
+
+    def __init__(self, at: Path, scenarios: Sequence[str] = tuple(SCENARIOS), boxes: int = 2) -> None:
+        self.at = at
+        self._boxes: SimpleQueue[Path] = SimpleQueue()
+        for number in range(boxes):
+            (at / f"box{number}").mkdir()
+            self._boxes.put(at / f"box{number}")
+        self._starts = {one: self._start(one) for one in scenarios}
+        # A first start compiles modules, and would be traced at it.
+        subprocess.run([*VICTIM, "--help"], check=True, stdout=subprocess.DEVNULL, env=environment(at))
+        self.calls = {one: self._trace(one) for one in scenarios}
+
+    def faults(self) -> list[Fault]:
+        found = []
+        for scenario, calls in self.calls.items():
+            for call, n, path in calls:
+                found.append(Fault(scenario, call, n, path, "KILL", False))
+                errors = ["EIO", "ENOSPC"] + ["EDQUOT"] * (call in TAKES_SPACE)
+                found += [Fault(scenario, call, n, path, what, sticky) for what in errors for sticky in (False, True)]
+        return found
+
+    def trial(self, fault: Fault) -> Result:
+        box = self._boxes.get()
+        try:
+            ledger = self._fresh(fault.scenario, box)
+            run = str(box / "run")
+            code, lines, trace, told = self._strace(fault.scenario, box, fault)
+            ledger.hear(lines)
+            problems = ledger.problems
+            hits = [line for line in trace if "(INJECTED)" in line] if fault.what != "KILL" else trace[-1:]
+            if not hits or _path(hits[0], box) != fault.path or not all(_path(line, box) for line in hits):
+                problems.append(f"the fault missed its call: {hits[:1]}, {told[-400:]}")
+            if fault.what == "KILL":
+                outcome = "killed"
+                problems += [f"it was not killed: {code}"] if code != -9 else []
+            else:
+                outcome = "+".join(sorted({one.partition(" ")[0] for one in ledger.reported})) or "ignored"
+                problems += _silent(hits, box) if outcome == "ignored" else []
+                if code not in (0, 3, 4, 5) or (code == 0) != (not [one for one in lines if one[:5] == "error"]):
+                    problems.append(f"exit code {code}: {told[-400:]}")
+            ledger.judge(run)
+            if fault.scenario != "restore" or ledger.problems:
+                ledger.go_on(run, 1000)
+            return Result(fault, outcome, list(problems))
+        finally:
+            self._boxes.put(box)
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _start(self, scenario: str) -> Ledger:
+        """Make the run that a scenario starts from; returns its ledger."""
+        run, ledger = self.at / scenario / "run", Ledger(last=1 if scenario == "gc" else 2)
+        (self.at / scenario).mkdir()
+        if scenario == "fresh":
+            return ledger
+        for seed, saves in ((1, 2), (2, 2)) + ((3, 0),) * (scenario == "recover"):
+            lines: list[str] = []
+            live([str(run), f"--saves={saves}", f"--seed={seed}", "--last=2"], lines.append)
+            ledger.hear(lines)
+        if scenario == "recover":
+            mess(run)
+        return ledger
+
+    def _fresh(self, scenario: str, box: Path) -> Ledger:
+        shutil.rmtree(box)
+        shutil.copytree(self.at / scenario, box, symlinks=True)
+        return copy.deepcopy(self._starts[scenario])
+
+    def _trace(self, scenario: str) -> list[tuple[str, int, str]]:
+        """The calls of an undisturbed life that are about the run: name, number, path."""
+        box = self._boxes.get()
+        self._fresh(scenario, box)
+        _, lines, trace, told = self._strace(scenario, box, None)
+        assert lines[-1:] == ["done"], told
+        self._boxes.put(box)
+        seen: Counter[str] = Counter()
+        found = []
+        for line in trace:
+            call = _call(line)
+            seen[call] += 1
+            if (path := _path(line, box)) and call != "execve":
+                found.append((call, seen[call], path))
+        return found
+
+    def _strace(self, scenario: str, box: Path, fault: Fault | None) -> tuple[int, list[str], list[str], str]:
+        """Exit code, what the victim said, its trace, and its standard error."""
+        log = box.with_suffix(".trace")
+        command = ["strace", "-y", "-qq", "-e", "signal=none", "-o", str(log)]
+        command += ["-e", f"trace={fault.call if fault else '%file,%desc'}"]
+        if fault:
+            what = "signal=KILL" if fault.what == "KILL" else f"error={fault.what}"
+            command += ["-e", f"inject={fault.call}:{what}:when={fault.n}{'+' if fault.sticky else ''}"]
+        if fault and fault.what != "KILL":  # with a filter in the kernel no signal is injected (strace 6.1, Linux 6.18)
+            command += ["-f", "--seccomp-bpf"]
+        done = subprocess.run(
+            [*command, *VICTIM, str(box / "run"), *SCENARIOS[scenario]],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(self.at),
+        )
+        return done.returncode, done.stdout.splitlines(), log.read_text(errors="replace").splitlines(), done.stderr
+
+
+def environment(at: Path) -> dict[str, str]:
+    """Of a victim: the sources, and a place for compiled modules, so that it starts fast and each time alike."""
+    paths = [str(HERE.parent / "src"), str(HERE.parent / "tests"), *filter(None, sys.path)]
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": str(at / "pyc"), "PYTHONHASHSEED": "0"}
+    return {**kept, **ours}
+
+
+def mess(run: Path) -> None:
+    """What earlier crashes may have left, all at once."""
+    unfinished, going = run / "gen/000000000005-00000000", run / "gen/000000000001-11111111"
+    for folder in (unfinished, going):
+        folder.mkdir()
+        (folder / layout.blob_name(0)).write_bytes(bytes(5000))
+        (folder / layout.manifest_name(0)).write_bytes(b"{")
+    (unfinished / f"{layout.COMMIT}.tmp").write_bytes(b"{")
+    (going / layout.GOING).write_bytes(b"{")
+    (run / "gen/000000000009-22222222").mkdir()
+    for name in (f"{layout.POINTER}.tmp", f"{layout.HEADER}.tmp", "incarnations/000003-33333333.json.tmp", ".probe-1"):
+        (run / name).write_bytes(b"{")
+    (run / "latest_ok.tmp").symlink_to("gen/000000000009-22222222")
+
+
+def _call(line: str) -> str:
+    """Name of the call in a line of a trace."""
+    return line.split("(")[0].split()[-1]
+
+
+def _path(line: str, box: Path) -> str:
+    """What a call is about, inside the box: the last path that it names. Names of one process lose its number."""
+    found = re.findall(rf'["<]{re.escape(str(box))}/?([^">]*)[">]', line.partition(" = ")[0])
+    return re.sub(r"\d+-\d+(?=\.tmp)|(?<=\.probe-)\d+", "*", found[-1].replace("(deleted)", "") or ".") if found else ""
+
+
+def _silent(hits: list[str], box: Path) -> list[str]:
+    """Calls that failed without a word, and without a reason in IGNORED."""
+    wrong = []
+    for line in hits:
+        if not any(re.search(call, line) and re.search(path, _path(line, box)) for call, path, _ in IGNORED):
+            wrong.append(f"an error that nobody told: {line}")
+    return wrong[:3]
+
+
+def spread(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
+    """A seeded choice that takes every scenario, call and kind in turn."""
+    chance = random.Random(seed)
+    kinds: dict[tuple[str, str], list[Fault]] = defaultdict(list)
+    for one in faults:
+        kinds[one.call, f"{one.what}{one.sticky}"].append(one)
+    groups = [chance.sample(group, len(group)) for group in kinds.values()]
+    chance.shuffle(groups)
+    rounds = (one for turn in range(max(map(len, groups))) for group in groups for one in group[turn : turn + 1])
+    return [one for _, one in zip(range(count), rounds, strict=False)]
+
+
+# ---- short writes and full disks -------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def small_disk(kind: str, at: Path) -> Iterator[Path]:
+    """A file system of a few MB (ext4 or tmpfs), mounted until the end. Root only."""
+    mount, image = at / f"small-{kind}", at / f"{kind}.img"
+    mount.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs"]
+    if kind == "ext4":
+        image.write_bytes(b"")
+        os.truncate(image, 4 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", image], check=True)
+        options = ["-o", "loop", str(image)]
+    subprocess.run(["mount", *options, mount], check=True)
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", mount], check=True)
+        mount.rmdir()
+        image.unlink(missing_ok=True)
+
+
+def full_disk(mount: Path, free_bytes: int) -> tuple[str, list[str]]:
+    """A run on a disk with so much left: what its life told, and what is wrong. The mount is empty again afterwards."""
+    run, ledger = mount / "run", Ledger()
+    problems = [f"it told {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
+    filler = mount / "filler"
+    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(1024)):
+            pass
+    space = os.statvfs(mount)
+    os.truncate(filler, max(os.path.getsize(filler) + space.f_bavail * space.f_frsize - free_bytes, 0))
+    told, more = _life(ledger, run, "--saves=3", "--seed=2")
+    problems += more + [f"left behind: {one}" for one in litter(str(run))]
+    problems += [f"{one} on a full disk" for one in told if one not in ("NoSpace", "CommitUnknown")]
+    ledger.judge(str(run))
+    filler.unlink()
+    ledger.go_on(str(run), 1000)
+    shutil.rmtree(run)
+    return "+".join(sorted(set(told))), problems + ledger.problems
+
+
+def short_writes(box: Path, limit_bytes: int) -> tuple[str, list[str]]:
+    """A life in which no file may grow past a limit: the write at the limit is cut short, the next one fails."""
+    run, ledger = box / "run", Ledger()
+    problems = [f"it told {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
+    told, more = _life(ledger, run, "--saves=2", "--seed=2", f"--file-limit={limit_bytes}", own_process=True)
+    problems += more + [f"left behind: {one}" for one in litter(str(run))]
+    problems += [f"{one} at a limit of file size" for one in told if one not in ("NoSpace", "CommitUnknown")]
+    ledger.judge(str(run))
+    ledger.go_on(str(run), 1000)
+    shutil.rmtree(run)
+    return "+".join(sorted(set(told))), problems + ledger.problems
+
+
+def _life(ledger: Ledger, run: Path, *options: str, own_process: bool = False) -> tuple[list[str], list[str]]:
+    """Errors that it told, and what is wrong with how it ended."""
+    lines: list[str] = []
+    if own_process:
+        done = subprocess.run([*VICTIM, run, *options], capture_output=True, text=True, env=environment(run.parent))
+        code, lines = done.returncode, done.stdout.splitlines()
+    else:
+        code = live([str(run), *options], lines.append)
+    ledger.hear(lines)
+    wrong = [] if (code in (3, 4, 5) if ledger.reported else code == 0) else [f"it ended with {code}: {lines[-1:]}"]
+    return list(ledger.reported), wrong
+
+
+def full_disks(at: Path, step_bytes: int) -> Iterator[tuple[str, str, list[str]]]:
+    """Every amount of space left, and every limit of file size, in steps: name, what was told, what is wrong."""
+    for limit in range(1, 48_000, step_bytes):
+        yield (f"file limit {limit:,}", *short_writes(at / "box0", limit))
+    if os.geteuid() == 0:
+        for kind in ("ext4", "tmpfs"):
+            with small_disk(kind, at) as mount:
+                for free in range(0, 72_000, step_bytes):
+                    yield (f"{kind} {free:,} B free", *full_disk(mount, free))
+
+
+# ---- the campaign ----------------------------------------------------------------------------------------------
+
+
+def report(name: str, title: str, facts: dict[str, Any], tables: Sequence[str]) -> None:
+    """prove/reports/NAME.json and NAME.md, with date, machine and command."""
+    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}, Linux {platform.release()}",
+        "python": platform.python_version(),
+        "command": f"python prove/{name}.py {' '.join(sys.argv[1:])}".strip(),
+        **facts,
+    }
+    (HERE / "reports").mkdir(exist_ok=True)
+    (HERE / "reports" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    plain = {key.replace("_", " "): value for key, value in facts.items() if not isinstance(value, (list, dict))}
+    short = "\n".join(f"- {key}: {value}" for key, value in plain.items())
+    (HERE / "reports" / f"{name}.md").write_text(f"# {title}\n\n{short}\n" + "".join(f"\n{one}\n" for one in tables))
+
+
+def progress(total: int) -> Callable[[int, int], None]:
+    begun = time.monotonic()
+
+    def show(done: int, wrong: int) -> None:
+        if done % 20 == 0 or done == total:
+            print(f"\r{done:,} of {total:,}, {wrong} violations, {time.monotonic() - begun:.0f} s", end="", flush=True)
+            print(end="\n" if done == total else "")
+
+    return show
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=0, help="a seeded choice of so many; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
+    parser.add_argument("--no-disks", action="store_true", help="without full disks and short writes")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    with in_memory() as at:
+        sweep = Sweep(at, options.scenario or list(SCENARIOS), options.jobs)
+        faults = sweep.faults()
+        faults = spread(faults, options.trials, options.seed) if options.trials else faults
+        results: list[Result] = []
+        show = progress(len(faults))
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for one in pool.map(sweep.trial, faults):
+                results.append(one)
+                if one.problems:
+                    print(f"\n{one.fault}: {one.outcome}\n  " + "\n  ".join(one.problems), flush=True)
+                show(len(results), sum(bool(one.problems) for one in results))
+        disks = [] if options.no_disks else list(full_disks(at, 1024))
+    for name, told, problems in disks:
+        if problems:
+            print(f"{name}: {told}\n  " + "\n  ".join(problems))
+    wrong = sum(bool(one.problems) for one in results) + sum(bool(problems) for *_, problems in disks)
+    facts = {
+        "trials": len(results),
+        "full_disks_and_short_writes": len(disks),
+        "violations": wrong,
+        "seconds": round(time.monotonic() - begun),
+        "seed": options.seed,
+        "calls": {
+            scenario: dict(sorted(Counter(call for call, *_ in calls).items()))
+            for scenario, calls in sweep.calls.items()
+        },
+        "outcomes": _counted(f"{one.fault.call} {one.fault.what}: {one.outcome}" for one in results),
+        "ignored": _counted(
+            f"{one.fault.call} {_general(one.fault.path)}" for one in results if one.outcome == "ignored"
+        ),
+        "disks": _counted(f"{name.split()[0]}: {told or 'fitted'}" for name, told, _ in disks),
+        "violated": [{"fault": str(one.fault), "problems": one.problems} for one in results if one.problems]
+        + [{"fault": name, "problems": problems} for name, _, problems in disks if problems],
+    }
+    report("syscalls", "Every system call of save, restore and gc", facts, _tables(facts, results))
+    return 1 if wrong else 0
+
+
+def _counted(keys: Iterable[str]) -> dict[str, int]:
+    return dict(sorted(Counter(keys).items()))
+
+
+def _general(path: str) -> str:
+    return re.sub(r"\d{6,12}-[0-9a-f]{8}", "*", path)
+
+
+def _tables(facts: dict[str, Any], results: list[Result]) -> Iterator[str]:
+    yield "| scenario | calls on the run | trials |\n|---|---|---|\n" + "\n".join(
+        f"| {scenario} | {', '.join(f'{count} {call}' for call, count in calls.items())} "
+        f"| {sum(one.fault.scenario == scenario for one in results):,} |"
+        for scenario, calls in facts["calls"].items()
+    )
+    ends = Counter((one.fault.what, one.outcome) for one in results)
+    yield "| fault | what the victim told | trials |\n|---|---|---|\n" + "\n".join(
+        f"| {what} | {outcome} | {count:,} |" for (what, outcome), count in sorted(ends.items())
+    )
+    yield "Ignored, and nothing came of it:\n\n| call | on | trials |\n|---|---|---|\n" + "\n".join(
+        f"| {' | '.join(key.split(' ', 1))} | {count} |" for key, count in facts["ignored"].items()
+    )
+    yield "Allowed, because:\n\n" + "\n".join(f"- `{call}` on `{path or '.*'}`: {why}" for call, path, why in IGNORED)
+    yield "| disk | trials |\n|---|---|\n" + "\n".join(f"| {key} | {count} |" for key, count in facts["disks"].items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

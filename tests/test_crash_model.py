@@ -1,0 +1,554 @@
+"""Promises 1 to 3 in every state that a crash can leave, by the real code on a disk that loses what was not synced.
+
+A `World` drives one run over a `HostileDisk` and writes into its `Ledger` what was promised. Before every call that
+changes the disk, a `Judge` looks at what a power loss or a kill would leave at that instant: each state is loaded, held
+against the ledger, and opened again for writing, where it may crash anew. prove/crash_model.py runs the same for hours.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from crash_disk import ROOT, Fault, Folder, HostileDisk, Inode
+from harness import Inline, State, load, save
+from lastgood.engine.arena import Arena
+from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood
+from lastgood.format import layout
+from lastgood.plan.retention import Keep
+from lastgood.records import Event, GenerationId, Mark, Pointer
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk, WriteMode
+
+INLINE = Inline()
+CHUNK_BYTES = 4096
+UPKEEP = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
+
+
+class Violation(AssertionError):
+    """A promise that did not hold, with the way to it."""
+
+
+@functools.lru_cache(4096)
+def payload(at: GenerationId, attempt: int) -> State:
+    """A state that no other save has."""
+    rng = random.Random(f"{at} {attempt}")
+    return {"w": rng.randbytes(4700), "b": rng.randbytes(40), "none": b""}
+
+
+@functools.lru_cache(4096)
+def decoded(data: bytes, kind: type) -> object:
+    """The record in these bytes, or None."""
+    try:
+        return layout.decode(data, kind, "")
+    except Damaged:
+        return None
+
+
+# ---- what was promised -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ledger:
+    """What the run was given, what it promised, and what may have gone since."""
+
+    keep: Keep = Keep()
+    mode: WriteMode = "atomic_dirsync"
+    direct: bool = False
+    given: dict[GenerationId, State] = field(default_factory=dict)
+    """each state whose save has begun and has not failed"""
+    sealed: dict[GenerationId, dict[str, int]] = field(default_factory=dict)
+    """digests of the files beside a COMMIT, from when it was about to be created"""
+    acknowledged: set[GenerationId] = field(default_factory=set)
+    verified: set[GenerationId] = field(default_factory=set)
+    ending: set[GenerationId] = field(default_factory=set)
+    """retention has begun to delete them"""
+    rotten: set[GenerationId] = field(default_factory=set)
+    orders: dict[str, int] = field(default_factory=dict)
+    parents: dict[str, GenerationId | None] = field(default_factory=dict)
+    current: str | None = None
+    opening: set[str] = field(default_factory=set)
+    """incarnations newer than `current` whose record may or may not be there"""
+    idents: int = 0
+    attempts: int = 0
+    disturbed: bool = False
+    """an error was injected, so litter and stale hints are no violation"""
+
+    def copied(self) -> Ledger:
+        fresh = {name: type(value)(value) for name, value in vars(self).items() if isinstance(value, (dict, set))}
+        return replace(self, **fresh)
+
+    def rank(self, at: GenerationId) -> tuple[int, int]:
+        return self.orders[at.incarnation], at.step
+
+    def line(self, incarnation: str | None) -> list[GenerationId]:
+        """Everything given on the way back from an incarnation, newest first."""
+        found: list[GenerationId] = []
+        bound = layout.STEP_LIMIT
+        while incarnation is not None:
+            mine = [at for at in self.given if at.incarnation == incarnation and at.step <= bound]
+            found += sorted(mine, reverse=True)
+            parent = self.parents[incarnation]
+            incarnation, bound = (parent.incarnation, parent.step) if parent else (None, 0)
+        return found
+
+    def owed(self) -> set[GenerationId]:
+        """What must be there, to the bit."""
+        return self.acknowledged - self.ending - self.rotten
+
+    def choices(self) -> list[tuple[set[GenerationId], GenerationId | None]]:
+        """For each incarnation that may be the newest: what a restore may choose, and the oldest it may choose."""
+        owed = self.owed()
+        found = []
+        for incarnation in {self.current, *self.opening}:
+            line = self.line(incarnation)
+            found.append((set(line) - self.rotten, next((at for at in line if at in owed), None)))
+        return found
+
+    def end(self, at: GenerationId) -> None:
+        """Retention begins to delete `at`: only what newer, verified generations make needless may go."""
+        if at in self.ending:
+            return
+        line = self.line(self.current)
+        good = self.verified - self.ending - self.rotten
+        newer = [one for one in line if one in good and self.rank(one) > self.rank(at)]
+        need = self.keep.last if at in good or at not in line else 1
+        _must(len(newer) >= need, f"{at} is deleted while {len(newer)} newer ones are verified, of {need}")
+        pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
+        _must(not pinned, f"{at} is deleted, and was to be kept")
+        self.ending.add(at)
+
+    def key(self) -> int:
+        """Two ledgers of one key ask the same of a state."""
+        return hash(
+            (frozenset(self.owed()), frozenset(self.given), frozenset(self.rotten), self.current, *self.opening)
+        )
+
+
+# ---- the judge -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Judge:
+    """Looks at crash states: counts the distinct ones, and demands of each what the ledger promises.
+
+    `samples` states are drawn at each call; of the new ones the share `carry_on` is opened and saved to again, and
+    there the share `nest` of the calls is crashed once more, down to `depth` levels.
+    """
+
+    rng: random.Random
+    samples: int = 16
+    carry_on: float = 0.06
+    nest: float = 0.005
+    depth: int = 3
+    states: set[int] = field(default_factory=set)
+    judged: set[int] = field(default_factory=set)
+    violation: Violation | None = None
+    """the first; cleaning up after it is not judged"""
+    lost: int = 0
+    """of the weaker write modes: states in which something acknowledged is gone"""
+
+    def crash(self, world: World) -> None:
+        """Every power loss (or so many of them) and the kill, at this instant."""
+        if world.depth and self.rng.random() > self.nest:
+            return
+        for state in world.disk.crashes(self.rng, self.samples):
+            self.see(state, world.ledger, world.depth)
+        if self.rng.random() < self.carry_on and world.depth < self.depth:
+            World(world.disk.copied(), world.ledger.copied(), self, world.depth + 1).carry_on()
+
+    def see(self, disk: HostileDisk, ledger: Ledger, depth: int) -> None:
+        digest = disk.digest()
+        self.states.add(digest)
+        if (key := hash((digest, ledger.key()))) in self.judged:
+            return
+        self.judged.add(key)
+        if ledger.mode == "atomic_dirsync":
+            hold(disk, ledger)
+            if depth < self.depth and self.rng.random() < self.carry_on:
+                World(disk, survived(disk, ledger), self, depth + 1).carry_on()
+        else:
+            self.lost += not hold_weakly(disk, ledger)
+
+
+def hold(disk: HostileDisk, ledger: Ledger) -> None:
+    """Promises 1 to 3 in one state, in which everything is durable."""
+    folders = disk.root.names.get("gen", Folder()).names
+    for name, folder in folders.items():
+        at = layout.parse_folder(name)
+        _must(isinstance(folder, Folder) and at is not None, f"{name} lies in gen/")
+        _whole(disk, ledger, at, folder.names)
+    for at in ledger.owed():
+        names = folders[layout.folder(at)[4:]].names if layout.folder(at)[4:] in folders else {}
+        _must(layout.COMMIT in names, f"{at} was acknowledged, and is gone")
+    _hints(disk, ledger, folders)
+    choices = ledger.choices()
+    try:
+        found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
+    except NothingGood as error:
+        _must(any(oldest is None for _, oldest in choices), f"nothing good, they say: {error}")
+        return
+    at = found.generation and found.generation.id
+    if at is None:
+        _must(any(oldest is None for _, oldest in choices), "nothing is there, they say")
+        return
+    _must(at in ledger.given, f"{at} was never saved")
+    _must(state == ledger.given[at], f"{at} is not as it was saved")
+    _must(
+        any(at in line and (oldest is None or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices),
+        f"{at} is chosen, which is abandoned, or older than {[str(oldest) for _, oldest in choices]}",
+    )
+
+
+def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, object]) -> None:
+    """All of it or none of it: a COMMIT that can be believed stands beside exactly what it was made for."""
+    node = names.get(layout.COMMIT)
+    if node is None or at in ledger.rotten:
+        return
+    sealed = ledger.sealed.get(at)
+    _must(sealed is not None, f"{at} has a COMMIT, and never came to one")
+    if disk.links:
+        _must(node.digest() == sealed[layout.COMMIT], f"the COMMIT of {at} is torn, or replaced")
+    elif decoded(bytes(node.data), layout.Commit) is None:
+        _must(at not in ledger.owed(), f"the COMMIT of {at} is torn")
+        return
+    for name, digest in sealed.items():
+        if name != layout.COMMIT:
+            _must(name in names, f"{at} has a COMMIT, and its {name} is gone")
+            _must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} is not as it was written")
+
+
+def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> None:
+    """Pointer and marks may be old, never wrong."""
+
+    def verified(at: GenerationId) -> bool:
+        names = folders[layout.folder(at)[4:]].names if layout.folder(at)[4:] in folders else {}
+        node = names.get(layout.VERIFIED)
+        return layout.COMMIT in names and node is not None and decoded(bytes(node.data), Mark) is not None
+
+    for at in ledger.rotten - ledger.verified:
+        _must(not verified(at), f"{at} is damaged, and marked as verified")
+    if ledger.rotten or ledger.disturbed:
+        return
+    node = disk.root.names.get(layout.POINTER)
+    if node is not None:
+        pointer = decoded(bytes(node.data), Pointer)
+        _must(pointer is not None, "the pointer is torn")
+        at = GenerationId(step=pointer.step, incarnation=pointer.incarnation)
+        _must(verified(at), f"the pointer names {at}, which is not there, or not verified")
+    link = disk.root.names.get("latest_ok")
+    if link is not None:
+        at = layout.parse_folder(link.removeprefix("gen/"))
+        _must(at is not None and verified(at), f"latest_ok names {link}, which is not there, or not verified")
+
+
+def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
+    """Promise 1 only: what loads is what was saved. Returns whether all that was acknowledged would still be found."""
+    choices = ledger.choices()
+    try:
+        found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
+    except NothingGood:
+        return not ledger.owed()
+    at = found.generation and found.generation.id
+    if at is None:
+        return not ledger.owed()
+    _must(at in ledger.given and state == ledger.given[at], f"{at} is not as it was saved")
+    return any(at in line and (not oldest or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices)
+
+
+def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
+    """What the next process owes after a power loss: whatever it finds committed is durable now."""
+    after = ledger.copied()
+    for name, folder in disk.root.names.get("gen", Folder()).names.items():
+        at = layout.parse_folder(name)
+        if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), layout.Commit):
+            after.acknowledged.add(at)
+    records = disk.root.names.get("incarnations", Folder()).names
+    for ident in sorted(after.opening, key=after.orders.__getitem__):
+        if f"{after.orders[ident]:06d}-{ident}.json" in records:
+            after.current = ident
+    after.opening.clear()
+    return after
+
+
+def _must(holds: object, otherwise: str) -> None:
+    if not holds:
+        raise Violation(otherwise)
+
+
+# ---- the world -----------------------------------------------------------------------------------------------------
+
+
+class World:
+    """One process after another over one disk, as a training loop would drive them."""
+
+    def __init__(self, disk: HostileDisk, ledger: Ledger, judge: Judge, depth: int = 0) -> None:
+        self.disk, self.ledger, self.judge, self.depth = disk, ledger, judge, depth
+        self.disk.fault = None
+        self.disk.watch = self._watch
+        self.past: list[str] = []
+
+    @property
+    def tier(self) -> Disk:
+        return Disk(self.disk, ROOT, mode=self.ledger.mode, direct=self.ledger.direct)
+
+    def _watch(self, call: str, path: str) -> None:
+        folder, _, name = path.removeprefix(f"{ROOT}/").rpartition("/")
+        at = layout.parse_folder(folder.removeprefix("gen/"))
+        self.past.append(f"{call} {path}")
+        if self.judge.violation:
+            return
+        try:
+            self.judge.crash(self)
+            if at is not None and call == "open" and name.startswith(layout.GOING):
+                self.ledger.end(at)
+            if at is not None and name == layout.COMMIT and call in ("link", "rename", "open"):
+                self._seal(at, self.disk._find(f"{ROOT}/{folder}").names)
+        except Exception as error:
+            told = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+            self.judge.violation = Violation(f"{told}\n  level {self.depth}: {'; '.join(self.past[-8:])}")
+            raise self.judge.violation from error
+
+    def _seal(self, at: GenerationId, names: dict[str, Inode]) -> None:
+        if layout.COMMIT not in names:
+            staged = {one: layout.COMMIT for one in names if one.startswith(f"{layout.COMMIT}.")}
+            sealed = {staged.get(one, one): node for one, node in names.items() if one in staged or one[-4:] != ".tmp"}
+            self.ledger.sealed[at] = {one: node.digest() for one, node in sealed.items()}
+
+    def _ident(self) -> str:
+        self.ledger.idents += 1
+        return f"{self.ledger.idents:08x}"
+
+    def _heard(self, event: Event) -> None:
+        if event.kind == "verified":
+            self.ledger.verified.add(next(at for at in self.ledger.line(self.ledger.current) if at.step == event.step))
+
+    # ---- what a loop does ----------------------------------------------------------------------------------
+
+    def open(self, parent_step: int | None = None) -> None:
+        """A new process: open the run, restore the newest (or a step of the lineage), continue from there."""
+        self.run = RunWriter(
+            self.tier,
+            INLINE,
+            keep=self.ledger.keep,
+            new_id=self._ident,
+            wall_seconds=lambda: 0.0,
+            monotonic_seconds=lambda: 0.0,
+            tell=self._heard,
+        )
+        self.ledger.verified |= {at for at, one in self.run.survey.generations.items() if one.verified}
+        if not self.ledger.disturbed:
+            for name, folder in self.disk.root.names.get("gen", Folder()).names.items():
+                _must(layout.COMMIT in folder.names, f"{name} is left behind for ever: {sorted(folder.names)}")
+        try:
+            found, _ = load(self.tier, parent_step, INLINE)
+        except NothingGood:
+            # Without links the first commit of all may be torn, and nobody can tell that from damage: restore(step=0).
+            nothing_owed = any(oldest is None for _, oldest in self.ledger.choices())
+            _must(not self.disk.links and nothing_owed, "nothing good, and the user is asked to start over")
+            self.begin(None)
+            return
+        self.begin(found.generation and found.generation.id)
+        if found.generation and not found.generation.verified:
+            self.run.conclude(found.generation, [])
+            self.ledger.verified.add(found.generation.id)
+        self.run.point()
+
+    def begin(self, parent: GenerationId | None) -> None:
+        ledger = self.ledger
+        ident = f"{ledger.idents + 1:08x}"
+        ledger.orders[ident] = 1 + max((one.order for one in self.run.survey.incarnations.values()), default=0)
+        ledger.parents[ident] = parent
+        ledger.opening.add(ident)
+        self.run.begin(parent)
+        ledger.current = ident
+        ledger.opening.clear()
+
+    def save(self, step: int) -> bool:
+        """One save; whether it was acknowledged. An error of the tree is an answer, any other is not."""
+        ledger = self.ledger
+        at = self.run.admit(step)
+        ledger.attempts += ledger.disturbed
+        ledger.given[at] = payload(at, ledger.attempts if ledger.disturbed else 0)
+        try:
+            save(self.run, step, ledger.given[at], chunk_bytes=CHUNK_BYTES)
+        except CommitUnknown:
+            return False
+        except LastgoodError:
+            ledger.given.pop(at)
+            _must(ledger.disturbed, "a save failed without a fault")
+            return False
+        ledger.acknowledged.add(at)
+        return True
+
+    def look_after(self) -> None:
+        """Verify and clean, as behind the training loop."""
+        try:
+            self.run.verify(UPKEEP)
+            self.run.clean()
+        except LastgoodError:
+            _must(self.ledger.disturbed or self.ledger.rotten, "upkeep failed without a fault")
+
+    def steps(self, *steps: int) -> None:
+        for step in steps:
+            self.save(step)
+            self.look_after()
+
+    def fault(self, at: int, code: int, sticky: bool = False, applied: bool = False) -> None:
+        self.disk.fault = Fault(at, code, sticky, applied)
+        self.ledger.disturbed = True
+
+    def heal(self) -> None:
+        self.disk.fault = None
+
+    def carry_on(self) -> None:
+        """What the next process does after a crash: all of it must work, and hold."""
+        self.open()
+        newest = max((at.step for at in self.ledger.given), default=0)
+        self.steps(newest + 1)
+        found, state = load(self.tier, workers=INLINE)
+        at = found.generation and found.generation.id
+        _must(at is not None and at.step == newest + 1, f"saved step {newest + 1}, and {at} is found")
+        _must(state == self.ledger.given[at], f"{at} is not as it was saved")
+
+    def rewind(self, step: int) -> None:
+        found, _ = load(self.tier, step, INLINE)
+        self.begin(found.generation and found.generation.id)
+        self.run.point()
+
+    def rot(self, step: int, name: str = layout.blob_name(0), offset: int = 5000) -> None:
+        """One bit of a committed file goes bad on the medium."""
+        at = next(at for at in self.ledger.line(self.ledger.current) if at.step == step)
+        self.ledger.rotten.add(at)
+        self.disk.rot(f"{ROOT}/{layout.folder(at)}/{name}", offset)
+
+
+# ---- scenarios -----------------------------------------------------------------------------------------------------
+
+Scenario = Callable[[World], None]
+
+
+def first_save(world: World) -> None:
+    world.open()
+    world.steps(1)
+
+
+def saves_and_retention(world: World) -> None:
+    world.open()
+    world.steps(1, 2, 3, 4, 5)
+
+
+def verification_falls_behind(world: World) -> None:
+    world.open()
+    world.steps(1)
+    for burst in (2, 3, 4), (5, 6):
+        for step in burst:
+            world.save(step)
+        world.look_after()
+
+
+def restarts(world: World) -> None:
+    for step in (1, 2, 3, 4):
+        world.open()
+        world.steps(step)
+
+
+def rewind_in_place(world: World) -> None:
+    world.open()
+    world.steps(1, 2, 3)
+    world.rewind(2)
+    world.steps(3, 4, 5)
+
+
+def rewind_after_restart(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    world.save(3)
+    world.open(parent_step=1)
+    world.steps(2, 3, 4)
+
+
+def start_over(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    world.begin(None)
+    world.steps(1, 2, 3)
+
+
+def failing_calls(world: World) -> None:
+    rng = world.judge.rng
+    world.open()
+    world.steps(1, 2)
+    for step in (3, 4, 5):
+        code = rng.choice([errno.EIO, errno.ENOSPC])
+        world.fault(rng.randrange(60), code, rng.random() < 0.4, code == errno.EIO and rng.random() < 0.5)
+        world.steps(step)
+        world.heal()
+    world.steps(6)
+
+
+def failing_recovery(world: World) -> None:
+    rng = world.judge.rng
+    world.open()
+    world.steps(1, 2)
+    world.save(3)
+    for _ in range(2):
+        world.fault(rng.randrange(40), rng.choice([errno.EIO, errno.ENOSPC]), rng.random() < 0.4, rng.random() < 0.5)
+        try:
+            world.open()
+        except LastgoodError:
+            continue
+        finally:
+            world.heal()
+    world.open()
+    world.steps(4)
+
+
+def damage_before_verification(world: World) -> None:
+    world.open()
+    world.steps(1)
+    world.save(2)
+    world.save(3)
+    name, offset = world.judge.rng.choice(
+        [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
+    )
+    world.rot(3, name, offset)
+    world.look_after()
+    world.steps(4, 5)
+
+
+def damage_after_verification(world: World) -> None:
+    world.open()
+    world.steps(1, 2, 3)
+    world.rot(3)
+    world.open()
+    world.steps(4, 5)
+
+
+SCENARIOS: list[Scenario] = [
+    first_save,
+    saves_and_retention,
+    verification_falls_behind,
+    restarts,
+    rewind_in_place,
+    rewind_after_restart,
+    start_over,
+    failing_calls,
+    failing_recovery,
+    damage_before_verification,
+    damage_after_verification,
+]
+KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
+
+
+def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -> None:
+    """One run of a scenario, its variant drawn from the judge's seed. Raises Violation."""
+    rng = judge.rng
+    disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 1024, 700]))
+    direct = disk.most_bytes != 700 and rng.random() < 0.3
+    world = World(disk, Ledger(keep=rng.choice(KEEPS), mode=mode, direct=direct), judge)
+    scenario(world)
+    judge.crash(world)

@@ -1,0 +1,93 @@
+"""The public face and the tree of errors are pinned: a change here is a change for every user."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import lastgood
+from lastgood import errors
+
+
+def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
+    assert sorted(lastgood.__all__) == [
+        "Audit",
+        "Checkpointer",
+        "Event",
+        "Every",
+        "Finding",
+        "Generation",
+        "Keep",
+        "Restored",
+        "ResumableSampler",
+        "Run",
+        "Save",
+        "errors",
+        "load",
+        "open",
+        "save",
+    ]
+    for name in lastgood.__all__:
+        assert getattr(lastgood, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("face", "signature"),
+    [
+        (
+            lastgood.Checkpointer,
+            "path state * cadence retention write_mode digest on_error memory include exclude on_event",
+        ),
+        (lastgood.Checkpointer.restore, "self step strict rename"),
+        (lastgood.Checkpointer.step, "self n"),
+        (lastgood.Checkpointer.save, "self n milestone metrics"),
+        (lastgood.Checkpointer.wait, "self timeout"),
+        (lastgood.Checkpointer.close, "self timeout"),
+        (lastgood.Checkpointer.latest, "self"),
+        (lastgood.Save.result, "self timeout"),
+        (lastgood.ResumableSampler, "dataset_size global_batch seed rank world_size shuffle"),
+        (lastgood.Keep, "last every milestones best"),
+        (lastgood.Every, "steps seconds"),
+        (lastgood.save, "path state step"),
+        (lastgood.load, "path state step strict rename"),
+        (lastgood.open, "path"),
+        (lastgood.Run.tensor, "self name step"),
+        (lastgood.Run.verify, "self step"),
+        (lastgood.Run.generation, "self step"),
+    ],
+)
+def test_the_face_takes_these_arguments(face: object, signature: str) -> None:
+    parameters = inspect.signature(face).parameters.values()
+    names = []
+    for one in parameters:
+        if one.kind is one.KEYWORD_ONLY and "*" not in names:
+            names.append("*")
+        names.append(one.name)
+    assert " ".join(names) == signature
+
+
+def test_reading_a_run_does_not_import_torch() -> None:
+    program = "import sys, lastgood, lastgood.edges.cli, lastgood.run.writer; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_drawn_tree_is_the_tree() -> None:
+    drawing = (errors.__doc__ or "").split("LastgoodError", 1)[1].rsplit("Anything else", 1)[0]
+    for branch in drawing.replace("`-", "|-").split("|- ")[1:]:
+        parent, *rest = branch.split()
+        children = {word for word in rest if isinstance(getattr(errors, word, None), type)}
+        assert children == {one.__name__ for one in getattr(errors, parent).__subclasses__()}, parent
+
+
+@pytest.mark.parametrize("kind", [one for one in vars(errors).values() if inspect.isclass(one)])
+def test_every_error_says_whether_to_retry_and_how_a_program_ends(kind: type) -> None:
+    if kind is errors.LastgoodWarning:
+        return
+    assert issubclass(kind, errors.LastgoodError)
+    code, retry = {"Refused": (3, False), "Damaged": (4, False), "Unavailable": (5, True)}.get(
+        kind.__mro__[-5].__name__ if len(kind.__mro__) > 5 else kind.__name__, (1, False)
+    )
+    assert (kind.exit_code, kind.retry) == (code, retry)

@@ -1,0 +1,377 @@
+"""Opening a place for a run: every kind of place that is not one is refused by name, and is untouched afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import Inline, load, save
+from lastgood.errors import NotARun, NotWritable, Refused, RunLocked, UnknownFormat
+from lastgood.format import layout
+from lastgood.format.commit import survey
+from lastgood.rawio.checksum import digest
+from lastgood.run import places
+from lastgood.run.reader import RunReader
+from lastgood.run.writer import RunWriter
+
+STATE = {"weight": bytes(range(250))}
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to give up rights")
+
+
+def write(path: Path, step: int = 10, state: dict[str, bytes] = STATE) -> None:
+    with places.for_writing(path, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline())
+        newest = next(iter(writer.lineage()), None)
+        writer.begin(newest.id if newest else None)
+        save(writer, step, state)
+
+
+def read(path: Path) -> dict[str, bytes]:
+    return load(places.for_reading(path))[1]
+
+
+def opening(path: Path, verb: str) -> None:
+    if verb == "read":
+        places.for_reading(path)
+    else:
+        with places.for_writing(path, "atomic_dirsync"):
+            pass
+
+
+def picture(path: Path) -> dict[str, tuple]:
+    """All that a careless opening could change, times of change included."""
+    found = {}
+    for one in [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]:
+        status = one.lstat()
+        content = one.read_bytes() if one.is_file() else None
+        found[str(one)] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+    return found
+
+
+def in_child(job: Callable[[], None], uid: int = 0) -> None:
+    """Run it in a forked process, with the rights of another user if need be; its failure is the test's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            if uid:
+                os.setgroups([])
+                os.setgid(uid)
+                os.setuid(uid)
+            job()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+# ---- what is no run --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_file_is_no_run(tmp_path, verb):
+    path = tmp_path / "model.pt"
+    path.write_bytes(b"somebody's weights")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
+    for one in (path, tmp_path / "pipe", tmp_path / "nowhere"):
+        before = picture(tmp_path)
+        with pytest.raises(NotARun, match="is a file"):
+            opening(one, verb)
+        assert picture(tmp_path) == before
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("names", [["notes.txt"], ["a", "b", "c", "d"], ["latest"], ["LASTGOOD.json", "model.pt"]])
+def test_a_directory_of_somebody_else_is_no_run_and_is_untouched(tmp_path, verb, names):
+    for name in names:
+        (tmp_path / name).write_bytes(b"theirs")
+    before = picture(tmp_path)
+    with pytest.raises(NotARun, match=r"lastgood\.json"):
+        opening(tmp_path, verb)
+    assert picture(tmp_path) == before
+
+
+def test_nothing_at_all_is_no_run_to_read(tmp_path):
+    with pytest.raises(NotARun, match="there is nothing at"):
+        places.for_reading(tmp_path / "missing" / "run")
+    with pytest.raises(NotARun, match="is not a run"):
+        places.for_reading(tmp_path)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("name", ["gen", "incarnations"])
+@pytest.mark.parametrize("other", ["file", "link", "pipe"])
+def test_a_run_whose_folders_lead_elsewhere_is_refused_and_nothing_there_is_touched(tmp_path, verb, name, other):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    write(run)
+    (run / name).rename(elsewhere)
+    if other == "file":
+        (run / name).write_bytes(b"")
+    elif other == "link":
+        (run / name).symlink_to(elsewhere)
+    else:
+        os.mkfifo(run / name)
+    before = picture(tmp_path)
+    with pytest.raises(NotARun, match="not a directory of its own"):
+        opening(run, verb)
+    assert picture(tmp_path) == before
+
+
+# ---- what is one -----------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_is_made_with_the_folders_above_it(tmp_path):
+    write(tmp_path / "deep" / "er" / "run")
+    assert read(tmp_path / "deep" / "er" / "run") == STATE
+
+
+def test_an_empty_directory_and_what_a_first_opening_left_behind_become_a_run(tmp_path):
+    for name in (".lock", ".probe-123", "lastgood.json.1-2.tmp"):
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "incarnations").mkdir()
+    write(tmp_path)
+    assert read(tmp_path) == STATE
+
+
+def test_a_run_reached_through_a_link_or_a_relative_path_is_the_same_run(tmp_path, monkeypatch):
+    write(tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    write(tmp_path / "link", 20, {"weight": b"second"})
+    monkeypatch.chdir(tmp_path)
+    assert read(Path("run")) == read(Path("link")) == {"weight": b"second"}
+
+
+def test_files_of_others_beside_a_run_are_no_hindrance_and_stay(tmp_path):
+    write(tmp_path)
+    (tmp_path / "train.log").write_bytes(b"theirs")
+    (tmp_path / "gen" / "README").write_bytes(b"theirs")
+    write(tmp_path, 20, {"weight": b"second"})
+    assert read(tmp_path) == {"weight": b"second"}
+    assert (tmp_path / "train.log").read_bytes() == (tmp_path / "gen" / "README").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("harm", ["gone", "empty", "flipped", "link"])
+def test_a_run_whose_header_is_lost_or_damaged_still_opens_and_is_mended(tmp_path, harm):
+    write(tmp_path)
+    header = tmp_path / layout.HEADER
+    good = header.read_bytes()
+    header.unlink()
+    if harm == "empty":
+        header.write_bytes(b"")
+    elif harm == "flipped":
+        header.write_bytes(good[:30] + bytes([good[30] ^ 4]) + good[31:])
+    elif harm == "link":
+        (tmp_path / "elsewhere").write_bytes(good)
+        header.symlink_to("elsewhere")
+    assert read(tmp_path) == STATE, "reading needs no header, and mends nothing"
+    write(tmp_path, 20, {"weight": b"second"})
+    assert header.read_bytes() == good and not header.is_symlink(), "the commits say which run it is"
+    assert [one.step for one in RunReader(places.for_reading(tmp_path)).lineage()] == [20, 10]
+
+
+def test_a_header_of_another_run_disowns_the_generations_and_deletes_none(tmp_path):
+    write(tmp_path / "a")
+    write(tmp_path / "b")
+    (tmp_path / "a" / layout.HEADER).write_bytes((tmp_path / "b" / layout.HEADER).read_bytes())
+    found = survey(places.for_reading(tmp_path / "a"))
+    assert not found.generations and len(found.broken) == 1
+    assert "belongs to run" in str(next(iter(found.broken.values())))
+    with places.for_writing(tmp_path / "a", "atomic_dirsync") as tier:
+        RunWriter(tier, Inline())
+    assert len(survey(places.for_reading(tmp_path / "a")).broken) == 1
+
+
+@pytest.mark.parametrize(
+    "name", [layout.HEADER, layout.POINTER, "gen/000000000010-{id}/COMMIT.json", "incarnations/000001-{id}.json"]
+)
+def test_a_run_of_a_newer_version_is_refused_and_untouched(tmp_path, name):
+    write(tmp_path)
+    ident = next((tmp_path / "gen").iterdir()).name.split("-")[1]
+    body = b'{"format":2,"news":[1,2,3]}'
+    newer = b'{"digest":"xxh3_128:%s","record":%s}\n' % (digest("xxh3_128", body).encode(), body)
+    (tmp_path / name.format(id=ident)).write_bytes(newer)
+    before = picture(tmp_path)
+    tier = places.for_reading(tmp_path)
+    for attempt in (lambda: survey(tier), lambda: RunWriter(tier, Inline()), lambda: load(tier)):
+        with pytest.raises(UnknownFormat, match="newer lastgood"):
+            attempt()
+    after = picture(tmp_path)
+    assert {path: seen[3] for path, seen in after.items()} == {path: seen[3] for path, seen in before.items()}
+
+
+# ---- locks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_one_writer_and_any_number_of_readers(tmp_path):
+    write(tmp_path)
+    with places.for_writing(tmp_path, "atomic_dirsync"):
+        with pytest.raises(RunLocked, match="another process"), places.for_writing(tmp_path, "atomic_dirsync"):
+            pass
+        assert read(tmp_path) == STATE
+    write(tmp_path, 20)
+
+
+def test_the_lock_dies_with_its_process(tmp_path):
+    write(tmp_path)
+    code = (
+        "import os, sys\nfrom lastgood.run import places\n"
+        "context = places.for_writing(sys.argv[1], 'atomic_dirsync')\ncontext.__enter__()\n"
+        "print('held', flush=True)\nos.read(0, 1)\nos._exit(9)\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ}
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(RunLocked), places.for_writing(tmp_path, "atomic_dirsync"):
+            pass
+        holder.communicate(b"x")
+    finally:
+        holder.kill()
+        holder.wait()
+    write(tmp_path, 20)
+
+
+def test_a_forked_worker_that_outlives_the_writer_does_not_hold_the_run(tmp_path):
+    """flock belongs to the open file, and a data-loader worker inherits it."""
+    ready, done = os.pipe(), os.pipe()
+    with places.for_writing(tmp_path, "atomic_dirsync"):
+        worker = os.fork()
+        if worker == 0:
+            os.close(done[1])
+            os.write(ready[1], b"x")
+            os.read(done[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
+    try:
+        write(tmp_path)
+    finally:
+        for one in (*ready, *done):
+            os.close(one)
+        os.waitpid(worker, 0)
+
+
+def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "theirs").write_bytes(b"theirs")
+    (tmp_path / "run" / places.LOCK).symlink_to("../theirs")
+    with pytest.raises(NotWritable), places.for_writing(tmp_path / "run", "atomic_dirsync"):
+        pass
+
+
+# ---- rights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def open_path(tmp_path) -> Iterator[Path]:
+    """pytest makes its folders for their owner alone; another user must get through to them."""
+    above = [one for one in (tmp_path, *tmp_path.parents) if one != Path("/") and not one.stat().st_mode & 0o001]
+    modes = {one: one.stat().st_mode for one in above}
+    for one in above:
+        one.chmod(modes[one] | 0o711)
+    yield tmp_path
+    for one, mode in modes.items():
+        if one.exists():
+            one.chmod(mode)
+
+
+@root_only
+def test_a_run_of_another_user_reads_and_is_refused_to_a_writer_by_name(open_path):
+    write(open_path / "run")
+    before = picture(open_path / "run")
+
+    def job() -> None:
+        assert read(open_path / "run") == STATE
+        with pytest.raises(NotWritable, match="Permission denied"):
+            write(open_path / "run", 20)
+        with pytest.raises(NotWritable, match="Permission denied"):
+            write(open_path / "new", 20)
+
+    in_child(job, uid=65534)
+    assert picture(open_path / "run") == before and not (open_path / "new").exists()
+
+
+@root_only
+@pytest.mark.parametrize("what", ["run", "run/gen", "above"])
+def test_a_run_that_may_not_be_read_is_said_to_be_so(open_path, what):
+    write(open_path / "above" / "run")
+    locked = open_path / "above" if what == "above" else open_path / "above" / what
+    locked.chmod(0o700)
+
+    def job() -> None:
+        with pytest.raises(NotWritable, match=r"[Pp]ermi"):
+            read(open_path / "above" / "run")
+        with pytest.raises(NotWritable, match=r"[Pp]ermi"):
+            write(open_path / "above" / "run", 20)
+
+    in_child(job, uid=65534)
+
+
+@root_only
+def test_one_file_that_may_not_be_read_is_not_taken_for_damage(open_path):
+    """Rights can be given back; a generation that was stepped over for them would be a run set back for nothing."""
+    write(open_path / "run")
+    write(open_path / "run", 20, {"weight": b"second"})
+    for name in ("COMMIT.json", "r00000.manifest.json", "r00000.safetensors"):
+        (path,) = (open_path / "run").glob(f"gen/000000000020-*/{name}")
+        path.chmod(0o600)
+
+        def job() -> None:
+            with pytest.raises(Refused, match="Permission denied"):
+                read(open_path / "run")
+
+        in_child(job, uid=65534)
+        path.chmod(0o644)
+
+
+@contextlib.contextmanager
+def mounted(path: Path) -> Iterator[None]:
+    """`path`, mounted over itself and read-only."""
+    subprocess.run(["mount", "--bind", str(path), str(path)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
+
+
+@root_only
+def test_a_read_only_mount_reads_and_is_refused_to_a_writer_by_name(tmp_path):
+    run = tmp_path / "run"
+    write(run)
+    before = picture(run)
+    try:
+        with mounted(run):
+            assert read(run) == STATE
+            for path in (run, run / "new"):
+                with pytest.raises(NotWritable, match="Read-only file system"):
+                    write(path, 20)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("needs the right to mount")
+    assert picture(run) == before
+
+
+def test_reading_leaves_no_trace(tmp_path):
+    write(tmp_path)
+    before = picture(tmp_path)
+    read(tmp_path)
+    RunReader(places.for_reading(tmp_path)).verify()
+    assert picture(tmp_path).keys() == before.keys()
+    assert {path: seen[3] for path, seen in picture(tmp_path).items()} == {
+        path: seen[3] for path, seen in before.items()
+    }

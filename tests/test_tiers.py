@@ -1,0 +1,714 @@
+"""The contract of a tier, row by row (ports.Tier), over every tier there is; and that of the file system under it.
+
+A further tier joins by a line in TIERS: a function that opens it at a folder. The second part is for tiers over
+ports.Files: single calls of the file system fail.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from lastgood.errors import CommitUnknown, MissingBlob, NameTaken, NoSpace, NotWritable, TierDown, Truncated
+from lastgood.ports import Tier
+from lastgood.rawio import files as rawio
+from lastgood.rawio.files import PosixFiles, round_up, takes_direct
+from lastgood.records import Extent
+from lastgood.tiers.disk import Disk
+
+HOME = "gen/000000000001-0a0b0c0d"
+BLOB = f"{HOME}/r00000.safetensors"
+RECORD = f"{HOME}/COMMIT.json"
+
+
+def disk(root: str, files: PosixFiles | None = None, **options) -> Disk:
+    return Disk(files or PosixFiles(), root, **options)
+
+
+TIERS: dict[str, Callable[[str], Tier]] = {
+    "disk": disk,
+    "disk direct": lambda root: disk(root, direct=takes_direct(root)),
+    "disk nodirsync": lambda root: disk(root, mode="atomic_nodirsync"),
+    "disk unsafe": lambda root: disk(root, mode="unsafe"),
+}
+
+
+@pytest.fixture(params=TIERS)
+def tier(request, tmp_path) -> Tier:
+    return TIERS[request.param](str(tmp_path))
+
+
+def padded(data: bytes) -> memoryview:
+    """Page-aligned, as an arena lends it, the tail filled with what must not reach the file."""
+    page = mmap.mmap(-1, max(round_up(len(data)), 4096))
+    page[:] = b"\xee" * len(page)
+    page[: len(data)] = data
+    return memoryview(page)[: round_up(len(data))]
+
+
+def upload(tier: Tier, name: str, data: bytes, chunk_bytes: int = 8192) -> None:
+    blob = tier.create(name, len(data))
+    for at in range(0, len(data), chunk_bytes):
+        blob.write_at(padded(data[at : at + chunk_bytes]), at)
+    blob.finish()
+
+
+def read(tier: Tier, name: str, length: int, offset: int = 0, room: int = 0, fresh: bool = False) -> bytes:
+    mv = padded(bytes(max(room, length)))
+    tier.read_into(Extent(blob=name, offset=offset, length=length), mv, fresh=fresh)
+    return bytes(mv[:length])
+
+
+def everything(root: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(root)): one.read_bytes() for one in root.rglob("*") if one.is_file()}
+
+
+def pattern(length: int) -> bytes:
+    return (b"0123456789abcdefghijklmnopqrstuvwxyzA" * (length // 37 + 1))[:length]
+
+
+# ---- create, write_at, finish, abort ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 511, 4095, 4096, 4097, 8191, 8192, 20_001])
+@pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
+def test_a_finished_blob_reads_back_at_any_length(tier, length, fresh):
+    data = pattern(length)
+    upload(tier, BLOB, data)
+    assert tier.list(HOME) == {"r00000.safetensors": length}, "no padding is left, and no litter"
+    assert read(tier, BLOB, length, fresh=fresh) == data
+    assert read(tier, BLOB, length, room=length + 9000, fresh=fresh) == data
+
+
+def test_parts_of_a_blob_are_written_in_any_order_by_several_threads(tier):
+    data = pattern(40_000)
+    blob = tier.create(BLOB, len(data))
+
+    def put(start: int) -> None:
+        blob.write_at(padded(data[start : start + 4096]), start)
+
+    threads = [threading.Thread(target=put, args=[start]) for start in reversed(range(0, len(data), 4096))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    blob.finish()
+    assert read(tier, BLOB, len(data)) == data
+
+
+def test_create_on_a_taken_name_is_refused_and_the_old_blob_is_untouched(tier):
+    upload(tier, BLOB, b"old")
+    with pytest.raises(NameTaken, match="untouched"):
+        tier.create(BLOB, 9000)
+    assert read(tier, BLOB, 3) == b"old" and tier.list(HOME) == {"r00000.safetensors": 3}
+
+
+def test_an_aborted_upload_leaves_nothing_and_its_name_is_free_again(tier):
+    blob = tier.create(BLOB, 9000)
+    blob.write_at(padded(pattern(4096)), 0)
+    blob.abort()
+    assert not tier.list(HOME) and not tier.list("gen")
+    blob.abort()  # what is already gone is no error
+    upload(tier, BLOB, b"again")
+    assert read(tier, BLOB, 5) == b"again"
+
+
+def test_an_aborted_upload_takes_no_neighbour_with_it(tier):
+    upload(tier, BLOB, b"neighbour")
+    tier.create(f"{HOME}/r00001.safetensors", 9000).abort()
+    assert tier.list(HOME) == {"r00000.safetensors": 9}
+    tier.create("top", 9000).abort()
+    assert read(tier, BLOB, 9) == b"neighbour"
+
+
+# ---- put_new ---------------------------------------------------------------------------------------------------
+
+
+def test_a_record_is_there_whole_and_without_litter(tier):
+    tier.put_new(RECORD, b"whole")
+    assert tier.list(HOME) == {"COMMIT.json": 5} and read(tier, RECORD, 5) == b"whole"
+
+
+def test_putting_the_same_bytes_again_changes_nothing(tier):
+    tier.put_new(RECORD, b"same")
+    tier.put_new(RECORD, b"same")
+    assert tier.list(HOME) == {"COMMIT.json": 4}
+
+
+@pytest.mark.parametrize("other", [b"", b"sam", b"sane", b"same and more"])
+def test_putting_other_bytes_on_a_name_is_refused_and_the_old_blob_is_untouched(tier, other):
+    tier.put_new(RECORD, b"same")
+    with pytest.raises(NameTaken):
+        tier.put_new(RECORD, other)
+    assert read(tier, RECORD, 4) == b"same" and tier.list(HOME) == {"COMMIT.json": 4}
+
+
+def race(tier: Tier, who: int, rounds: int, start) -> list[tuple[int, int]]:
+    """Put the same names as everybody else; the rounds that were won. `start` is a barrier of the racers."""
+    won = []
+    for turn in range(rounds):
+        start.wait(60)
+        try:
+            tier.put_new(f"{HOME}-{turn}/COMMIT.json", bytes([who]) * 5000)
+            won.append((turn, who))
+        except NameTaken:
+            pass
+        except BaseException:
+            start.abort()
+            raise
+    return won
+
+
+def _race_and_tell(kind: str, root: str, who: int, rounds: int, start, told) -> None:
+    try:
+        told.put(race(TIERS[kind](root), who, rounds, start))
+    except BaseException as error:
+        told.put([("error", repr(error))])
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_of_eight_threads_that_put_the_same_name_exactly_one_wins(kind, tmp_path):
+    """The staged file of a record once had one name for all: a thread could link what another was still writing."""
+    tier, start = TIERS[kind](str(tmp_path)), threading.Barrier(8)
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = [pool.submit(race, tier, who, 20, start) for who in range(8)]
+    check_race(tmp_path, [one for outcome in outcomes for one in outcome.result()], 20)
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_of_eight_processes_that_put_the_same_name_exactly_one_wins(kind, tmp_path):
+    context = get_context("fork")
+    start, told = context.Barrier(8), context.Queue()
+    racers = [
+        context.Process(target=_race_and_tell, args=(kind, str(tmp_path), who, 10, start, told)) for who in range(8)
+    ]
+    for racer in racers:
+        racer.start()
+    outcomes = [one for _ in racers for one in told.get(timeout=60)]
+    for racer in racers:
+        racer.join()
+    check_race(tmp_path, outcomes, 10)
+
+
+def check_race(root: Path, outcomes: list[tuple[int, int]], turns: int) -> None:
+    assert sorted(turn for turn, _ in outcomes) == list(range(turns))
+    assert everything(root) == {f"{HOME}-{turn}/COMMIT.json": bytes([who]) * 5000 for turn, who in outcomes}
+
+
+# ---- point, delete, list, read_into ----------------------------------------------------------------------------
+
+
+def test_a_pointer_is_replaced(tier):
+    tier.point("LASTGOOD.json", b"first", HOME)
+    tier.point("LASTGOOD.json", b"second, longer", HOME)
+    assert read(tier, "LASTGOOD.json", 14) == b"second, longer"
+    assert not [name for name in tier.list("") if name.endswith(".tmp")]
+
+
+def test_a_reader_of_a_pointer_finds_the_old_or_the_new_bytes(tier):
+    tier.point("LASTGOOD.json", bytes(6000), HOME)
+    done, seen = threading.Event(), set()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.add(read(tier, "LASTGOOD.json", 6000))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    for turn in range(100):
+        tier.point("LASTGOOD.json", bytes([turn % 7]) * 6000, HOME)
+    done.set()
+    looking.join()
+    assert seen and all(one == one[:1] * 6000 for one in seen)
+
+
+def test_deleting_is_idempotent_and_takes_an_empty_folder_along(tier):
+    upload(tier, BLOB, b"bytes")
+    tier.put_new(RECORD, b"record")
+    tier.delete(BLOB)
+    tier.delete(BLOB)
+    assert tier.list(HOME) == {"COMMIT.json": 6}
+    tier.delete(RECORD)
+    tier.delete(RECORD)
+    tier.delete(f"{HOME}/never.was")
+    assert not tier.list("gen")
+    tier.put_new(RECORD, b"anew")  # the folder is made again
+    assert read(tier, RECORD, 4) == b"anew"
+
+
+def test_a_folder_that_is_not_there_is_empty(tier):
+    assert tier.list("gen") == {} and tier.list(HOME) == {}
+
+
+def test_names_of_a_folder_come_with_lengths_and_folders_without(tier):
+    upload(tier, BLOB, pattern(5000))
+    tier.put_new("lastgood.json", b"header")
+    assert dict(tier.list("")) == {"gen": None, "lastgood.json": 6}
+    assert dict(tier.list("gen")) == {HOME.removeprefix("gen/"): None}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
+@pytest.mark.parametrize("there", [0, 1, 4095, 4096, 5000, 8191])
+def test_a_blob_that_ends_before_the_extent_is_truncated(tier, there, fresh):
+    """With direct I/O and a length off the block boundary this once read the last block again, for ever."""
+    if there:
+        upload(tier, BLOB, pattern(there))
+    else:
+        tier.put_new(BLOB, b"")
+    with pytest.raises(Truncated, match="ends at") as caught:
+        read(tier, BLOB, 8192, fresh=fresh)
+    assert caught.value.offset == there and caught.value.blob == BLOB
+    with pytest.raises(Truncated):
+        read(tier, BLOB, 10, offset=1 << 40, fresh=fresh)
+
+
+def test_a_blob_that_is_not_there_is_missing(tier):
+    with pytest.raises(MissingBlob):
+        read(tier, BLOB, 1)
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
+def test_any_part_of_a_blob_reads_alone(tier, fresh):
+    data = pattern(20_001)
+    upload(tier, BLOB, data)
+    for offset, length in [(0, 1), (4096, 4096), (4095, 2), (1, 20_000), (16_384, 3617), (20_000, 1), (7, 0)]:
+        for room in (0, 9000):
+            assert read(tier, BLOB, length, offset, room, fresh) == data[offset : offset + length]
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "gen/../../x", ".."])
+def test_a_name_outside_of_the_tier_is_none(tier, name):
+    for call in (lambda: read(tier, name, 1), lambda: tier.put_new(name, b"x"), lambda: tier.delete(name)):
+        with pytest.raises(MissingBlob, match="no name inside"):
+            call()
+
+
+# ---- tiers over a file system: what single calls of it do to them ----------------------------------------------
+
+
+class Failing(PosixFiles):
+    """The real file system, but for calls that `rules` break: name of the call -> what to do instead of it.
+
+    A rule is given the real call (without arguments) and the path, and does it, does not, or fails.
+    """
+
+    def __init__(self, **rules: Callable[[Callable[[], object], str], object]) -> None:
+        self.rules, self.called, self.offsets, self.takes_direct = rules, [], [], True
+
+    def do(self, call: str, path: str, real: Callable[[], object]):
+        self.called.append((call, path))
+        return self.rules[call](real, path) if call in self.rules else real()
+
+    def open(self, path, mode, *, direct=False, fresh=False):
+        direct = direct and self.takes_direct
+        file = self.do(f"open_{mode}", path, lambda: PosixFiles.open(self, path, mode, direct=direct, fresh=fresh))
+        return FailingFile(self, path, file)
+
+    def make_dir(self, path):
+        self.do("make_dir", path, lambda: PosixFiles.make_dir(self, path))
+
+    def link(self, old, new):
+        self.do("link", new, lambda: PosixFiles.link(self, old, new))
+
+    def rename(self, old, new):
+        self.do("rename", new, lambda: PosixFiles.rename(self, old, new))
+
+    def symlink(self, target, path):
+        self.do("symlink", path, lambda: PosixFiles.symlink(self, target, path))
+
+    def remove(self, path):
+        self.do("remove", path, lambda: PosixFiles.remove(self, path))
+
+    def sync_dir(self, path):
+        self.do("sync_dir", path, lambda: PosixFiles.sync_dir(self, path))
+
+
+class FailingFile:
+    def __init__(self, files: Failing, path: str, file) -> None:
+        self.files, self.path, self.file = files, path, file
+        self.size, self.resize, self.close = file.size, file.resize, file.close
+
+    def read_into(self, mv, offset):
+        short = self.files.rules.get("short_read", lambda length: length)(len(mv))
+        return self.file.read_into(mv[:short], offset)
+
+    def write_at(self, mv, offset):
+        short = self.files.rules.get("short_write", lambda length: length)(len(mv))
+        self.files.offsets.append(offset)
+        return self.files.do("write", self.path, lambda: self.file.write_at(mv[:short], offset))
+
+    def reserve(self, length):
+        self.files.do("reserve", self.path, lambda: self.file.reserve(length))
+
+    def sync(self):
+        self.files.do("sync", self.path, self.file.sync)
+
+
+def failing(number: int, after: bool = False, only: str = "") -> Callable:
+    """A rule: fail with this errno, before or after the call was done, where the path holds `only`."""
+
+    def rule(real, path):
+        if only not in path:
+            return real()
+        if after:
+            real()
+        raise OSError(number, os.strerror(number), path)
+
+    return rule
+
+
+def counted(at: int, rule: Callable) -> Callable:
+    """A rule for the `at`-th call alone."""
+    calls = iter(range(1_000_000))
+    return lambda real, path: rule(real, path) if next(calls) == at else real()
+
+
+def test_a_link_whose_reply_was_lost_is_success_when_the_bytes_are_there(tmp_path):
+    for number in (errno.EIO, errno.ETIMEDOUT, errno.EEXIST):
+        tier = disk(str(tmp_path), Failing(link=failing(number, after=True)))
+        name = f"{HOME}/{number}.json"
+        tier.put_new(name, b"record")
+        assert read(tier, name, 6) == b"record"
+    assert len(everything(tmp_path)) == 3, "no litter"
+
+
+def test_a_link_that_failed_without_a_trace_is_unknown_and_nothing_is_deleted(tmp_path):
+    files = Failing(link=failing(errno.EIO))
+    for name, data in ((RECORD, b"record"), (f"{HOME}/empty.json", b"")):
+        with pytest.raises(CommitUnknown, match="Nothing was deleted"):
+            disk(str(tmp_path), files).put_new(name, data)
+    assert sorted(everything(tmp_path).values()) == [b"", b"record"], "under their staged names"
+    assert not any(call == "remove" and not path.endswith(".tmp") for call, path in files.called)
+
+
+def test_a_link_that_failed_over_half_a_record_is_unknown_and_nothing_is_deleted(tmp_path):
+    """Another's half record lies at the name; without a refusal by EEXIST nobody knows whose it is."""
+    tier = disk(str(tmp_path), Failing(link=failing(errno.EIO)))
+    (tmp_path / HOME).mkdir(parents=True)
+    (tmp_path / RECORD).write_bytes(b"rec")
+    with pytest.raises(CommitUnknown):
+        tier.put_new(RECORD, b"record")
+    assert (tmp_path / RECORD).read_bytes() == b"rec"
+
+
+def test_a_folder_that_cannot_be_synced_after_the_link_is_unknown_and_nothing_is_deleted(tmp_path):
+    files = Failing(sync_dir=failing(errno.EIO, only="0a0b0c0d"))
+    with pytest.raises(CommitUnknown, match="Nothing was deleted"):
+        disk(str(tmp_path), files).put_new(RECORD, b"record")
+    assert (tmp_path / RECORD).read_bytes() == b"record"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_where_there_are_no_links_a_record_is_created_exclusively(tmp_path, number):
+    tier = disk(str(tmp_path), Failing(link=failing(number)))
+    tier.put_new(RECORD, b"record")
+    tier.put_new(RECORD, b"record")
+    with pytest.raises(NameTaken, match="untouched"):
+        tier.put_new(RECORD, b"others")
+    assert everything(tmp_path) == {RECORD: b"record"}
+
+
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_where_there_are_no_links_a_failure_in_place_is_unknown_and_nothing_is_deleted(tmp_path, call):
+    files = Failing(link=failing(errno.EPERM), **{call: counted(1, failing(errno.EIO))})  # the first is the staged file
+    with pytest.raises(CommitUnknown):
+        disk(str(tmp_path), files).put_new(RECORD, b"record")
+    assert (tmp_path / RECORD).exists()
+
+
+def test_identical_bytes_found_in_place_are_synced_before_they_are_success(tmp_path):
+    """Without links, a process killed between write and fsync leaves bytes that its successor read, took for durable,
+    and lost in the next power failure."""
+    (tmp_path / HOME).mkdir(parents=True)
+    (tmp_path / RECORD).write_bytes(b"record")
+    files = Failing(link=failing(errno.EPERM))
+    disk(str(tmp_path), files).put_new(RECORD, b"record")
+    assert ("sync", str(tmp_path / RECORD)) in files.called
+    files.rules["sync"] = lambda real, path: failing(errno.EIO)(real, path) if path.endswith(".json") else real()
+    with pytest.raises(NameTaken):
+        disk(str(tmp_path), files).put_new(RECORD, b"record")
+
+
+PUT_CALLS = {"atomic_dirsync": ["open_new", "write", "sync", "link"], "unsafe": ["open_new", "write"]}
+UPLOAD_CALLS = {"atomic_dirsync": ["open_new", "reserve", "write", "sync"], "unsafe": ["open_new", "reserve", "write"]}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(("mode", "call"), [(mode, call) for mode, calls in PUT_CALLS.items() for call in calls])
+def test_a_record_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_path, mode, call, number):
+    with pytest.raises(NoSpace, match="Free space"):
+        disk(str(tmp_path), Failing(**{call: failing(number)}), mode=mode).put_new(RECORD, b"record")
+    assert not everything(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(("mode", "call"), [(mode, call) for mode, calls in UPLOAD_CALLS.items() for call in calls])
+def test_a_blob_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_path, mode, call, number):
+    with pytest.raises(NoSpace, match="Free space"):
+        upload_or_abort(disk(str(tmp_path), Failing(**{call: failing(number)}), mode=mode), pattern(9000))
+    assert not everything(tmp_path)
+
+
+def test_space_is_reserved_before_the_first_byte(tmp_path):
+    files = Failing(reserve=failing(errno.ENOSPC))
+    with pytest.raises(NoSpace):
+        disk(str(tmp_path), files).create(BLOB, 9000)
+    assert "write" not in [call for call, _ in files.called] and not everything(tmp_path)
+
+
+def upload_or_abort(tier: Tier, data: bytes) -> None:
+    """As engine/persist.py does."""
+    blob = tier.create(BLOB, len(data))
+    try:
+        blob.write_at(padded(data), 0)
+        blob.finish()
+    except BaseException:
+        blob.abort()
+        raise
+
+
+def test_without_links_a_full_disk_leaves_no_litter_either(tmp_path):
+    files = Failing(link=failing(errno.EPERM), write=counted(1, failing(errno.ENOSPC)))
+    with pytest.raises(NoSpace):
+        disk(str(tmp_path), files).put_new(RECORD, b"record")
+    assert not everything(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, TierDown), (errno.EACCES, NotWritable), (errno.EROFS, NotWritable)]
+)
+@pytest.mark.parametrize("call", ["open_new", "make_dir", "write", "sync"])
+def test_a_disk_that_fails_before_the_link_leaves_no_record(tmp_path, call, number, kind):
+    with pytest.raises(kind):
+        disk(str(tmp_path), Failing(**{call: failing(number)})).put_new(RECORD, b"record")
+    assert not everything(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("direct", "most"),
+    [(False, 1), (False, 1000), (False, 4096), (False, 5000), (True, 4096), (True, 4608), (True, 8191)],
+)
+def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
+    """`direct`: a call that was cut short goes on from the last whole block, where direct I/O can go on."""
+    files = Failing(short_write=lambda length: min(length, most), short_read=lambda length: min(length, most))
+    files.takes_direct = False  # the disk may want larger blocks than these cuts leave
+    tier = disk(str(tmp_path), files, direct=direct)
+    data = pattern(20_001)
+    upload(tier, BLOB, data)
+    assert (tmp_path / BLOB).read_bytes() == data
+    assert read(tier, BLOB, len(data), fresh=True) == data
+    if direct:
+        assert not any(offset % 4096 for offset in files.offsets)
+    tier.put_new(RECORD, data)
+    assert (tmp_path / RECORD).read_bytes() == data
+
+
+def test_a_file_that_takes_no_more_bytes_is_an_error_and_not_a_loop(tmp_path):
+    with pytest.raises(TierDown, match="takes no more"):
+        disk(str(tmp_path), Failing(short_write=lambda _: 0)).put_new(RECORD, b"record")
+
+
+@pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 50_000])
+def test_direct_and_buffered_writing_give_the_same_file(tmp_path, length):
+    if not takes_direct(str(tmp_path)):
+        pytest.skip("this file system takes no direct I/O")
+    for name, direct in (("direct", True), ("buffered", False)):
+        upload(disk(str(tmp_path), direct=direct), f"gen/{name}/x", pattern(length))
+    assert everything(tmp_path) == {f"gen/{name}/x": pattern(length) for name in ("direct", "buffered")}
+
+
+def test_the_first_failed_fsync_of_a_file_is_final(tmp_path, monkeypatch):
+    """On ext4, xfs and btrfs the second fsync reports success while the data is gone."""
+    file = PosixFiles().open(str(tmp_path / "x"), "new")
+    calls = []
+
+    def fsync(fd):
+        calls.append(fd)
+        if len(calls) == 1:
+            raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(rawio.os, "fsync", fsync)
+    for _ in range(3):
+        with pytest.raises(OSError) as caught:
+            file.sync()
+        assert caught.value.errno == errno.EIO
+    assert len(calls) == (0 if rawio._FULLFSYNC else 1)
+    file.close()
+
+
+def test_what_finish_cannot_sync_is_an_error(tmp_path):
+    for rules in ({"sync": failing(errno.EIO)}, {"sync_dir": failing(errno.EIO, only="0a0b0c0d")}):
+        tier = disk(str(tmp_path), Failing(**rules))
+        with pytest.raises(TierDown):
+            upload_or_abort(tier, pattern(100))
+        assert not everything(tmp_path)
+
+
+def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
+    files = Failing()
+    disk(str(tmp_path), files).put_new(RECORD, b"record")
+    home, gen, root = str(tmp_path / HOME), str(tmp_path / "gen"), str(tmp_path)
+    said = [(call, path if not path.endswith(".tmp") else "staged") for call, path in files.called if call != "remove"]
+    assert said == [
+        ("make_dir", gen),
+        ("sync_dir", root),
+        ("make_dir", home),
+        ("sync_dir", gen),
+        ("open_new", "staged"),
+        ("write", "staged"),
+        ("sync", "staged"),
+        ("link", str(tmp_path / RECORD)),
+        ("sync_dir", home),
+    ]
+    files.called.clear()
+    disk(str(tmp_path), files).delete(RECORD)
+    assert files.called == [
+        ("remove", str(tmp_path / RECORD)),
+        ("sync_dir", home),
+        ("remove", home),
+        ("sync_dir", gen),
+    ]
+
+
+def test_a_pointer_moves_only_once_its_bytes_are_durable(tmp_path):
+    files = Failing()
+    disk(str(tmp_path), files).point("LASTGOOD.json", b"pointer", HOME)
+    calls = [call for call, _ in files.called if call != "remove"]
+    assert calls == ["open_new", "write", "sync", "rename", "symlink", "rename", "sync_dir"]
+
+
+def test_latest_ok_leads_people_to_the_generation(tmp_path):
+    tier = disk(str(tmp_path))
+    upload(tier, BLOB, b"weights")
+    tier.point("LASTGOOD.json", b"1", "gen/none")
+    tier.point("LASTGOOD.json", b"2", HOME)
+    assert os.readlink(tmp_path / "latest_ok") == HOME
+    assert (tmp_path / "latest_ok" / "r00000.safetensors").read_bytes() == b"weights"
+
+
+def test_where_there_are_no_symbolic_links_the_pointer_still_moves(tmp_path):
+    disk(str(tmp_path), Failing(symlink=failing(errno.EPERM))).point("LASTGOOD.json", b"pointer", HOME)
+    assert everything(tmp_path) == {"LASTGOOD.json": b"pointer"}
+
+
+@pytest.mark.parametrize("call", ["rename", "sync", "write", "open_new"])
+def test_a_pointer_that_cannot_be_replaced_stays_as_it_was(tmp_path, call):
+    disk(str(tmp_path)).point("LASTGOOD.json", b"old", HOME)
+    with pytest.raises(TierDown):
+        disk(str(tmp_path), Failing(**{call: failing(errno.EIO)})).point("LASTGOOD.json", b"new", HOME)
+    assert (tmp_path / "LASTGOOD.json").read_bytes() == b"old"
+
+
+# ---- the file system itself ------------------------------------------------------------------------------------
+
+
+def odd_entries(root: Path) -> None:
+    (root / "file").write_bytes(b"1234567")
+    (root / "folder").mkdir()
+    (root / "link").symlink_to("file")
+    (root / "link to folder").symlink_to("folder")
+    (root / "dangling").symlink_to("nowhere")
+    os.mkfifo(root / "pipe")
+    (root / "\udcff\n").write_bytes(b"")
+
+
+def test_a_listing_tells_files_from_folders_from_anything_else(tmp_path):
+    odd_entries(tmp_path)
+    assert PosixFiles().list(str(tmp_path)) == {
+        "file": 7,
+        "folder": None,
+        "link": -1,
+        "link to folder": -1,
+        "dangling": -1,
+        "pipe": -1,
+        "\udcff\n": 0,
+    }
+
+
+def test_a_file_that_vanishes_while_its_folder_is_listed_takes_no_other_with_it(tmp_path, monkeypatch):
+    """A reader beside a writer once got an empty listing, and so saw no COMMIT, when a staged record went away between
+    the reading of the folder and the question for its length."""
+    (tmp_path / "COMMIT.json").write_bytes(b"record")
+    (tmp_path / "a.tmp").write_bytes(b"")
+    real = os.scandir
+
+    def scandir(path):
+        with real(path) as entries:
+            found = list(entries)
+        os.unlink(tmp_path / "a.tmp")
+        return Entries(found)
+
+    class Entries(list):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    monkeypatch.setattr(rawio.os, "scandir", scandir)
+    assert PosixFiles().list(str(tmp_path)) == {"COMMIT.json": 6}
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
+@pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.parametrize("name", ["link", "folder", "link to folder", "dangling", "pipe"])
+def test_what_is_no_file_reads_as_missing_and_is_not_waited_for(tmp_path, name, direct, fresh):
+    odd_entries(tmp_path)
+    with pytest.raises((MissingBlob, TierDown)):
+        read(disk(str(tmp_path), direct=direct), name, 1, fresh=fresh)
+
+
+@pytest.mark.parametrize("name", ["file", "link", "folder", "dangling", "pipe"])
+def test_a_new_file_never_takes_the_place_of_anything(tmp_path, name):
+    odd_entries(tmp_path)
+    for call in (
+        lambda path: PosixFiles().open(path, "new"),
+        lambda path: PosixFiles().make_dir(path),
+        lambda path: PosixFiles().link(str(tmp_path / "file"), path),
+        lambda path: PosixFiles().symlink("file", path),
+    ):
+        with pytest.raises(FileExistsError):
+            call(str(tmp_path / name))
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_removing_takes_the_link_and_not_what_it_leads_to(tmp_path):
+    odd_entries(tmp_path)
+    for name in ("link", "link to folder", "dangling", "pipe", "folder"):
+        PosixFiles().remove(str(tmp_path / name))
+    assert set(os.listdir(tmp_path)) == {"file", os.fsdecode(b"\xff\n")}
+
+
+def test_a_folder_that_is_not_empty_is_not_removed(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_bytes(b"")
+    with pytest.raises(OSError) as caught:
+        PosixFiles().remove(str(tmp_path / "folder"))
+    assert caught.value.errno in (errno.ENOTEMPTY, errno.EEXIST)
+
+
+def test_reserving_makes_a_file_at_least_as_long_and_resizing_exactly(tmp_path):
+    file = PosixFiles().open(str(tmp_path / "x"), "new")
+    file.write_at(memoryview(b"abc"), 0)
+    file.reserve(8192)
+    assert file.size() >= 8192
+    file.resize(5)
+    assert file.size() == 5
+    buffer = memoryview(bytearray(9))
+    assert file.read_into(buffer, 0) == 5 and bytes(buffer[:5]) == b"abc\0\0" and file.read_into(buffer, 5) == 0
+    file.close()
+
+
+def test_the_probe_for_direct_io_leaves_nothing_behind(tmp_path):
+    takes_direct(str(tmp_path))
+    assert not os.listdir(tmp_path)
+    with pytest.raises(OSError):
+        takes_direct(str(tmp_path / "nowhere"))
