@@ -225,6 +225,14 @@ def test_what_cannot_be_stored_is_refused_by_its_path_before_anything_is_written
     assert not (tmp_path / "gen").exists()
 
 
+def test_the_one_name_that_safetensors_keeps_to_itself_is_refused(tmp_path: Path) -> None:
+    with (
+        lastgood.Checkpointer(tmp_path, {"__metadata__": torch.zeros(3)}) as ckpt,
+        pytest.raises(errors.Refused, match="__metadata__"),
+    ):
+        ckpt.save(1)
+
+
 def test_the_tensor_file_opens_with_safetensors_under_plain_names(tmp_path: Path) -> None:
     state = run_to(tmp_path, 3, build())
     tensors = safetensors.torch.load_file(newest_blob(tmp_path))
