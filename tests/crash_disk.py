@@ -180,14 +180,11 @@ class HostileDisk:
         return HostileDisk(self.root.crashed(pick, {}), links=self.links, most_bytes=self.most_bytes)
 
     def crashes(self, rng: random.Random, most: int) -> Iterator[HostileDisk]:
-        """Every state that a power loss may leave now, where they are at most `most`; else so many of them."""
+        """The states that a power loss may leave now: every one where they are few, else about `most` of them."""
         ways: list[int] = []
         yield self.crashed(lambda _, count: ways.append(count) or 0)
-        if math.prod(ways) > most:
-            yield from itertools.islice((self.crashed(_sampler(rng)) for _ in itertools.count()), most)
-            return
         path: list[list[int]] = []
-        while True:
+        for _ in range(most if math.prod(ways) <= most else 0):
             steps = itertools.count()
 
             def pick(_: str, count: int, steps: Iterator[int] = steps) -> int:
@@ -202,6 +199,8 @@ class HostileDisk:
             if not path:
                 return
             path[-1][0] += 1
+        for _ in range(most):
+            yield self.crashed(_sampler(rng))
 
     def rot(self, path: str, offset: int) -> None:
         """Flip a bit on the medium; readers that go through the cache do not see it before the next boot."""

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from harness import Inline, save
-from lastgood.edges import cli, convert, show
+from lastgood.edges import cli, compare, importing, sweep
 from lastgood.engine.arena import Arena
 from lastgood.errors import MissingBlob
 from lastgood.format import layout
@@ -69,12 +69,12 @@ def writing(
 
 def typed(root: Path, step: int, arrays: Mapping[str, tuple[str, np.ndarray]], **options: Any) -> None:
     """Save arrays as the dtypes that stand beside them."""
-    source = convert.Foreign(lambda name, start, mv: _copy(arrays[name][1], start, mv))
+    source = importing.Foreign(lambda name, start, mv: _copy(arrays[name][1], start, mv))
     for name, (dtype, array) in arrays.items():
         source.add(name, dtype, (array.nbytes * 8 // layout.DTYPES[dtype][0],))
     source.values |= options.get("values", {})
     source.aliases |= options.get("aliases", {})
-    convert.bring(source, str(root), step, lambda _: None)
+    importing.bring(source, str(root), step, lambda _: None)
 
 
 def _copy(array: np.ndarray, start: int, mv: memoryview) -> None:
@@ -279,7 +279,7 @@ def test_a_generation_that_retention_deletes_while_it_is_read_is_not_damage(run:
             tier.read_into(extent, mv, fresh=fresh)
 
     with ThreadPoolExecutor(2) as workers:
-        assert cli._read(Deleting(), one, workers) == []  # type: ignore[arg-type]
+        assert sweep.damage(Deleting(), one, workers) == []  # type: ignore[arg-type]
 
 
 # ---- diff --------------------------------------------------------------------------------------------------------
@@ -326,19 +326,19 @@ def test_numbers_that_numpy_lacks_are_decoded_as_torch_does(dtype: str) -> None:
 
     codes = np.arange(1 << (16 if dtype == "bfloat16" else 8), dtype="u2" if dtype == "bfloat16" else "u1")
     theirs = torch.from_numpy(codes.view("i2") if dtype == "bfloat16" else codes).view(getattr(torch, dtype)).double()
-    ours = convert._decoded(codes.view("u1"), dtype)
+    ours = compare._decoded(codes.view("u1"), dtype)
     assert ours is not None
     np.testing.assert_array_equal(ours, theirs.numpy().astype(ours.dtype))
 
 
 def test_differences_of_whole_numbers_are_exact_and_nan_is_said(tmp_path: Path) -> None:
     low, high = np.array([-(2**63), 2**53], "i8"), np.array([2**63 - 1, 2**53 + 1], "i8")
-    assert convert.differences(bytearray(low), bytearray(high), "int64")["max_abs"] == float(2**64 - 1)
-    assert convert.differences(bytearray(low[1:]), bytearray(high[1:]), "int64")["max_abs"] == 1.0
+    assert compare.differences(bytearray(low), bytearray(high), "int64")["max_abs"] == float(2**64 - 1)
+    assert compare.differences(bytearray(low[1:]), bytearray(high[1:]), "int64")["max_abs"] == 1.0
     nan, one = np.array([np.nan, 1], "f4"), np.array([np.nan, 2], "f4")
-    assert convert.differences(bytearray(nan), bytearray(one), "float32")["max_abs"] == 1.0
-    assert convert.differences(bytearray(one), bytearray(nan[::-1].copy()), "float32")["max_abs"] == "nan"
-    raw = convert.differences(bytearray(b"\1\2\3"), bytearray(b"\1\2\4"), "float8_e8m0fnu")
+    assert compare.differences(bytearray(nan), bytearray(one), "float32")["max_abs"] == 1.0
+    assert compare.differences(bytearray(one), bytearray(nan[::-1].copy()), "float32")["max_abs"] == "nan"
+    raw = compare.differences(bytearray(b"\1\2\3"), bytearray(b"\1\2\4"), "float8_e8m0fnu")
     assert raw == {"elements": 3, "differing": 1}
 
 
@@ -675,7 +675,7 @@ def test_nothing_is_wrapped_in_a_pipe(tmp_path: Path, call: Call, terminal: pyte
 def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(
     run: Path, call: Call, terminal: pytest.MonkeyPatch
 ) -> None:
-    terminal.setattr(show, "QUIET_SECONDS", -1.0)
+    terminal.setattr("lastgood.edges.terminal.QUIET_SECONDS", -1.0)
     assert call("verify", run)[2] == ""
     terminal.setenv("FORCE_COLOR", "1")
     _, out, err = call("verify", run)

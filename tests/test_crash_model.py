@@ -19,7 +19,7 @@ from lastgood.engine.arena import Arena
 from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood
 from lastgood.format import layout
 from lastgood.plan.retention import Keep
-from lastgood.records import Event, GenerationId, Mark, Pointer
+from lastgood.records import GenerationId, Mark, Pointer
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk, WriteMode
 
@@ -227,10 +227,11 @@ def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> Non
     def verified(at: GenerationId) -> bool:
         names = folders[layout.folder(at)[4:]].names if layout.folder(at)[4:] in folders else {}
         node = names.get(layout.VERIFIED)
-        return layout.COMMIT in names and node is not None and decoded(bytes(node.data), Mark) is not None
+        # Made in place, a mark that a killed process wrote can be seen before it is durable: the pointer may outlive it.
+        return layout.COMMIT in names and (not disk.links or (node and decoded(bytes(node.data), Mark)) is not None)
 
     for at in ledger.rotten - ledger.verified:
-        _must(not verified(at), f"{at} is damaged, and marked as verified")
+        _must(not (disk.links and verified(at)), f"{at} is damaged, and marked as verified")
     if ledger.rotten or ledger.disturbed:
         return
     node = disk.root.names.get(layout.POINTER)
@@ -322,9 +323,8 @@ class World:
         self.ledger.idents += 1
         return f"{self.ledger.idents:08x}"
 
-    def _heard(self, event: Event) -> None:
-        if event.kind == "verified":
-            self.ledger.verified.add(next(at for at in self.ledger.line(self.ledger.current) if at.step == event.step))
+    def _note_verified(self) -> None:
+        self.ledger.verified |= {at for at, one in self.run.survey.generations.items() if one.verified}
 
     # ---- what a loop does ----------------------------------------------------------------------------------
 
@@ -337,9 +337,8 @@ class World:
             new_id=self._ident,
             wall_seconds=lambda: 0.0,
             monotonic_seconds=lambda: 0.0,
-            tell=self._heard,
         )
-        self.ledger.verified |= {at for at, one in self.run.survey.generations.items() if one.verified}
+        self._note_verified()
         if not self.ledger.disturbed:
             for name, folder in self.disk.root.names.get("gen", Folder()).names.items():
                 _must(layout.COMMIT in folder.names, f"{name} is left behind for ever: {sorted(folder.names)}")
@@ -387,7 +386,10 @@ class World:
     def look_after(self) -> None:
         """Verify and clean, as behind the training loop."""
         try:
-            self.run.verify(UPKEEP)
+            try:
+                self.run.verify(UPKEEP)
+            finally:
+                self._note_verified()
             self.run.clean()
         except LastgoodError:
             _must(self.ledger.disturbed or self.ledger.rotten, "upkeep failed without a fault")
@@ -458,7 +460,8 @@ def restarts(world: World) -> None:
 
 def rewind_in_place(world: World) -> None:
     world.open()
-    world.steps(1, 2, 3)
+    world.steps(1, 2)
+    world.save(3)
     world.rewind(2)
     world.steps(3, 4, 5)
 
@@ -467,8 +470,8 @@ def rewind_after_restart(world: World) -> None:
     world.open()
     world.steps(1, 2)
     world.save(3)
-    world.open(parent_step=1)
-    world.steps(2, 3, 4)
+    world.open(parent_step=2)
+    world.steps(3, 4, 5)
 
 
 def start_over(world: World) -> None:
@@ -521,6 +524,7 @@ def damage_before_verification(world: World) -> None:
 
 
 def damage_after_verification(world: World) -> None:
+    world.ledger.keep = Keep(last=2)
     world.open()
     world.steps(1, 2, 3)
     world.rot(3)
@@ -547,7 +551,7 @@ KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
 def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -> None:
     """One run of a scenario, its variant drawn from the judge's seed. Raises Violation."""
     rng = judge.rng
-    disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 1024, 700]))
+    disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 5000, 700]))
     direct = disk.most_bytes != 700 and rng.random() < 0.3
     world = World(disk, Ledger(keep=rng.choice(KEEPS), mode=mode, direct=direct), judge)
     scenario(world)

@@ -14,30 +14,26 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
 from .. import __version__
 from ..engine import fetch
-from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NothingGood
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
-from ..plan.retention import Keep, surplus
-from ..ports import Tier
+from ..plan.retention import Keep
 from ..records import Finding, Generation, GenerationId
 from ..run import places
-from ..run.reader import WORKERS, read_all
-from ..run.writer import KEEP, RunWriter
-from . import convert
+from ..run.reader import WORKERS
+from ..run.writer import KEEP
+from . import compare, exporting, importing, sweep
 from . import show as views
-from .show import Watched, clean, console, progress
+from .terminal import Watched, clean, console, progress
 
 USAGE, DIFFERS, INTERRUPTED, BROKEN_PIPE = 2, 7, 130, 141
 KINDS = (".safetensors", ".pt", ".pth")
@@ -139,7 +135,7 @@ def pick(survey: Survey, wanted: str | None) -> Generation:
         if choice.passed_over:
             told = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
             raise NothingGood(f"no generation of this run is good:\n{told}", todo="\nName a STEP to look at it.")
-        raise NoSuchStep("nothing has been committed in this run yet")
+        raise NoSuchStep(views.NOTHING_YET)
     at = find(survey, wanted)
     if at in survey.broken:
         raise survey.broken[at]
@@ -209,24 +205,17 @@ def verify(
             at: survey.generations[at].damaged for at in wanted if at in survey.generations and at not in candidates
         }
         if not wanted:
-            raise NoSuchStep("nothing has been committed in this run yet")
+            raise NoSuchStep(views.NOTHING_YET)
     results = []
     total = sum(survey.generations[at].bytes for at in wanted if at not in bad)
     with progress("reading", total) as seen, ThreadPoolExecutor(WORKERS) as workers:
         for at in wanted:
             begun = time.monotonic()
-            findings = bad[at] if at in bad else _read(Watched(tier, seen), survey.generations[at], workers)
+            findings = bad[at] if at in bad else sweep.damage(Watched(tier, seen), survey.generations[at], workers)
             read_bytes = 0 if at in bad else survey.generations[at].bytes
             results.append(views.verified(at, findings, read_bytes, time.monotonic() - begun))
     data = {"place": tier.place, "good": not any(one["findings"] for one in results), "generations": results}
     return Answer(data, views.verified_view(data), 0 if data["good"] else Damaged.exit_code)
-
-
-def _read(tier: Tier, generation: Generation, workers: ThreadPoolExecutor) -> list[Finding]:
-    findings = read_all(tier, generation, Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)
-    there = tier.list(layout.folder(generation.id))
-    # Deleted by a trainer's retention while it was read here: that is no damage.
-    return [] if not there or layout.GOING in there else findings
 
 
 @app.command()
@@ -241,8 +230,8 @@ def diff(
     survey = commit.survey(tier)
     one, two = pick(survey, step1), pick(survey, step2)
     with progress("comparing", one.bytes + two.bytes) as seen:
-        data = convert.compared(Watched(tier, seen), one, two)
-    return Answer(data, views.compared_view(data), 0 if data["same"] else DIFFERS)
+        data = compare.compared(Watched(tier, seen), one, two)
+    return Answer(data, compare.compared_view(data), 0 if data["same"] else DIFFERS)
 
 
 # ---- changing ----------------------------------------------------------------------------------------------------
@@ -268,79 +257,8 @@ def gc(
     Milestones and the newest verified generation always stay. Before any goes, the newest is read and checked.
     """
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
-    tier: Tier = places.for_reading(run)  # also: what is no run is refused here, before writing would make it one
-    with ExitStack() as open_run:
-        workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
-        if not dry_run:
-            tier = open_run.enter_context(places.for_writing(run, "atomic_dirsync"))
-        survey = commit.survey(tier)
-        lost = survey.incomplete - restore.never_committed(survey)
-        rows = [_going(tier, at, "a deletion cut short") for at in sorted(survey.going)]
-        rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete - lost)]
-        litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
-        litter += [
-            name
-            for at in sorted({*survey.generations, *survey.broken, *lost})
-            for name in _litter(tier, layout.folder(at))
-        ]
-        writer = None if dry_run else RunWriter(tier, workers)  # clears all of these
-        if writer:
-            survey = writer.survey
-            writer.point()
-        found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
-        chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
-        going: dict[GenerationId, str] = {}
-        if damaged:
-            going |= {at: "damaged" for at, one in survey.generations.items() if one.damaged}
-            going |= {at: "damaged" for at, error in survey.broken.items() if isinstance(error, Damaged)}
-            going |= dict.fromkeys(lost, "lost")
-            if going and not any(one.verified and not one.damaged for one in chain):
-                raise NothingGood(
-                    "no generation of the lineage is verified, so the damaged ones are all there is",
-                    safe="No generation was deleted.",
-                    todo="Save or import a good one first.",
-                )
-        if keep:
-            abandoned = [one for at, one in survey.generations.items() if one not in chain]
-            going |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
-        for at in sorted(going):
-            rows.append(_going(tier, at, going[at]))
-            if writer:
-                commit.retire(tier, at)
-    data = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
-    return Answer(data, views.cleaned_view(data), Damaged.exit_code if found else 0)
-
-
-def _going(tier: Tier, at: GenerationId, why: str) -> dict[str, Any]:
-    return {"step": at.step, "incarnation": at.incarnation, "bytes": views.weight(tier, at), "why": why}
-
-
-def _litter(tier: Tier, folder: str) -> list[str]:
-    """Records that were never finished, and probes of processes that died."""
-    names = (name for name, length in tier.list(folder).items() if length is not None)
-    return sorted(f"{folder}/{name}".lstrip("/") for name in names if layout.is_litter(folder, name))
-
-
-def _verify_newest(
-    tier: Tier, survey: Survey, workers: ThreadPoolExecutor, writer: RunWriter | None
-) -> list[dict[str, Any]]:
-    """Read until the lineage has a verified generation that nothing unread is newer than; tells what is damaged."""
-    told = []
-    for at in restore.lineage(survey).chain:
-        one = survey.generations.get(at)
-        if one is None or one.damaged:
-            continue
-        if one.verified:
-            break
-        with progress(f"checking step {at.step}", one.bytes) as seen:
-            findings = _read(Watched(tier, seen), one, workers)
-        survey.generations[at] = msgspec.structs.replace(one, verified=not findings, damaged=findings)
-        if writer:
-            writer.conclude(one, findings)
-        if not findings:
-            break
-        told.append({"step": at.step, "incarnation": at.incarnation, "why": restore.told(findings)})
-    return told
+    data = sweep.swept(run, keep, damaged, dry_run)
+    return Answer(data, sweep.swept_view(data), Damaged.exit_code if data["damaged"] else 0)
 
 
 @app.command()
@@ -362,7 +280,7 @@ def export(
     survey = commit.survey(tier)
     generation = pick(survey, step)
     with progress("exporting", generation.bytes) as seen:
-        data = convert.export(Watched(tier, seen), generation, to, only, force)
+        data = exporting.export(Watched(tier, seen), generation, to, only, force)
     count = views.plural(data["tensors"], "tensor")
     text = f"{data['file']}: {count}, {views.size(data['bytes'])}, from {generation.id}"
     text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())
@@ -384,14 +302,13 @@ def import_file(
 ) -> Answer:
     """Make a new generation from a file, and verify it. A .pt is read with weights_only=True: nothing in it runs."""
     _require_kind(file)
-    with convert.opened(file, under) as source:
+    with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)
         with progress("importing", 2 * total) as seen:
-            generation = convert.bring(source, run, step, seen)
+            generation = importing.bring(source, run, step, seen)
     data = {
         "place": os.path.abspath(run),
-        "step": generation.step,
-        "incarnation": generation.id.incarnation,
+        **views.named(generation.id),
         "verified": generation.verified,
         "tensors": len(source.tensors),
         "aliases": len(source.aliases),

@@ -1,24 +1,17 @@
-"""What the command line shows: listings, contents, verifications, differences; and the terminal that it shows them on.
+"""What ls, show and verify say of a run, and the texts and tables that every command says it in. Reads no tensor.
 
-Each pair `x` / `x_view` says the same twice; a view is made of the data only. Text that comes from a run is cleaned of
-control characters before a terminal sees it.
+Each pair `x` / `x_view` says the same twice, here and beside it; a view is made of the data only and prints nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import reprlib
-import sys
-import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
@@ -28,11 +21,11 @@ from ..format import layout, values
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
-from ..records import Extent, Finding, Generation, GenerationId, Manifest
+from ..records import Finding, Generation, GenerationId, Manifest, Piece
+from .terminal import clean
 
-PIPE_COLUMNS = 1000  # in a pipe nothing is wrapped
-QUIET_SECONDS = 1.0  # how long work goes on before a bar is drawn
 FINDINGS_SHOWN = 20
+NOTHING_YET = "nothing has been committed in this run yet"
 STYLES = {"verified": "green", "good": "green", "committed": "", "damaged": "bold red", "lost": "bold red"}
 MEANINGS = {
     "committed": "durable, not yet read back",
@@ -43,11 +36,6 @@ MEANINGS = {
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------
-
-
-def clean(text: str, allowed: str = "") -> str:
-    """Without anything that a terminal would obey."""
-    return "".join(c if c.isprintable() or c in allowed else c.encode("unicode_escape").decode() for c in text)
 
 
 def size(count: int) -> str:
@@ -74,11 +62,15 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def _shape(shape: Sequence[int]) -> str:
+def named(at: GenerationId) -> dict[str, Any]:
+    return {"step": at.step, "incarnation": at.incarnation}
+
+
+def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+def new_table(*columns: str, right: Sequence[str] = ()) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", no_wrap=name in right)
@@ -87,66 +79,6 @@ def _table(*columns: str, right: Sequence[str] = ()) -> Table:
 
 def _state(state: str) -> Text:
     return Text(state.upper() if state in ("damaged", "lost") else state, style=STYLES.get(state, "yellow"))
-
-
-# ---- the terminal ----------------------------------------------------------------------------------------------
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        raise BrokenPipeError
-
-
-def console(stderr: bool = False) -> Console:
-    """Plain where NO_COLOR is set or nobody looks; as wide as the terminal, and unwrapped in a pipe."""
-    stream = sys.stderr if stderr else sys.stdout
-    return _Console(
-        stderr=stderr,
-        color_system=None if os.environ.get("NO_COLOR") else "auto",
-        width=None if stream.isatty() or "COLUMNS" in os.environ else PIPE_COLUMNS,
-        markup=False,
-        emoji=False,
-        highlight=False,
-    )
-
-
-@contextlib.contextmanager
-def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, on a terminal only, once it has taken a second. Yields what any thread tells of its bytes."""
-    out = console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    bar = Progress(TextColumn(what, markup=False), *columns, console=out, transient=True, auto_refresh=False)
-    task = bar.add_task(what, total=total_bytes)
-    lock, begun, drawn = threading.Lock(), time.monotonic(), 0.0
-
-    def seen(count: int) -> None:
-        nonlocal drawn
-        with lock:
-            bar.advance(task, count)
-            now = time.monotonic()
-            if out.is_terminal and now - begun > QUIET_SECONDS and now - drawn > 0.1:
-                bar.start()
-                bar.refresh()
-                drawn = now
-
-    try:
-        yield seen
-    finally:
-        if drawn:
-            bar.stop()
-
-
-class Watched:
-    """A tier that tells of the bytes that are read from it."""
-
-    def __init__(self, tier: Tier, seen: Callable[[int], None]) -> None:
-        self._tier, self._seen, self.place = tier, seen, tier.place
-        self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
-        self.list, self.delete = tier.list, tier.delete
-
-    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        self._tier.read_into(extent, mv, fresh=fresh)
-        self._seen(extent.length)
 
 
 # ---- ls --------------------------------------------------------------------------------------------------------
@@ -185,8 +117,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
         (state, why), one = state_of(survey, at), survey.generations.get(at)
         rows.append(
             {
-                "step": at.step,
-                "incarnation": at.incarnation,
+                **named(at),
                 "state": state,
                 "verified": one is not None and one.verified and not one.damaged,
                 "created": one.commit.created if one else None,
@@ -202,8 +133,8 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
     return {
         "place": tier.place,
         "run": survey.run,
-        "lastgood": _id(points),
-        "restores": _id(takes),
+        "lastgood": points and named(points),
+        "restores": takes and named(takes),
         "generations": rows,
     }
 
@@ -213,15 +144,11 @@ def weight(tier: Tier, at: GenerationId) -> int:
     return sum(length for length in tier.list(layout.folder(at)).values() if length is not None and length > 0)
 
 
-def _id(at: GenerationId | None) -> dict[str, Any] | None:
-    return {"step": at.step, "incarnation": at.incarnation} if at else None
-
-
 def listing_view(data: Mapping[str, Any]) -> RenderableType:
     rows = data["generations"]
     if not rows:
-        return Text("nothing has been committed in this run yet")
-    table = _table("", "step", "incarnation", "when", "size", "state", "notes", right=("step", "size"))
+        return Text(NOTHING_YET)
+    table = new_table("", "step", "incarnation", "when", "size", "state", "notes", right=("step", "size"))
     below: list[Text] = []
     for row in rows:
         notes = ["milestone"] * row["milestone"] + [f"{clean(k)} {v:.6g}" for k, v in sorted(row["metrics"].items())]
@@ -251,11 +178,10 @@ def contents(tier: Tier, survey: Survey, generation: Generation, manifest: Manif
     at, record = generation.id, generation.commit
     return {
         "place": tier.place,
-        "step": at.step,
-        "incarnation": at.incarnation,
+        **named(at),
         "state": state_of(survey, at)[0],
         "created": record.created,
-        "parent": _id(record.parent),
+        "parent": record.parent and named(record.parent),
         "root": generation.root,
         "bytes": generation.bytes,
         "milestone": record.milestone,
@@ -304,7 +230,7 @@ def _grow(tree: Tree, rows: Mapping[tuple[str, ...], Mapping[str, Any]], depth: 
             leaves[name] = group.pop(())
         if group:
             branches[name] = group
-    cells = {name: (row["dtype"], _shape(row["shape"])) for name, row in leaves.items() if "alias" not in row}
+    cells = {name: (row["dtype"], shape_text(row["shape"])) for name, row in leaves.items() if "alias" not in row}
     widths = [max(map(len, column)) for column in zip(*cells.values(), strict=True)]
     wide = max((len(clean(name)) for name in leaves), default=0)
     for name, row in leaves.items():
@@ -343,6 +269,12 @@ def _grow_values(tree: Tree, entries: Iterable[tuple[str, Any]], depth: int) -> 
         branch = tree.add(label)
         if parts and depth > 1:
             _grow_values(branch, parts, depth - 1)
+
+
+def pieces_of(manifest: Manifest) -> dict[str, Piece]:
+    """Every name that a tensor has, its aliases too."""
+    pieces = {piece.name: piece for piece in manifest.pieces}
+    return pieces | {alias: pieces[name] for alias, name in manifest.aliases.items()}
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
@@ -405,8 +337,7 @@ def verified(at: GenerationId, findings: Sequence[Finding], read_bytes: int, sec
     names = ("kind", "what", "tensor", "blob", "offset", "chunk")
     told = [{name: getattr(one, name) for name in names} for one in findings]
     return {
-        "step": at.step,
-        "incarnation": at.incarnation,
+        **named(at),
         "bytes": read_bytes,
         "seconds": round(seconds, 3),
         "findings": told,
@@ -422,58 +353,4 @@ def verified_view(data: Mapping[str, Any]) -> RenderableType:
         lines += [Text(f"  {one['kind']}: {clean(one['what'])}") for one in row["findings"][:FINDINGS_SHOWN]]
         if len(row["findings"]) > FINDINGS_SHOWN:
             lines.append(Text(f"  and {len(row['findings']) - FINDINGS_SHOWN:,} more (--json has them all)"))
-    return Group(*lines) if lines else Text("nothing has been committed in this run yet")
-
-
-# ---- diff ------------------------------------------------------------------------------------------------------
-
-
-def compared_view(data: Mapping[str, Any]) -> RenderableType:
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in data["tensors"]:
-        groups.setdefault(row["status"], []).append(row)
-    parts: list[RenderableType] = []
-    table = _table(
-        "tensor", "type", "differing", "of", "max abs", "rel L2", right=("differing", "of", "max abs", "rel L2")
-    )
-    for row in groups.get("differs", []):
-        far = [
-            f"{row[key]:.3g}" if isinstance(row[key], float) else row[key]
-            for key in ("max_abs", "relative_l2")
-            if key in row
-        ]
-        table.add_row(clean(row["name"]), row["dtype"], f"{row['differing']:,}", f"{row['elements']:,}", *far)
-    if table.row_count:
-        parts += [table, Text()]
-    for status in ("other type or shape", "only in the first", "only in the second"):
-        for row in groups.get(status, []):
-            sides = [f"{row[side][0]} {_shape(row[side][1])}" for side in ("first", "second") if side in row]
-            parts.append(Text(f"{clean(row['name'])}: {status}" + (f" ({' -> '.join(sides)})" if sides else "")))
-    for row in data["values"]:
-        sides = [told_value(row[side]) if side in row else "absent" for side in ("first", "second")]
-        parts.append(Text(f"{clean(row['path'])}: {' -> '.join(sides)}"))
-    counts = ", ".join(
-        f"{len(rows):,} {status.replace('differs', 'differ')}"
-        for status, rows in sorted(groups.items(), key=lambda g: g[0] != "same")
-    )
-    end = f"{plural(len(data['tensors']), 'tensor')}" + (f": {counts}" if counts else "")
-    end += f"; {plural(len(data['values']), 'value')} changed" if data["values"] else "; values are the same"
-    return Group(*parts, Text(end, style="bold"))
-
-
-# ---- gc --------------------------------------------------------------------------------------------------------
-
-
-def cleaned_view(data: Mapping[str, Any]) -> RenderableType:
-    verb, rows = ("would delete" if data["dry_run"] else "deleted"), data["deleted"]
-    parts: list[RenderableType] = []
-    if rows:
-        table = _table("step", "incarnation", "size", "why", right=("step", "size"))
-        for row in rows:
-            table.add_row(str(row["step"]), row["incarnation"], size(row["bytes"]), row["why"])
-        parts += [table, Text()]
-    parts += [Text(f"step {one['step']} is DAMAGED: {clean(one['why'])}", style="red") for one in data["damaged"]]
-    freed = size(sum(row["bytes"] for row in rows))
-    litter = f" and {plural(len(data['litter']), 'file')} of litter" if data["litter"] else ""
-    parts.append(Text(f"{verb} {plural(len(rows), 'generation')}, {freed}{litter}", style="bold"))
-    return Group(*parts)
+    return Group(*lines) if lines else Text(NOTHING_YET)

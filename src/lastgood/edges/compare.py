@@ -1,0 +1,164 @@
+"""Two generations held against each other: which tensors and values differ, and by how much. Needs no torch.
+
+Every byte that is read is verified; nothing is changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..engine import fetch
+from ..format import commit, layout
+from ..ports import Tier
+from ..records import Generation, Manifest
+from .show import is_place, leaves_of, natural, new_table, pieces_of, plural, shape_text, told_value
+from .terminal import clean
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+
+def compared(tier: Tier, first: Generation, second: Generation) -> dict[str, Any]:
+    """Every tensor and every value of two generations. Equal content digests are equal tensors, and are not read."""
+    one, two = commit.read_manifest(tier, first), commit.read_manifest(tier, second)
+    ours, theirs = pieces_of(one), pieces_of(two)
+    rows = []
+    for name in sorted(ours.keys() | theirs.keys(), key=natural):
+        if name in one.aliases and one.aliases.get(name) == two.aliases.get(name):
+            continue  # told under the name that it is stored under
+        a, b = ours.get(name), theirs.get(name)
+        row: dict[str, Any] = {"name": name}
+        if a is None or b is None:
+            row["status"] = "only in the second" if a is None else "only in the first"
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            row |= {"status": "other type or shape", "first": [a.dtype, a.shape], "second": [b.dtype, b.shape]}
+        elif one.digest == two.digest and a.digest == b.digest:
+            row["status"] = "same"
+        else:
+            x = fetch.tensor(tier, layout.folder(first.id), one, a)
+            y = fetch.tensor(tier, layout.folder(second.id), two, b)
+            found = differences(x, y, a.dtype)
+            row |= {"status": "differs" if found["differing"] else "same", "dtype": a.dtype, "shape": a.shape, **found}
+        rows.append(row)
+    before, after = _leaves(one), _leaves(two)
+    changed = [
+        {"path": path}
+        | ({"first": before[path]} if path in before else {})
+        | ({"second": after[path]} if path in after else {})
+        for path in dict.fromkeys([*before, *after])
+        if path not in before or path not in after or before[path] != after[path]
+    ]
+    same = not changed and all(row["status"] == "same" for row in rows)
+    return {"place": tier.place, "same": same, "tensors": rows, "values": changed}
+
+
+def compared_view(data: Mapping[str, Any]) -> RenderableType:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in data["tensors"]:
+        groups.setdefault(row["status"], []).append(row)
+    parts: list[RenderableType] = []
+    table = new_table(
+        "tensor", "type", "differing", "of", "max abs", "rel L2", right=("differing", "of", "max abs", "rel L2")
+    )
+    for row in groups.get("differs", []):
+        far = [
+            f"{row[key]:.3g}" if isinstance(row[key], float) else row[key]
+            for key in ("max_abs", "relative_l2")
+            if key in row
+        ]
+        table.add_row(clean(row["name"]), row["dtype"], f"{row['differing']:,}", f"{row['elements']:,}", *far)
+    if table.row_count:
+        parts += [table, Text()]
+    for status in ("other type or shape", "only in the first", "only in the second"):
+        for row in groups.get(status, []):
+            sides = [f"{row[side][0]} {shape_text(row[side][1])}" for side in ("first", "second") if side in row]
+            parts.append(Text(f"{clean(row['name'])}: {status}" + (f" ({' -> '.join(sides)})" if sides else "")))
+    for row in data["values"]:
+        sides = [told_value(row[side]) if side in row else "absent" for side in ("first", "second")]
+        parts.append(Text(f"{clean(row['path'])}: {' -> '.join(sides)}"))
+    counts = ", ".join(
+        f"{len(rows):,} {status.replace('differs', 'differ')}"
+        for status, rows in sorted(groups.items(), key=lambda g: g[0] != "same")
+    )
+    end = f"{plural(len(data['tensors']), 'tensor')}" + (f": {counts}" if counts else "")
+    end += f"; {plural(len(data['values']), 'value')} changed" if data["values"] else "; values are the same"
+    return Group(*parts, Text(end, style="bold"))
+
+
+def _leaves(manifest: Manifest) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves_of(manifest.values) if not is_place(leaf)}
+
+
+def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, Any]:
+    """How two tensors of one type and length differ, as stored bits: elements, and by how much where numpy can tell.
+
+    `max_abs` is max |a - b|, `relative_l2` is |a - b| / |a|; where either is not finite, its name as text.
+    """
+    import numpy as np
+
+    unit = layout.DTYPES[dtype][0] // 8
+    numeric = _decoded(np.zeros(unit, np.uint8), dtype) is not None
+    differing, most, squares, norm = 0, 0.0, 0.0, 0.0
+    block = layout.CHUNK_BYTES // unit * unit
+    with np.errstate(all="ignore"):
+        for start in range(0, len(first), block):
+            a = np.frombuffer(first, np.uint8)[start : start + block]
+            b = np.frombuffer(second, np.uint8)[start : start + block]
+            changed = (a != b).reshape(-1, unit).any(axis=1)
+            differing += int(changed.sum())
+            if not numeric:
+                continue
+            x, y = _decoded(a, dtype), _decoded(b, dtype)
+            assert x is not None and y is not None
+            norm += float(np.square(np.abs(x.astype(_wide(x)))).sum())
+            gap = _gap(x[changed], y[changed])
+            most = max(most, float(gap.max(initial=0.0)), key=lambda v: math.inf if math.isnan(v) else v)
+            squares += float(np.square(gap).sum())
+    if not numeric:
+        return {"elements": len(first) // unit, "differing": differing}
+    relative = math.sqrt(squares) / math.sqrt(norm) if norm else math.inf if squares else 0.0
+    return {
+        "elements": len(first) // unit,
+        "differing": differing,
+        "max_abs": most if math.isfinite(most) else str(most),
+        "relative_l2": relative if math.isfinite(relative) else str(relative),
+    }
+
+
+def _decoded(raw: Array, dtype: str) -> Array | None:
+    """uint8 [bytes] as numbers; None where numpy has no such numbers."""
+    import numpy as np
+
+    if dtype == "bfloat16":
+        return (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "float8_e5m2":  # the upper half of a float16
+        return (raw.astype(np.uint16) << 8).view(np.float16)
+    if dtype == "float8_e4m3fn":  # sign, 4 bits of exponent (bias 7), 3 of mantissa; no inf; all ones is nan
+        code = np.arange(256)
+        exponent, mantissa = code >> 3 & 15, code & 7
+        table = np.where(exponent == 0, mantissa / 512, (8 + mantissa) * 2.0 ** (exponent - 10))
+        return np.where(code & 127 == 127, np.nan, np.where(code > 127, -table, table))[raw]
+    try:
+        return raw.view(np.dtype(dtype))
+    except TypeError:
+        return None
+
+
+def _wide(x: Array) -> str:
+    return "complex128" if x.dtype.kind == "c" else "float64"
+
+
+def _gap(x: Array, y: Array) -> Array:
+    """|x - y| in float64; exact for whole numbers before they become floats."""
+    import numpy as np
+
+    if x.dtype.kind in "iu":
+        return (np.maximum(x, y).astype(np.uint64) - np.minimum(x, y).astype(np.uint64)).astype(np.float64)
+    return np.asarray(np.abs(x.astype(_wide(x)) - y.astype(_wide(y))))

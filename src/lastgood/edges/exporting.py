@@ -1,0 +1,169 @@
+"""Tensors of a generation, written to one `.safetensors` or `.pt`, every byte verified on its way. Changes no run.
+
+torch is imported for a `.pt` only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator, Mapping
+from typing import IO, Any, cast
+
+from ..engine import fetch
+from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
+from ..format import commit, layout
+from ..format.layout import Tensor
+from ..ports import File, Tier
+from ..rawio.files import PosixFiles
+from ..records import Extent, Generation, Manifest, Piece
+from .show import named, pieces_of
+
+
+def export(tier: Tier, generation: Generation, to: str, only: str | None, force: bool) -> dict[str, Any]:
+    """Write tensors to a new `.safetensors` or `.pt`. The target appears whole, durable and verified, or not at all.
+
+    Memory: 8 MiB, whatever the size of a tensor; for `.pt` all that is written. Raises Refused, NoSuchTensor, Damaged.
+    """
+    manifest = commit.read_manifest(tier, generation)
+    chosen = _chosen(manifest, only)
+    target = os.path.abspath(to)
+    _require_free(target, force)
+    staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
+    files, home = PosixFiles(), layout.folder(generation.id)
+    with telling(target):
+        file = files.open(staged, "new")
+        try:
+            try:
+                sink = _Sink(file)
+                if target.endswith(".safetensors"):
+                    _write_safetensors(tier, home, manifest, chosen, sink)
+                else:
+                    _write_pt(tier, home, manifest, chosen, sink)
+                file.sync()
+            finally:
+                file.close()
+            _require_free(target, force)
+            files.rename(staged, target)
+        except BaseException:
+            files.remove(staged)
+            raise
+        files.sync_dir(os.path.dirname(target))
+    foreign = {name: piece.dtype for name, piece in chosen.items() if not layout.DTYPES[piece.dtype][1]}
+    return {
+        "file": target,
+        **named(generation.id),
+        "tensors": len(chosen),
+        "bytes": sink.length,
+        "as_bytes": foreign if target.endswith(".safetensors") else {},
+    }
+
+
+def _chosen(manifest: Manifest, only: str | None) -> dict[str, Piece]:
+    """Name in the file -> piece."""
+    everything = pieces_of(manifest)
+    if only is None:
+        chosen = everything
+    else:
+        prefix = only.rstrip(".") + "."
+        chosen = {name.removeprefix(prefix): piece for name, piece in everything.items() if name.startswith(prefix)}
+    if not chosen:
+        tops = ", ".join(sorted({name.partition(".")[0] for name in everything})) or "none"
+        what = f"step {manifest.step} has no tensor under {only!r}" if only else f"step {manifest.step} has no tensor"
+        raise NoSuchTensor(what, safe="Nothing was written.", todo=f"Its tensors are under: {tops}.")
+    return chosen
+
+
+def _require_free(target: str, force: bool) -> None:
+    if os.path.isdir(target) or (os.path.lexists(target) and not force):
+        todo = "Give the name of a file." if os.path.isdir(target) else "Give another name, or --force to replace it."
+        raise Refused(f"{target} exists already", safe="It is untouched.", todo=todo)
+
+
+def _write_safetensors(tier: Tier, home: str, manifest: Manifest, chosen: Mapping[str, Piece], sink: _Sink) -> None:
+    images = layout.images(Tensor(name, one.dtype, tuple(one.shape)) for name, one in chosen.items())
+    if len(images) > 1 or layout.METADATA in chosen:
+        raise Refused("these names do not fit the header of one .safetensors file", todo="Take fewer with --only.")
+    sink.reserve(images[0].length)
+    sink.write(images[0].header)
+    buffer = memoryview(bytearray(layout.CHUNK_BYTES))
+    for one, _ in images[0].tensors:
+        piece = chosen[one.name]
+        hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
+        for start in range(0, one.length, layout.CHUNK_BYTES):
+            part = buffer[: min(layout.CHUNK_BYTES, one.length - start)]
+            at = Extent(blob=f"{home}/{piece.extent.blob}", offset=piece.extent.offset + start, length=len(part))
+            tier.read_into(at, part)
+            hasher.update(part)
+            sink.write(part)
+        if hasher.hexdigest() != piece.digest:
+            raise SumMismatch(
+                f"{home}/{piece.extent.blob}: tensor {piece.name} differs from its digest",
+                blob=piece.extent.blob,
+                offset=piece.extent.offset,
+                tensor=piece.name,
+                safe="Nothing was written.",
+                todo=f"`lastgood verify RUN {manifest.step}` says what is damaged; export another step.",
+            )
+
+
+def _write_pt(tier: Tier, home: str, manifest: Manifest, chosen: Mapping[str, Piece], sink: _Sink) -> None:
+    import torch
+
+    from ..train.tensors import from_bytes
+
+    stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
+    for piece in chosen.values():
+        if piece.name not in stored:
+            data = fetch.tensor(tier, home, manifest, piece)
+            raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            stored[piece.name] = from_bytes(raw, piece.dtype, piece.shape)
+    try:
+        torch.save({name: stored[piece.name] for name, piece in chosen.items()}, cast(IO[bytes], sink))
+    except RuntimeError:
+        if sink.failed is not None:  # torch closes its archive all the same, and raises that it cannot
+            raise sink.failed from None
+        raise
+
+
+class _Sink:
+    """A file that is written from its start; what torch.save needs of one."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self.length = file, 0
+        self.failed: OSError | None = None
+
+    def reserve(self, length: int) -> None:
+        self._file.reserve(length)
+
+    def write(self, data: bytes | memoryview) -> int:
+        view = memoryview(data).cast("B")
+        done = 0
+        try:
+            while done < len(view):
+                done += self._file.write_at(view[done:], self.length + done)
+        except OSError as error:
+            self.failed = error
+            raise
+        self.length += done
+        return done
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+
+@contextlib.contextmanager
+def telling(path: str) -> Iterator[None]:
+    """Turn an OSError into the tree's word for it."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{path}: {error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpace(what, safe="Nothing was written.", todo="Free space, or give another place.") from error
+        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL):
+            raise Refused(what, safe="Nothing was touched.", todo="Check the path.") from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise NotWritable(what, safe="Nothing was touched.", todo="Check the owner and the rights.") from error
+        raise TierDown(what, safe="Nothing was written.") from error

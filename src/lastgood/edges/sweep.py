@@ -1,0 +1,131 @@
+"""What `gc` does: ends what a crash cut short, deletes what is damaged or not kept. Holds no rule of retention.
+
+A dry run goes the same way without a writer: it takes no lock and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..engine.arena import Arena
+from ..errors import Damaged, NothingGood
+from ..format import commit, layout
+from ..format.commit import Survey
+from ..plan import restore
+from ..plan.retention import Keep, surplus
+from ..ports import Tier
+from ..records import Finding, Generation, GenerationId
+from ..run import places
+from ..run.reader import WORKERS, read_all
+from ..run.writer import RunWriter
+from .show import named, new_table, plural, size, weight
+from .terminal import Watched, clean, progress
+
+
+def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str, Any]:
+    """What went, or would go. `keep`: retention is asked too; `damaged`: what is damaged or lost goes as well.
+
+    Raises NothingGood where `damaged` would delete and the lineage has no verified one; what opening and reading raise.
+    """
+    tier: Tier = places.for_reading(run)  # what is no run is refused here, before writing would make it one
+    with ExitStack() as open_run:
+        workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
+        if not dry_run:
+            tier = open_run.enter_context(places.for_writing(run, "atomic_dirsync"))
+        survey = commit.survey(tier)
+        lost = survey.incomplete - restore.never_committed(survey)
+        rows = [_going(tier, at, "a deletion cut short") for at in sorted(survey.going)]
+        rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete - lost)]
+        litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
+        litter += [
+            name
+            for at in sorted({*survey.generations, *survey.broken, *lost})
+            for name in _litter(tier, layout.folder(at))
+        ]
+        writer = None if dry_run else RunWriter(tier, workers)  # clears all of these
+        if writer:
+            survey = writer.survey
+            writer.point()
+        found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
+        chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
+        going: dict[GenerationId, str] = {}
+        if damaged:
+            going |= {at: "damaged" for at, one in survey.generations.items() if one.damaged}
+            going |= {at: "damaged" for at, error in survey.broken.items() if isinstance(error, Damaged)}
+            going |= dict.fromkeys(lost, "lost")
+            if going and not any(one.verified and not one.damaged for one in chain):
+                raise NothingGood(
+                    "no generation of the lineage is verified, so the damaged ones are all there is",
+                    safe="No generation was deleted.",
+                    todo="Save or import a good one first.",
+                )
+        if keep:
+            abandoned = [one for at, one in survey.generations.items() if one not in chain]
+            going |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
+        for at in sorted(going):
+            rows.append(_going(tier, at, going[at]))
+            if writer:
+                commit.retire(tier, at)
+    return {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
+
+
+def swept_view(data: Mapping[str, Any]) -> RenderableType:
+    verb, rows = ("would delete" if data["dry_run"] else "deleted"), data["deleted"]
+    parts: list[RenderableType] = []
+    if rows:
+        table = new_table("step", "incarnation", "size", "why", right=("step", "size"))
+        for row in rows:
+            table.add_row(str(row["step"]), row["incarnation"], size(row["bytes"]), row["why"])
+        parts += [table, Text()]
+    parts += [Text(f"step {one['step']} is DAMAGED: {clean(one['why'])}", style="red") for one in data["damaged"]]
+    freed = size(sum(row["bytes"] for row in rows))
+    litter = f" and {plural(len(data['litter']), 'file')} of litter" if data["litter"] else ""
+    parts.append(Text(f"{verb} {plural(len(rows), 'generation')}, {freed}{litter}", style="bold"))
+    return Group(*parts)
+
+
+def _going(tier: Tier, at: GenerationId, why: str) -> dict[str, Any]:
+    return {**named(at), "bytes": weight(tier, at), "why": why}
+
+
+def _litter(tier: Tier, folder: str) -> list[str]:
+    """Records that were never finished, and probes of processes that died."""
+    names = (name for name, length in tier.list(folder).items() if length is not None)
+    return sorted(f"{folder}/{name}".lstrip("/") for name in names if layout.is_litter(folder, name))
+
+
+def _verify_newest(
+    tier: Tier, survey: Survey, workers: ThreadPoolExecutor, writer: RunWriter | None
+) -> list[dict[str, Any]]:
+    """Read until the lineage has a verified generation that nothing unread is newer than; tells what is damaged."""
+    told = []
+    for at in restore.lineage(survey).chain:
+        one = survey.generations.get(at)
+        if one is None or one.damaged:
+            continue
+        if one.verified:
+            break
+        with progress(f"checking step {at.step}", one.bytes) as seen:
+            findings = damage(Watched(tier, seen), one, workers)
+        survey.generations[at] = msgspec.structs.replace(one, verified=not findings, damaged=findings)
+        if writer:
+            writer.conclude(one, findings)
+        if not findings:
+            break
+        told.append({**named(at), "why": restore.told(findings)})
+    return told
+
+
+def damage(tier: Tier, generation: Generation, workers: ThreadPoolExecutor) -> list[Finding]:
+    """Every damage in a generation, read past the page cache."""
+    findings = read_all(tier, generation, Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)
+    there = tier.list(layout.folder(generation.id))
+    # Deleted by a trainer's retention while it was read here: that is no damage.
+    return [] if not there or layout.GOING in there else findings
