@@ -61,7 +61,7 @@ def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -
 
     pool = workers or ThreadPoolExecutor(2)
     try:
-        return reader.newest_good(tier, survey(tier), step, take, lambda *_: None), state
+        return reader.newest_good(tier, survey(tier), step, take), state
     finally:
         if workers is None:
             pool.shutdown()

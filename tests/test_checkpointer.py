@@ -20,7 +20,7 @@ from torch import nn
 import lastgood
 from lastgood import errors
 from lastgood.errors import LastgoodWarning
-from lastgood.rawio.files import PosixFile
+from lastgood.rawio.files import PosixFile, PosixFiles
 
 
 def build(seed: int = 0) -> dict[str, object]:
@@ -334,16 +334,18 @@ def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
     assert len(list((tmp_path / "gen").iterdir())) == 3
 
 
-def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", [1, 2, 5])
+def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp_path: Path, last: int) -> None:
+    """The bound once grew with the backlog that was allowed: eleven generations with last=5, where eight were promised."""
     state = {"w": torch.zeros(100_000)}
     most = 0
-    with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=2)) as ckpt:
+    with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=last)) as ckpt:
         saves = []
         for step in range(1, 60):
             saves.append(ckpt.save(step))
-            most = max(most, len(list((tmp_path / "gen").iterdir())))
+            most = max(most, len(list(tmp_path.glob("gen/*"))))
         assert [save.result().step for save in saves] == list(range(1, 60))
-    assert most <= 2 + 1 + 2
+    assert most <= last + 1 + 2
 
 
 def test_the_callers_wait_ends_when_the_copy_does(tmp_path: Path, monkeypatch) -> None:
@@ -420,3 +422,184 @@ def test_every_digest_and_write_mode_round_trips(tmp_path: Path, digest: str, wr
     flip(newest_blob(tmp_path))
     with pytest.raises(errors.NothingGood):
         lastgood.load(tmp_path, state)
+
+
+def test_a_fork_of_the_trainer_cannot_write_and_harms_nothing(tmp_path: Path) -> None:
+    """A forked child once saved a step; the parent's save met the taken name, and deleted the child's generation."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        ckpt.save(1).result()
+        child = os.fork()
+        if child == 0:
+            try:
+                ckpt.save(2)
+            except errors.Refused:
+                ckpt.close()
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        ckpt.save(2).result()
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 2]
+
+
+def test_a_passing_error_of_the_system_never_costs_the_newest_generation(tmp_path: Path, monkeypatch) -> None:
+    """Too many open files at the wrong moment once made the run go on from an older step; retention did the rest."""
+    state = run_to(tmp_path, 6, build())
+    real = PosixFiles.open
+
+    def failing(self: PosixFiles, path: str, mode: str, **options: bool) -> PosixFile:
+        if mode == "read" and "000000000006" in path and path.endswith(".safetensors"):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(self, path, mode, **options)
+
+    monkeypatch.setattr(PosixFiles, "open", failing)
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        with pytest.raises(errors.TierDown, match="Too many open files"):
+            ckpt.restore()
+        monkeypatch.undo()
+        assert ckpt.restore().step == 6
+
+
+def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypatch) -> None:
+    """A fault of memory or cable in one read once marked an intact generation as damaged for good."""
+    state = run_to(tmp_path, 6, build())
+    real = PosixFile.read_into
+    faults = iter([True])
+
+    def flipping(self: PosixFile, mv: memoryview, offset: int) -> int:
+        count = real(self, mv, offset)
+        if "000000000006" in self._path and self._path.endswith(".safetensors") and next(faults, False):
+            mv[5000] ^= 1
+        return count
+
+    monkeypatch.setattr(PosixFile, "read_into", flipping)
+    assert restored(tmp_path, state).step == 6
+    assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
+
+
+def test_a_medium_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch) -> None:
+    state = run_to(tmp_path, 6, build())
+    real = PosixFile.read_into
+
+    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if "000000000006" in self._path and self._path.endswith(".safetensors"):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(self, mv, offset)
+
+    monkeypatch.setattr(PosixFile, "read_into", failing)
+    with pytest.warns(LastgoodWarning, match="step 6: .*cannot be read"):
+        assert restored(tmp_path, state).step == 3
+
+
+def test_a_damaged_step_that_is_asked_for_is_never_replaced_by_an_abandoned_one(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step).result()
+        ckpt.restore(step=1)
+        state["w"].fill_(30)
+        ckpt.save(3).result()
+        ckpt.wait()
+    newest = max((tmp_path / "gen").glob("000000000003-*"), key=lambda one: one.stat().st_ctime)
+    flip(newest / "r00000.safetensors")
+    with pytest.raises(errors.Damaged):
+        lastgood.load(tmp_path, state, step=3)
+
+
+def test_samplers_are_told_once_a_step_wherever_they_are_and_whoever_saves(tmp_path: Path) -> None:
+    """A sampler in a nested dict, or a loop that calls save and not step, once kept its cursor at zero."""
+    first, second = (lastgood.ResumableSampler(100, 10, seed=1) for _ in range(2))
+    state = {"data": {"order": first, "again": first}, "other": [second]}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1)
+        ckpt.save(2, metrics={"loss": 1.0})
+        ckpt.step(2)
+        ckpt.step(3)
+    assert first.position == second.position == (0, 3)
+
+
+def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, monkeypatch) -> None:
+    state = run_to(tmp_path, 6, build())
+    flip(newest_blob(tmp_path))
+    real = PosixFile.write_at
+
+    def full(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if "incarnations" not in self._path and ".probe" not in self._path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, mv, offset)
+
+    monkeypatch.setattr(PosixFile, "write_at", full)
+    with pytest.warns(LastgoodWarning):
+        assert restored(tmp_path, state).step == 3
+
+
+def test_a_script_that_never_closes_saves_all_the_same_and_is_told_what_failed(tmp_path: Path) -> None:
+    """Saves queued when a script ended were lost without a word."""
+    program = f"""
+        import lastgood, torch
+        ckpt = lastgood.Checkpointer({str(tmp_path / "run")!r}, {{"w": torch.zeros(2_000_000)}})
+        for n in range(1, 6):
+            ckpt.save(n)
+        other = lastgood.Checkpointer({str(tmp_path / "other")!r}, {{"w": torch.zeros(3)}})
+        from lastgood.rawio.files import PosixFile
+        def reserve(self, length):
+            raise OSError(28, "No space left on device")
+        ckpt.wait()
+        ckpt.save(6)
+        other.save(1).result()
+        PosixFile.reserve = reserve
+        other.save(2)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert "NoSpace" in done.stderr
+    assert lastgood.open(tmp_path / "other").generation().step == 1
+
+
+def test_a_save_from_a_signal_handler_in_the_middle_of_a_copy_is_refused_and_hangs_nothing(tmp_path: Path) -> None:
+    heard: list[str] = []
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3_000_000)}, memory=1 << 20) as ckpt:
+
+        def handler(*_: object) -> None:
+            try:
+                ckpt.save(2)
+            except errors.Refused as error:
+                heard.append(error.what)
+
+        before = signal.signal(signal.SIGALRM, handler)
+        try:
+            take = ckpt._behind.start
+
+            def start(*args: object) -> None:
+                take(*args)
+                signal.raise_signal(signal.SIGALRM)
+
+            ckpt._behind.start = start  # type: ignore[method-assign]
+            ckpt.save(1).result(timeout=30)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+    assert heard == ["a save was asked for while the state is copied"]
+
+
+def test_an_event_callback_that_fails_while_leaving_masks_nothing(tmp_path: Path) -> None:
+    def broken(_: lastgood.Event) -> None:
+        raise ValueError("a logger's bug")
+
+    with (
+        pytest.raises(ZeroDivisionError),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, on_event=broken) as ckpt,
+    ):
+        ckpt.save(1)
+        raise ZeroDivisionError
+
+
+def test_reading_a_run_leaves_its_directory_as_it_was(tmp_path: Path) -> None:
+    state = run_to(tmp_path, 3, build())
+    before = os.stat(tmp_path).st_mtime_ns
+    lastgood.load(tmp_path, state)
+    assert lastgood.open(tmp_path).verify(3) == []
+    assert os.stat(tmp_path).st_mtime_ns == before
+
+
+@pytest.mark.parametrize("step", [3.0, "3", None])
+def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: object) -> None:
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt, pytest.raises(errors.Refused, match="whole"):
+        ckpt.save(step)

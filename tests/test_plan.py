@@ -145,7 +145,7 @@ def test_the_same_step_in_two_incarnations_is_two_generations():
     second = past.open(at(10, first))
     past.save(20, second)
     assert choose(past.survey, None).candidates == [at(20, second), at(10, first)]
-    assert choose(past.survey, 20).candidates == [at(20, second), at(20, first)], "that of the lineage first"
+    assert choose(past.survey, 20).candidates == [at(20, second)], "the abandoned one is never taken in its place"
 
 
 def test_a_lost_commit_is_reported_whoever_names_it():

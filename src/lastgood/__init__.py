@@ -14,12 +14,13 @@ from .plan.retention import Keep
 from .records import Event, Finding, Generation
 
 if TYPE_CHECKING:
+    from .run.background import Save
     from .train.access import Run
     from .train.access import load_once as load
     from .train.access import open_run as open
     from .train.access import save_once as save
     from .train.audit import Audit
-    from .train.checkpointer import Checkpointer, Save
+    from .train.checkpointer import Checkpointer
     from .train.loading import Restored
     from .train.sampler import ResumableSampler
 
@@ -31,7 +32,7 @@ _LAZY = {
     "ResumableSampler": ("train.sampler", "ResumableSampler"),
     "Restored": ("train.loading", "Restored"),
     "Run": ("train.access", "Run"),
-    "Save": ("train.checkpointer", "Save"),
+    "Save": ("run.background", "Save"),
     "load": ("train.access", "load_once"),
     "open": ("train.access", "open_run"),
     "save": ("train.access", "save_once"),

@@ -5,7 +5,7 @@
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
     |    NotARun  NotWritable  NotRestored  NameTaken
     |- Damaged       bytes are not what was committed                      an older generation   exit 4
-    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  NothingGood
+    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  NothingGood  HalfLoaded
     `- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
          TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled
 
@@ -137,6 +137,14 @@ class ManifestInvalid(Damaged):
 
 class MissingBlob(Damaged):
     """A file that was committed is gone."""
+
+
+class Unreadable(Damaged):
+    """The medium answers a read with an error."""
+
+
+class HalfLoaded(Damaged):
+    """Loading failed after it had begun to write: the live state is part of one step and part of another."""
 
 
 class NothingGood(Damaged):

@@ -26,11 +26,10 @@ from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NothingGoo
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
-from ..plan.retention import Keep
+from ..plan.retention import KEEP, Keep
 from ..records import Finding, Generation, GenerationId
 from ..run import places
 from ..run.reader import WORKERS
-from ..run.writer import KEEP
 from . import compare, exporting, importing, sweep
 from . import show as views
 from .terminal import Watched, clean, console, progress

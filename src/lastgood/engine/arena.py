@@ -30,14 +30,16 @@ class Lease:
 class Arena:
     """`arena_bytes` (rounded up to whole chunks) of memory, touched once, here: a first touch costs ten times a copy.
 
-    The mapping is shared, so that data-loader workers forked meanwhile do not turn every write into a page copy. The
-    memory goes back to the system with the last reference to it.
+    Data-loader workers that are forked meanwhile do not get it: they would turn every write into a page copy, and keep
+    it alive. It goes back to the system with the last reference to it.
     """
 
     def __init__(self, arena_bytes: int, chunk_bytes: int) -> None:
         self.chunk_bytes = round_up(max(chunk_bytes, 1))
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
         memory = mmap.mmap(-1, self.arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _POPULATE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            memory.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(memory)
         self._free = list(range(self.arena_bytes - self.chunk_bytes, -1, -self.chunk_bytes))
         self._changed = threading.Condition()

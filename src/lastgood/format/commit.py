@@ -29,7 +29,6 @@ from ..errors import (
     MissingBlob,
     NoSpace,
     SumMismatch,
-    TierDown,
     Truncated,
     UnknownFormat,
 )
@@ -184,7 +183,7 @@ def survey(tier: Tier) -> Survey:
         if layout.COMMIT in there:
             try:
                 found.generations[at] = read_generation(tier, at, found.run)
-            except (Damaged, TierDown) as error:
+            except Damaged as error:
                 found.broken[at] = error
         elif layout.GOING in there or not there:  # an empty folder is the last that an ending leaves
             found.going.add(at)
@@ -227,7 +226,7 @@ def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> la
         return None
     try:
         return layout.decode(_read(tier, name, length), kind, name)
-    except (Damaged, TierDown):
+    except Damaged:
         return None
 
 

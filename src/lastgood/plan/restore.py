@@ -78,7 +78,8 @@ def choose(survey: Survey, step: int | None) -> Choice:
     if step is not None:
         order = {one.id: one.order for one in survey.incarnations.values()}
         others = sorted(survey.generations, key=lambda at: -order.get(at.incarnation, 0))
-        wanted = [at for at in dict.fromkeys([*chain, *others]) if at.step == step]
+        mine = [at for at in chain if at.step == step]
+        wanted = mine or [at for at in others if at.step == step][:1]  # an abandoned one only where it is the only one
         if not wanted:
             there = ", ".join(str(at.step) for at in sorted(survey.generations)) or "none"
             raise NoSuchStep(f"no generation of step {step}", todo=f"Steps that are there: {there}.")

@@ -35,6 +35,9 @@ class Keep:
             raise Refused(f"best={self.best!r}", todo='Give ("loss", "min", 3): a metric, "min" or "max", how many.')
 
 
+KEEP = Keep()
+
+
 def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generation]) -> list[GenerationId]:
     """Generations that may go, oldest first. `chain`: the lineage, newest first. `abandoned`: all others.
 

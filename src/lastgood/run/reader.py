@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..engine import fetch
 from ..engine.arena import Arena
-from ..errors import Damaged, NoSuchStep, NoSuchTensor, NothingGood, TierDown
+from ..errors import Damaged, NoSuchStep, NoSuchTensor, NothingGood
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
@@ -33,28 +33,46 @@ class Found(NamedTuple):
 
 
 def newest_good(
-    tier: Tier, survey: Survey, step: int | None, load: Loader, note: Callable[[Generation, Damaged], None]
+    tier: Tier,
+    survey: Survey,
+    step: int | None,
+    load: Loader,
+    examine: Callable[[Generation], list[Finding]] | None = None,
+    mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
 ) -> Found:
     """Try generations until one loads: of the lineage, newest first; or only `step`.
 
-    `load` reads everything and raises Damaged before it applies anything. `note` hears of each damage found on the way.
-    Raises NoSuchStep, Damaged (for an explicit step), NothingGood (with what is wrong with each), Unavailable.
+    `load` raises Damaged before it applies anything. Then, where there is an `examine`, the generation is read again:
+    with findings they are handed to `mark` and the next older one is tried; without any, the fault was not in the
+    files, and it is loaded once more. Raises NoSuchStep, Damaged (for an explicit step, or where intact files do not
+    load the second time either), NothingGood (with what is wrong with each), Unavailable.
     """
     choice = restore.choose(survey, step)
     over = [(at.step, reason) for at, reason in choice.passed_over]
+
+    def attempt(generation: Generation) -> None:
+        load(generation, commit.read_manifest(tier, generation))
+
     for at in choice.candidates:
+        intact = False
         try:
             if at in survey.broken:
                 raise survey.broken[at]
             generation = survey.generations[at]
             try:
-                load(generation, commit.read_manifest(tier, generation))
-            except Damaged as error:
-                note(generation, error)
-                raise
-            return Found(generation, sorted((one for one in over if one[0] >= at.step), reverse=True))
-        except (Damaged, TierDown) as error:
-            if step is not None and at == choice.candidates[-1]:
+                attempt(generation)
+            except Damaged:
+                findings = examine(generation) if examine else None
+                if findings == []:
+                    intact = True
+                    attempt(generation)
+                else:
+                    mark(generation, findings or [])
+                    raise
+            newer = [one for one in over if one[0] >= at.step]
+            return Found(generation, sorted(newer, reverse=True))
+        except Damaged as error:
+            if intact or (step is not None and at == choice.candidates[-1]):
                 raise
             over.append((at.step, str(error)))
     if not over:
@@ -176,7 +194,7 @@ class RunReader:
         )
 
     def verify(self, step: int | None = None) -> list[Finding]:
-        """Every damage of a generation (default: the newest), read past the page cache; empty when it is good.
+        """Every damage of a generation, read past the page cache; default: the newest that is not marked damaged.
 
         Raises NoSuchStep, Unavailable.
         """

@@ -18,16 +18,24 @@ import msgspec
 
 from ..engine import persist
 from ..engine.arena import Arena
-from ..errors import CommitUnknown, Damaged, LastgoodError, NotRestored, StepTaken, TierDown
+from ..errors import (
+    Cancelled,
+    CommitUnknown,
+    Damaged,
+    LastgoodError,
+    NameTaken,
+    NotRestored,
+    StepTaken,
+    Unavailable,
+    Unreadable,
+)
 from ..format import commit, layout
 from ..format.layout import Image
 from ..plan import restore
-from ..plan.retention import Keep, stale_incarnations, surplus, unverified_ahead
+from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, unverified_ahead
 from ..ports import Tier
 from ..records import Commit, Event, Finding, Generation, GenerationId, Incarnation, Manifest, Pointer, RunHeader, World
 from .reader import read_all
-
-KEEP = Keep()
 
 
 class RunWriter:
@@ -67,7 +75,7 @@ class RunWriter:
         ident = self.survey.run
         if ident is None:
             newest = max(self.survey.generations.values(), key=lambda one: one.commit.order, default=None)
-            unread = next((one for one in self.survey.broken.values() if isinstance(one, TierDown)), None)
+            unread = next((one for one in self.survey.broken.values() if isinstance(one, Unreadable)), None)
             if newest is None and unread:
                 raise unread  # it may be read later, and a new name now would disown it
             ident = newest.commit.run if newest else self._new_id()
@@ -80,7 +88,7 @@ class RunWriter:
             for name, length in self.tier.list(home).items():
                 if length is not None and layout.is_litter(home, name):
                     self.tier.delete(f"{home}/{name}".lstrip("/"))
-        for at in [*self.survey.going, *restore.never_committed(self.survey)]:
+        for at in sorted(self.survey.going | restore.never_committed(self.survey)):
             commit.retire(self.tier, at)
             self.survey.going.discard(at)
             self.survey.incomplete.discard(at)
@@ -187,6 +195,8 @@ class RunWriter:
             self._unknown.add(at)
             self._last = at  # this step may exist: it is not written again
             raise
+        except NameTaken:
+            raise  # what lies there is not of this save
         except BaseException:
             # What cannot be removed now is litter without a COMMIT, and the next opening removes it.
             with contextlib.suppress(LastgoodError):
@@ -217,7 +227,12 @@ class RunWriter:
             if generation.verified:
                 break
             begun = self._monotonic()
-            findings = read_all(self.tier, generation, arena, self._workers, stop)
+            try:
+                findings = read_all(self.tier, generation, arena, self._workers, stop)
+            except (Cancelled, Unavailable):
+                if problem:
+                    break  # what was found already must be told
+                raise
             self.conclude(generation, findings)
             self._tell(
                 self._event(
@@ -247,7 +262,7 @@ class RunWriter:
 
     def point(self) -> None:
         """Let LASTGOOD.json and latest_ok name the newest verified generation of the lineage."""
-        newest = next((one for one in self.lineage() if one.verified and not one.damaged), None)
+        newest = self.newest_verified()
         if newest is not None:
             pointer = Pointer(
                 format=layout.FORMAT, step=newest.step, incarnation=newest.id.incarnation, root=newest.root
@@ -257,7 +272,8 @@ class RunWriter:
                 self.survey.pointer = pointer
 
     def clean(self) -> None:
-        """Delete what retention lets go, each in two phases."""
+        """Delete what retention lets go, each in two phases; never what the pointer still names."""
+        self.point()
         chain = self.lineage()
         of_lineage = {one.id for one in chain}
         abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]

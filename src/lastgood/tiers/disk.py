@@ -17,7 +17,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, NoSpace, NotWritable, TierDown, Truncated
+from ..errors import (
+    CommitUnknown,
+    LastgoodError,
+    MissingBlob,
+    NameTaken,
+    NoSpace,
+    NotWritable,
+    TierDown,
+    Truncated,
+    Unreadable,
+)
 from ..ports import File, Files
 from ..rawio.files import BLOCK_BYTES, round_up
 from ..records import Extent
@@ -27,6 +37,7 @@ WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ESPIPE)
+_ROTTEN = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -67,6 +78,10 @@ class Disk:
         staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
         with self._telling(name):
             self._make_folder(_folder(name))
+            if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
+                self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
+                self._sync_folder(_folder(name))
+                return
             if not self._atomic:
                 self._create_in_place(path, data)
                 return
@@ -145,7 +160,13 @@ class Disk:
             try:
                 got = 0
                 while got < extent.length:
-                    end = got + file.read_into(mv[got:want], extent.offset + got)
+                    try:
+                        end = got + file.read_into(mv[got:want], extent.offset + got)
+                    except OSError as error:
+                        if error.errno not in _ROTTEN:
+                            raise
+                        what = f"{self._path(extent.blob)} cannot be read at {extent.offset + got:,}: {error.strerror}"
+                        raise Unreadable(what, blob=extent.blob, offset=extent.offset + got) from error
                     # Direct I/O goes on from a block boundary; less than a block is had only at the end of the file.
                     whole = end - end % BLOCK_BYTES if direct and end < extent.length else end
                     if whole <= got:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 
 from ..engine.arena import Arena
-from ..errors import Damaged
+from ..errors import LastgoodWarning
 from ..format import commit, layout
-from ..records import Generation
+from ..records import Finding, Generation
 from ..run import places
-from ..run.reader import WORKERS, RunReader
+from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
 from . import staging
 from .loading import Request, Restored, load_into
@@ -44,9 +45,9 @@ def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], ste
 
     It continues the newest generation that is there; nothing is deleted. Raises what a Checkpointer raises.
     """
+    captured = capture(state)  # refuses before anything is made
     with places.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         run = RunWriter(disk, workers)
-        captured = capture(state)
         newest = next(iter(run.lineage()), None)
         run.begin(newest.id if newest else None)
         images = staging.lay_out(captured.tensors)
@@ -75,8 +76,14 @@ def load_once(
     """
     tier = places.for_reading(path)
 
-    def ignore(generation: Generation, error: Damaged) -> None:
-        """A reader leaves no marks; what was stepped over stands in the answer."""
-
     with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-        return load_into(Request(state, strict, rename), tier, commit.survey(tier), step, Arena, workers, ignore)
+        small = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+
+        def examine(generation: Generation) -> list[Finding]:
+            return read_all(tier, generation, small, workers)
+
+        found = load_into(Request(state, strict, rename), tier, commit.survey(tier), step, Arena, workers, examine)
+    if found.stepped_over:
+        told = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
+        warnings.warn(f"loaded step {found.step}, stepping over\n{told}", LastgoodWarning, stacklevel=2)
+    return found

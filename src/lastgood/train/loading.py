@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..engine.arena import Arena
-from ..errors import Damaged
+from ..errors import Damaged, HalfLoaded, Unavailable
 from ..format.commit import Survey
 from ..ports import Tier
 from ..rawio.files import round_up
-from ..records import Generation, Manifest
+from ..records import Finding, Generation, Manifest
 from ..run import reader
 from .state import Stored, from_bytes, match
 
@@ -48,7 +50,10 @@ class Request:
 
 def _half_of_memory_bytes() -> int:
     """What a restore takes at the most; a generation that is larger, or claims to be, is read twice, in parts."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # "max", or no such limit here
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return memory // 2
 
 
 def load_into(
@@ -58,15 +63,17 @@ def load_into(
     step: int | None,
     arena_for: Callable[[int, int], Arena],
     workers: Executor,
-    note: Callable[[Generation, Damaged], None],
+    examine: Callable[[Generation], list[Finding]],
+    mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     `arena_for(image bytes, chunk bytes)` lends the memory. Raises StateMismatch, NoSuchStep, NothingGood, Unavailable,
-    each before the live state is touched.
+    each before the live state is touched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
     skipped: list[str] = []
+    touched: list[int] = []
 
     def load(generation: Generation, manifest: Manifest) -> None:
         pieces = {piece.name: piece for piece in manifest.pieces}
@@ -89,10 +96,21 @@ def load_into(
             raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
             return from_bytes(raw, *shapes[name])
 
+        touched.append(manifest.step)
         fit.apply(fetched)
+        touched.clear()
         skipped[:] = fit.skipped
 
-    found = reader.newest_good(tier, survey, step, load, note)
+    try:
+        found = reader.newest_good(tier, survey, step, load, examine, mark)
+    except (Damaged, Unavailable) as error:
+        if not touched:
+            raise
+        raise HalfLoaded(
+            f"{error.what}; loading step {touched[-1]} had begun",
+            safe="\nThe generations are untouched. The live state is part of that step: do not train on it.",
+            todo="Build the state anew and restore again, or ask for another step.",
+        ) from error
     return Restored(
         step=found.generation.step if found.generation else 0,
         generation=found.generation,
