@@ -54,6 +54,7 @@ _MAKES = r"(openat|close|pwrite64|fsync|link|unlink|newfstatat|mkdir)\(.* = -1 (
 IGNORED: list[tuple[str, str, str]] = [
     (r".*", r"/\.probe-", "the probe for direct I/O: without an answer, I/O goes through the page cache"),
     (r"close\(", r"", "it is closed either way, and what a close can report, the fsync before it has reported"),
+    (r"link\(", r"/COMMIT\.json$", "it was there: what the name holds is read, and identical bytes are success"),
     (r"flock\(.*LOCK_UN", r"/\.lock$", "the lock goes with its file all the same"),
     (r"access\(", r"", "asked before the probe; without an answer there is none"),
     (r"(unlink|newfstatat)\(", r"\.tmp$", "the second name of a durable record: litter that the next opening takes"),
@@ -246,15 +247,18 @@ def _silent(hits: list[str], box: Path) -> list[str]:
 
 
 def spread(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
-    """A seeded choice that takes every scenario, call and kind in turn."""
+    """A seeded choice that takes the scenarios in turn, and in each of them every call and kind in turn."""
     chance = random.Random(seed)
-    kinds: dict[tuple[str, str], list[Fault]] = defaultdict(list)
+
+    def in_turn(groups: Iterable[Sequence[Fault]]) -> list[Fault]:
+        shuffled = chance.sample(found := [list(one) for one in groups], len(found))
+        return [group[turn] for turn in range(max(map(len, found))) for group in shuffled if turn < len(group)]
+
+    scenarios: dict[str, dict[tuple[str, str], list[Fault]]] = defaultdict(lambda: defaultdict(list))
     for one in faults:
-        kinds[one.call, f"{one.what}{one.sticky}"].append(one)
-    groups = [chance.sample(group, len(group)) for group in kinds.values()]
-    chance.shuffle(groups)
-    rounds = (one for turn in range(max(map(len, groups))) for group in groups for one in group[turn : turn + 1])
-    return [one for _, one in zip(range(count), rounds, strict=False)]
+        scenarios[one.scenario][one.call, f"{one.what}{one.sticky}"].append(one)
+    shuffled = ([chance.sample(kind, len(kind)) for kind in kinds.values()] for kinds in scenarios.values())
+    return in_turn(in_turn(kinds) for kinds in shuffled)[:count]
 
 
 # ---- short writes and full disks -------------------------------------------------------------------------------

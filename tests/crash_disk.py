@@ -129,9 +129,10 @@ class Folder:
         for name in dict.fromkeys([*self.names, *self.was]):
             node = self.names.get(name)
             if name in self.was:
-                ways = {id(one): one for one in [node, *self.was[name][::-1]]}
-                ways[id(oldest)] = ways.pop(id(oldest := self.was[name][0]))  # what was synced goes last
-                node = list(ways.values())[pick("names", len(ways))]
+                oldest = self.was[name][0]
+                between = {id(one): one for one in self.was[name][::-1] if one is not node and one is not oldest}
+                ways = [node, *between.values(), oldest]
+                node = ways[pick("names", len(ways))]
             if node is not None:
                 out.names[name] = node.crashed(pick, seen)
         return out

@@ -336,7 +336,7 @@ def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("last", [1, 2, 5])
 def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp_path: Path, last: int) -> None:
-    """The bound once grew with the backlog that was allowed: eleven generations with last=5, where eight were promised."""
+    """The bound once grew with the backlog that was allowed: eleven generations where eight were promised."""
     state = {"w": torch.zeros(100_000)}
     most = 0
     with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=last)) as ckpt:

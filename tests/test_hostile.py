@@ -124,7 +124,8 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
 
         def hear(event: str, args: tuple) -> None:
             if event == "open" or event.startswith("os."):
-                for one in args[:2]:
+                # what a new symbolic link says is text, and touches nothing
+                for one in args[1:2] if event == "os.symlink" else args[:2]:
                     if isinstance(one, str | bytes) and (event != "open" or one is args[0]):
                         folder, name = os.path.split(os.path.abspath(os.fsdecode(one)))
                         full = os.path.join(os.path.realpath(folder), name)

@@ -36,6 +36,8 @@ def strace() -> str:
     found = shutil.which("strace")
     if not found:
         pytest.skip("needs strace: apt-get install strace")
+    if subprocess.run([found, "-o", os.devnull, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to trace a process (ptrace)")
     return found
 
 
@@ -70,7 +72,9 @@ def the_fault(sweep: syscalls.Sweep, scenario: str, call: str, path: str, what: 
     return sweep.trial(found[0])
 
 
-@pytest.mark.parametrize(("first", "told"), [("run/lastgood.json", "TierDown"), ("/COMMIT.json", "NothingGood")])
+@pytest.mark.parametrize(
+    ("first", "told"), [("run/lastgood.json", "Unreadable"), ("/COMMIT.json", "NothingGood+unread")]
+)
 def test_a_run_that_cannot_be_read_for_a_while_is_not_begun_anew(sweep: syscalls.Sweep, first: str, told: str) -> None:
     """Every read failed with EIO for the time of one opening. No commit and no incarnation could be read, so the run
     looked as if nothing had ever been committed: it got a new name, which disowned every commit for good, and training
@@ -107,6 +111,8 @@ def test_a_commit_whose_link_failed_is_not_mourned(sweep: syscalls.Sweep) -> Non
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if not ROOT or not shutil.which("mkfs.ext4"):
         pytest.skip("needs root, to mount a small file system, and e2fsprogs")
+    if subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to mount a small file system")
     with syscalls.small_disk(request.param, tmp_path) as mount:
         yield mount
 
@@ -138,9 +144,9 @@ def test_reads_and_writes_that_fall_short_are_taken_up_again(tmp_path: Path, how
 
 
 def test_a_run_that_was_killed_thirty_times_is_as_good_as_new(tmp_path: Path) -> None:
-    result = kills.series(tmp_path, SEED, 30, kills.work_seconds(tmp_path))
+    result = kills.series(tmp_path, SEED, 30, kills.pause(tmp_path))
     assert result.problems == []
-    assert result.ends.total() - result.ends["done"] >= 10, "most lives ended before they were killed"
+    assert result.ends.total() - result.ends["done"] >= 20, "lives ended before they were killed"
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_malformed_json_is_refused_and_never_makes_what_is_not_in_the_table(tree
         {1: 2},
         2**64,
         (1, 2),
-        object(),
+        pytest.param(object(), id="object"),
     ],
     ids=repr,
 )
@@ -230,7 +230,7 @@ class Text(str):
         collections.deque(),
         range(3),
         int,
-        object(),
+        pytest.param(object(), id="object"),
         threading.Lock(),
         random.Random(0),
         np.ones(2),
