@@ -476,7 +476,8 @@ def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
 
 
-def test_a_medium_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch) -> None:
+def test_what_the_medium_refuses_to_read_is_stepped_over_and_not_marked(tmp_path: Path, monkeypatch) -> None:
+    """One EIO while verifying once marked an acknowledged generation as damaged for good."""
     state = run_to(tmp_path, 6, build())
     real = PosixFile.read_into
 
@@ -488,6 +489,9 @@ def test_a_medium_that_cannot_be_read_is_damage(tmp_path: Path, monkeypatch) -> 
     monkeypatch.setattr(PosixFile, "read_into", failing)
     with pytest.warns(LastgoodWarning, match="step 6: .*cannot be read"):
         assert restored(tmp_path, state).step == 3
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
+    assert lastgood.load(tmp_path, state, step=6).step == 6
 
 
 def test_a_damaged_step_that_is_asked_for_is_never_replaced_by_an_abandoned_one(tmp_path: Path) -> None:

@@ -390,10 +390,13 @@ def test_a_link_that_failed_without_a_trace_is_unknown_and_nothing_is_deleted(tm
 
 
 def test_a_link_that_failed_over_half_a_record_is_unknown_and_nothing_is_deleted(tmp_path):
-    """Another's half record lies at the name; without a refusal by EEXIST nobody knows whose it is."""
-    tier = disk(str(tmp_path), Failing(link=failing(errno.EIO)))
-    (tmp_path / HOME).mkdir(parents=True)
-    (tmp_path / RECORD).write_bytes(b"rec")
+    """Half a record appears at the name while it is linked; without a refusal by EEXIST nobody knows whose it is."""
+
+    def half(real, path):
+        Path(path).write_bytes(b"rec")
+        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    tier = disk(str(tmp_path), Failing(link=half))
     with pytest.raises(CommitUnknown):
         tier.put_new(RECORD, b"record")
     assert (tmp_path / RECORD).read_bytes() == b"rec"

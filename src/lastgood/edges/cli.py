@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in args:
             print(json.dumps(answer.data, indent=2, allow_nan=False))
         else:
-            console(stderr=answer.error).print(answer.view)
+            console(stderr=answer.error).print(answer.view, soft_wrap=answer.error)  # a message is never cut in a pipe
         sys.stdout.flush()
         return answer.code
     except BrokenPipeError:  # whoever read our output has gone: no more to say, also not at exit

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
-from ..errors import Cancelled, Damaged, LastgoodError, SumMismatch
+from ..errors import Cancelled, Damaged, LastgoodError, SumMismatch, Unreadable
 from ..format import layout
 from ..format.layout import Image, Segment, Tensor
 from ..ports import Tier
@@ -137,10 +137,15 @@ def verify(
     readers: Executor,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Finding]:
-    """Read a rank's blobs past the page cache; every damage found. Raises Cancelled when `stop()`, Unavailable."""
+    """Read a rank's blobs past the page cache; every damage found.
+
+    Raises Cancelled when `stop()`, Unreadable and Unavailable where there is nothing to be found out now.
+    """
     findings: list[Finding] = []
 
-    def tell(error: LastgoodError) -> None:
+    def tell(error: Damaged) -> None:
+        if isinstance(error, Unreadable):
+            raise error  # it may be read again later: no evidence of what the bytes are
         findings.append(finding(error))
 
     for blob in manifest.blobs:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..engine import fetch
 from ..engine.arena import Arena
-from ..errors import Damaged, NoSuchStep, NoSuchTensor, NothingGood
+from ..errors import Damaged, NoSuchStep, NoSuchTensor, NothingGood, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
@@ -131,6 +131,8 @@ def read_all(
     try:
         found = commit.read_generation(tier, generation.id, generation.commit.run)
         manifest = commit.read_manifest(tier, found)
+    except Unreadable:
+        raise
     except Damaged as error:
         return [fetch.finding(error)]
     with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
@@ -200,7 +202,7 @@ class RunReader:
         """
         try:
             generation = self.generation(step)
+            with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+                return read_all(self.tier, generation, Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)
         except Damaged as error:
             return [fetch.finding(error)]
-        with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-            return read_all(self.tier, generation, Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)

@@ -229,7 +229,7 @@ class RunWriter:
             begun = self._monotonic()
             try:
                 findings = read_all(self.tier, generation, arena, self._workers, stop)
-            except (Cancelled, Unavailable):
+            except (Cancelled, Unavailable, Unreadable):
                 if problem:
                     break  # what was found already must be told
                 raise
