@@ -101,7 +101,7 @@ class Sweep:
     """Boxes to live in, the runs to start from, and the traces of undisturbed lives. Everything is below `at`."""
 
     def __init__(self, at: Path, scenarios: Sequence[str] = tuple(SCENARIOS), boxes: int = 2) -> None:
-        self.at = at
+        self.at, self.hung = at, 0
         self._boxes: SimpleQueue[Path] = SimpleQueue()
         for number in range(boxes):
             (at / f"box{number}").mkdir()
@@ -121,6 +121,17 @@ class Sweep:
         return found
 
     def trial(self, fault: Fault) -> Result:
+        """Of a life that hangs, a second one must end: whole machines stop for a while, too."""
+        for last in (False, True):
+            try:
+                return self._trial(fault)
+            except subprocess.TimeoutExpired:
+                self.hung += 1
+                if last:
+                    return Result(fault, "hung", ["it hung, twice"])
+        raise AssertionError
+
+    def _trial(self, fault: Fault) -> Result:
         box = self._boxes.get()
         try:
             ledger = self._fresh(fault.scenario, box)
@@ -193,13 +204,8 @@ class Sweep:
             command += ["-e", f"inject={fault.call}:{what}:when={fault.n}{'+' if fault.sticky else ''}"]
         if fault and fault.what != "KILL":  # with a filter in the kernel no signal is injected (strace 6.1, Linux 6.18)
             command += ["-f", "--seccomp-bpf"]
-        done = subprocess.run(
-            [*command, *VICTIM, str(box / "run"), *SCENARIOS[scenario]],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=environment(self.at),
-        )
+        life = [*command, *VICTIM, str(box / "run"), *SCENARIOS[scenario]]
+        done = subprocess.run(life, capture_output=True, text=True, timeout=60, env=environment(self.at))
         return done.returncode, done.stdout.splitlines(), log.read_text(errors="replace").splitlines(), done.stderr
 
 
@@ -401,6 +407,7 @@ def main() -> int:
     facts = {
         "trials": len(results),
         "full_disks_and_short_writes": len(disks),
+        "lives_that_hung": sweep.hung,
         "violations": wrong,
         "seconds": round(time.monotonic() - begun),
         "seed": options.seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..errors import NoSuchStep, Unreadable
+from ..errors import NoSuchStep
 from ..format.commit import Survey
 from ..records import Finding, GenerationId
 
@@ -92,9 +92,9 @@ def choose(survey: Survey, step: int | None) -> Choice:
     for at in chain:
         if at in survey.broken:
             passed.append((at, str(survey.broken[at])))
-        elif any(one.kind != Unreadable.__name__ for one in survey.generations[at].damaged):
+        elif survey.generations[at].damaged:
             passed.append((at, told(survey.generations[at].damaged)))
-        else:  # an error of the medium may pass: what could only not be read is tried again
+        else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))
 
