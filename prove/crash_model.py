@@ -8,8 +8,10 @@ seeds that play them again. Writes prove/reports/crash_model.*
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import random
+import signal
 import sys
 import time
 from collections import Counter
@@ -76,23 +78,24 @@ def main() -> int:
     ):
         states: set[int] = set()
         by_scenario, judged, lost = Counter[str](), Counter[str](), Counter[str]()
-        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:  # a fork would share the arena's memory
-            for played in pool.imap_unordered(one, plays(mode, options.seed)):
-                before = len(states)
-                states |= played.states
-                by_scenario[played.scenario] += len(states) - before
-                judged[played.scenario] += played.judged
-                lost[played.scenario] += played.lost
-                if played.violation:
-                    violations.append(played.violation)
-                    print(f"\n{played.violation}")
-                print(
-                    f"\r{mode}: {len(states):,} of {goal:,} states, {time.monotonic() - begun:.0f} s",
-                    end="",
-                    flush=True,
-                )
-                if len(states) >= goal or len(violations) >= 5:
-                    break
+        # A fork would share the arena's memory. Ctrl-C is for this process: it ends the mode and reports what was done.
+        with multiprocessing.get_context("spawn").Pool(
+            options.jobs, signal.signal, (signal.SIGINT, signal.SIG_IGN)
+        ) as pool:
+            with contextlib.suppress(KeyboardInterrupt):
+                for played in pool.imap_unordered(one, plays(mode, options.seed)):
+                    before = len(states)
+                    states |= played.states
+                    by_scenario[played.scenario] += len(states) - before
+                    judged[played.scenario] += played.judged
+                    lost[played.scenario] += played.lost
+                    if played.violation:
+                        violations.append(played.violation)
+                        print(f"\n{played.violation}")
+                    seconds = time.monotonic() - begun
+                    print(f"\r{mode}: {len(states):,} of {goal:,} states, {seconds:.0f} s", end="", flush=True)
+                    if len(states) >= goal or len(violations) >= 5:
+                        break
             pool.terminate()
         print()
         total += len(states)

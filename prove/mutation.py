@@ -706,8 +706,8 @@ def _lineages() -> list[Mutant]:
             (
                 "damaged ones are passed over",
                 RESTORE,
-                "        elif survey.generations[at].damaged:\n",
-                "        elif False:\n",
+                "            passed.append((at, told(survey.generations[at].damaged)))\n        else:\n",
+                "            pass\n        if at not in survey.broken:\n",
             ),
             (
                 "next older after damage",

@@ -50,7 +50,7 @@ TAKES_SPACE = {"openat", "pwrite64", "fallocate", "fsync", "link", "mkdir", "ren
 
 # What may fail without a word when nothing comes of it: (call in a line of the trace, path, reason).
 _READS = r"(openat|close|preadv2?|pread64|fadvise64)\("
-_MAKES = r"(openat|close|pwrite64|fsync|link|unlink|newfstatat|mkdir)\(.* = -1 (ENOSPC|EDQUOT)"
+_FULL = r"(openat|close|pwrite64|fsync|link|unlink|newfstatat|getdents64|mkdir)\(.* = -1 (ENOSPC|EDQUOT)"
 IGNORED: list[tuple[str, str, str]] = [
     (r".*", r"/\.probe-", "the probe for direct I/O: without an answer, I/O goes through the page cache"),
     (r"close\(", r"", "it is closed either way, and what a close can report, the fsync before it has reported"),
@@ -61,7 +61,7 @@ IGNORED: list[tuple[str, str, str]] = [
     (_READS, r"/(VERIFIED|DAMAGED|LASTGOOD)\.json$", "a hint, made anew when it matters"),
     (_READS, r"/lastgood\.json$", "commits repeat it"),
     (_READS, r"/incarnations/", "commits repeat it"),
-    (_MAKES, r"/GOING\.json|^run/gen(/[^/]+)?$", "on a full disk a generation goes without its reason: space is had"),
+    (_FULL, r"^run/gen(/|$)", "on a full disk a generation goes without its reason: space is had"),
 ]
 
 
