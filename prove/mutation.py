@@ -424,7 +424,7 @@ def _orders() -> list[Mutant]:
             (
                 "begin is durable before it is used",
                 WRITER,
-                "        self.tier.put_new(layout.incarnation_name(order, record.id), layout.encode(record))\n",
+                "        self.tier.put_new(layout.incarnation_name(record), layout.encode(record))\n",
                 "",
             ),
             (
@@ -484,8 +484,8 @@ def _digests() -> list[Mutant]:
             (
                 "content check of a restore",
                 READER,
-                "            check.see(part.data)\n        check.finish()\n",
-                "            check.see(part.data)\n",
+                "            check.see(data)\n        check.finish()\n",
+                "            check.see(data)\n",
             ),
             ("content check of a verification", FETCH, "                check.finish()\n", "                pass\n"),
             (
@@ -517,7 +517,7 @@ def _digests() -> list[Mutant]:
             (
                 "chunks are read past the cache",
                 FETCH,
-                "length=extent.length), view, fresh=fresh)",
+                "length=extent.length), view, fresh=True)",
                 "length=extent.length), view)",
             ),
             ("length of a manifest", COMMIT, "    _need_length(name, there.get(one.manifest), one.length)\n", ""),
@@ -610,8 +610,20 @@ def _forms() -> list[Mutant]:
             (
                 "incarnation in its own file",
                 COMMIT,
-                "        if record is not None and (record.order, record.id) == parsed:\n",
-                "        if record is not None:\n",
+                '        if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # else',
+                '        if _hint(tier, f"incarnations/{name}", length, Incarnation) or True:  # else',
+            ),
+            (
+                "damaged incarnation counts by its name",
+                COMMIT,
+                "length, Incarnation) in (None, named):  # else",
+                "length, Incarnation) == named:  # else",
+            ),
+            (
+                "incarnation that is no file",
+                COMMIT,
+                "        if named is None or length is None or length < 0:\n",
+                "        if named is None:\n",
             ),
         ]
     ]

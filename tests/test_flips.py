@@ -15,6 +15,7 @@ import pytest
 from harness import Inline, State, load, save
 from lastgood.engine.arena import Arena
 from lastgood.errors import Damaged, LastgoodError
+from lastgood.format.commit import survey
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import PosixFiles
 from lastgood.run.reader import read_all
@@ -85,7 +86,7 @@ def test_the_run_holds_what_the_damage_below_is_meant_for(run):
             for name in ("COMMIT.json", "VERIFIED.json", "r00000.manifest.json", "r00000.safetensors")
         ),
         "incarnations/000001-00000011.json",
-        "incarnations/000002-00000020.json",
+        "incarnations/000002-00000020-after-000000000010-00000011.json",
         "lastgood.json",
     ]
     found, state = load(run.tier, workers=WORKERS)
@@ -166,3 +167,16 @@ def test_no_damage_costs_a_good_generation_when_the_run_goes_on(tmp_path):
         writer.clean()
         assert load(run.tier, workers=WORKERS)[1] == {"weight": b"after"}, name
         assert load(run.tier, found.generation.step, WORKERS)[1] == state, name
+
+
+def test_a_rewind_that_has_not_saved_yet_outlives_any_damage_to_its_record(tmp_path):
+    """Its record was once the only witness of a rewind: one bit of it, and the abandoned step was chosen again."""
+    run = Run(tmp_path)
+    old = next(at for at in survey(run.tier).generations if at.step == 10)
+    RunWriter(run.tier, WORKERS, new_id=lambda: "00000030").begin(old)
+    record = next((tmp_path / "incarnations").glob("*-00000030-*"))
+    good = record.read_bytes()
+    flipped = (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(len(good)))
+    for bad in (b"", good[:1], good[:-1], bytes(len(good)), *flipped):
+        record.write_bytes(bad)
+        assert load(run.tier, workers=WORKERS)[1] == OLD, bad

@@ -371,11 +371,11 @@ def test_a_newer_format_is_refused_by_name_whatever_else_is_in_it():
 # ---- names -----------------------------------------------------------------------------------------------------
 
 
-@given(ids, st.integers(1, 999_999))
-def test_names_come_back_as_what_they_name(at, order):
+@given(ids, st.integers(1, 999_999), st.none() | ids)
+def test_names_come_back_as_what_they_name(at, order, parent):
     assert layout.parse_folder(layout.folder(at).removeprefix("gen/")) == at
-    name = layout.incarnation_name(order, at.incarnation)
-    assert layout.parse_incarnation(name.removeprefix("incarnations/")) == (order, at.incarnation)
+    one = Incarnation(format=layout.FORMAT, order=order, id=at.incarnation, parent=parent)
+    assert layout.parse_incarnation(layout.incarnation_name(one).removeprefix("incarnations/")) == one
 
 
 @given(st.lists(ids, min_size=2, max_size=2))
@@ -406,7 +406,17 @@ def test_other_spellings_are_no_generation(name):
     assert layout.parse_folder(name) is None
 
 
-@pytest.mark.parametrize("name", ["000001-9f3ac21b.json.tmp", "1-9f3ac21b.json", "٠٠٠٠٠١-9f3ac21b.json", "x"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "000001-9f3ac21b.json.tmp",
+        "1-9f3ac21b.json",
+        "٠٠٠٠٠١-9f3ac21b.json",
+        "000001-9f3ac21b-after-000000000001.json",
+        "000001-9f3ac21b-after-1-9f3ac21b.json",
+        "x",
+    ],
+)
 def test_other_spellings_are_no_incarnation(name):
     assert layout.parse_incarnation(name) is None
 

@@ -373,8 +373,7 @@ def test_tied_weights_are_stored_once_and_fill_both():
     assert saved.stored.aliases == {"model.head.weight": "model.embed.weight", "same.0": "model.embed.weight"}
     tied, untied = Tied(), Tied(tied=False)
     for target in (tied, untied):
-        found = saved.load({"model": target, "same": [torch.zeros(4, 3)]}, exclude=["rng"])
-        assert found.names == ["model.embed.weight"]
+        saved.load({"model": target, "same": [torch.zeros(4, 3)]}, exclude=["rng"])
         assert torch.equal(target.head.weight, source.embed.weight)
         assert torch.equal(target.embed.weight, source.embed.weight)
 

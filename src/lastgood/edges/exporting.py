@@ -161,9 +161,9 @@ def telling(path: str) -> Iterator[None]:
     except OSError as error:
         what = f"{path}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpace(what, safe="Nothing was written.", todo="Free space, or give another place.") from error
+            raise NoSpace(what, safe="There is no half file.", todo="Free space, or give another place.") from error
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL):
             raise Refused(what, safe="Nothing was touched.", todo="Check the path.") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise NotWritable(what, safe="Nothing was touched.", todo="Check the owner and the rights.") from error
-        raise TierDown(what, safe="Nothing was written.") from error
+        raise TierDown(what, safe="There is no half file.") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from typing import NamedTuple
 
 from ..errors import Cancelled, Damaged, LastgoodError, SumMismatch, Unreadable
 from ..format import layout
@@ -17,13 +16,6 @@ from ..records import Blob, Extent, Finding, Manifest, Piece
 from .contents import Contents
 
 
-class Part(NamedTuple):
-    """A verified chunk: its number, and its bytes, valid until their buffer comes round again."""
-
-    chunk: int
-    data: memoryview
-
-
 def chunks(
     tier: Tier,
     home: str,
@@ -32,10 +24,9 @@ def chunks(
     buffers: list[memoryview],
     readers: Executor,
     *,
-    fresh: bool = True,
     on_damage: Callable[[Damaged], None] | None = None,
-) -> Iterator[Part]:
-    """Every chunk of a blob, in order, verified.
+) -> Iterator[memoryview]:
+    """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
 
     `buffers` are page-aligned, each of a whole chunk (rounded up); they are used in turn, as many reads in flight.
     Raises SumMismatch, Truncated, MissingBlob; with `on_damage` it tells instead and goes on to the next chunk.
@@ -48,22 +39,22 @@ def chunks(
                 chunk, view, job = flying.popleft()
                 try:
                     job.result()
-                    yield Part(chunk, view[: layout.extent_of(blob, chunk).length])
+                    yield view[: layout.extent_of(blob, chunk).length]
                 except Damaged as error:
                     if on_damage is None:
                         raise
                     on_damage(error)
             if index < count:
                 view = buffers[index % len(buffers)]
-                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, fresh)))
+                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view)))
     finally:
         for _, _, job in flying:
             job.exception()  # nobody writes into the buffers after this
 
 
-def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, view: memoryview, fresh: bool) -> None:
+def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, view: memoryview) -> None:
     extent = layout.extent_of(blob, index)
-    tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=fresh)
+    tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=True)
     if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:
         tensor = _differing(manifest, blob, index, view)
         raise SumMismatch(
@@ -151,11 +142,11 @@ def verify(
     for blob in manifest.blobs:
         before = len(findings)
         check = Check(manifest, blob)
-        for part in chunks(tier, home, manifest, blob, buffers, readers, on_damage=tell):
+        for data in chunks(tier, home, manifest, blob, buffers, readers, on_damage=tell):
             if stop():
                 raise Cancelled("reading was given up")
             if len(findings) == before:
-                check.see(part.data)
+                check.see(data)
         if len(findings) == before:
             try:
                 check.finish()

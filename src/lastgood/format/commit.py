@@ -162,14 +162,14 @@ class Survey:
     """no COMMIT, and GOING says why"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
     order: int = 0
-    """highest that an incarnation claims, by its name where its record cannot be read"""
+    """highest that an incarnation claims"""
     pointer: Pointer | None = None
 
 
 def survey(tier: Tier) -> Survey:
     """Read every commit record and every incarnation of a run. Raises UnknownFormat for what a newer version wrote.
 
-    Header, pointer and incarnation records are hints: where one is damaged or gone, the commits stand in for it.
+    Header, pointer and incarnation records are hints: where one is damaged or gone, its name or the commits stand in.
     """
     root = tier.list("")
     header = _hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
@@ -190,11 +190,12 @@ def survey(tier: Tier) -> Survey:
         else:
             found.incomplete.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
-        parsed = layout.parse_incarnation(name)
-        record = _hint(tier, f"incarnations/{name}", length, Incarnation) if parsed else None
-        found.order = max(found.order, parsed[0] if parsed else 0)
-        if record is not None and (record.order, record.id) == parsed:
-            found.incarnations[record.id] = record
+        named = layout.parse_incarnation(name)
+        if named is None or length is None or length < 0:
+            continue
+        found.order = max(found.order, named.order)
+        if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # else it was moved here
+            found.incarnations[named.id] = named
     for at, generation in found.generations.items():
         found.order = max(found.order, generation.commit.order)
         if at.incarnation not in found.incarnations:

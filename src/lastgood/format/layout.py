@@ -16,7 +16,7 @@ import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
 from ..rawio.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
-from ..records import Blob, Commit, Extent, GenerationId, Manifest, Piece, Record
+from ..records import Blob, Commit, Extent, GenerationId, Incarnation, Manifest, Piece, Record
 
 FORMAT = 1
 CHUNK_BYTES = 8 << 20
@@ -75,7 +75,7 @@ GOING = "GOING.json"
 
 _ID = r"[0-9a-f]{8}"
 _GENERATION = re.compile(rf"([0-9]{{12}})-({_ID})")
-_INCARNATION = re.compile(rf"([0-9]{{6}})-({_ID})\.json")
+_INCARNATION = re.compile(rf"([0-9]{{6}})-({_ID})(?:-after-([0-9]{{12}})-({_ID}))?\.json")
 STEP_LIMIT = 10**12
 
 
@@ -88,13 +88,18 @@ def parse_folder(name: str) -> GenerationId | None:
     return GenerationId(step=int(found[1]), incarnation=found[2]) if found else None
 
 
-def incarnation_name(order: int, ident: str) -> str:
-    return f"incarnations/{order:06d}-{ident}.json"
+def incarnation_name(one: Incarnation) -> str:
+    after = f"-after-{one.parent.step:012d}-{one.parent.incarnation}" if one.parent else ""
+    return f"incarnations/{one.order:06d}-{one.id}{after}.json"
 
 
-def parse_incarnation(name: str) -> tuple[int, str] | None:
+def parse_incarnation(name: str) -> Incarnation | None:
+    """All that the record says, from its name alone: it still holds when the content is damaged."""
     found = _INCARNATION.fullmatch(name)
-    return (int(found[1]), found[2]) if found else None
+    if not found:
+        return None
+    parent = GenerationId(step=int(found[3]), incarnation=found[4]) if found[3] else None
+    return Incarnation(format=FORMAT, order=int(found[1]), id=found[2], parent=parent)
 
 
 def manifest_name(rank: int) -> str:

@@ -112,8 +112,8 @@ def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena,
         starts = range(places[blob.name], places[blob.name] + blob.length, blob.chunk_bytes)
         slices = [whole[start : start + blob.chunk_bytes] for start in starts]
         check = fetch.Check(manifest, blob)
-        for part in fetch.chunks(tier, home, manifest, blob, slices, workers):
-            check.see(part.data)
+        for data in fetch.chunks(tier, home, manifest, blob, slices, workers):
+            check.see(data)
         check.finish()
 
     def fetched(name: str) -> memoryview:
@@ -140,10 +140,10 @@ def read_all(
 
 
 @contextlib.contextmanager
-def borrowed(arena: Arena, need_bytes: int, most: int = 3) -> Iterator[list[memoryview]]:
+def borrowed(arena: Arena, need_bytes: int) -> Iterator[list[memoryview]]:
     """Read buffers of at least `need_bytes`: of an arena that is free, or fresh ones where its chunks are too small."""
-    own = Arena(need_bytes * most, need_bytes) if need_bytes > arena.chunk_bytes else arena
-    count = min(most, own.arena_bytes // own.chunk_bytes)
+    own = Arena(need_bytes * WORKERS, need_bytes) if need_bytes > arena.chunk_bytes else arena
+    count = min(WORKERS, own.arena_bytes // own.chunk_bytes)
     leases = [lease for lease in (own.take() for _ in range(count)) if lease]
     try:
         yield [lease.buffer for lease in leases]

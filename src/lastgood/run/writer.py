@@ -99,11 +99,11 @@ class RunWriter:
             commit.confirm(self.tier, parent)
         order = self.survey.order + 1
         record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
-        self.tier.put_new(layout.incarnation_name(order, record.id), layout.encode(record))
+        self.tier.put_new(layout.incarnation_name(record), layout.encode(record))
         self.survey.incarnations[record.id], self.survey.order = record, order
         self._incarnation, self._last, self._parent = record, parent, parent
         for stale in stale_incarnations(self.survey):
-            self.tier.delete(layout.incarnation_name(stale.order, stale.id))
+            self.tier.delete(layout.incarnation_name(stale))
             del self.survey.incarnations[stale.id]
 
     def admit(self, step: int) -> GenerationId:

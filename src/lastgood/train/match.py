@@ -29,8 +29,6 @@ class Match:
         self._state, self._plan, self._puts = state, plan, puts
         self.skipped = plan.differences()
         """with strict=False: what did not fit, each with the reason"""
-        self.names = list(dict.fromkeys([*plan.checks, *plan.takers]))
-        """the stored names that `apply` fetches"""
 
     def apply(self, fetch: Callable[[str], torch.Tensor]) -> None:
         """Write everything into the live state, the random number generators last.
