@@ -65,13 +65,9 @@ def test_every_kind_of_call_may_be_the_last_one_or_fail(sweep: syscalls.Sweep) -
 
 def the_fault(sweep: syscalls.Sweep, scenario: str, call: str, path: str, what: str, sticky: bool) -> syscalls.Result:
     """The first such call."""
-    found = [
-        one
-        for one in sweep.faults()
-        if (one.scenario, one.call, one.what, one.sticky) == (scenario, call, what, sticky)
-        and fnmatch(one.path, f"*{path}")
-    ]
-    return sweep.trial(found[0])
+    wanted = (scenario, call, what, sticky)
+    found = [one for one in sweep.faults() if (one.scenario, one.call, one.what, one.sticky) == wanted]
+    return sweep.trial(next(one for one in found if fnmatch(one.path, f"*{path}")))
 
 
 @pytest.mark.parametrize(
