@@ -79,7 +79,6 @@ def _syncs() -> list[Mutant]:
                 "            _flush(fd)\n        finally:\n            _close",
                 "            pass\n        finally:\n            _close",
             ),
-            ("blob's name", DISK, "            self._disk._sync_folder(_folder(self._name))\n", ""),
             (
                 "record's name",
                 DISK,

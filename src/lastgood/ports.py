@@ -74,7 +74,7 @@ class Upload(Protocol):
     call                  required behaviour
     ====================  ===========================================================================
     write_at(mv, offset)  all of it, or an error; from several threads, each range once
-    finish()              durable on return, its name included
+    finish()              whole on return; durable once a later put_new in its folder has returned
     abort()               removed as far as possible; never raises for what is already gone
     ====================  ===========================================================================
 
@@ -94,7 +94,8 @@ class Tier(Protocol):
     ========================  ====================  =================================================
     create(name, length)      no                    space is reserved before it returns, else NoSpace
     create(name, length)      yes                   raise NameTaken; the old blob is untouched
-    put_new(name, data)       no                    whole or not at all; durable on return
+    put_new(name, data)       no                    whole or not at all; durable on return, and with it every blob
+                                                    of its folder that was finished before
     put_new(name, data)       same bytes            no-op, durable on return
     put_new(name, data)       other bytes           raise NameTaken; the old blob is untouched
     put_new(name, data)       outcome not known     raise CommitUnknown; nothing is deleted
@@ -108,10 +109,12 @@ class Tier(Protocol):
     Two rules make the table: a name never changes meaning (but for pointers); a reader of a blob whose put
     returned never sees half of it.
     `fresh=True` reads what the medium has, past caches. `mv` may be longer than the extent, for alignment.
+    `newest_only`: of what is committed it keeps the newest and the newest verified, and lets go of the rest by itself.
     Errors are of the tree in errors.py: Damaged where bytes are gone, Unavailable where they cannot be reached now.
     """
 
     place: str
+    newest_only: bool
 
     def create(self, name: str, length: int) -> Upload: ...
     def put_new(self, name: str, data: bytes) -> None: ...

@@ -12,8 +12,8 @@ Invariants
   3. A reader that finds no COMMIT finds no generation, whatever else lies around.
   4. Names carry the incarnation, so a dead attempt's blobs can never be reached from a later COMMIT.
   5. Nothing that a COMMIT reaches is removed before that COMMIT is durably gone.
-Assumes: a tier's put_new is atomic and exclusive; what put_new and finish returned from survives that tier's stated
-failures (docs/format.md, "What is assumed of the media").
+Assumes: a tier's put_new is atomic and exclusive; what it returned from survives that tier's stated failures, and with
+it every blob of the same folder that was finished before (docs/format.md, "What is assumed of the media").
 """
 
 from __future__ import annotations

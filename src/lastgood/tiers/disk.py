@@ -1,7 +1,8 @@
 """A directory on any POSIX file system, as a tier. Knows names and bytes; never what they mean.
 
 Invariants (write mode `atomic_dirsync`)
-  1. What `finish`, `put_new` and `delete` returned from survives power loss: content, length, every name on its path.
+  1. What `put_new` and `delete` returned from survives power loss: content, length, every name on its path, and so does
+     every blob that was finished in the same folder before: one sync of the folder serves them all.
   2. `put_new` names complete, durable bytes in one atomic step (link), or fails; it never replaces.
   3. After a failed or unknown link or directory sync nothing is deleted: the outcome is read, never guessed.
 The two other modes leave steps out, so that their cost and their failures can be measured:
@@ -43,6 +44,8 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 class Disk:
     """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (rawio.files.takes_direct)."""
+
+    newest_only = False
 
     def __init__(self, files: Files, root: str, *, mode: WriteMode = "atomic_dirsync", direct: bool = False) -> None:
         self.place = root
@@ -298,13 +301,12 @@ class DiskUpload:
             _write_all(self._file, mv, offset)
 
     def finish(self) -> None:
-        """Cut the padded tail, then make content, length and name durable."""
+        """Cut the padded tail, then make content and length durable; the name follows with the folder's next record."""
         with self._disk._telling(self._name):
             self._file.resize(self._length)
             if self._disk._syncs_files:
                 self._file.sync()
             self._close()
-            self._disk._sync_folder(_folder(self._name))
 
     def abort(self) -> None:
         self._close()
