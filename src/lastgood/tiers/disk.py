@@ -45,7 +45,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 class Disk:
     """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (rawio.files.takes_direct)."""
 
-    newest_only = False
+    newest_only: bool = False
 
     def __init__(self, files: Files, root: str, *, mode: WriteMode = "atomic_dirsync", direct: bool = False) -> None:
         self.place = root
