@@ -78,7 +78,8 @@ class Watched:
     """A tier that tells of the bytes that are read from it."""
 
     def __init__(self, tier: Tier, seen: Seen) -> None:
-        self._tier, self._seen, self.place = tier, seen, tier.place
+        self._tier, self._seen = tier, seen
+        self.place, self.newest_only = tier.place, tier.newest_only
         self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
         self.list, self.delete = tier.list, tier.delete
 
