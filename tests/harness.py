@@ -45,7 +45,7 @@ def save(run: RunWriter, step: int, state: State, *, chunk_bytes: int = 8192, **
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
     options = {"aliases": {}, "values": {}, **options}
-    return run.save(step, images, chunks, chunk_bytes=arena.chunk_bytes, **options)
+    return run.save(run.admit(step), images, chunks, chunk_bytes=arena.chunk_bytes, **options)
 
 
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[reader.Found, State]:

@@ -148,7 +148,8 @@ def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path
     monkeypatch.setattr(PosixFile, "sync", sync)
     heard: list[lastgood.Event] = []
     with lastgood.Checkpointer(tmp_path, state, on_event=heard.append) as ckpt:
-        ckpt.save(1).result()
+        ckpt.save(1)
+        ckpt.wait()
         broken.set()
         save = ckpt.save(2)
         with pytest.raises(errors.TierDown, match="Input/output error"):
@@ -339,7 +340,7 @@ def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp
     """The bound once grew with the backlog that was allowed: eleven generations where eight were promised."""
     state = {"w": torch.zeros(100_000)}
     most = 0
-    with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=last)) as ckpt:
+    with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=last), in_flight=1) as ckpt:
         saves = []
         for step in range(1, 60):
             saves.append(ckpt.save(step))
@@ -390,9 +391,11 @@ def test_events_tell_the_life_of_a_save(tmp_path: Path) -> None:
         ckpt.wait()
     assert [(event.kind, event.step) for event in heard] == [
         ("staged", 1),
+        ("written", 1),
         ("durable", 1),
         ("verified", 1),
         ("staged", 2),
+        ("written", 2),
         ("durable", 2),
         ("verified", 2),
         ("deleted", 1),

@@ -39,7 +39,8 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
     [
         (
             lastgood.Checkpointer,
-            "path state * cadence retention write_mode digest on_error memory include exclude on_event",
+            "path state * cadence retention write_mode digest on_error memory include exclude on_event "
+            "staging torn_check in_flight when_full writers chunk",
         ),
         (lastgood.Checkpointer.restore, "self step strict rename"),
         (lastgood.Checkpointer.step, "self n"),
@@ -47,6 +48,7 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         (lastgood.Checkpointer.wait, "self timeout"),
         (lastgood.Checkpointer.close, "self timeout"),
         (lastgood.Checkpointer.latest, "self"),
+        (lastgood.Checkpointer.fence, "self"),
         (lastgood.Save.result, "self timeout"),
         (lastgood.ResumableSampler, "dataset_size global_batch seed rank world_size shuffle"),
         (lastgood.Keep, "last every milestones best"),
@@ -87,7 +89,7 @@ def test_every_error_says_whether_to_retry_and_how_a_program_ends(kind: type) ->
     if kind is errors.LastgoodWarning:
         return
     assert issubclass(kind, errors.LastgoodError)
-    code, retry = {"Refused": (3, False), "Damaged": (4, False), "Unavailable": (5, True)}.get(
+    code, retry = {"Refused": (3, False), "Damaged": (4, False), "Unavailable": (5, True), "Diverged": (6, False)}.get(
         kind.__mro__[-5].__name__ if len(kind.__mro__) > 5 else kind.__name__, (1, False)
     )
     assert (kind.exit_code, kind.retry) == (code, retry)

@@ -6,8 +6,10 @@
     |    NotARun  NotWritable  NotRestored  NameTaken
     |- Damaged       bytes are not what was committed                      an older generation   exit 4
     |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  NothingGood  HalfLoaded
-    `- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
-         TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled
+    |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
+    |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull
+    `- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
+         TornSnapshot
 
 Anything else that is raised is a bug in this package and is not caught.
 """
@@ -176,6 +178,24 @@ class CommitUnknown(Unavailable):
 
 class Cancelled(Unavailable):
     """The save was given up before its commit."""
+
+
+class Overtaken(Unavailable):
+    """A newer save was committed first, so this one was given up; nothing is lost by it."""
+
+
+class InFlightFull(Unavailable):
+    """As many saves are in flight as were allowed, and `when_full="raise"` was asked for."""
+
+
+class Diverged(LastgoodError):
+    """The cut, or what should be equal, disagrees."""
+
+    exit_code = 6
+
+
+class TornSnapshot(Diverged):
+    """The live state changed, or was replaced, while it was copied."""
 
 
 class LastgoodWarning(UserWarning):

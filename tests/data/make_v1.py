@@ -60,7 +60,13 @@ def save(writer: RunWriter, step: int, **options: object) -> Generation:
     chunks = (lease for image in images for lease in filled(image, state, arena))
     stored = {"run": values.encode({**VALUES, "step": step}, "run")}
     return writer.save(
-        step, images, chunks, chunk_bytes=4096, aliases={"model.tied": "model.weight"}, values=stored, **options
+        writer.admit(step),
+        images,
+        chunks,
+        chunk_bytes=4096,
+        aliases={"model.tied": "model.weight"},
+        values=stored,
+        **options,
     )
 
 

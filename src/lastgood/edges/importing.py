@@ -77,7 +77,12 @@ def bring(source: Foreign, run: str, step: int, seen: Seen) -> Generation:
         arena = Arena(2 * WORKERS * chunk_bytes, chunk_bytes)
         chunks = (lease for image in images for lease in _filled(image, source.read, arena, seen))
         generation = writer.save(
-            step, images, chunks, chunk_bytes=arena.chunk_bytes, aliases=source.aliases, values=source.values
+            writer.admit(step),
+            images,
+            chunks,
+            chunk_bytes=arena.chunk_bytes,
+            aliases=source.aliases,
+            values=source.values,
         )
         writer.verify(arena)
         return writer.survey.generations[generation.id]

@@ -1,26 +1,25 @@
-"""The arena: one bounded, page-aligned, prefaulted run of host memory, lent in chunks. Knows no tensor.
+"""The arena: one bounded, page-aligned run of host memory, lent in chunks. Knows no tensor.
 
 A lease has one owner at a time: whoever took it, until it is handed on or released.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 from collections.abc import Callable
 
 from ..rawio.files import round_up
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
-
 
 class Lease:
-    """One chunk of the arena. `buffer` is page-aligned and as long as the arena's chunk."""
+    """One chunk of the arena: `buffer` is page-aligned and as long as a chunk, `address` is that of its first byte."""
 
-    __slots__ = ("_arena", "_start", "buffer")
+    __slots__ = ("_arena", "_start", "address", "buffer")
 
-    def __init__(self, arena: Arena, start: int, buffer: memoryview) -> None:
-        self._arena, self._start, self.buffer = arena, start, buffer
+    def __init__(self, arena: Arena, start: int, buffer: memoryview, address: int) -> None:
+        self._arena, self._start, self.buffer, self.address = arena, start, buffer, address
 
     def release(self) -> None:
         """Give the chunk back; its owner must not touch it any more."""
@@ -28,31 +27,39 @@ class Lease:
 
 
 class Arena:
-    """`arena_bytes` (rounded up to whole chunks) of memory, touched once, here: a first touch costs ten times a copy.
+    """`arena_bytes` (rounded up to whole chunks) of memory. What was written before is lent before what never was.
 
-    Data-loader workers that are forked meanwhile do not get it: they would turn every write into a page copy, and keep
-    it alive. It goes back to the system with the last reference to it.
+    The first touch of memory costs several times a copy, so no more of it is touched than is needed at once. Workers of
+    data loaders that are forked meanwhile do not get it: they would turn every write into a page copy, and keep it
+    alive. It goes back to the system with the last reference to it.
     """
 
     def __init__(self, arena_bytes: int, chunk_bytes: int) -> None:
         self.chunk_bytes = round_up(max(chunk_bytes, 1))
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
-        memory = mmap.mmap(-1, self.arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _POPULATE)
+        # Private: the first touch of shared memory is two to four times as slow.
+        memory = mmap.mmap(-1, self.arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)
         self._view = memoryview(memory)
-        self._free = list(range(self.arena_bytes - self.chunk_bytes, -1, -self.chunk_bytes))
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._free: list[int] = []
+        self._untouched = 0
         self._changed = threading.Condition()
 
     def take(self, stop: Callable[[], bool] = lambda: False) -> Lease | None:
         """A free chunk, waiting for one; None once `stop()` says so (call `wake` after it changed)."""
         with self._changed:
-            while not self._free:
+            while not self._any_free():
                 if stop():
                     return None
                 self._changed.wait()
-            start = self._free.pop()
-        return Lease(self, start, self._view[start : start + self.chunk_bytes])
+            return self._lend()
+
+    def take_now(self) -> Lease | None:
+        """A free chunk, if there is one."""
+        with self._changed:
+            return self._lend() if self._any_free() else None
 
     def wake(self) -> None:
         """Let everyone who waits in `take` ask its `stop` again."""
@@ -67,9 +74,20 @@ class Arena:
     @property
     def idle(self) -> bool:
         with self._changed:
-            return len(self._free) * self.chunk_bytes == self.arena_bytes
+            return len(self._free) * self.chunk_bytes == self._untouched
 
     def give_back(self, start: int) -> None:
         with self._changed:
             self._free.append(start)
             self._changed.notify()
+
+    def _any_free(self) -> bool:
+        return bool(self._free) or self._untouched < self.arena_bytes
+
+    def _lend(self) -> Lease:
+        if self._free:
+            start = self._free.pop()
+        else:
+            start = self._untouched
+            self._untouched += self.chunk_bytes
+        return Lease(self, start, self._view[start : start + self.chunk_bytes], self.address + start)

@@ -7,7 +7,7 @@ goes last where fewer than `last` are verified.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -65,6 +65,12 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     return sorted(going)
 
 
+def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float]) -> bool:
+    """Whether a save has a reason of its own to be kept, so that a newer one does not stand in for it."""
+    by_step = step in keep.milestones or (keep.every is not None and step % keep.every == 0)
+    return milestone or by_step or (keep.best is not None and keep.best[0] in metrics)
+
+
 def unverified_ahead(chain: Sequence[Generation]) -> int:
     """How many generations are newer than the newest verified one. `chain`: newest first."""
     for count, one in enumerate(chain):
@@ -90,5 +96,4 @@ def stale_incarnations(survey: Survey) -> list[Incarnation]:
 
 
 def _pinned(keep: Keep, one: Generation) -> bool:
-    by_step = one.step in keep.milestones or (keep.every is not None and one.step % keep.every == 0)
-    return one.commit.milestone or by_step
+    return wanted(keep, one.step, one.commit.milestone, {})

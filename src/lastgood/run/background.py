@@ -1,7 +1,10 @@
-"""Behind the training loop: one thread that saves, verifies, points and deletes, in this order. Torch-free.
+"""Behind the training loop: saves in flight, each with its threads, and one thread that verifies, points and deletes.
 
-Owns the lock, the threads and the writer of a run. Whatever fails here lies in `problems` until somebody has told it;
-what nobody asked for by the end of the process is printed.
+    training thread: admit a save -> start it             copier: state -> arena -> chunks      (one save after another)
+    lane (one of `in_flight`): chunks -> writers -> COMMIT     keeper: verify -> point -> clean
+
+Torch-free. Owns the lock, the threads and the writer of a run. Whatever fails here lies in `problems` until somebody
+has told it; what nobody asked for by the end of the process is printed. Nothing here waits for the training thread.
 """
 
 from __future__ import annotations
@@ -13,17 +16,17 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from ..engine.arena import Arena, Lease
-from ..errors import Cancelled, LastgoodError, TimedOut
+from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
 from ..format import layout
 from ..format.layout import Image
 from ..plan.retention import Keep
-from ..records import Event, Generation
+from ..records import Event, Generation, GenerationId, Piece
 from ..tiers.disk import WriteMode
 from . import places
 from .reader import WORKERS
@@ -32,6 +35,8 @@ from .writer import RunWriter
 UPKEEP_CHUNKS = 3
 BACKLOG_LIMIT = 2
 """unverified generations newer than the newest verified one, above which verifying goes before the next save"""
+UNREAD_LIMIT = 10
+"""the same where the tier lets go of older ones by itself, so that no disk fills up meanwhile"""
 
 
 class Save:
@@ -40,19 +45,27 @@ class Save:
     def __init__(self, step: int) -> None:
         self.step = step
         self.stall_seconds = 0.0
-        """how long the training loop waited for it"""
+        """how long the training loop waited for it: in the call, and at the fence"""
         self._begun = time.monotonic()
         self._ended: float | None = None
-        self._staged = threading.Event()
+        self._staged, self._written = threading.Event(), threading.Event()
         self._outcome: Future[Generation] = Future()
 
     def staged(self) -> bool:
         """Whether the live state may change again."""
         return self._staged.is_set()
 
+    def written(self) -> bool:
+        """Whether every byte has been written; it is not committed yet."""
+        return self._written.is_set()
+
     def durable(self) -> bool:
         """Whether the generation exists and survives power loss."""
         return self._outcome.done() and self._outcome.exception() is None
+
+    def dropped(self) -> bool:
+        """Whether it was given up on purpose: a newer one was committed first, or the state changed under the copy."""
+        return self._outcome.done() and isinstance(self._outcome.exception(), (Overtaken, TornSnapshot))
 
     def failed(self) -> bool:
         """Whether it ended without a generation."""
@@ -72,9 +85,15 @@ class Save:
         """From the call to durable, or until now."""
         return (self._ended or time.monotonic()) - self._begun
 
+    def wait_staged(self) -> None:
+        """Until the live state may change again; at once where the save has ended."""
+        self._staged.wait()
+
     def note_staged(self) -> None:
-        self.stall_seconds = self.seconds
         self._staged.set()
+
+    def note_written(self) -> None:
+        self._written.set()
 
     def note_outcome(self, generation: Generation | None, error: BaseException | None) -> None:
         self._ended = time.monotonic()
@@ -85,29 +104,45 @@ class Save:
 
 
 class Chunks:
-    """Filled chunks on their way from the training thread to the writer. The producer always closes it."""
+    """Filled chunks on their way from the copier to the lane that writes them. The copier always closes it."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Lease | None] = queue.SimpleQueue()
-        self._complete = self._ended = False
-        self.refused = False
-        """the writer wants no more"""
-        self.given_up = False
-        """nobody waits for this save any more"""
+        self._failed: BaseException | None = None
+        self._ended = False
+        self._given_up: BaseException | None = None
+
+    @property
+    def unwanted(self) -> bool:
+        """Nobody takes what else would come."""
+        return self._given_up is not None
+
+    def give_up(self, reason: BaseException) -> None:
+        """Whoever writes this save ends at its next chunk, with this."""
+        self._given_up = self._given_up or reason
 
     def put(self, lease: Lease) -> None:
         self._queue.put(lease)
 
-    def close(self, complete: bool) -> None:
-        self._complete = complete
+    def close(self, failed: BaseException | None) -> None:
+        self._failed = failed
         self._queue.put(None)
 
     def __iter__(self) -> Iterator[Lease]:
-        while not self.given_up and (lease := self._queue.get()) is not None:
-            yield lease
-        self._ended = not self.given_up
-        if self.given_up or not self._complete:
-            raise Cancelled("the save was given up", safe="Nothing of it was committed.")
+        while self._given_up is None and not self._ended:
+            lease = self._queue.get()
+            if lease is not None:
+                yield lease
+            self._ended = lease is None
+        if self._given_up is not None:
+            raise self._given_up
+        if self._failed is not None:
+            raise self._failed
+
+    def finish(self) -> None:
+        """Wait until the copier has closed it. Raises what made the copy fail."""
+        for lease in self:
+            lease.release()
 
     def drain(self) -> None:
         """Release whatever else comes, to the end."""
@@ -134,60 +169,126 @@ class Workers(ThreadPoolExecutor):
             return future
 
 
-class Background:
-    """A run that is open for writing, and the thread that keeps it. Raises what `places.for_writing` raises."""
+class _Flight:
+    """One save between its start and its end."""
 
-    def __init__(self, path: str | os.PathLike[str], write_mode: WriteMode, keep: Keep, algorithm: str) -> None:
+    def __init__(self, save: Save, at: GenerationId, arena: Arena, pinned: bool, size: int) -> None:
+        self.save, self.at, self.arena, self.pinned, self.bytes = save, at, arena, pinned, size
+        self.chunks = Chunks()
+
+    def give_up(self, reason: BaseException) -> None:
+        self.chunks.give_up(reason)
+        self.arena.wake()
+
+
+class Background:
+    """A run that is open for writing, and the threads that keep it. Raises what `places.for_writing` raises."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        write_mode: WriteMode,
+        keep: Keep,
+        algorithm: str,
+        *,
+        in_flight: int = 2,
+        writers: int = WORKERS,
+    ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.problems: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.latest: int | None = None
         """step of the newest verified generation"""
         self._upkeep_arena: Arena | None = None
-        self._waiting = 0  # saves that stand behind the thread's present work
-        self._counting = threading.Lock()
-        self._work: list[tuple[Future[None], Chunks]] = []
+        self._free_places = threading.BoundedSemaphore(in_flight)
+        self._state = threading.Lock()
+        self._flights: list[_Flight] = []
+        self._work: list[Future[None]] = []
+        self._looking = threading.Lock()
         with contextlib.ExitStack() as place:
             disk = place.enter_context(places.for_writing(path, write_mode))
-            self.workers = Workers(WORKERS, "lastgood-write")
+            self.workers = Workers(WORKERS, "lastgood-read")
             self._keeper = Workers(1, "lastgood-keep")
+            self._copier = ThreadPoolExecutor(1, "lastgood-copy")
+            self._lanes = ThreadPoolExecutor(in_flight, "lastgood-save")
+            self._writers: queue.SimpleQueue[Workers] = queue.SimpleQueue()
+            for _ in range(in_flight):
+                self._writers.put(Workers(writers, "lastgood-write"))
             self.run = RunWriter(disk, self.workers, keep=keep, algorithm=algorithm, tell=self.events.put)
             self._place = place.pop_all()
         self.note_latest()
         self._unheard = weakref.finalize(self, _print_unheard, self.problems, disk.place)
 
-    def start(self, save: Save, images: list[Image], chunks: Chunks, arena: Arena, options: dict[str, Any]) -> None:
-        """Queue one save, whose chunks are on their way, and the upkeep after it."""
-        with self._counting:
-            self._waiting += 1
-        self._work = [(job, of) for job, of in self._work if not job.done()]
-        self._work.append((self._keeper.submit(self._persist, save, images, chunks, arena, options), chunks))
-        self._work.append((self._keeper.submit(self._upkeep, chunks), chunks))
+    # ---- from the training thread --------------------------------------------------------------------------
+
+    def admit(self, wait: bool) -> bool:
+        """Take a place for one more save in flight; False when all are taken and `wait` is not wanted."""
+        return self._free_places.acquire(blocking=wait)
+
+    def leave(self) -> None:
+        """Give back a place that `start` was not called for."""
+        self._free_places.release()
+
+    def start(
+        self,
+        save: Save,
+        at: GenerationId,
+        images: Sequence[Image],
+        fill: Callable[[Callable[[], bool]], Iterator[Lease]],
+        approve: Callable[[Sequence[Piece]], None],
+        arena: Arena,
+        pinned: bool,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Begin to copy and to write one save, whose place was taken; it ends by itself, and upkeep follows it.
+
+        `fill(stop)` gives the filled chunks, in order, and ends with Cancelled when `stop()`. `approve` as in
+        `RunWriter.save`. Raises Refused when the interpreter is ending.
+        """
+        flight = _Flight(save, at, arena, pinned, sum(image.length for image in images))
+        with self._state:
+            self._flights.append(flight)
+        try:
+            jobs = [self._lanes.submit(self._persist, flight, images, approve, options)]
+        except RuntimeError as error:
+            self._end(flight)
+            raise Refused("the interpreter is ending", todo="Save before its end, and close().") from error
+        try:
+            jobs.append(self._copier.submit(self._copy, flight, fill))
+        except RuntimeError as error:
+            flight.chunks.close(error)  # the lane ends with it
+        with self._state:
+            self._work = [*(job for job in self._work if not job.done()), *jobs]
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until everything that was queued is done. Raises TimedOut."""
+        """Until everything that was begun is done. Raises TimedOut."""
         until = None if timeout is None else time.monotonic() + timeout
-        for job, _ in self._work:
+        while (job := self._unfinished()) is not None:
             try:
                 job.result(None if until is None else max(0.0, until - time.monotonic()))
             except FutureTimeout:
                 raise TimedOut(
                     f"background work is not done after {timeout} s", safe="Every committed generation is untouched."
                 ) from None
-        self._work.clear()
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, then let go of the run. On TimedOut what is under way is given up at its next chunk.
 
-        The lock goes when the thread has ended. A system call that hangs holds the thread, and the process with it.
+        The lock goes when the last thread has ended. A system call that hangs holds its thread, and the process too.
         """
         try:
             self.wait(timeout)
         except TimedOut:
-            for _, chunks in self._work:
-                chunks.given_up = True
-            self._keeper.submit(self._place.close)
+            with self._state:
+                flights = list(self._flights)
+            for flight in flights:
+                flight.give_up(Cancelled("the save was given up", safe="Nothing of it was committed."))
+            self._copier.submit(self._let_go)
             raise
+        self._lanes.shutdown()
+        self._copier.shutdown()
         self._keeper.shutdown()
+        while not self._writers.empty():
+            self._writers.get().shutdown()
         self.workers.shutdown()
         self._place.close()
         self._upkeep_arena = None
@@ -207,34 +308,101 @@ class Background:
         newest = self.run.newest_verified()
         self.latest = newest.step if newest else None
 
-    # ---- on the background thread --------------------------------------------------------------------------
+    # ---- in the background ---------------------------------------------------------------------------------
 
-    def _persist(self, save: Save, images: list[Image], chunks: Chunks, arena: Arena, options: dict[str, Any]) -> None:
-        """One save from its chunks to its commit; its outcome is told to the handle, its failure to the loop too."""
-        with self._counting:
-            self._waiting -= 1
+    def _unfinished(self) -> Future[None] | None:
+        with self._state:
+            return next((job for job in self._work if not job.done()), None)
+
+    def _end(self, flight: _Flight) -> None:
+        with self._state:
+            self._flights.remove(flight)
+        self._free_places.release()
+
+    def _let_go(self) -> None:
+        """After everything that was given up, wherever it stands."""
+        with contextlib.suppress(TimedOut):
+            while (job := self._unfinished()) is not None:
+                job.exception()
+        self._place.close()
+
+    def _copy(self, flight: _Flight, fill: Callable[[Callable[[], bool]], Iterator[Lease]]) -> None:
+        """On the copier: the live state is read here, and may change again once this is over."""
+        failed: BaseException | None = None
+        begun = time.monotonic()
         try:
-            if self.run.backlog() > BACKLOG_LIMIT:
+            for lease in fill(lambda: flight.chunks.unwanted):
+                flight.chunks.put(lease)
+            now = time.monotonic()
+            self.events.put(
+                Event(kind="staged", step=flight.at.step, at_seconds=now, seconds=now - begun, bytes=flight.bytes)
+            )
+        except BaseException as error:  # noqa: BLE001 - raised where the chunks are written, and told from there
+            failed = error
+        finally:
+            flight.save.note_staged()
+            flight.chunks.close(failed)
+
+    def _persist(
+        self,
+        flight: _Flight,
+        images: Sequence[Image],
+        approve: Callable[[Sequence[Piece]], None],
+        options: Mapping[str, Any],
+    ) -> None:
+        """On a lane: one save from its chunks to its commit. The handle hears its outcome, the loop its failure."""
+        save, chunks, writers = flight.save, flight.chunks, self._writers.get()
+
+        def approved(pieces: Sequence[Piece]) -> None:
+            save.note_written()
+            chunks.finish()  # what the copier found out last
+            approve(pieces)
+
+        try:
+            if self.run.backlog() > self._backlog_limit and not chunks.unwanted:
                 self._catch_up()
-            generation = self.run.save(save.step, images, iter(chunks), chunk_bytes=arena.chunk_bytes, **options)
+            generation = self.run.save(flight.at, images, iter(chunks), approve=approved, writers=writers, **options)
+            self._overtake(flight)
             chunks.drain()
             save.note_outcome(generation, None)
         except BaseException as error:  # noqa: BLE001 - kept, and raised in the training loop
-            chunks.refused = True
-            arena.wake()
+            flight.give_up(error)
             chunks.drain()
             save.note_outcome(None, error)
-            self.problems.put(error)
-            at = time.monotonic()
-            self.events.put(
-                Event(kind="failed", step=save.step, at_seconds=at, detail=f"{type(error).__name__}: {error}")
-            )
+            self._tell_end(save, error)
+        finally:
+            self._writers.put(writers)
+            self._end(flight)
+        if save.durable():
+            upkeep = self._keeper.submit(self._upkeep)
+            with self._state:
+                self._work.append(upkeep)
 
-    def _upkeep(self, chunks: Chunks) -> None:
-        """Verify, point and clean, giving way to a save that waits, unless too much is unverified already."""
+    def _overtake(self, newer: _Flight) -> None:
+        """Older saves that nobody wants for themselves end now, and their memory and space are used again."""
+        with self._state:
+            older = [one for one in self._flights if one.at < newer.at and not one.pinned]
+        for one in older:
+            one.give_up(Overtaken(f"step {newer.at.step} was committed before step {one.at.step}"))
+
+    def _tell_end(self, save: Save, error: BaseException) -> None:
+        kind = "dropped" if save.dropped() else "refused" if isinstance(error, NoSpace) else "failed"
+        detail = f"{type(error).__name__}: {error}"
+        self.events.put(
+            Event(kind=kind, step=save.step, at_seconds=time.monotonic(), seconds=save.seconds, detail=detail)
+        )
+        if not isinstance(error, Overtaken):
+            self.problems.put(error)
+
+    @property
+    def _backlog_limit(self) -> int:
+        return UNREAD_LIMIT if self.run.tier.newest_only else BACKLOG_LIMIT
+
+    def _upkeep(self) -> None:
+        """Verify, point and clean, giving way to saves in flight, unless too much is unverified already."""
 
         def give_way() -> bool:
-            return chunks.given_up or (self._waiting > 0 and self.run.backlog() <= BACKLOG_LIMIT)
+            return bool(self._flights) and self.run.backlog() <= self._backlog_limit
 
         if give_way():
             return
@@ -246,18 +414,22 @@ class Background:
             self.problems.put(error)
 
     def _catch_up(self) -> None:
-        """Verify before the next reservation: the disk stays bounded. What that finds does not stop the save."""
+        """Verify before the next reservation: the disk stays bounded. What that finds does not stop the save.
+
+        Where the tier lets go of what is not the newest, no other save may be committed while it is read.
+        """
         try:
-            self._look_after(lambda: False)
+            self._look_after(lambda: False, self.run.tier.newest_only)
         except LastgoodError as error:
             self.problems.put(error)
 
-    def _look_after(self, stop: Callable[[], bool]) -> None:
-        try:
-            self.run.verify(self.small_arena(), stop)
-        finally:
-            self.note_latest()
-        self.run.clean()
+    def _look_after(self, stop: Callable[[], bool], alone: bool = False) -> None:
+        with self._looking, self.run.turn if alone else contextlib.nullcontext():
+            try:
+                self.run.verify(self.small_arena(), stop)
+            finally:
+                self.note_latest()
+            self.run.clean()
 
 
 def _print_unheard(problems: queue.SimpleQueue[BaseException], place: str) -> None:

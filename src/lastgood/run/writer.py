@@ -1,14 +1,19 @@
-"""One opening of a run for writing: save, verify, point, clean. One at a time; its caller serialises the calls.
+"""One opening of a run for writing: save, verify, point, clean.
 
 Holds what lies in the run as this process knows it; it is the only writer, so nothing is listed twice.
 The order is the promise: blobs, manifest, commit; then re-read past the cache; then VERIFIED, then the pointer, and
 only then may an older generation go.
+
+Any number of threads may be in `save`, one in `verify`, `point` and `clean`. What they do to the data goes on side by
+side; what makes a generation come, count or go is done one at a time, in `turn`: so of two saves that end together the
+newer one is the newest, whatever the order in which their threads ran.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
@@ -25,6 +30,7 @@ from ..errors import (
     LastgoodError,
     NameTaken,
     NotRestored,
+    Overtaken,
     StepTaken,
     Unavailable,
     Unreadable,
@@ -32,9 +38,21 @@ from ..errors import (
 from ..format import commit, layout
 from ..format.layout import Image
 from ..plan import restore
-from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, unverified_ahead
+from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, unverified_ahead, wanted
 from ..ports import Tier
-from ..records import Commit, Event, Finding, Generation, GenerationId, Incarnation, Manifest, Pointer, RunHeader, World
+from ..records import (
+    Commit,
+    Event,
+    Finding,
+    Generation,
+    GenerationId,
+    Incarnation,
+    Manifest,
+    Piece,
+    Pointer,
+    RunHeader,
+    World,
+)
 from .reader import read_all
 
 
@@ -62,8 +80,9 @@ class RunWriter:
         self._incarnation: Incarnation | None = None
         self._last: GenerationId | None = None
         """newest step that was tried and may exist"""
-        self._parent: GenerationId | None = None
-        """newest that surely exists: what the next commit names"""
+        self._unread = 0
+        """commits since the newest verified one"""
+        self.turn = threading.RLock()
         self._unknown: set[GenerationId] = set()
         """their commit may not be durable, so they are neither verified nor counted until the next opening"""
         self._settle()
@@ -101,7 +120,7 @@ class RunWriter:
         record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
         self.tier.put_new(layout.incarnation_name(record), layout.encode(record))
         self.survey.incarnations[record.id], self.survey.order = record, order
-        self._incarnation, self._last, self._parent = record, parent, parent
+        self._incarnation, self._last = record, parent
         for stale in stale_incarnations(self.survey):
             self.tier.delete(layout.incarnation_name(stale))
             del self.survey.incarnations[stale.id]
@@ -131,7 +150,7 @@ class RunWriter:
 
     def save(
         self,
-        step: int,
+        at: GenerationId,
         images: Sequence[Image],
         chunks: Iterator[persist.Chunk],
         *,
@@ -140,14 +159,21 @@ class RunWriter:
         values: Mapping[str, Any],
         milestone: bool = False,
         metrics: Mapping[str, float] | None = None,
+        approve: Callable[[Sequence[Piece]], None] = lambda _: None,
+        writers: Executor | None = None,
     ) -> Generation:
-        """Bring a generation into being from chunks that arrive in order. Durable on return.
+        """Bring a generation that was admitted into being from chunks that arrive in order. Durable on return.
 
-        On an error nothing of it is left (but for CommitUnknown, where everything is), and the error is raised.
+        `approve` sees the pieces once all are written, and raises where they must not be published. `writers`: the
+        threads of this save. Raises Overtaken where a newer one of this incarnation was committed meanwhile, unless
+        retention wants this one for itself. On an error nothing of it is left (but for CommitUnknown, where everything
+        is), and the error is raised.
         """
-        at = self.admit(step)
         assert self._incarnation is not None
-        home, begun = layout.folder(at), self._monotonic()
+        incarnation, home, begun = self._incarnation, layout.folder(at), self._monotonic()
+        pinned = wanted(self._keep, at.step, milestone, metrics or {})
+        with self.turn:
+            self._require_newest(at, pinned)
         try:
             blobs, pieces = [], []
             for image in images:
@@ -158,10 +184,12 @@ class RunWriter:
                     chunks,
                     chunk_bytes=chunk_bytes,
                     algorithm=self._algorithm,
-                    writers=self._workers,
+                    writers=writers or self._workers,
                 )
                 blobs.append(blob)
                 pieces += its_pieces
+            self._tell(self._event("written", at, self._monotonic() - begun, sum(blob.length for blob in blobs)))
+            approve(pieces)
             seal = commit.seal(
                 self.tier,
                 Manifest(
@@ -176,24 +204,31 @@ class RunWriter:
                     values=dict(values),
                 ),
             )
-            record = Commit(
-                format=layout.FORMAT,
-                run=self._run,
-                step=at.step,
-                incarnation=at.incarnation,
-                order=self._incarnation.order,
-                world=World(ranks=1),
-                continues=self._incarnation.parent,
-                parent=self._parent,
-                seals=[seal],
-                created=self._wall(),
-                milestone=milestone,
-                metrics=dict(metrics or {}),
-            )
-            generation = commit.publish(self.tier, record, self._algorithm)
+            size = seal.length + sum(blob.length for blob in blobs)
+            with self.turn:
+                self._require_newest(at, pinned)
+                record = Commit(
+                    format=layout.FORMAT,
+                    run=self._run,
+                    step=at.step,
+                    incarnation=at.incarnation,
+                    order=incarnation.order,
+                    world=World(ranks=1),
+                    continues=incarnation.parent,
+                    parent=self._before(at),
+                    seals=[seal],
+                    created=self._wall(),
+                    milestone=milestone,
+                    metrics=dict(metrics or {}),
+                )
+                generation = msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)
+                self._note_tried(at)
+                self._take_in(generation)
+                self._unread += 1
         except CommitUnknown:
-            self._unknown.add(at)
-            self._last = at  # this step may exist: it is not written again
+            with self.turn:
+                self._unknown.add(at)
+                self._note_tried(at)  # this step may exist: it is not written again
             raise
         except NameTaken:
             raise  # what lies there is not of this save
@@ -202,17 +237,35 @@ class RunWriter:
             with contextlib.suppress(LastgoodError):
                 commit.retire(self.tier, at)
             raise
-        generation = msgspec.structs.replace(generation, bytes=seal.length + sum(blob.length for blob in blobs))
-        self.survey.generations[at] = generation
-        self._last = self._parent = at
         self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
         return generation
+
+    def _require_newest(self, at: GenerationId, pinned: bool) -> None:
+        newest = max((one for one in self.survey.generations if one.incarnation == at.incarnation), default=at)
+        if newest.step > at.step and not pinned:
+            raise Overtaken(f"step {newest.step} was committed before step {at.step}", safe="Nothing is lost by it.")
+
+    def _before(self, at: GenerationId) -> GenerationId | None:
+        """The newest generation before this one that surely exists: what its commit names."""
+        assert self._incarnation is not None
+        mine = (one for one in self.survey.generations if one.incarnation == at.incarnation and one.step < at.step)
+        return max((one for one in mine if one not in self._unknown), default=self._incarnation.parent)
+
+    def _take_in(self, generation: Generation) -> None:
+        self.survey.generations[generation.id] = generation
+        if self.tier.newest_only:
+            there = self.tier.list("gen")
+            for gone in [one for one in self.survey.generations if layout.folder(one).partition("/")[2] not in there]:
+                del self.survey.generations[gone]
+
+    def _note_tried(self, at: GenerationId) -> None:
+        self._last = at if self._last is None or self._last.incarnation != at.incarnation else max(self._last, at)
 
     # ---- after the commit ----------------------------------------------------------------------------------
 
     def backlog(self) -> int:
-        """How many generations of the lineage are newer than its newest verified one."""
-        return unverified_ahead(self.lineage())
+        """How many generations were committed after the newest verified one of the lineage."""
+        return self._unread if self.tier.newest_only else unverified_ahead(self.lineage())
 
     def verify(self, arena: Arena, stop: Callable[[], bool] = lambda: False) -> None:
         """Re-read the newest unverified generation past the page cache, mark it, and point at it.
@@ -233,7 +286,10 @@ class RunWriter:
                 if problem:
                     break  # what was found already must be told
                 raise
-            self.conclude(generation, findings)
+            with self.turn:
+                if generation.id not in self.survey.generations:
+                    raise Cancelled("it was let go while it was read")
+                self.conclude(generation, findings)
             self._tell(
                 self._event(
                     "damaged" if findings else "verified",
@@ -254,32 +310,36 @@ class RunWriter:
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         """Mark what a complete reading of a generation found; the pointer follows a good one of the lineage."""
-        commit.mark(self.tier, generation, findings)
-        found = msgspec.structs.replace(generation, verified=not findings, damaged=findings)
-        self.survey.generations[generation.id] = found
-        if not findings:
-            self.point()
+        with self.turn:
+            commit.mark(self.tier, generation, findings)
+            self._take_in(msgspec.structs.replace(generation, verified=not findings, damaged=findings))
+            if not findings:
+                self._unread = unverified_ahead(self.lineage())
+                self.point()
 
     def point(self) -> None:
         """Let LASTGOOD.json and latest_ok name the newest verified generation of the lineage."""
-        newest = self.newest_verified()
-        if newest is not None:
-            pointer = Pointer(
-                format=layout.FORMAT, step=newest.step, incarnation=newest.id.incarnation, root=newest.root
-            )
-            if pointer != self.survey.pointer:
-                self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))
-                self.survey.pointer = pointer
+        with self.turn:
+            newest = self.newest_verified()
+            if newest is not None:
+                pointer = Pointer(
+                    format=layout.FORMAT, step=newest.step, incarnation=newest.id.incarnation, root=newest.root
+                )
+                if pointer != self.survey.pointer:
+                    self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))
+                    self.survey.pointer = pointer
 
     def clean(self) -> None:
         """Delete what retention lets go, each in two phases; never what the pointer still names."""
-        self.point()
-        chain = self.lineage()
-        of_lineage = {one.id for one in chain}
-        abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]
+        with self.turn:
+            self.point()
+            chain = self.lineage()
+            of_lineage = {one.id for one in chain}
+            abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]
         for at in surplus(self._keep, chain, abandoned):
             commit.retire(self.tier, at)
-            del self.survey.generations[at]
+            with self.turn:
+                self.survey.generations.pop(at, None)
             self._tell(self._event("deleted", at))
 
     def newest_verified(self) -> Generation | None:
@@ -288,10 +348,10 @@ class RunWriter:
 
     def lineage(self) -> list[Generation]:
         """Committed generations of the lineage, newest first; those whose commit is not sure are left out."""
-        chain = restore.lineage(self.survey).chain
-        return [
-            self.survey.generations[at] for at in chain if at in self.survey.generations and at not in self._unknown
-        ]
+        with self.turn:
+            there = self.survey.generations
+            chain = restore.lineage(self.survey).chain
+            return [there[at] for at in chain if at in there and at not in self._unknown]
 
     def _event(self, kind: str, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> Event:
         return Event(

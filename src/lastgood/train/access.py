@@ -53,9 +53,9 @@ def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], ste
         images = staging.lay_out(captured.tensors)
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
         generation = run.save(
-            step,
+            run.admit(step),
             images,
-            staging.filled(images, captured.tensors, arena),
+            staging.Snapshot(images, captured.tensors, arena).fill(),
             aliases=captured.aliases,
             values=captured.values,
         )

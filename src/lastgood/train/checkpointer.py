@@ -16,34 +16,34 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
-from ..engine.arena import Arena
 from ..errors import (
-    Cancelled,
     HalfLoaded,
+    InFlightFull,
     LastgoodError,
     LastgoodWarning,
     NoSpace,
     NoSuchStep,
     Refused,
     StepTaken,
+    TornSnapshot,
     Unavailable,
 )
-from ..format import layout
+from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..plan.cadence import Every
-from ..plan.retention import KEEP, Keep
+from ..plan.retention import KEEP, Keep, wanted
 from ..rawio.checksum import ALGORITHMS
-from ..rawio.files import round_up
 from ..records import Event, Finding, Generation, GenerationId
 from ..run import reader
-from ..run.background import Background, Chunks, Save
+from ..run.background import Background, Save
 from ..tiers.disk import WriteMode
-from . import staging
-from . import state as live
+from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into
 from .sampler import ResumableSampler
 
 CADENCE = Every(seconds=300)
 LEAST_MEMORY_BYTES = 1 << 20
+TORN_LIMIT = 2
+"""torn saves in a row, after which a state is staged while the loop waits"""
 EXIT_SECONDS = 60.0
 """how long leaving the `with` on an exception waits for saves in flight"""
 
@@ -73,22 +73,35 @@ class Checkpointer:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         on_event: Callable[[Event], None] | None = None,
+        staging: Staging | None = None,
+        torn_check: TornCheck = "sampled",
+        in_flight: int = 2,
+        when_full: Literal["wait", "skip", "raise"] = "wait",
+        writers: int = reader.WORKERS,
+        chunk: int = CHUNK_BYTES,
     ) -> None:
         _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
         _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
         _require(on_error in ("warn", "raise"), f"on_error={on_error!r}", 'Give "warn" or "raise".')
         _require(memory is None or memory >= LEAST_MEMORY_BYTES, f"memory={memory}", "At least 1 MiB.")
+        _require(staging in (None, "overlap", "blocking"), f"staging={staging!r}", 'Give "overlap" or "blocking".')
+        _require(torn_check in ("sampled", "full"), f"torn_check={torn_check!r}", 'Give "sampled" or "full".')
+        _require(when_full in ("wait", "skip", "raise"), f"when_full={when_full!r}", 'Give "wait", "skip" or "raise".')
+        _require(1 <= in_flight <= 64 and 1 <= writers <= 64, f"in_flight={in_flight}, writers={writers}", "1 to 64.")
+        _require(4096 <= chunk <= CHUNK_LIMIT_BYTES and chunk % 4096 == 0, f"chunk={chunk}", "Whole pages, to 256 MiB.")
         _require(isinstance(state, MutableMapping), f"state is a {type(state).__name__}", "Give a dict.")
         self._request = Request(state, include=tuple(include), exclude=tuple(exclude))
-        self._cadence, self._keep, self._on_error, self._memory = cadence, retention, on_error, memory
-        self._on_event = on_event
-        self._arena: Arena | None = None
+        self._cadence, self._keep, self._on_error, self._on_event = cadence, retention, on_error, on_event
+        self._in_flight, self._when_full = in_flight, when_full
         self._last: Save | None = None
         self._advanced = 0  # steps that the samplers have been told of
         self._saved_at = time.monotonic()
         self._busy = self._half_loaded = self._closed = False
         self._process = os.getpid()
-        self._behind = Background(path, write_mode, retention, digest)
+        self._full_told = False  # that the disk is full, since something was durable last
+        self._fence_seconds, self._torn = 0.0, 0
+        self._behind = Background(path, write_mode, retention, digest, in_flight=in_flight, writers=writers)
+        self._cutter = Cutter(staging, torn_check, memory, chunk, digest, self._behind.wait)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -111,7 +124,7 @@ class Checkpointer:
                 run.tier,
                 run.survey,
                 step,
-                self._reading_arena,
+                self._cutter.reading_arena,
                 self._behind.workers,
                 self._examine,
                 self._mark,
@@ -147,7 +160,7 @@ class Checkpointer:
         n = self._advance(n)
         self._surface(stacklevel=3)
         if self._cadence.due(n, time.monotonic() - self._saved_at):
-            return self._save(n, False, None)
+            return self._save(n, False, None, must=False)
         return None
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
@@ -158,7 +171,13 @@ class Checkpointer:
         """
         n = self._advance(n)
         self._surface(stacklevel=3)
-        return self._save(n, bool(milestone), metrics)
+        save = self._save(n, bool(milestone), metrics, must=True)
+        assert save is not None
+        return save
+
+    def fence(self) -> None:
+        """Call before changing parameters or optimizer state anywhere but in `optimizer.step()`. Waits if need be."""
+        self._cutter.fence.wait()
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is durable and looked after. Raises TimedOut; surfaces what failed."""
@@ -178,7 +197,7 @@ class Checkpointer:
             return  # a fork of the process that has it open
         self._closed = True
         self._behind.close(timeout)
-        self._arena = None
+        self._cutter.close()
         self._surface(stacklevel=3)
         self._behind.heard()
 
@@ -196,7 +215,7 @@ class Checkpointer:
 
     # ---- on the training thread ----------------------------------------------------------------------------
 
-    def _save(self, n: int, milestone: bool, metrics: Mapping[str, float] | None) -> Save:
+    def _save(self, n: int, milestone: bool, metrics: Mapping[str, float] | None, must: bool) -> Save | None:
         self._require_open()
         _require(
             not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
@@ -208,31 +227,49 @@ class Checkpointer:
                 safe="Nothing was written.",
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
-        save, chunks = Save(n), Chunks()
         scores = _finite(metrics or {})
-        captured = live.capture(self._request.state, self._request.include, self._request.exclude)
-        images = staging.lay_out(captured.tensors)
-        total = sum(image.length for image in images)
-        if self._last is None:
-            self._behind.run.admit(n)  # nothing is in flight, so the run may be asked from here
-            self._tell_bound(total)
-        arena = self._writing_arena(images)
-        named = {"aliases": captured.aliases, "values": captured.values}
-        copied, self._busy = False, True
+        if not self._admitted(n, wait=must):
+            return None
+        self._busy = started = False
         try:
-            self._behind.start(save, images, chunks, arena, {**named, "milestone": milestone, "metrics": scores})
-            for lease in staging.filled(images, captured.tensors, arena, lambda: chunks.refused):
-                chunks.put(lease)
-            copied = True
-        except Cancelled:
-            copied = False  # the writer failed first; its error is on the way
+            self._busy, begun = True, time.monotonic()
+            cut = self._cutter.cut(self._request.state, self._request.include, self._request.exclude)
+            save = Save(n)
+            at = self._behind.run.admit(n)
+            if self._last is None:
+                self._tell_bound(cut.bytes)
+            pinned = wanted(self._keep, n, milestone, scores)
+            options = {**cut.options, "milestone": milestone, "metrics": scores}
+            started = True
+            self._behind.start(save, at, cut.images, cut.fill, cut.approve, cut.arena, pinned, options)
+            self._cutter.begun(cut)
+            if not cut.overlapped:
+                save.wait_staged()
         finally:
             self._busy = False
-            chunks.close(copied)
-        save.note_staged()
-        self._tell("staged", n, seconds=save.stall_seconds, size=total)
+            if not started:
+                self._behind.leave()
+        save.stall_seconds = time.monotonic() - begun
         self._last, self._saved_at = save, time.monotonic()
         return save
+
+    def _admitted(self, n: int, wait: bool) -> bool:
+        """Take a place in flight, as `when_full` says; False where this save is skipped."""
+        if self._behind.admit(wait=False):
+            return True
+        if self._when_full == "raise":
+            raise InFlightFull(
+                f"step {n} was not saved: {self._in_flight} saves are in flight",
+                safe="They go on.",
+                todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
+            )
+        if self._when_full == "skip" and not wait:
+            self._tell("skipped", n)
+            return False
+        begun = time.monotonic()
+        self._behind.admit(wait=True)
+        self._tell("waited", n, seconds=time.monotonic() - begun)
+        return True
 
     def _advance(self, n: int) -> int:
         """Let the samplers know, once a step, that the weights have seen what the loop was given."""
@@ -252,31 +289,6 @@ class Checkpointer:
             self._behind.run.clean()
             self._behind.run.begin(parent)
 
-    def _writing_arena(self, images: list[layout.Image]) -> Arena:
-        total = sum(image.length for image in images)
-        if self._memory is None:
-            chunk_bytes = min(layout.CHUNK_BYTES, round_up(total))
-            wanted = sum(round_up(image.length, chunk_bytes) for image in images)
-        else:
-            chunk_bytes = max(4096, min(layout.CHUNK_BYTES, self._memory // 4 // 4096 * 4096, round_up(total)))
-            wanted = min(self._memory, sum(round_up(image.length, chunk_bytes) for image in images))
-        if (
-            self._arena is None
-            or self._arena.chunk_bytes != chunk_bytes
-            or self._arena.arena_bytes < wanted // chunk_bytes * chunk_bytes
-        ):
-            self._behind.wait()  # the old arena must have come home before a new one is made beside it
-            self._arena = None
-            self._arena = Arena(max(wanted // chunk_bytes, 1) * chunk_bytes, chunk_bytes)
-        return self._arena
-
-    def _reading_arena(self, image_bytes: int, chunk_bytes: int) -> Arena:
-        bound = image_bytes if self._memory is None else min(self._memory, image_bytes)
-        if self._arena is None or self._arena.chunk_bytes != chunk_bytes or self._arena.arena_bytes < bound:
-            self._arena = None
-            self._arena = Arena(max(bound // chunk_bytes, 1) * chunk_bytes, chunk_bytes)
-        return self._arena
-
     def _examine(self, generation: Generation) -> list[Finding]:
         return reader.read_all(self._behind.run.tier, generation, self._behind.small_arena(), self._behind.workers)
 
@@ -295,9 +307,16 @@ class Checkpointer:
     def _surface(self, stacklevel: int) -> None:
         """Tell of what happened behind the loop: events first, then failures, the first of them raised if asked to."""
         self._deliver()
+        self._note_fence()
         first: BaseException | None = None
         while not self._behind.problems.empty():
             error = self._behind.problems.get()
+            if isinstance(error, TornSnapshot):
+                self._note_torn()
+            if isinstance(error, NoSpace) and self._on_error == "warn":
+                if self._full_told:
+                    continue  # each save would say it again; the events do
+                self._full_told = True
             if first is None and (self._on_error == "raise" or not isinstance(error, LastgoodError)):
                 first = error
             else:
@@ -308,15 +327,35 @@ class Checkpointer:
     def _deliver(self) -> None:
         while not self._behind.events.empty():
             event = self._behind.events.get()
+            if event.kind == "durable":
+                self._full_told, self._torn = False, 0
             if self._on_event is not None:
                 self._on_event(event)
+
+    def _note_torn(self) -> None:
+        self._torn += 1
+        if self._torn == TORN_LIMIT and self._cutter.stop_overlapping():
+            what = f"{TORN_LIMIT} saves in a row were torn: from now on the state is copied while the loop waits"
+            warnings.warn(what, LastgoodWarning, stacklevel=4)
+
+    def _note_fence(self) -> None:
+        """What the loop waited for at the fence is part of what its last save cost."""
+        waited = self._cutter.fence.waited_seconds - self._fence_seconds
+        if waited and self._last is not None:
+            self._fence_seconds += waited
+            self._last.stall_seconds += waited
+            self._tell("fenced", self._last.step, seconds=waited)
 
     def _tell_bound(self, total: int) -> None:
         kept = self._keep.last + len(self._keep.milestones) + (self._keep.best[2] if self._keep.best else 0)
         more = f", and each {self._keep.every}th step" if self._keep.every else ""
-        place, size, most = self._behind.run.tier.place, _readable(total), _readable((kept + 3) * total)
+        place, size, most = (
+            self._behind.run.tier.place,
+            _readable(total),
+            _readable((kept + self._in_flight + 2) * total),
+        )
         print(
-            f"lastgood: {place} takes at most ({kept} kept + 1 in flight + 2) x {size} = {most}{more}; "
+            f"lastgood: {place} takes at most ({kept} kept + {self._in_flight} in flight + 2) x {size} = {most}{more}; "
             "beside that stay milestones, what is found damaged, and for a while what a rewind left",
             file=sys.stderr,
         )
