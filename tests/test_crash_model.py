@@ -273,7 +273,7 @@ def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
             after.acknowledged.add(at)
     records = disk.root.names.get("incarnations", Folder()).names
     for ident in sorted(after.opening, key=after.orders.__getitem__):
-        if f"{after.orders[ident]:06d}-{ident}.json" in records:
+        if any(name.startswith(f"{after.orders[ident]:06d}-{ident}") and name.endswith(".json") for name in records):
             after.current = ident
     after.opening.clear()
     return after
@@ -310,6 +310,9 @@ class World:
             self.judge.crash(self)
             if at is not None and call == "open" and name.startswith(layout.GOING):
                 self.ledger.end(at)
+            if at is not None and (call, name) == ("remove", layout.COMMIT):  # on a full disk, without its reason
+                if layout.COMMIT in self.disk._find(f"{ROOT}/{folder}").names:
+                    self.ledger.end(at)
             if at is not None and call == "open" and name.startswith(layout.DAMAGED) and at not in self.ledger.rotten:
                 _must(self.disk.fault and self.disk.fault.fired, f"{at} is good, and marked as damaged")
                 self.ledger.doubted.add(at)

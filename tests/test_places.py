@@ -17,6 +17,7 @@ from lastgood.errors import NotARun, NotWritable, Refused, RunLocked, UnknownFor
 from lastgood.format import layout
 from lastgood.format.commit import survey
 from lastgood.rawio.checksum import digest
+from lastgood.rawio.files import PosixFiles
 from lastgood.run import places
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
@@ -138,6 +139,16 @@ def test_a_run_whose_folders_lead_elsewhere_is_refused_and_nothing_there_is_touc
 def test_a_new_run_is_made_with_the_folders_above_it(tmp_path):
     write(tmp_path / "deep" / "er" / "run")
     assert read(tmp_path / "deep" / "er" / "run") == STATE
+
+
+def test_the_names_of_a_new_run_and_of_the_folders_above_it_are_durable(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(PosixFiles, "sync_dir", lambda self, path: synced.append(path))
+    with places.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
+        assert synced == [str(tmp_path), str(tmp_path / "deep")]
+    synced.clear()
+    with places.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
+        assert synced == [str(tmp_path / "deep")], "whoever made it may have died before its name was durable"
 
 
 def test_an_empty_directory_and_what_a_first_opening_left_behind_become_a_run(tmp_path):

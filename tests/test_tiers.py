@@ -554,6 +554,25 @@ def test_what_finish_cannot_sync_is_an_error(tmp_path):
     assert not everything(tmp_path)
 
 
+def test_a_folder_is_synced_through_its_own_descriptor(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(rawio, "_flush", lambda fd: synced.append(os.fstat(fd).st_ino))
+    PosixFiles().sync_dir(str(tmp_path))
+    assert synced == [tmp_path.stat().st_ino]
+
+
+def test_names_that_were_there_already_are_synced_all_the_same(tmp_path):
+    """Whoever made them may have died before they were durable: the folder, and the record itself."""
+    disk(str(tmp_path)).put_new(RECORD, b"record")
+    files = Failing()
+    disk(str(tmp_path), files).put_new(RECORD, b"record")
+    assert [path for call, path in files.called if call == "sync_dir"] == [
+        str(tmp_path),
+        str(tmp_path / "gen"),
+        str(tmp_path / HOME),
+    ]
+
+
 def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
     files = Failing()
     disk(str(tmp_path), files).put_new(RECORD, b"record")

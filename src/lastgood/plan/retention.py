@@ -1,7 +1,8 @@
 """What may go. Pure. Never the newest verified generation, never the newest committed one, never one that is damaged.
 
 Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists, and
-goes last where fewer than `last` are verified.
+goes last where fewer than `last` are verified. One that `every`, a milestone or `best` asks for stays, verified or not:
+verification may have passed it by, or a power loss may have taken its mark.
 """
 
 from __future__ import annotations
@@ -46,13 +47,10 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     """
     good = [one for one in chain if one.verified and not one.damaged]
     kept = {one.id for one in good[: keep.last]} | {one.id for one in chain[:1]}
-    kept |= {one.id for one in good if _pinned(keep, one)}
-    if keep.best:
-        metric, direction, count = keep.best
-        scored = [one for one in good if math.isfinite(one.commit.metrics.get(metric, math.nan))]
-        sign = 1 if direction == "min" else -1
-        # Of equals the newer one: the sort is stable and the chain runs from the newest.
-        kept |= {one.id for one in sorted(scored, key=lambda one: sign * one.commit.metrics[metric])[:count]}
+    whole = [one for one in chain if not one.damaged]
+    kept |= {one.id for one in whole if _pinned(keep, one)}
+    # What has not been read yet may turn out to be damaged, so it takes no place from what is known to be good.
+    kept |= {one.id for known in (good, whole) for one in _best(keep, known)}
     older = chain[chain.index(good[0]) + 1 :] if good else []
     # Where verification has not kept pace, unverified generations fill up what is missing to `last`.
     unread = [one.id for one in older if not one.verified and not one.damaged]
@@ -69,6 +67,16 @@ def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float])
     """Whether a save has a reason of its own to be kept, so that a newer one does not stand in for it."""
     by_step = step in keep.milestones or (keep.every is not None and step % keep.every == 0)
     return milestone or by_step or (keep.best is not None and keep.best[0] in metrics)
+
+
+def _best(keep: Keep, chain: Sequence[Generation]) -> list[Generation]:
+    if keep.best is None:
+        return []
+    metric, direction, count = keep.best
+    scored = [one for one in chain if math.isfinite(one.commit.metrics.get(metric, math.nan))]
+    sign = 1 if direction == "min" else -1
+    # Of equals the newer one: the sort is stable and the chain runs from the newest.
+    return sorted(scored, key=lambda one: sign * one.commit.metrics[metric])[:count]
 
 
 def unverified_ahead(chain: Sequence[Generation]) -> int:
