@@ -359,7 +359,7 @@ class Background:
             approve(pieces)
 
         try:
-            if self.run.backlog() > self._backlog_limit and not chunks.unwanted:
+            if not chunks.unwanted:
                 self._catch_up()
             generation = self.run.save(flight.at, images, iter(chunks), approve=approved, writers=writers, **options)
             self._overtake(flight)
@@ -414,12 +414,16 @@ class Background:
             self.problems.put(error)
 
     def _catch_up(self) -> None:
-        """Verify before the next reservation: the disk stays bounded. What that finds does not stop the save.
+        """Verify and delete before the next reservation: the disk stays bounded. What is found does not stop the save.
 
         Where the tier lets go of what is not the newest, no other save may be committed while it is read.
         """
         try:
-            self._look_after(lambda: False, self.run.tier.newest_only)
+            if self.run.backlog() > self._backlog_limit:
+                self._look_after(lambda: False, self.run.tier.newest_only)
+            elif self.run.surplus():
+                with self._looking:
+                    self.run.clean()
         except LastgoodError as error:
             self.problems.put(error)
 

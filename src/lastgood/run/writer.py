@@ -331,16 +331,20 @@ class RunWriter:
 
     def clean(self) -> None:
         """Delete what retention lets go, each in two phases; never what the pointer still names."""
-        with self.turn:
-            self.point()
-            chain = self.lineage()
-            of_lineage = {one.id for one in chain}
-            abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]
-        for at in surplus(self._keep, chain, abandoned):
+        self.point()
+        for at in self.surplus():
             commit.retire(self.tier, at)
             with self.turn:
                 self.survey.generations.pop(at, None)
             self._tell(self._event("deleted", at))
+
+    def surplus(self) -> list[GenerationId]:
+        """What retention lets go, oldest first."""
+        with self.turn:
+            chain = self.lineage()
+            of_lineage = {one.id for one in chain}
+            abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]
+            return surplus(self._keep, chain, abandoned)
 
     def newest_verified(self) -> Generation | None:
         """The newest verified generation of the lineage."""
