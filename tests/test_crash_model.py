@@ -311,7 +311,7 @@ class World:
             if at is not None and call == "open" and name.startswith(layout.GOING):
                 self.ledger.end(at)
             going = at is not None and (call, name) == ("remove", layout.COMMIT)  # on a full disk, without its reason
-            if going and layout.COMMIT in self.disk._find(f"{ROOT}/{folder}").names:
+            if going and layout.COMMIT in self.disk.root.names["gen"].names.get(folder[4:], Folder()).names:
                 self.ledger.end(at)
             if at is not None and call == "open" and name.startswith(layout.DAMAGED) and at not in self.ledger.rotten:
                 _must(self.disk.fault and self.disk.fault.fired, f"{at} is good, and marked as damaged")

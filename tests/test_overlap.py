@@ -1,0 +1,454 @@
+"""Copied behind the next forward and backward: what is saved is the state at the cut, or it is dropped and said so.
+
+Nothing here waits for time: the copy is held at its start until the thing that it must survive has happened.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lastgood
+from lastgood import errors
+from lastgood.errors import LastgoodWarning
+from lastgood.train import staging
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16, max_norm=1.0)
+        self.one, self.norm, self.two = nn.Linear(16, 300), nn.BatchNorm1d(300), nn.Linear(300, 16)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.two(self.drop(self.norm(self.one(self.embed(index))).relu()))
+
+
+class Loop:
+    """A small training, whose every state is kept as it was right after its step."""
+
+    def __init__(self, make: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]) -> None:
+        torch.manual_seed(7)
+        self.net = Net()
+        self.optimizers = make(list(self.net.parameters()))
+        self.state: dict[str, Any] = {"net": self.net, **{f"opt{n}": one for n, one in enumerate(self.optimizers)}}
+
+    def backward(self) -> None:
+        self.net(torch.randint(0, 50, (32,))).square().mean().backward()
+
+    def update(self) -> None:
+        for one in self.optimizers:
+            one.step()
+            one.zero_grad()
+
+    def picture(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in lastgood.train.state.capture(self.state).tensors.items()}
+
+
+def adamw(**options: Any) -> Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]:
+    return lambda parameters: [torch.optim.AdamW(parameters, lr=0.01, **options)]
+
+
+def same(run: Path, step: int, picture: dict[str, torch.Tensor]) -> bool:
+    opened = lastgood.open(run)
+    return all(torch.equal(opened.tensor(name, step), one) for name, one in picture.items())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies begin only once it is set. The fence sets it too: whoever waits there must not wait for ever."""
+    opened = threading.Event()
+    fill, hold = staging.Snapshot.fill, staging.Snapshot.hold
+
+    def held(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+        assert opened.wait(60)
+        yield from fill(self, stop)
+
+    def arrived(self: staging.Snapshot) -> None:
+        opened.set()
+        hold(self)
+
+    monkeypatch.setattr(staging.Snapshot, "fill", held)
+    monkeypatch.setattr(staging.Snapshot, "hold", arrived)
+    yield opened
+    opened.set()
+
+
+OPTIMIZERS = {
+    "foreach": adamw(foreach=True),
+    "fused": adamw(fused=True),
+    "for-loop": adamw(foreach=False),
+    "sgd momentum": lambda ps: [torch.optim.SGD(ps, lr=0.01, momentum=0.9, fused=True)],
+    "two": lambda ps: [torch.optim.AdamW(ps[:3], lr=0.01), torch.optim.SGD(ps[3:], lr=0.01, momentum=0.9)],
+    "groups": lambda ps: [torch.optim.Adam([{"params": ps[:2], "lr": 0.1}, {"params": ps[2:]}], lr=0.01)],
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_save_is_the_state_at_its_cut_although_it_is_copied_after_the_next_backward(tmp_path, gate, kind):
+    """The copy begins only when the next update already waits at the fence: forward has changed the buffers, the
+    random numbers and, through max_norm, nothing that is not told."""
+    loop = Loop(OPTIMIZERS[kind])
+    loop.net.embed.max_norm = None
+    pictures = {}
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        for n in range(1, 6):
+            gate.clear()
+            loop.backward()
+            loop.update()
+            pictures[n] = loop.picture()
+            save = ckpt.save(n)
+            assert not save.staged()
+            loop.backward()
+            assert not save.staged(), "nothing but an update waits"
+            loop.update()
+            ckpt.wait()
+    for step in (3, 4, 5):
+        assert same(tmp_path, step, pictures[step])
+
+
+def test_the_fence_is_for_updates_elsewhere(tmp_path, gate):
+    loop = Loop(adamw())
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        loop.update()
+        before = loop.picture()
+        ckpt.save(1)
+        ckpt.fence()
+        with torch.no_grad():
+            loop.net.one.weight.mul_(2)
+    assert same(tmp_path, 1, before)
+
+
+@pytest.mark.parametrize("memory", [1 << 20, None])
+def test_with_less_memory_than_state_the_update_waits_until_all_of_it_is_read(tmp_path, memory):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    pictures = {}
+    with lastgood.Checkpointer(tmp_path, {"net": net, "opt": optimizer}, memory=memory, in_flight=2) as ckpt:
+        for n in range(1, 9):
+            net(torch.randn(4, 300)).square().mean().backward()
+            optimizer.step()
+            pictures[n] = {f"net.{name}": one.detach().clone() for name, one in net.named_parameters()}
+            ckpt.save(n, milestone=True)
+    assert all(same(tmp_path, step, picture) for step, picture in pictures.items())
+
+
+def test_a_scaler_and_accumulated_gradients_change_nothing(tmp_path, gate):
+    loop = Loop(adamw(fused=True))
+    loop.net.embed.max_norm = None
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    loop.state["scaler"] = scaler
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        for n in (1, 2):
+            gate.clear()
+            for _ in range(3):
+                scaler.scale(loop.net(torch.randint(0, 50, (8,))).square().mean()).backward()
+            scaler.step(loop.optimizers[0])
+            scaler.update()
+            picture = loop.picture()
+            ckpt.save(n)
+    assert same(tmp_path, 2, picture)
+
+
+def test_a_compiled_model_is_copied_behind_the_fence_too(tmp_path, gate):
+    loop = Loop(adamw())
+    loop.net.embed.max_norm = None
+    compiled = torch.compile(loop.net, backend="eager")
+    loop.state["net"] = compiled
+    compiled(torch.randint(0, 50, (32,))).square().mean().backward()
+    loop.update()
+    picture = loop.picture()
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        save = ckpt.save(1)
+        compiled(torch.randint(0, 50, (32,))).square().mean().backward()
+        assert not save.staged()
+        loop.update()
+    assert same(tmp_path, 1, picture)
+
+
+# ---- torn snapshots --------------------------------------------------------------------------------------------
+
+
+def in_place(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.net.two.weight.add_(1)
+
+
+def in_place_unseen_by_versions(loop: Loop) -> None:
+    loop.net.two.weight.data.add_(1)
+
+
+def a_fused_step_that_no_hook_sees(loop: Loop) -> None:
+    loop.backward()
+    torch.optim.AdamW(loop.net.parameters(), lr=0.5, fused=True).step()
+
+
+def data_swapped(loop: Loop) -> None:
+    loop.net.two.weight.data = loop.net.two.weight.data.clone()
+
+
+def another_parameter(loop: Loop) -> None:
+    loop.net.two.weight = nn.Parameter(loop.net.two.weight.detach().clone())
+
+
+def swapped_tensors(loop: Loop) -> None:
+    torch.utils.swap_tensors(loop.net.two.weight, nn.Parameter(torch.zeros_like(loop.net.two.weight)))
+
+
+def optimizer_state_replaced(loop: Loop) -> None:
+    entry = loop.optimizers[0].state[loop.net.two.weight]
+    entry["exp_avg"] = entry["exp_avg"].clone()
+
+
+def optimizer_state_in_place(loop: Loop) -> None:
+    loop.optimizers[0].state[loop.net.two.weight]["exp_avg_sq"].data.mul_(3)
+
+
+def rows_by_max_norm(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.net.embed.max_norm = 1e-3
+        loop.net.embed(torch.arange(3))
+
+
+def loaded_from_elsewhere(loop: Loop) -> None:
+    loop.net.load_state_dict({name: one + 1 for name, one in loop.net.state_dict().items()})
+
+
+TEARING = [
+    in_place,
+    in_place_unseen_by_versions,
+    a_fused_step_that_no_hook_sees,
+    data_swapped,
+    another_parameter,
+    swapped_tensors,
+    optimizer_state_replaced,
+    optimizer_state_in_place,
+    rows_by_max_norm,
+    loaded_from_elsewhere,
+]
+
+
+@pytest.mark.parametrize("tear", TEARING, ids=lambda tear: tear.__name__)
+def test_a_state_that_changed_behind_the_fence_is_dropped_and_reported(tmp_path, gate, tear):
+    loop = Loop(adamw(fused=True))
+    loop.backward()
+    loop.update()
+    heard: list[lastgood.Event] = []
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap", on_event=heard.append) as ckpt:
+        save = ckpt.save(1)
+        tear(loop)
+        gate.set()
+        with pytest.raises(errors.TornSnapshot, match=r"changed while it was copied: .*(net|opt0)\."):
+            save.result(60)
+        assert save.dropped() and not save.durable()
+        with pytest.warns(LastgoodWarning, match="TornSnapshot"):
+            ckpt.wait()
+        ckpt.save(2).result(60)
+        ckpt.wait()
+    assert [(one.kind, one.step) for one in heard if one.kind in ("dropped", "durable")] == [
+        ("dropped", 1),
+        ("durable", 2),
+    ]
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [2], "nothing of the torn one is left"
+
+
+def test_weights_that_are_swapped_and_swapped_back_while_they_are_read_are_seen_in_the_copy(tmp_path, monkeypatch):
+    """Before and after the copy everything is as it was: only what was copied tells."""
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    fill = staging.Snapshot.fill
+    data = loop.net.two.weight.data
+
+    def swapped(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+        before = data.clone()
+        data.zero_()
+        chunks = fill(self, stop)
+        first = next(chunks)
+        data.copy_(before)
+        yield first
+        yield from chunks
+
+    monkeypatch.setattr(staging.Snapshot, "fill", swapped)
+    with (
+        pytest.warns(LastgoodWarning, match=r"TornSnapshot.*net\.two\.weight"),
+        lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt,
+    ):
+        ckpt.save(1)
+    assert lastgood.open(tmp_path).generations() == []
+
+
+def test_after_two_torn_saves_in_a_row_the_loop_waits_for_the_copy_and_the_model_still_saves(tmp_path, gate):
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        for n in (1, 2):
+            gate.clear()
+            save = ckpt.save(n)
+            in_place(loop)
+            gate.set()
+            with pytest.raises(errors.TornSnapshot):
+                save.result(60)
+        with pytest.warns(LastgoodWarning) as told:
+            ckpt.wait()
+        assert any("from now on the state is copied while the loop waits" in str(one.message) for one in told)
+        save = ckpt.save(3)
+        assert save.staged(), "when the call returns the state is free"
+        picture = loop.picture()
+        in_place(loop)
+    assert same(tmp_path, 3, {name: one for name, one in picture.items() if name.startswith("net.two")})
+
+
+def test_one_torn_save_between_good_ones_changes_nothing(tmp_path, gate):
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    with warnings.catch_warnings(), lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        warnings.simplefilter("ignore", LastgoodWarning)
+        for n in range(1, 7):
+            gate.clear()
+            save = ckpt.save(n)
+            assert not save.staged()
+            if n % 2:
+                in_place(loop)
+            gate.set()
+            ckpt.wait()
+    assert sorted(one.step for one in lastgood.open(tmp_path).generations()) == [2, 4, 6]
+
+
+def test_a_few_elements_between_two_samples_are_what_only_the_full_check_sees(tmp_path, gate):
+    """The limit of the sampled check, as the docs name it: a writer that counts no version and misses every sample."""
+    for check, kept in (("sampled", [1]), ("full", [])):
+        loop = Loop(adamw())
+        loop.backward()
+        loop.update()
+        gate.clear()
+        with warnings.catch_warnings(), lastgood.Checkpointer(tmp_path / check, loop.state, torn_check=check) as ckpt:
+            warnings.simplefilter("ignore", LastgoodWarning)
+            ckpt.save(1)
+            loop.net.two.weight.data.view(-1)[1] += 1
+            gate.set()
+        assert [one.step for one in lastgood.open(tmp_path / check).generations()] == kept
+
+
+# ---- what cannot wait at the fence -----------------------------------------------------------------------------
+
+
+def test_an_average_kept_by_hand_is_copied_at_the_cut(tmp_path, gate):
+    loop = Loop(adamw())
+    loop.state["average"] = average = copy.deepcopy(loop.net)
+    loop.update()
+    picture = loop.picture()
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        ckpt.save(1)
+        with torch.no_grad():
+            for mine, live in zip(average.parameters(), loop.net.parameters(), strict=True):
+                mine.lerp_(live, 0.5).add_(1)
+        gate.set()
+    assert same(tmp_path, 1, picture)
+
+
+def test_a_large_average_that_changes_behind_the_fence_is_torn_and_then_waited_for(tmp_path, gate, monkeypatch):
+    monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
+    loop = Loop(adamw())
+    loop.state["average"] = average = copy.deepcopy(loop.net)
+    with warnings.catch_warnings(), lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        warnings.simplefilter("ignore", LastgoodWarning)
+        for n in range(1, 4):
+            gate.clear()
+            if n == 3:
+                gate.set()
+            ckpt.save(n)
+            average.one.weight.data.add_(1)
+            gate.set()
+            ckpt.wait()
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [3]
+
+
+class OwnOptimizer:
+    """Has a step that nobody can hook."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.param_groups = [{"params": list(net.parameters())}]
+
+    def step(self) -> None:
+        for one in self.param_groups[0]["params"]:
+            one.data.add_(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": "own"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("what", ["no optimizer", "an optimizer of one's own", "a large buffer"])
+def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
+    loop = Loop(adamw())
+    if what == "no optimizer":
+        del loop.state["opt0"]
+    elif what == "a large buffer":
+        monkeypatch.setattr(staging, "SIDE_BYTES", 1000)
+    else:
+        loop.state["own"] = OwnOptimizer(loop.net)
+    gate.set()
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        assert ckpt.save(1).staged()
+
+
+def test_hooks_go_with_the_checkpointer(tmp_path):
+    loop = Loop(adamw())
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        ckpt.save(1)
+        assert len(loop.optimizers[0]._optimizer_step_pre_hooks) == 1
+        ckpt.save(2)
+        assert len(loop.optimizers[0]._optimizer_step_pre_hooks) == 1
+    assert not loop.optimizers[0]._optimizer_step_pre_hooks
+
+
+def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch):
+    """Nothing hangs: neither the fence, nor the next save, nor the end."""
+    loop = Loop(adamw())
+    take = staging.Snapshot._copy
+
+    def broken(self: staging.Snapshot, *parts: Any) -> Any:
+        raise RuntimeError("the device is gone")
+
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        monkeypatch.setattr(staging.Snapshot, "_copy", broken)
+        save = ckpt.save(1)
+        loop.backward()
+        loop.update()
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            save.result(60)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            ckpt.wait()
+        monkeypatch.setattr(staging.Snapshot, "_copy", take)
+        ckpt.save(1).result(60)
+
+
+def test_a_plan_is_never_older_than_the_state(tmp_path):
+    """Weights that were moved, retyped or replaced between two saves are what the next one holds."""
+    loop = Loop(adamw())
+    changes: list[Callable[[], object]] = [
+        lambda: setattr(loop.net.two.weight, "data", torch.randn(16, 300)),
+        lambda: setattr(loop.net, "two", nn.Linear(300, 16)),
+        lambda: setattr(loop.net.one, "bias", None),
+        lambda: loop.net.double(),
+    ]
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        for n, change in enumerate([lambda: None, *changes], 1):
+            change()
+            ckpt.save(n).result(60)
+            assert same(tmp_path, n, {name: one for name, one in loop.picture().items() if name.startswith("net.")})
