@@ -24,7 +24,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
 KEPT = HERE / "reports" / ".mutation.json"
-TESTS = ["tiers", "plan", "layout", "places", "hostile", "flips", "crash_model"]
+TESTS = ["tiers", "persist", "plan", "layout", "places", "hostile", "flips", "crash_model"]
 LIMIT_SECONDS = 600
 
 

@@ -1,0 +1,104 @@
+"""The mover that writes a file from chunks: what it leaves when something fails, and in which order it does things."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lastgood.engine import persist
+from lastgood.engine.arena import Arena
+from lastgood.errors import NoSpace
+from lastgood.format import layout
+
+CHUNK_BYTES = 4096
+IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES,))])[0]
+
+
+class Upload:
+    """Says what is done to it; `fails` at that write, the others end only once it has failed."""
+
+    def __init__(self, said: list[str], fails: int = -1) -> None:
+        self.said, self.fails, self.failed = said, fails, threading.Event()
+
+    def write_at(self, mv: memoryview, offset: int) -> None:
+        number = offset // CHUNK_BYTES
+        if number == self.fails:
+            self.failed.set()
+            raise NoSpace("full")
+        if self.fails >= 0:
+            assert self.failed.wait(60)
+        self.said.append("write")
+
+    def finish(self) -> None:
+        self.said.append("finish")
+
+    def abort(self) -> None:
+        self.said.append("abort")
+
+
+class Tier:
+    def __init__(self, fails: int = -1, full: bool = False) -> None:
+        self.said: list[str] = []
+        self._fails, self._full = fails, full
+
+    def create(self, name: str, length: int) -> Upload:
+        self.said.append("create")
+        if self._full:
+            raise NoSpace("full")
+        return Upload(self.said, self._fails)
+
+
+def chunks(arena: Arena, said: list[str], breaks: int = -1) -> Iterator[persist.Chunk]:
+    for number in range(100):
+        if number == breaks:
+            raise KeyError("the source broke")
+        said.append("chunk")
+        lease = arena.take()
+        assert lease is not None
+        yield lease
+
+
+def write(tier: Tier, arena: Arena, breaks: int = -1) -> None:
+    with ThreadPoolExecutor(3) as writers:
+        persist.write(
+            tier,
+            "home",
+            IMAGE,
+            chunks(arena, tier.said, breaks),
+            chunk_bytes=CHUNK_BYTES,
+            algorithm="xxh3_128",
+            writers=writers,
+        )
+
+
+def test_space_is_had_before_the_first_chunk_is_asked_for():
+    tier = Tier(full=True)
+    with pytest.raises(NoSpace):
+        write(tier, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
+    assert tier.said == ["create"]
+
+
+def test_every_chunk_is_written_before_the_file_is_finished():
+    tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
+    write(tier, arena)
+    assert tier.said.count("write") == tier.said.count("chunk") == 11
+    assert tier.said[-1] == "finish" and arena.idle
+
+
+@pytest.mark.parametrize("fails", [0, 2])
+def test_a_failed_write_ends_in_an_abort_after_every_other_writer_has_let_go(fails):
+    tier, arena = Tier(fails), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
+    with pytest.raises(NoSpace):
+        write(tier, arena)
+    assert tier.said[-1] == "abort" and tier.said.count("abort") == 1
+    assert arena.idle, "every chunk that was handed over came back"
+
+
+def test_a_source_that_breaks_ends_in_an_abort_and_every_chunk_comes_back():
+    tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
+    with pytest.raises(KeyError, match="the source broke"):
+        write(tier, arena, breaks=5)
+    assert tier.said[-1] == "abort" and "finish" not in tier.said and arena.idle
