@@ -373,10 +373,10 @@ class Background:
         finally:
             self._writers.put(writers)
             self._end(flight)
-        if save.durable():
-            upkeep = self._keeper.submit(self._upkeep)
-            with self._state:
-                self._work.append(upkeep)
+        # Also after one that was dropped: upkeep for the newer one may have given way to it.
+        upkeep = self._keeper.submit(self._upkeep)
+        with self._state:
+            self._work.append(upkeep)
 
     def _overtake(self, newer: _Flight) -> None:
         """Older saves that nobody wants for themselves end now, and their memory and space are used again."""

@@ -1,0 +1,209 @@
+"""Several saves in flight: any order of ends, the newest committed wins, back-pressure is said, nothing hangs."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from lastgood import errors
+from lastgood.errors import LastgoodWarning
+from lastgood.rawio.files import PosixFile
+from lastgood.train import staging
+
+
+def build() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(50_000.0)}
+
+
+def kinds(heard: list[lastgood.Event], *wanted: str) -> list[tuple[str, int]]:
+    return [(one.kind, one.step) for one in heard if one.kind in wanted]
+
+
+@pytest.fixture
+def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], threading.Event]]:
+    """`doors(step)`: the blob of that step is synced only once this is set."""
+    found: dict[int, threading.Event] = {}
+    sync = PosixFile.sync
+
+    def door(step: int) -> threading.Event:
+        return found.setdefault(step, threading.Event())
+
+    def held(self: PosixFile) -> None:
+        if self._path.endswith(".safetensors"):
+            step = int(Path(self._path).parent.name.split("-")[0])
+            if step in found:
+                assert found[step].wait(60)
+        sync(self)
+
+    monkeypatch.setattr(PosixFile, "sync", held)
+    yield door
+    for one in found.values():
+        one.set()
+
+
+def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again(tmp_path, doors):
+    state, heard = build(), []
+    doors(1)
+    with lastgood.Checkpointer(tmp_path, state, in_flight=2, on_event=heard.append) as ckpt:
+        older = ckpt.save(1)
+        newer = ckpt.save(2)
+        newer.result(60)
+        assert not older.staged() or not older.durable()
+        doors(1).set()
+        with pytest.raises(errors.Overtaken, match="step 2 was committed before step 1"):
+            older.result(60)
+        assert older.dropped() and older.failed() and newer.durable() and newer.written() and newer.staged()
+        ckpt.wait()
+    assert kinds(heard, "dropped", "durable") == [("durable", 2), ("dropped", 1)]
+    assert [path.name[:12] for path in (tmp_path / "gen").iterdir()] == ["000000000002"]
+    assert lastgood.load(tmp_path, build()).step == 2
+
+
+@pytest.mark.parametrize("why", ["milestone", "every", "best"])
+def test_a_save_that_retention_wants_for_itself_is_committed_although_a_newer_one_was_first(tmp_path, doors, why):
+    keep = lastgood.Keep(
+        last=2, every=10 if why == "every" else None, best=("loss", "min", 1) if why == "best" else None
+    )
+    doors(10)
+    with lastgood.Checkpointer(tmp_path, build(), retention=keep, in_flight=2) as ckpt:
+        older = ckpt.save(10, milestone=why == "milestone", metrics={"loss": 1.0} if why == "best" else None)
+        ckpt.save(11).result(60)
+        doors(10).set()
+        assert older.result(60).step == 10
+        ckpt.wait()
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [10, 11]
+    found = lastgood.open(tmp_path).generation(10)
+    assert found.commit.parent is None and lastgood.open(tmp_path).generation(11).commit.parent is None
+    assert lastgood.load(tmp_path, build()).step == 11
+
+
+def test_the_loop_waits_for_a_place_and_is_told_how_long(tmp_path, doors):
+    heard: list[lastgood.Event] = []
+    doors(1)
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=1, on_event=heard.append) as ckpt:
+        ckpt.save(1)
+        second = threading.Thread(target=lambda: (ckpt.save(2), ckpt.save(3)))
+        second.start()
+        doors(1).set()
+        second.join(60)
+        ckpt.wait()
+        ckpt.step(4)
+    assert ("waited", 2) in kinds(heard, "waited")
+    assert sorted(one.step for one in lastgood.open(tmp_path).generations()) == [1, 2, 3]
+
+
+def test_a_due_save_is_skipped_when_asked_to_and_one_by_hand_is_not(tmp_path, doors):
+    heard: list[lastgood.Event] = []
+    doors(1)
+    every = lastgood.Every(steps=1)
+    with lastgood.Checkpointer(
+        tmp_path, build(), cadence=every, in_flight=1, when_full="skip", on_event=heard.append
+    ) as ckpt:
+        first = ckpt.step(1)
+        assert first is not None
+        assert ckpt.step(2) is None
+        doors(1).set()
+        assert ckpt.save(3).result(60).step == 3
+    assert kinds(heard, "skipped") == [("skipped", 2)]
+
+
+def test_a_full_house_is_an_error_when_asked_to_and_training_may_go_on(tmp_path, doors):
+    doors(1)
+    doors(2)
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=2, when_full="raise") as ckpt:
+        ckpt.save(1)
+        ckpt.save(2)
+        with pytest.raises(errors.InFlightFull, match="step 3 was not saved: 2 saves are in flight"):
+            ckpt.save(3)
+        doors(1).set()
+        doors(2).set()
+        ckpt.wait()
+        assert ckpt.save(3).result(60).step == 3
+
+
+def test_a_place_is_free_again_whatever_ended_the_save(tmp_path, monkeypatch):
+    """A place that is not given back would block the loop for ever at the next save."""
+    state: dict[str, object] = dict(build())
+    with lastgood.Checkpointer(tmp_path, state, in_flight=1, when_full="raise") as ckpt:
+        state["bad"] = object()
+        with pytest.raises(errors.Unstorable):
+            ckpt.save(1)
+        del state["bad"]
+        ckpt.save(1).result(60)
+        ckpt.wait()
+        with pytest.raises(errors.StepTaken):
+            ckpt.save(1)
+        copy = staging.Snapshot._copy
+        monkeypatch.setattr(staging.Snapshot, "_copy", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ckpt.save(2).result(60)
+        monkeypatch.setattr(staging.Snapshot, "_copy", copy)
+        with pytest.raises(ZeroDivisionError):
+            ckpt.wait()
+        ckpt.save(2).result(60)
+
+
+def test_a_full_disk_is_told_once_and_again_only_after_a_save_that_worked(tmp_path, monkeypatch):
+    full = threading.Event()
+    reserve = PosixFile.reserve
+
+    def none_left(self: PosixFile, length: int) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(self, length)
+
+    monkeypatch.setattr(PosixFile, "reserve", none_left)
+    heard: list[lastgood.Event] = []
+    told: list[int] = []
+    with lastgood.Checkpointer(tmp_path, build(), on_event=heard.append) as ckpt:
+        ckpt.save(1)
+        ckpt.wait()
+        for n in range(2, 12):
+            (full.clear if n == 7 else full.set)()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", LastgoodWarning)
+                ckpt.save(n)
+                ckpt.wait()
+            told += [n] * sum("NoSpace" in str(one.message) for one in caught)
+        full.clear()
+    assert told == [2, 8]
+    assert kinds(heard, "refused") == [("refused", n) for n in range(2, 12) if n != 7]
+    assert sorted(path.name[:12] for path in (tmp_path / "gen").iterdir()) == ["000000000001", "000000000007"]
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(("in_flight", "memory"), [(1, None), (2, None), (4, 1 << 20), (8, 1 << 20)])
+def test_many_saves_in_flight_each_end_in_a_generation_of_their_own_state_or_are_dropped(tmp_path, in_flight, memory):
+    state = {"w": torch.zeros(200_000), "n": 0}
+    keep = lastgood.Keep(last=3, every=5)
+    saves = {}
+    with lastgood.Checkpointer(tmp_path, state, retention=keep, in_flight=in_flight, memory=memory) as ckpt:
+        for n in range(1, 41):
+            state["w"].fill_(n)
+            state["n"] = n
+            saves[n] = ckpt.save(n)
+        ckpt.wait()
+        assert ckpt.latest() == 40
+    run = lastgood.open(tmp_path)
+    there = [one.step for one in run.generations()]
+    assert there[-1] == 40 and {n for n in range(5, 41, 5)} <= set(there)
+    for step in there:
+        assert saves[step].durable() and bool((run.tensor("w", step) == step).all())
+        assert run.verify(step) == []
+    assert all(one.durable() or one.dropped() for one in saves.values())
+
+
+def test_threads_and_descriptors_are_bounded_by_what_was_asked_for(tmp_path):
+    before = threading.active_count()
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=3, writers=2) as ckpt:
+        for n in range(1, 30):
+            ckpt.save(n)
+        assert threading.active_count() - before <= 3 * (1 + 2) + 1 + 1 + 3
+    assert threading.active_count() == before
