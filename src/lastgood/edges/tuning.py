@@ -25,6 +25,8 @@ from .show import new_table, plural, size
 from .terminal import clean, progress
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)
+SCATTER = 1.5
+"""slowest over quickest, from which on the figures are doubted"""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -106,6 +108,7 @@ def tuned(
         "writers": setting.writers,
         "chunk_bytes": setting.chunk_bytes,
         "write_seconds": tw,
+        "write_seconds_range": list(found.write_seconds_range),
         "contention_seconds": c,
         "interval_steps": steps,
         "interval_by": "copying" if steps > by_slots else "writing",
@@ -132,6 +135,12 @@ def _notes(found: measure.Figures, keep: int, disk: int, free: int, disk_given: 
     notes = []
     if not found.complete:
         notes.append("the time was up before every setting was tried; what was tried is in the table")
+    quickest, slowest = found.write_seconds_range
+    if slowest > SCATTER * quickest:
+        notes.append(
+            f"Tw was between {_seconds(quickest)} and {_seconds(slowest)}: something else is at work on this machine "
+            "or disk; measure again when it is idle"
+        )
     if keep < 1:
         notes.append("a run in a directory keeps one generation more than this disk holds; slots:// keeps no more")
     elif keep < KEEP.last:

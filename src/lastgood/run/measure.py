@@ -62,7 +62,7 @@ class Effort:
     limit_seconds: float
 
 
-FULL = Effort(256 << 20, 5, 120.0)
+FULL = Effort(128 << 20, 5, 120.0)
 QUICK = Effort(64 << 20, 3, 20.0)
 
 
@@ -90,6 +90,8 @@ class Figures:
     chosen: Measured
     write_seconds: float
     """Tw of the chosen setting beside a load on every core"""
+    write_seconds_range: tuple[float, float]
+    """the quickest and the slowest of those"""
     contention_seconds: float
     """of that load's time that one save takes, its copying included"""
     load_seconds: float
@@ -251,6 +253,7 @@ class _Bench:
             measured=measured,
             chosen=chosen,
             write_seconds=median(spans),
+            write_seconds_range=(min(spans), max(spans)),
             contention_seconds=median(losses),
             load_seconds=self._median(self._read) * self._scale,
             complete=not late,
