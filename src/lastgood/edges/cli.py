@@ -1,4 +1,4 @@
-"""The command line: ls, show, verify, diff, gc, export, import. Asks the rooms below and tells; makes no rule itself.
+"""The command line: ls, show, verify, diff, gc, export, import, tune. Asks the rooms below and tells; makes no rule.
 
 A command returns an Answer; only `main` prints it, so that `--json`, pipes and exit codes are the same everywhere.
 torch is imported for `.pt` files only. Exit codes: docs/cli.md.
@@ -30,7 +30,7 @@ from ..plan.retention import KEEP, Keep
 from ..records import Finding, Generation, GenerationId
 from ..run import places
 from ..run.reader import WORKERS
-from . import compare, exporting, importing, sweep
+from . import compare, exporting, importing, sweep, tuning
 from . import show as views
 from .terminal import Watched, clean, console, progress
 
@@ -316,6 +316,53 @@ def import_file(
     }
     text = f"{generation.id}: {views.plural(len(source.tensors), 'tensor')}, {views.size(total)}, verified"
     return Answer(data, Text(text))
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def tune(
+    run: Run,
+    *,
+    state_bytes: Annotated[
+        int,
+        typer.Option(metavar="SIZE", parser=tuning.bytes_of, help="What one save holds: 1.5GB.", show_default=False),
+    ],
+    step_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", parser=tuning.positive, help="One step, no save.", show_default=False),
+    ],
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=tuning.bytes_of,
+            help="Bound of the staging memory; without it, one state.",
+            show_default=False,
+        ),
+    ] = None,
+    disk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=tuning.bytes_of,
+            help="Bound of the run on the disk; without it, what is free.",
+            show_default=False,
+        ),
+    ] = None,
+    overhead: Annotated[
+        float, typer.Option(metavar="PART", parser=tuning.positive, help="By how much saving may slow training.")
+    ] = 0.03,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller samples: some 20 s instead of 120 at most.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Measure this disk and memory beside RUN, and say how often to save and with which settings.
+
+    RUN need not exist. Everything that is written is removed; run it while nothing else is at work here.
+    """
+    data = tuning.tuned(run, state_bytes, step_seconds, memory, disk, overhead, quick)
+    return Answer(data, tuning.tuned_view(data))
 
 
 def _require_kind(path: str) -> None:

@@ -1,0 +1,602 @@
+"""The tuner: formulas against the paper and against each other, an interval that does not flap, real small runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from lastgood.edges import cli, tuning
+from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
+from lastgood.plan import tune
+from lastgood.plan.tune import Auto, Measured, Setting, adapt, choose, interval_steps
+from lastgood.run import measure, places
+from lastgood.tiers.disk import Disk, DiskUpload
+
+SECONDS = st.floats(1e-4, 1e4)
+OVERHEADS = st.floats(0.001, 1.0)
+IN_FLIGHT = st.integers(1, 8)
+MiB = 1 << 20
+
+
+# ---- the interval ------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_example_saves_every_18_steps() -> None:
+    """PCcheck, OPT-1.3B: Tw 37 s, 2 s a step, one in flight, 3 %. With q = 0.03 in place of 1.03 it would be 617."""
+    assert interval_steps(write_seconds=37, in_flight=1, overhead=0.03, step_seconds=2) == 18
+    assert interval_steps(37, 2, 0.03, 2) == 9
+
+
+def test_copying_that_fits_the_budget_costs_no_step_and_more_is_paid_in_steps() -> None:
+    """0.5 s lost a save, 3 % of 2 s a step: 9 steps would do for copying, so writing rules; 3 s need 50."""
+    assert interval_steps(37, 1, 0.03, 2, contention_seconds=0.5) == 18
+    assert interval_steps(37, 1, 0.03, 2, contention_seconds=3.0) == 50
+
+
+def test_a_whole_number_of_steps_is_not_rounded_up_by_a_rounding_error() -> None:
+    assert interval_steps(4.017, 1, 0.03, 0.3) == 13  # 4.017 / 0.309 is 13.000000000000002
+    assert interval_steps(1e-9, 1, 0.03, 1.0) == 1
+
+
+@given(SECONDS, IN_FLIGHT, OVERHEADS, SECONDS, st.floats(0, 1e4))
+def test_the_interval_is_the_least_that_keeps_the_budget(
+    tw: float, n: int, overhead: float, t: float, c: float
+) -> None:
+    steps = interval_steps(tw, n, overhead, t, c)
+    assert tune.expected_overhead(steps, tw, n, t, c) <= overhead * (1 + 1e-9) + 1e-9
+    if steps > 1:
+        assert tune.expected_overhead(steps - 1, tw, n, t, c) >= overhead * (1 - 1e-9)
+
+
+@given(SECONDS, IN_FLIGHT, OVERHEADS, SECONDS, st.floats(0, 1e4), st.floats(1, 10))
+def test_the_interval_grows_with_what_a_save_costs_and_shrinks_with_what_is_allowed(
+    tw: float, n: int, overhead: float, t: float, c: float, more: float
+) -> None:
+    steps = interval_steps(tw, n, overhead, t, c)
+    assert interval_steps(tw * more, n, overhead, t, c) >= steps
+    assert interval_steps(tw, n, overhead, t, c * more) >= steps
+    assert interval_steps(tw, n + 1, overhead, t, c) <= steps
+    assert interval_steps(tw, n, overhead * more, t, c) <= steps
+    assert interval_steps(tw, n, overhead, t * more, c) <= steps
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["write_seconds", "in_flight", "overhead", "step_seconds", "contention_seconds"])
+def test_a_number_that_means_nothing_is_refused(name: str, bad: float) -> None:
+    numbers = {"write_seconds": 1.0, "in_flight": 1, "overhead": 0.03, "step_seconds": 1.0, "contention_seconds": 1.0}
+    if name == "contention_seconds" and bad == 0.0:
+        return
+    with pytest.raises(Refused, match=name):
+        interval_steps(**{**numbers, name: bad})  # type: ignore[arg-type]
+
+
+def test_an_interval_that_no_number_holds_is_refused() -> None:
+    with pytest.raises(Refused, match="no interval"):
+        interval_steps(1e308, 1, 1e-300, 1e-300, 1e308)
+
+
+# ---- what a crash costs ------------------------------------------------------------------------------------------
+
+
+@given(st.floats(0, 1e3), st.integers(1, 1000), SECONDS, IN_FLIGHT, SECONDS)
+def test_the_recovery_bound_is_the_papers_and_lies_between_the_older_policies(
+    load: float, f: int, t: float, n: int, tw: float
+) -> None:
+    bound = tune.recovery_bound_seconds(load, f, t, n, tw)
+    assert bound == pytest.approx(load + f * t + t * min(n * f, tw / t))
+    assert bound >= tune.stop_and_write_bound_seconds(load, f, t) == pytest.approx(load + f * t)
+    assert tune.recovery_bound_seconds(load, f, t, 1, tw) <= tune.one_in_flight_bound_seconds(load, f, t) * (1 + 1e-9)
+
+
+def test_with_one_save_that_takes_until_the_next_the_bound_is_checkfreqs() -> None:
+    assert (
+        tune.recovery_bound_seconds(5, 10, 2, 1, write_seconds=100) == 45 == tune.one_in_flight_bound_seconds(5, 10, 2)
+    )
+    assert tune.recovery_bound_seconds(5, 10, 2, 3, write_seconds=4) == 29  # what was written in 4 s, not 3 intervals
+    with pytest.raises(Refused):
+        tune.recovery_bound_seconds(-1, 10, 2, 1, 4)
+
+
+# ---- what is tried, and what is chosen ---------------------------------------------------------------------------
+
+
+@given(st.integers(1 << 20, 1 << 40), st.integers(1, 1 << 40), st.integers(1, 1 << 36))
+def test_every_candidate_fits_the_memory_and_the_disk(memory: int, disk: int, state: int) -> None:
+    if disk // state < 3:
+        with pytest.raises(Refused, match="times"):
+            tune.candidates(memory, disk, state)
+        return
+    found = tune.candidates(memory, disk, state)
+    assert {one.in_flight for one in found} >= {1}
+    for one in found:
+        assert (one.in_flight + 2) * state <= disk and one.in_flight <= tune.MOST_IN_FLIGHT
+        assert one.least_bytes <= memory and one.chunk_bytes % 4096 == 0 < one.chunk_bytes
+
+
+def test_the_papers_range_of_n_is_s_over_m_less_two() -> None:
+    found = tune.candidates(3 * 10**9, 9 * 10**9, 15 * 10**8)
+    assert {one.in_flight for one in found} == {1, 2, 3, 4}
+    assert {one.chunk_bytes for one in found} == {4 * MiB, 8 * MiB, 16 * MiB}
+    with pytest.raises(Refused, match="four pages"):
+        tune.candidates(1000, 9 * 10**9, 15 * 10**8)
+
+
+def measured(n: int, tw: float, p: int = 2, b: int = 8 * MiB) -> Measured:
+    return Measured(Setting(n, p, b), tw)
+
+
+def test_n_minimises_tw_over_n_and_what_noise_gains_buys_no_memory() -> None:
+    assert choose([measured(1, 1.0), measured(2, 1.2), measured(3, 2.4)]).setting.in_flight == 2
+    assert choose([measured(1, 1.0), measured(2, 1.9), measured(3, 2.75)]).setting.in_flight == 1
+    assert choose([measured(1, 1.00, 4), measured(1, 1.05, 2), measured(1, 1.2, 1)]).setting.writers == 2
+    assert choose([measured(1, 1.0, 2, 16 * MiB), measured(1, 1.05, 2, 4 * MiB)]).setting.chunk_bytes == 4 * MiB
+    with pytest.raises(Refused):
+        choose([])
+
+
+def test_nobody_saves_more_often_than_once_a_step_so_more_in_flight_buys_nothing_then() -> None:
+    found = [measured(1, 0.024), measured(2, 0.016), measured(4, 0.019)]
+    assert choose(found).setting.in_flight == 4
+    assert choose(found, enough_seconds=0.8).setting.in_flight == 1
+
+
+@given(st.lists(st.builds(measured, IN_FLIGHT, SECONDS, st.integers(1, 4)), min_size=1))
+def test_what_is_chosen_is_never_much_slower_than_the_best(found: list[Measured]) -> None:
+    assert choose(found).seconds_per_save <= min(one.seconds_per_save for one in found) * 1.1**2 * (1 + 1e-9)
+
+
+def searched(allowed: list[Setting], seconds: Callable[[Setting], float], enough: float = 0.0) -> list[Setting]:
+    found: list[Measured] = []
+    while setting := tune.next_setting(allowed, found, enough):
+        assert setting in allowed and setting not in [one.setting for one in found]
+        found.append(Measured(setting, seconds(setting)))
+    return [one.setting for one in found]
+
+
+def test_the_search_goes_one_coordinate_at_a_time_and_n_comes_last() -> None:
+    allowed = tune.candidates(1 << 34, 1 << 40, 1 << 30)
+    tried = searched(allowed, lambda one: 1.0 if one.writers == 3 and one.chunk_bytes == 4 * MiB else 1.5)
+    assert [(one.in_flight, one.writers) for one in tried[:4]] == [(1, 1), (1, 2), (1, 3), (1, 4)]
+    assert len(tried) == 6 + tune.MOST_IN_FLIGHT - 1 < len(allowed)
+    assert tried[6:] == [Setting(n, 1, 4 * MiB) for n in range(2, 9)]
+
+
+def test_the_search_ends_where_two_more_in_flight_buy_nothing_or_a_save_a_step_is_reached() -> None:
+    allowed = tune.candidates(1 << 34, 1 << 40, 1 << 30)
+    assert max(one.in_flight for one in searched(allowed, lambda one: float(max(one.in_flight, 2)))) == 4
+    assert max(one.in_flight for one in searched(allowed, lambda _: 1.0, enough=1.0)) == 1
+    assert max(one.in_flight for one in searched(allowed, lambda _: 1.0, enough=0.4)) == 3
+
+
+@given(st.integers(1 << 20, 1 << 34), st.integers(3, 20), st.randoms(use_true_random=False))
+def test_the_search_ends_whatever_is_measured(memory: int, times: int, random: Any) -> None:
+    allowed = tune.candidates(memory, times * (1 << 30), 1 << 30)
+    assert len(searched(allowed, lambda _: random.uniform(1, 2))) <= 6 + tune.MOST_IN_FLIGHT
+
+
+# ---- while training runs -----------------------------------------------------------------------------------------
+
+EDGES = st.sampled_from([0.9, 1.1]) | st.floats(0.9, 1.1)
+
+
+def played(auto: Auto, rounds: list[tuple[float, float, float]]) -> list[int]:
+    """The interval after each round, without repetitions."""
+    seen = [auto.interval_steps]
+    for t, tw, c in rounds:
+        auto = adapt(auto, t, tw, c)
+        if auto.interval_steps != seen[-1]:
+            seen.append(auto.interval_steps)
+    return seen
+
+
+@given(
+    st.floats(0.01, 10),
+    st.floats(0.3, 8) | st.floats(8, 1000),
+    st.floats(0.0, 1.5),
+    IN_FLIGHT,
+    st.integers(1, 8) | st.integers(8, 2000),
+    st.lists(st.tuples(EDGES, EDGES, EDGES), min_size=1, max_size=20),
+)
+@example(1.0, 1.02, 0.0, 1, 1, [(0.9, 1.1, 1.0)] + [(1.1, 0.9, 1.0)] * 5)
+def test_noise_of_a_tenth_never_makes_the_interval_flap(
+    t: float, wanted: float, copying: float, n: int, first: int, noise: list[tuple[float, float, float]]
+) -> None:
+    """Whatever the order in which it comes: what has risen does not fall again, and it settles. Small intervals too:
+    between 1 and 2 steps a factor alone is no band."""
+    tw, c = wanted * 1.03 * t * n, wanted * copying * 0.03 * t
+    seen = played(Auto(0.03, n, first), [(t * x, tw * y, c * z) for x, y, z in noise])
+    rises = [b > a for a, b in itertools.pairwise(seen)]
+    assert False not in rises[1:], seen  # after the first change it only rises, so nothing comes twice
+    assert len(set(seen)) == len(seen)
+
+
+@given(st.floats(0.01, 10), st.floats(0.01, 1000), st.floats(0, 10), IN_FLIGHT, st.integers(1, 10000))
+def test_the_interval_comes_to_what_is_wanted_and_the_budget_is_overrun_by_a_tenth_at_most(
+    t: float, tw: float, c: float, n: int, first: int
+) -> None:
+    auto = Auto(0.03, n, first)
+    for _ in range(40):
+        auto = adapt(auto, t, tw, c)
+    wanted = interval_steps(tw, n, 0.03, t, c)
+    assert wanted / 1.1 - 1 <= auto.interval_steps <= 1.5 * wanted + 1
+
+
+def test_a_disk_that_hung_twice_moves_nothing_once_enough_is_known() -> None:
+    auto = Auto(interval_steps=18)
+    for tw in (37.0, 37.0, 37.0, 3700.0, 3700.0, 37.0):
+        auto = adapt(auto, 2.0, tw, 0.0)
+    assert auto.interval_steps == 18 and auto.reason == ""
+
+
+def test_a_first_save_that_hung_for_a_minute_only_doubles_the_interval() -> None:
+    auto = adapt(Auto(interval_steps=10), 0.1, 60.0, 0.0)
+    assert auto.interval_steps == 20 and "every 20 steps instead of 10" in auto.reason and "Tw 60 s" in auto.reason
+
+
+def test_a_disk_that_became_ten_times_slower_is_followed_and_back() -> None:
+    assert played(Auto(interval_steps=18), [(2.0, 37.0, 0.0)] * 5 + [(2.0, 370.0, 0.0)] * 9) == [18, 36, 72, 144, 180]
+    assert played(Auto(interval_steps=180), [(2.0, 37.0, 0.0)] * 3) == [180, 18]
+
+
+def test_where_every_step_has_a_save_in_flight_the_interval_grows_until_one_has_none() -> None:
+    """With interval 1 no step was ever free, the step time never known, and so the interval would have stayed."""
+    auto = adapt(Auto(interval_steps=1), None, 37.0, None)
+    assert auto.interval_steps == 2 and "free of a save" in auto.reason
+    auto = adapt(auto, 2.0, 37.0, None)
+    assert auto.interval_steps == 4
+    assert adapt(auto, None, 37.0, 0.0).interval_steps == 8  # the step time of before still counts
+
+
+def test_a_change_that_is_announced_ahead_holds_from_the_same_step_for_every_rank() -> None:
+    auto = adapt(Auto(interval_steps=10, ahead_steps=5), 0.1, 60.0, 0.0, step=12)
+    assert (auto.interval_steps, auto.previous_steps, auto.holds_from) == (20, 10, 17)
+    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not heard of it yet
+    assert all(auto.due(step, 5) == behind.due(step, 5) for step in range(12, 17))
+    assert auto.due(16, 6) and not auto.due(17, 6) and not auto.due(25, 6) and auto.due(26, 6)
+    again = adapt(auto, 0.1, 60.0, 0.0, step=14)
+    assert again.interval_steps == 20 and again.holds_from == 17  # the announced one holds first
+    assert adapt(again, 0.1, 60.0, 0.0, step=17).interval_steps == 40
+
+
+def test_a_shorter_interval_is_due_at_once_when_it_holds() -> None:
+    auto = adapt(Auto(interval_steps=100, ahead_steps=3), 1.0, 1.0, 0.0, step=30)
+    assert auto.interval_steps == 1
+    assert [step for step in range(30, 40) if auto.due(step, 20)] == list(range(33, 40))
+
+
+@pytest.mark.parametrize("bad", [math.nan, -1.0, math.inf])
+def test_a_measurement_that_means_nothing_is_refused(bad: float) -> None:
+    for numbers in ((bad, 1.0, 0.0), (1.0, bad, 0.0), (1.0, 1.0, bad)):
+        with pytest.raises(Refused):
+            adapt(Auto(), *numbers)
+    for wrong in ({"overhead": bad}, {"in_flight": 0}, {"interval_steps": 0}, {"ahead_steps": -1}):
+        with pytest.raises(Refused):
+            replace(Auto(), **wrong)
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+EFFORT = measure.Effort(sample_bytes=1 << 20, repeats=1, limit_seconds=20.0)
+SMALL = ("--state-bytes", "2MB", "--step-seconds", "0.01", "--memory", "16MiB", "--disk", "8MB", "--quick")
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """`lastgood tune` in this process, each figure taken once: exit code, stdout, stderr."""
+    monkeypatch.setattr(measure, "QUICK", EFFORT)
+
+    def run_it(*args: object) -> tuple[int, str, str]:
+        code = cli.main(["tune", *map(str, args)])
+        return code, *capsys.readouterr()
+
+    return run_it
+
+
+def test_tune_measures_chooses_and_leaves_nothing_behind(tmp_path: Path, call: Any) -> None:
+    code, out, err = call(tmp_path / "not" / "yet" / "run", *SMALL, "--json")
+    told = json.loads(out)
+    assert code == 0 and os.listdir(tmp_path) == [] and "at most" in err
+    assert {one["in_flight"] for one in told["measured"]} <= {1, 2}  # S / m - 2
+    (chosen,) = [one for one in told["measured"] if one["chosen"]]
+    for name in ("in_flight", "writers", "chunk_bytes"):
+        assert told[name] == chosen[name]
+    tw, c, n = told["write_seconds"], told["contention_seconds"], told["in_flight"]
+    assert told["interval_steps"] == interval_steps(tw, n, 0.03, 0.01, c)
+    assert 0 <= told["expected_overhead"] <= 0.03 and min(tw, told["load_seconds"], told["fixed_seconds"]) > 0
+    assert told["recovery_bound_seconds"] == tune.recovery_bound_seconds(
+        told["load_seconds"], told["interval_steps"], 0.01, n, tw
+    )
+
+
+def test_the_line_to_paste_is_python_with_what_was_chosen(tmp_path: Path, call: Any) -> None:
+    """Names of directories may hold quotes, backslashes and letters of any script."""
+    run = tmp_path / 'a "b" \\ ü 𝛼'
+    told = json.loads(call(run, *SMALL, "--json")[1])
+    seen: dict[str, Any] = {}
+
+    class Face:
+        Every = staticmethod(lambda steps: ("every", steps))
+        Keep = staticmethod(lambda last: ("keep", last))
+        Checkpointer = staticmethod(lambda path, state, **options: seen.update(path=path, **options))
+
+    eval(told["line"], {"lastgood": Face, "state": {}})
+    assert seen["path"] == str(run) and seen["cadence"] == ("every", told["interval_steps"])
+    assert [seen[name] for name in ("in_flight", "writers", "chunk", "memory")] == [
+        told["in_flight"], told["writers"], told["chunk_bytes"], 16 * MiB,
+    ]  # fmt: skip
+    most = 4 - told["in_flight"] - 2  # generations: what the disk holds beside those in flight and the two that stay
+    assert seen.get("retention") == (("keep", most) if most else None) and told["notes"]
+
+
+def test_tune_says_it_to_people_too_and_draws_no_colour_in_a_pipe(tmp_path: Path, call: Any) -> None:
+    code, out, err = call(tmp_path / "run", *SMALL)
+    assert code == 0 and "\x1b" not in out + err
+    for words in ("chosen", "save every", "expected overhead", "after a crash at most", "lastgood.Checkpointer("):
+        assert words in out
+
+
+def test_a_disk_that_holds_no_save_beside_the_two_that_stay_is_refused_before_a_byte_is_written(
+    tmp_path: Path, call: Any
+) -> None:
+    code, out, err = call(tmp_path / "run", "--state-bytes", "2MB", "--step-seconds", 1, "--disk", "5MB")
+    assert code == 3 and out == "" and "6,000,000" in err and os.listdir(tmp_path) == []
+
+
+def test_a_disk_without_room_for_the_samples_is_refused_before_a_byte_is_written(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = tuning.shutil.disk_usage(tmp_path)._replace(free=3_000_000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: free)
+    monkeypatch.setattr(places, "for_writing", None)
+    code, out, err = call(tmp_path / "run", *SMALL)
+    assert code == 5 and out == "" and "free are 3,000,000" in err and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ("--state-bytes", "nan"), ("--state-bytes", "0"), ("--state-bytes", "-1GB"), ("--state-bytes", "1e30"),
+        ("--state-bytes", "1XB"), ("--step-seconds", "0"), ("--step-seconds", "nan"), ("--step-seconds", "soon"),
+        ("--overhead", "-0.1"), ("--overhead", "inf"), ("--memory", "lots"), ("--disk", ""),
+    ],
+)  # fmt: skip
+def test_a_wrong_number_is_a_wrong_command_line(tmp_path: Path, call: Any, wrong: tuple[str, str]) -> None:
+    code, out, err = call(tmp_path / "run", *SMALL, *wrong)
+    assert code == 2 and out == "" and "Traceback" not in err and os.listdir(tmp_path) == []
+    assert json.loads(call(tmp_path / "run", *SMALL, *wrong, "--json")[1])["error"] == "Usage"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("1.5GB", 15 * 10**8), ("512MiB", 512 * MiB), ("1e9", 10**9), ("7", 7), ("2 kB", 2000), (".5gib", 1 << 29),
+     ("3T", 3 * 10**12), ("12B", 12), ("1e3MB", 10**9)],
+)  # fmt: skip
+def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
+    assert tuning.bytes_of(text) == count
+
+
+# ---- what it must not do -----------------------------------------------------------------------------------------
+
+
+def figures(
+    run: Path,
+    seen: Callable[[int], object] = lambda _: None,
+    state: int = 2_000_000,
+    effort: measure.Effort = EFFORT,
+) -> measure.Figures:
+    return measure.figures(str(run), tune.candidates(1 << 25, 5 * state, state), state, 1 << 25, effort, seen=seen)
+
+
+def test_a_sample_that_costs_no_more_than_one_page_still_stands_for_a_state_a_thousand_times_its_size(
+    tmp_path: Path,
+) -> None:
+    """What one page costs was taken off; where that is all, by noise, 1 GiB came out as quick as 1 MiB."""
+    with measure._scratch(str(tmp_path / "run")) as tier:
+        bench = measure._Bench(tier, 1 << 30, 1 << 25, EFFORT, lambda _: None, time.monotonic)
+        bench._take_sample(1 << 20)
+        assert bench._whole(0.02, fixed=0.03) == pytest.approx(0.02 + 1023 * 0.01)
+        assert bench._whole(0.12, fixed=0.02) == pytest.approx(0.02 + 1024 * 0.10)
+        bench._take_sample(1 << 30)
+        assert bench._whole(0.12, fixed=0.02) == 0.12
+
+
+def test_what_is_written_stays_within_what_was_said(tmp_path: Path) -> None:
+    counted, most = [0], [0]
+
+    def seen(count: int) -> None:
+        counted[0] += count
+        files = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+        most[0] = max(most[0], sum(files))
+
+    said = measure.bounds(tune.candidates(1 << 25, 10_000_000, 2_000_000), 2_000_000, EFFORT)
+    figures(tmp_path / "run", seen)
+    assert 0 < counted[0] <= said.written_bytes and 0 < most[0] <= said.at_once_bytes
+
+
+def test_a_search_that_is_out_of_time_chooses_from_what_it_has_and_says_so(
+    tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "QUICK", replace(EFFORT, limit_seconds=0.0))
+    told = json.loads(call(tmp_path / "run", *SMALL, "--json")[1])
+    assert len(told["measured"]) == 1 and "the time was up" in told["notes"][0]
+
+
+def test_figures_that_scatter_are_told_so(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a load of ten, three runs in a row wanted 131, 6 and 54 steps, and said nothing."""
+    found = figures(tmp_path / "run")
+    for slowest, told in ((1.4, False), (1.6, True)):
+        scattered = replace(found, write_seconds_range=(1.0, slowest))
+        monkeypatch.setattr(measure, "figures", lambda *_, seen=scattered: seen)
+        assert ("something else" in call(tmp_path / "run", *SMALL)[1]) is told
+
+
+@pytest.mark.parametrize("at", [1, 8, 20])
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, at: int) -> None:
+    calls = [0]
+
+    def seen(_: int) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        figures(tmp_path / "run", seen)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [NoSpace("full"), TierDown("gone")])
+@pytest.mark.parametrize("after", [0, 7, 30])
+def test_a_disk_that_fails_ends_the_measurement_and_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: LastgoodError, after: int
+) -> None:
+    """The copying thread waits for chunks that the failed save will never give back: it must be woken."""
+    writes, real = [0], DiskUpload.write_at
+
+    def write_at(self: DiskUpload, mv: memoryview, offset: int) -> None:
+        writes[0] += 1
+        if writes[0] > after:
+            raise error
+        real(self, mv, offset)
+
+    monkeypatch.setattr(DiskUpload, "write_at", write_at)
+    monkeypatch.setattr(tune, "CHUNK_BYTES", (65536, 131072))
+    with pytest.raises(type(error)):
+        figures(tmp_path / "run")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_save_that_waits_for_chunks_that_will_not_come_ends_with_the_one_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load beside them ran until all were durable, and the second one, copied by half, never was."""
+    rounds, copied = iter(range(1_000_000)), [0]
+    create, write_at = Disk.create, DiskUpload.write_at
+    second_begun, loading = threading.Event(), threading.Event()
+
+    def seen(count: int) -> None:
+        copied[0] += count
+        if copied[0] > 2_500_000:
+            second_begun.set()
+
+    def refused_late(self: Disk, name: str, length: int) -> DiskUpload:
+        if "000000000001-" in name:
+            assert second_begun.wait(30)
+            raise NoSpace("full")
+        return create(self, name, length)
+
+    def written_late(self: DiskUpload, mv: memoryview, offset: int) -> None:
+        assert loading.wait(30)
+        write_at(self, mv, offset)
+
+    def until(done: Callable[[], bool]) -> None:
+        loading.set()
+        while not done():
+            next(rounds)
+
+    monkeypatch.setattr(Disk, "create", refused_late)
+    monkeypatch.setattr(DiskUpload, "write_at", written_late)
+    effort = replace(EFFORT, sample_bytes=2_000_000)
+    with measure._scratch(str(tmp_path / "run")) as tier:
+        bench = measure._Bench(tier, 2_000_000, 1 << 25, effort, seen, time.monotonic)
+        bench._make_arena(Setting(2, 1, 65536), 3_000_000)
+        with pytest.raises(NoSpace):
+            bench._saves(Setting(2, 1, 65536), bench._image, until)
+
+
+def test_a_tune_that_was_killed_leaves_only_a_scratch_directory_and_the_next_one_removes_it(
+    tmp_path: Path, call: Any
+) -> None:
+    code = f"""
+import os, pathlib, signal
+from lastgood.plan import tune
+from lastgood.run import measure
+def seen(_):
+    if any(pathlib.Path({str(tmp_path)!r}).rglob("*.safetensors")):
+        os.kill(os.getpid(), signal.SIGKILL)
+allowed = tune.candidates(1 << 25, 10_000_000, 2_000_000)
+measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.QUICK, seen=seen)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False, timeout=60).returncode == -9
+    (left,) = os.listdir(tmp_path)
+    assert left.startswith("run.tune-") and any((tmp_path / left).rglob("*.safetensors"))
+    (tmp_path / "running.tune-00000000").mkdir()  # of another run
+    code, out, _ = call(tmp_path / "run", *SMALL)
+    assert code == 0 and os.listdir(tmp_path) == ["running.tune-00000000"] and f"removed {left}" in out
+
+
+def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_path: Path, call: Any) -> None:
+    for name, inside in (("run.tune-0123abcd", "photo.jpg"), ("run.tune-0123abce", "lastgood.json")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / inside).write_bytes(b"x")
+    generation = tmp_path / "run.tune-0123abcf" / "gen" / "000000000001-9f3ac21b"
+    generation.mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run.tune-01234567").symlink_to(tmp_path / "empty")
+    with places.for_writing(tmp_path / "run.tune-11111111", "atomic_dirsync"):
+        before = sorted(tmp_path.rglob("*"))
+        assert measure.clear(str(tmp_path / "run")) == [] and sorted(tmp_path.rglob("*")) == before
+    assert measure.clear(str(tmp_path / "run")) == ["run.tune-11111111"]
+
+
+def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
+    run = tmp_path / "run"
+    with places.for_writing(run, "atomic_dirsync") as tier:
+        tier.put_new("lastgood.json", b"{}")
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+        assert call(run, *SMALL)[0] == 0  # beside a trainer that has it open, too
+        assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before and os.listdir(tmp_path) == ["run"]
+
+
+def test_a_place_that_no_run_can_be_at_is_refused_and_untouched(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
+    for place in ("photos", "photos/one.jpg", "photos/one.jpg/run"):
+        with pytest.raises(NotARun):
+            figures(tmp_path / place)
+    assert os.listdir(tmp_path) == ["photos"] and os.listdir(tmp_path / "photos") == ["one.jpg"]
+    (tmp_path / "empty").mkdir()
+    assert measure.beside(str(tmp_path / "empty")) == str(tmp_path)
+
+
+def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.stat
+
+    def stat(path: Any, **options: Any) -> os.stat_result:
+        found = real(path, **options)
+        return os.stat_result([*found[:2], 77 if str(path).endswith("mounted") else 76, *found[3:]])
+
+    (tmp_path / "mounted").mkdir()
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(Refused, match="disk of its own"):
+        measure.beside(str(tmp_path / "mounted"))
+    assert measure.beside(str(tmp_path / "mounted" / "run")) == str(tmp_path / "mounted")
+
+
+def test_tune_needs_no_torch(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from lastgood.edges.cli import main
+print(main(["tune", {str(tmp_path / "run")!r}, *{SMALL!r}]), "torch" in sys.modules)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=False, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 False"
