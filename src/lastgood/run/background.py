@@ -67,6 +67,10 @@ class Save:
         """Whether it was given up on purpose: a newer one was committed first, or the state changed under the copy."""
         return self._outcome.done() and isinstance(self._outcome.exception(), (Overtaken, TornSnapshot))
 
+    def ended(self) -> bool:
+        """Whether nothing more is done for it."""
+        return self._outcome.done()
+
     def failed(self) -> bool:
         """Whether it ended without a generation."""
         return self._outcome.done() and self._outcome.exception() is not None

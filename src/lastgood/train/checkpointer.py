@@ -31,6 +31,7 @@ from ..errors import (
 from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
+from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
 from ..records import Event, Finding, Generation, GenerationId
 from ..run import reader
@@ -38,6 +39,7 @@ from ..run.background import Background, Save
 from ..tiers.disk import WriteMode
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into
+from .pacing import Pace
 from .sampler import ResumableSampler
 
 CADENCE = Every(seconds=300)
@@ -64,7 +66,7 @@ class Checkpointer:
         path: str | os.PathLike[str],
         state: MutableMapping[str, Any],
         *,
-        cadence: Every = CADENCE,
+        cadence: Every | Literal["auto"] = CADENCE,
         retention: Keep = KEEP,
         write_mode: WriteMode = "atomic_dirsync",
         digest: str = "xxh3_128",
@@ -79,6 +81,7 @@ class Checkpointer:
         when_full: Literal["wait", "skip", "raise"] = "wait",
         writers: int = reader.WORKERS,
         chunk: int = CHUNK_BYTES,
+        overhead: float | None = None,
     ) -> None:
         _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
         _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
@@ -89,13 +92,23 @@ class Checkpointer:
         _require(when_full in ("wait", "skip", "raise"), f"when_full={when_full!r}", 'Give "wait", "skip" or "raise".')
         _require(1 <= in_flight <= 64 and 1 <= writers <= 64, f"in_flight={in_flight}, writers={writers}", "1 to 64.")
         _require(4096 <= chunk <= CHUNK_LIMIT_BYTES and chunk % 4096 == 0, f"chunk={chunk}", "Whole pages, to 256 MiB.")
+        auto = cadence == "auto"
+        _require(auto or isinstance(cadence, Every), f"cadence={cadence!r}", 'Give lastgood.Every(...) or "auto".')
+        _require(
+            overhead is None or (auto and 0 < overhead < 1), f"overhead={overhead}", 'A share, with cadence="auto".'
+        )
         _require(isinstance(state, MutableMapping), f"state is a {type(state).__name__}", "Give a dict.")
         self._request = Request(state, include=tuple(include), exclude=tuple(exclude))
-        self._cadence, self._keep, self._on_error, self._on_event = cadence, retention, on_error, on_event
+        self._cadence: Every | Pace = (
+            cadence
+            if isinstance(cadence, Every)
+            else Pace(Auto(in_flight=in_flight) if overhead is None else Auto(overhead=overhead, in_flight=in_flight))
+        )
+        self._keep, self._on_error, self._on_event = retention, on_error, on_event
         self._in_flight, self._when_full = in_flight, when_full
         self._last: Save | None = None
         self._advanced = 0  # steps that the samplers have been told of
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saved_step = time.monotonic(), 0
         self._busy = self._half_loaded = self._closed = False
         self._process = os.getpid()
         self._full_told = False  # that the disk is full, since something was durable last
@@ -143,7 +156,8 @@ class Checkpointer:
         with self._hints():
             run.point()
         self._behind.note_latest()
-        self._saved_at, self._last, self._advanced = time.monotonic(), None, found.step
+        self._saved_at, self._last = time.monotonic(), None
+        self._advanced = self._saved_step = found.step
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
         if found.stepped_over:
@@ -159,9 +173,7 @@ class Checkpointer:
         """
         n = self._advance(n)
         self._surface(stacklevel=3)
-        if self._cadence.due(n, time.monotonic() - self._saved_at):
-            return self._save(n, False, None, must=False)
-        return None
+        return self._save(n, False, None, must=False) if self._due(n) else None
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
         """Save now. Returns when the state is copied; `Save.result()` waits until it is durable.
@@ -228,11 +240,11 @@ class Checkpointer:
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
         scores = _finite(metrics or {})
-        if not self._admitted(n, wait=must):
+        waited = self._wait_for_a_place(n, must)
+        if waited is None:
             return None
-        self._busy = started = False
+        self._busy, started, begun = True, False, time.monotonic()
         try:
-            self._busy, begun = True, time.monotonic()
             cut = self._cutter.cut(self._request.state, self._request.include, self._request.exclude)
             save = Save(n)
             at = self._behind.run.admit(n)
@@ -249,27 +261,38 @@ class Checkpointer:
             self._busy = False
             if not started:
                 self._behind.leave()
-        save.stall_seconds = time.monotonic() - begun
-        self._last, self._saved_at = save, time.monotonic()
+        save.stall_seconds = waited + time.monotonic() - begun
+        self._last, self._saved_at, self._saved_step = save, time.monotonic(), n
+        if isinstance(self._cadence, Pace):
+            self._cadence.begun(save, n, begun, waited)
         return save
 
-    def _admitted(self, n: int, wait: bool) -> bool:
-        """Take a place in flight, as `when_full` says; False where this save is skipped."""
+    def _due(self, n: int) -> bool:
+        now = time.monotonic()
+        if isinstance(self._cadence, Every):
+            return self._cadence.due(n, now - self._saved_at)
+        if why := self._cadence.passed(n, now):
+            self._tell("tuned", n, detail=why)
+        return self._cadence.auto.due(n, self._saved_step)
+
+    def _wait_for_a_place(self, n: int, must: bool) -> float | None:
+        """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped."""
         if self._behind.admit(wait=False):
-            return True
+            return 0.0
         if self._when_full == "raise":
             raise InFlightFull(
                 f"step {n} was not saved: {self._in_flight} saves are in flight",
                 safe="They go on.",
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
-        if self._when_full == "skip" and not wait:
+        if self._when_full == "skip" and not must:
             self._tell("skipped", n)
-            return False
+            return None
         begun = time.monotonic()
         self._behind.admit(wait=True)
-        self._tell("waited", n, seconds=time.monotonic() - begun)
-        return True
+        waited = time.monotonic() - begun
+        self._tell("waited", n, seconds=waited)
+        return waited
 
     def _advance(self, n: int) -> int:
         """Let the samplers know, once a step, that the weights have seen what the loop was given."""

@@ -1,0 +1,99 @@
+"""cadence="auto": the interval follows what the loop shows. Time is passed in; nothing here waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lastgood
+from lastgood.errors import Refused
+from lastgood.plan.tune import Auto
+from lastgood.train.pacing import Pace
+
+
+class Flown:
+    """A save that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.seconds, self.good, self.over = 0.0, True, False
+
+    def ended(self) -> bool:
+        return self.over
+
+    def durable(self) -> bool:
+        return self.over and self.good
+
+
+class Loop:
+    """Steps of `t` seconds; a save takes `tw` seconds, and costs the steps beside it `c` seconds in all."""
+
+    def __init__(self, t: float, tw: float, c: float, overhead: float = 0.1) -> None:
+        self.t, self.tw, self.c, self.now, self.n, self.last = t, tw, c, 0.0, 0, 0
+        self.pace, self.flying, self.reasons = Pace(Auto(overhead=overhead)), [], []
+        self.saved: list[int] = []
+
+    def run(self, steps: int, good: bool = True) -> None:
+        for _ in range(steps):
+            self.n += 1
+            self.now += self.t
+            for save, until in self.flying:
+                if not save.over:
+                    self.now += self.c * min(self.t / self.tw, 1.0)
+                if self.now >= until:
+                    save.over, save.seconds, save.good = True, self.tw, good
+            self.flying = [(save, until) for save, until in self.flying if not save.over]
+            if why := self.pace.passed(self.n, self.now):
+                self.reasons.append(why)
+            if not self.flying and self.pace.auto.due(self.n, self.last):
+                save = Flown()
+                self.pace.begun(save, self.n, self.now, 0.0)
+                self.flying.append((save, self.now + self.tw))
+                self.last = self.n
+                self.saved.append(self.n)
+
+
+def test_the_interval_goes_to_what_the_budget_allows_for_copying():
+    loop = Loop(t=1.0, tw=2.0, c=0.5, overhead=0.01)
+    loop.run(1000)
+    assert 40 <= loop.pace.auto.interval_steps <= 70, "0.5 s a save at 1 % of 1 s a step: 50 steps"
+    assert loop.reasons and "lost to copying" in loop.reasons[-1]
+
+
+def test_the_interval_follows_a_disk_that_becomes_slow_and_comes_back():
+    loop = Loop(t=1.0, tw=1.0, c=0.0)
+    loop.run(100)
+    short = loop.pace.auto.interval_steps
+    loop.tw = 40.0
+    loop.run(1000)
+    slow = loop.pace.auto.interval_steps
+    assert slow >= 36 > 3 * short
+    loop.tw = 1.0
+    loop.run(1000)
+    assert loop.pace.auto.interval_steps <= short
+
+
+def test_a_save_that_failed_is_no_measurement():
+    loop = Loop(t=1.0, tw=30.0, c=0.0)
+    before = loop.pace.auto
+    loop.run(200, good=False)
+    assert loop.pace.auto == before and len(loop.saved) > 3
+
+
+def test_a_training_finds_its_interval_and_says_why(tmp_path):
+    heard: list[lastgood.Event] = []
+    state = {"w": torch.zeros(100_000)}
+    with lastgood.Checkpointer(tmp_path, state, cadence="auto", overhead=0.05, on_event=heard.append) as ckpt:
+        ckpt.restore()
+        for n in range(1, 200):
+            state["w"] @ state["w"]
+            ckpt.step(n)
+        ckpt.wait()
+    told = [one for one in heard if one.kind == "tuned"]
+    assert told and all("a save every" in one.detail and "allowed" in one.detail for one in told)
+
+
+@pytest.mark.parametrize("options", [{"cadence": "always"}, {"overhead": 0.1}, {"cadence": "auto", "overhead": 0.0}])
+def test_a_cadence_that_means_nothing_is_refused_before_anything_is_touched(tmp_path, options):
+    with pytest.raises(Refused):
+        lastgood.Checkpointer(tmp_path / "run", {}, **options)
+    assert not (tmp_path / "run").exists()
