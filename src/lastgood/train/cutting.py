@@ -59,6 +59,7 @@ class Cutter:
         self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
         self._algorithm, self._quiet = algorithm, quiet
         self._arena: Arena | None = None
+        self._pin: staging.Pin | None = None
         self._watch: torn.Watch | None = None
         self._samples: list[list[list[torn.ChunkSamples]]] = []
         self._laid_out: tuple[object, list[Image]] | None = None
@@ -69,6 +70,8 @@ class Cutter:
         tensors = captured.tensors
         images = self._images(tensors)
         arena = self._writing_arena(images)
+        if self._pin is None and any(one.is_cuda for one in tensors.values()):
+            self._pin = staging.Pin(arena)
         bearers, optimizers = self._overlapped(state, tensors)
         self.fence.hook(optimizers)
         watch = self._watched(bearers, images, arena) if bearers is not None else None
@@ -103,14 +106,15 @@ class Cutter:
 
     def close(self) -> None:
         self.fence.close()
-        self._arena = self._watch = self._laid_out = None
+        self._drop_arena()
+        self._laid_out = None
         self._samples = []
 
     def reading_arena(self, image_bytes: int, chunk_bytes: int) -> Arena:
         """Memory for a restore; nothing may be in flight."""
         bound = image_bytes if self._memory is None else min(self._memory, image_bytes)
         if self._arena is None or self._arena.chunk_bytes != chunk_bytes or self._arena.arena_bytes < bound:
-            self._arena = None
+            self._drop_arena()
             self._arena = Arena(max(bound // chunk_bytes, 1) * chunk_bytes, chunk_bytes)
         return self._arena
 
@@ -157,6 +161,11 @@ class Cutter:
         wanted = wanted if self._memory is None else min(self._memory // chunk_bytes * chunk_bytes, wanted)
         if self._arena is None or self._arena.chunk_bytes != chunk_bytes or self._arena.arena_bytes < wanted:
             self._quiet()  # the old arena must have come home before a new one is made beside it
-            self._arena = self._watch = None
+            self._drop_arena()
             self._arena = Arena(max(wanted, chunk_bytes), chunk_bytes)
         return self._arena
+
+    def _drop_arena(self) -> None:
+        if self._pin is not None:
+            self._pin.release()
+        self._arena = self._pin = self._watch = None
