@@ -514,6 +514,14 @@ def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
     assert (tmp_path / RECORD).read_bytes() == data
 
 
+def test_a_fresh_read_of_whole_pages_fills_memory_that_is_not_aligned(tier):
+    """Direct I/O refused it: a record whose length was by chance a multiple of 4096 could not be read at all."""
+    upload(tier, BLOB, pattern(8192))
+    into = memoryview(bytearray(8193))[1:]
+    tier.read_into(Extent(blob=BLOB, offset=0, length=8192), into, fresh=True)
+    assert into == pattern(8192)
+
+
 def test_a_file_that_takes_no_more_bytes_is_an_error_and_not_a_loop(tmp_path):
     with pytest.raises(TierDown, match="takes no more"):
         disk(str(tmp_path), Failing(short_write=lambda _: 0)).put_new(RECORD, b"record")
