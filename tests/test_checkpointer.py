@@ -470,7 +470,7 @@ def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypa
 
     def flipping(self: PosixFile, mv: memoryview, offset: int) -> int:
         count = real(self, mv, offset)
-        if "000000000006" in self._path and self._path.endswith(".safetensors") and next(faults, False):
+        if "000000000006" in self._path and len(mv) > 5000 and next(faults, False):
             mv[5000] ^= 1
         return count
 

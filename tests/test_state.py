@@ -47,18 +47,21 @@ class Generation:
         self.values = self.stored.values
 
     def load(self, state, **options):
-        """Match and apply, with a fetch whose memory is overwritten by the next one."""
+        """Match and apply, from memory that is overwritten as soon as a part was put; the last part comes first."""
         found = match(state, self.stored, **options)
-        memory = torch.empty(max(map(len, self.bytes.values()), default=0), dtype=torch.uint8)
+        memory = memoryview(bytearray(max(map(len, self.bytes.values()), default=0)))
 
-        def fetch(name):
-            memory.fill_(0xEE)
-            data = memory[: len(self.bytes[name])]
-            data.copy_(self.bytes[name])
-            return from_bytes(data, *self.stored.tensors[name])
+        def feed(sink):
+            for name, data in self.bytes.items():
+                half = len(data) // 2
+                for start, part in ((half, data[half:]), (0, data[:half])):
+                    if len(part):
+                        memory[: len(part)] = part.numpy()
+                        sink.put(name, start, memory[: len(part)])
+                        memory[:] = b"\xee" * len(memory)
+                sink.done(name)
 
-        found.apply(fetch)
-        memory.fill_(0xEE)
+        found.apply(feed)
         return found
 
     def __eq__(self, other):

@@ -88,6 +88,14 @@ def test_a_finished_blob_reads_back_at_any_length(tier, length, fresh):
     assert read(tier, BLOB, length, room=length + 9000, fresh=fresh) == data
 
 
+def test_a_fresh_read_of_whole_pages_fills_memory_that_is_not_aligned(tier):
+    """Direct I/O refused it: a record whose length was by chance a multiple of 4096 could not be read at all."""
+    upload(tier, BLOB, pattern(8192))
+    into = memoryview(bytearray(8193))[1:]
+    tier.read_into(Extent(blob=BLOB, offset=0, length=8192), into, fresh=True)
+    assert into == pattern(8192)
+
+
 def test_parts_of_a_blob_are_written_in_any_order_by_several_threads(tier):
     data = pattern(40_000)
     blob = tier.create(BLOB, len(data))

@@ -13,7 +13,8 @@ class Contents:
     def __init__(self, image: Image, algorithm: str) -> None:
         self._image, self._algorithm = image, algorithm
         self._open: Hasher | None = None
-        self._digests: list[str] = []
+        self.digests: list[str] = []
+        """of the tensors that have ended, in the order of the image"""
 
     def see(self, buffer: memoryview, parts: list[Segment]) -> None:
         for place, start, at, length in parts:
@@ -25,7 +26,7 @@ class Contents:
             assert self._open is not None
             self._open.update(buffer[at : at + length])
             if start + length == tensor.length:
-                self._digests.append(self._open.hexdigest())
+                self.digests.append(self._open.hexdigest())
 
     def pieces(self) -> list[Piece]:
         return [
@@ -36,5 +37,5 @@ class Contents:
                 extent=Extent(blob=self._image.blob, offset=offset, length=tensor.length),
                 digest=found,
             )
-            for (tensor, offset), found in zip(self._image.tensors, self._digests, strict=True)
+            for (tensor, offset), found in zip(self._image.tensors, self.digests, strict=True)
         ]

@@ -1,19 +1,70 @@
-"""Verified reads: hands out only bytes that agree with their digests; what to do otherwise is not decided here."""
+"""Verified reads: hands out only bytes that agree with their digests; what to do otherwise is not decided here.
+
+reader threads:    read a chunk -> its digest -> Sink.put, part by part
+caller's thread:   chunk by chunk in order: content digests -> Sink.done, tensor by tensor
+"""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
+from functools import partial
+from typing import Protocol
 
-from ..errors import Cancelled, Damaged, LastgoodError, SumMismatch, Unreadable
+from ..errors import Cancelled, Damaged, LastgoodError, ManifestInvalid, SumMismatch, Unreadable
 from ..format import layout
-from ..format.layout import Image, Segment, Tensor
+from ..format.layout import Image, Tensor
 from ..ports import Tier
 from ..rawio.checksum import digest
 from ..rawio.files import round_up
 from ..records import Blob, Extent, Finding, Manifest, Piece
 from .contents import Contents
+
+
+class Sink(Protocol):
+    """Where the bytes of tensors go.
+
+    ======================  =====================================================================================
+    put(name, start, data)  a verified part of a tensor, never empty, each byte once; from any reader thread, several
+                            at once; `data` is valid until it returns
+    done(name)              every part of it was put, and its content digest agrees; in the caller's thread
+    ======================  =====================================================================================
+    """
+
+    def put(self, name: str, start: int, data: memoryview) -> None: ...
+    def done(self, name: str) -> None: ...
+
+
+def stream(tier: Tier, home: str, manifest: Manifest, buffers: list[memoryview], readers: Executor, sink: Sink) -> None:
+    """Every tensor of a rank, in one reading past the page cache. Raises Damaged or Unavailable at the first fault.
+
+    Nobody writes into the sink after it has returned or raised.
+    """
+    for blob in manifest.blobs:
+        check = Check(manifest, blob)
+        with contextlib.closing(
+            chunks(tier, home, manifest, blob, buffers, readers, put=partial(check.hand_out, sink))
+        ) as verified:
+            for data in verified:
+                for name in check.see(data):
+                    sink.done(name)
+
+
+def headers_agree(tier: Tier, home: str, manifest: Manifest, buffer: memoryview) -> bool:
+    """Whether each tensor file begins as its manifest says; little else is read. Raises Damaged or Unavailable."""
+    for blob in manifest.blobs:
+        check, header = Check(manifest, blob), bytearray()
+        for start in range(0, check.header_bytes, blob.chunk_bytes):
+            length = min(blob.chunk_bytes, check.header_bytes - start)
+            tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=start, length=length), buffer, fresh=True)
+            header += buffer[:length]
+        try:
+            check.validate(header)
+        except ManifestInvalid:
+            return False
+    return True
 
 
 def chunks(
@@ -24,11 +75,13 @@ def chunks(
     buffers: list[memoryview],
     readers: Executor,
     *,
+    put: Callable[[int, memoryview], None] = lambda *_: None,
     on_damage: Callable[[Damaged], None] | None = None,
-) -> Iterator[memoryview]:
+) -> Generator[memoryview, None, None]:
     """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
 
     `buffers` are page-aligned, each of a whole chunk (rounded up); they are used in turn, as many reads in flight.
+    `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order.
     Raises SumMismatch, Truncated, MissingBlob; with `on_damage` it tells instead and goes on to the next chunk.
     """
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
@@ -46,13 +99,21 @@ def chunks(
                     on_damage(error)
             if index < count:
                 view = buffers[index % len(buffers)]
-                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view)))
+                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, put)))
     finally:
         for _, _, job in flying:
-            job.exception()  # nobody writes into the buffers after this
+            job.exception()  # nobody writes into the buffers, or puts anything, after this
 
 
-def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, view: memoryview) -> None:
+def _read(
+    tier: Tier,
+    home: str,
+    manifest: Manifest,
+    blob: Blob,
+    index: int,
+    view: memoryview,
+    put: Callable[[int, memoryview], None],
+) -> None:
     extent = layout.extent_of(blob, index)
     tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=True)
     if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:
@@ -65,6 +126,7 @@ def _read(tier: Tier, home: str, manifest: Manifest, blob: Blob, index: int, vie
             chunk=index,
             tensor=tensor,
         )
+    put(index, view[: extent.length])
 
 
 def _differing(manifest: Manifest, blob: Blob, index: int, view: memoryview) -> str:
@@ -92,25 +154,37 @@ class Check:
         self._blob = blob
         self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
         tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
-        start = min((offset for _, offset in tensors), default=blob.length)
-        self._image = Image(blob.name, bytes(start), tensors, blob.length)
-        self._parts = layout.segments(self._image, blob.chunk_bytes)
-        self._contents = Contents(self._image, manifest.digest)
+        self.header_bytes = min((offset for _, offset in tensors), default=blob.length)
         self._header = bytearray()
+        image = Image(blob.name, bytes(self.header_bytes), tensors, blob.length)
+        self._parts = list(layout.segments(image, blob.chunk_bytes))
+        self._contents = Contents(image, manifest.digest)
+        self._seen = 0
 
-    def see(self, data: memoryview) -> None:
-        """The next chunk, in order. None may be left out."""
-        parts: list[Segment] = next(self._parts)
+    def hand_out(self, sink: Sink, index: int, data: memoryview) -> None:
+        """The parts of tensors that lie in a chunk; from any thread."""
+        for tensor, start, at, length in self._parts[index]:
+            if tensor >= 0 and length:
+                sink.put(self._pieces[tensor].name, start, data[at : at + length])
+
+    def see(self, data: memoryview) -> list[str]:
+        """The next chunk, in order, none left out: names of the tensors that end in it.
+
+        Raises ManifestInvalid, SumMismatch.
+        """
+        parts = self._parts[self._seen]
+        self._seen += 1
         for part in parts:
             if part.tensor < 0:
                 self._header += data[part.at : part.at + part.length]
+                if len(self._header) == self.header_bytes:
+                    self.validate(self._header)
+        digests = self._contents.digests
+        before = len(digests)
         self._contents.see(data, parts)
-
-    def finish(self) -> None:
-        """Raises ManifestInvalid or SumMismatch."""
-        layout.validate_header(bytes(self._header), self._blob, self._pieces)
-        for piece, found in zip(self._pieces, self._contents.pieces(), strict=True):
-            if piece.digest != found.digest:
+        ended = self._pieces[before : len(digests)]
+        for piece, found in zip(ended, digests[before:], strict=True):
+            if piece.digest != found:
                 raise SumMismatch(
                     f"{self._blob.name}: the content of tensor {piece.name} differs from the digest taken at staging, "
                     "although the file is as it was written: memory changed it in between",
@@ -118,6 +192,11 @@ class Check:
                     offset=piece.extent.offset,
                     tensor=piece.name,
                 )
+        return [piece.name for piece in ended]
+
+    def validate(self, header: bytearray) -> None:
+        """Raises ManifestInvalid when it is another header than the one that the manifest makes."""
+        layout.validate_header(bytes(header), self._blob, self._pieces)
 
 
 def verify(
@@ -146,12 +225,10 @@ def verify(
             if stop():
                 raise Cancelled("reading was given up")
             if len(findings) == before:
-                check.see(data)
-        if len(findings) == before:
-            try:
-                check.finish()
-            except Damaged as error:
-                tell(error)
+                try:
+                    check.see(data)
+                except Damaged as error:
+                    tell(error)
     return findings
 
 

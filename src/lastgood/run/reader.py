@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 from ..engine import fetch
 from ..engine.arena import Arena
-from ..errors import Damaged, NoSuchStep, NoSuchTensor, NothingGood, Unreadable
+from ..errors import Damaged, HalfLoaded, NoSuchStep, NoSuchTensor, NothingGood, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
-from ..rawio.files import round_up
 from ..records import Finding, Generation, Manifest, Piece
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
+BUFFERS = WORKERS + 1
+"""chunks in memory while a run is read: one for each thread, one whose content is looked at in order"""
 
 Loader = Callable[[Generation, Manifest], None]
 Fetch = Callable[[str], memoryview]
@@ -42,10 +43,11 @@ def newest_good(
 ) -> Found:
     """Try generations until one loads: of the lineage, newest first; or only `step`.
 
-    `load` raises Damaged before it applies anything. Then, where there is an `examine`, the generation is read again:
-    with findings they are handed to `mark` and the next older one is tried; without any, the fault was not in the
-    files, and it is loaded once more. Raises NoSuchStep, Damaged (for an explicit step, or where intact files do not
-    load the second time either), NothingGood (with what is wrong with each), Unavailable.
+    `load` raises Damaged for what is not good; what it has applied by then, the next load overwrites; where that cannot
+    be, it raises HalfLoaded, and no other is tried. After Damaged, where there is an `examine`, the generation is read
+    again: with findings they are handed to `mark` and the next older one is tried; without any, the fault was not in
+    the files, and it is loaded once more. Raises NoSuchStep, Damaged (for an explicit step, or where intact files do
+    not load the second time either), NothingGood (with what is wrong with each), Unavailable.
     """
     choice = restore.choose(survey, step)
     over = [(at.step, reason) for at, reason in choice.passed_over]
@@ -61,6 +63,8 @@ def newest_good(
             generation = survey.generations[at]
             try:
                 attempt(generation)
+            except HalfLoaded:
+                raise
             except Damaged:
                 findings = examine(generation) if examine else None
                 if findings == []:
@@ -71,6 +75,8 @@ def newest_good(
                     raise
             newer = [one for one in over if one[0] >= at.step]
             return Found(generation, sorted(newer, reverse=True))
+        except HalfLoaded:
+            raise
         except Damaged as error:
             if intact or (step is not None and at == choice.candidates[-1]):
                 raise
@@ -88,40 +94,44 @@ def newest_good(
     )
 
 
+def reading_bytes(manifest: Manifest) -> tuple[int, int]:
+    """Memory in which a generation is read: all of it, and one buffer's."""
+    buffer = max(fetch.buffer_bytes(manifest.blobs), 1)
+    return buffer * min(BUFFERS, sum(len(blob.chunks) for blob in manifest.blobs)), buffer
+
+
+def headers_agree(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena) -> bool:
+    """Whether each tensor file begins as its manifest says; little else is read. Raises Damaged or Unavailable."""
+    with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
+        return fetch.headers_agree(tier, layout.folder(generation.id), manifest, buffers[0])
+
+
+def stream(
+    tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor, sink: fetch.Sink
+) -> None:
+    """Hand every tensor of a generation to `sink`, verified, in one reading. Raises Damaged or Unavailable."""
+    with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
+        fetch.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink)
+
+
 def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor) -> Fetch:
-    """Verify all of a generation, then hand out its tensors by name.
+    """All of a generation in memory, verified; hands out its tensors by name. Raises Damaged or Unavailable."""
+    whole = _Whole(manifest)
+    stream(tier, generation, manifest, arena, workers, whole)
+    return whole.tensors.__getitem__
 
-    Where the arena holds all of it, it is read once; else it is read twice, and each tensor is checked anew by its own
-    digest when it is fetched. Raises Damaged or Unavailable before anything is handed out.
-    """
-    home = layout.folder(generation.id)
-    pieces = {piece.name: piece for piece in manifest.pieces}
-    places = {}
-    end = 0
-    for blob in manifest.blobs:
-        places[blob.name] = end
-        end += round_up(blob.length, blob.chunk_bytes)
-    if end > arena.arena_bytes:
-        with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
-            findings = fetch.verify(tier, home, manifest, buffers, workers)
-        if findings:
-            raise Damaged(f"{home}: {restore.told(findings)}")
-        return lambda name: memoryview(fetch.tensor(tier, home, manifest, pieces[name]))
-    whole = arena.whole()
-    for blob in manifest.blobs:
-        starts = range(places[blob.name], places[blob.name] + blob.length, blob.chunk_bytes)
-        slices = [whole[start : start + blob.chunk_bytes] for start in starts]
-        check = fetch.Check(manifest, blob)
-        for data in fetch.chunks(tier, home, manifest, blob, slices, workers):
-            check.see(data)
-        check.finish()
 
-    def fetched(name: str) -> memoryview:
-        extent = pieces[name].extent
-        start = places[extent.blob] + extent.offset
-        return whole[start : start + extent.length]
+class _Whole:
+    """`fetch.Sink` into memory of its own."""
 
-    return fetched
+    def __init__(self, manifest: Manifest) -> None:
+        self.tensors = {piece.name: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}
+
+    def put(self, name: str, start: int, data: memoryview) -> None:
+        self.tensors[name][start : start + len(data)] = data
+
+    def done(self, name: str) -> None:
+        """Nobody asks before everything is there."""
 
 
 def read_all(
@@ -142,8 +152,8 @@ def read_all(
 @contextlib.contextmanager
 def borrowed(arena: Arena, need_bytes: int) -> Iterator[list[memoryview]]:
     """Read buffers of at least `need_bytes`: of an arena that is free, or fresh ones where its chunks are too small."""
-    own = Arena(need_bytes * WORKERS, need_bytes) if need_bytes > arena.chunk_bytes else arena
-    count = min(WORKERS, own.arena_bytes // own.chunk_bytes)
+    own = Arena(need_bytes * BUFFERS, need_bytes) if need_bytes > arena.chunk_bytes else arena
+    count = min(BUFFERS, own.arena_bytes // own.chunk_bytes)
     leases = [lease for lease in (own.take() for _ in range(count)) if lease]
     try:
         yield [lease.buffer for lease in leases]

@@ -12,6 +12,7 @@ The two other modes leave steps out, so that their cost and their failures can b
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import threading
@@ -156,7 +157,7 @@ class Disk:
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. `fresh` reads past the page cache when mv is a page-aligned, padded buffer."""
-        direct = fresh and self._direct and extent.offset % BLOCK_BYTES == 0 and len(mv) >= round_up(extent.length)
+        direct = fresh and self._direct and extent.offset % BLOCK_BYTES == 0 and _takes_direct(mv, extent.length)
         want = round_up(extent.length) if direct else extent.length
         with self._telling(extent.blob):
             file = self._files.open(self._path(extent.blob), "read", direct=direct, fresh=fresh)
@@ -332,6 +333,10 @@ def _write_all(file: File, mv: memoryview, offset: int) -> None:
         if whole <= 0:
             raise OSError(errno.EIO, "the file takes no more bytes")
         done += whole
+
+
+def _takes_direct(mv: memoryview, length: int) -> bool:
+    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % BLOCK_BYTES == 0
 
 
 def _folder(name: str) -> str:

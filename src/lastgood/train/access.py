@@ -72,7 +72,8 @@ def load_once(
 ) -> Restored:
     """Load the newest good generation (or `step`) into a live state; the run itself is not changed or locked.
 
-    Raises NotARun, StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then.
+    Raises NotARun, StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then. HalfLoaded when
+    it is not.
     """
     tier = places.for_reading(path)
 

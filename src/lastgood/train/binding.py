@@ -1,7 +1,7 @@
 """Binding: each live thing beside what is stored for it -> what differs, and how it will be written.
 
-Compares only. What is to be done is collected as callables that `Match.apply` runs, in this order: `checks` and then
-`takers` of each tensor, the Puts of the state, and `last`.
+Compares only. What is to be done is collected for `Match.apply`, in this order: `checks` of all tensors; `places` and
+`takers` of all tensors; the Puts of the state; and `last`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import LBFGS, Optimizer
 
-from ..errors import StateMismatch
 from ..format.values import LEFT_OUT, Filter, join, only_numbers
 from . import tensors
+from .filling import Place, Take
 from .objects import KINDS, Parameters, holds_objects, module_entries, tag_of
 from .reading import ArrayRef, SavedObject, SavedOptimizer, Stored, TensorRef
 
 Put = Callable[[], Any]
 """run once the tensors are there: makes what belongs at a place; where it can be, the live object itself, refilled"""
-Take = Callable[[torch.Tensor], None]
 Home = Callable[[TensorRef, str], torch.device]
 """the device of the new tensor at a path"""
 
@@ -49,6 +48,9 @@ class Binder:
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
         self.checks: dict[str, list[Take]] = {}
+        self.conflicts: list[str] = []
+        """what the checks have found: differences that only the content shows"""
+        self.places: dict[str, list[Place]] = {}
         self.takers: dict[str, list[Take]] = {}
         self.last: list[Callable[[], object]] = []
         self._claimed: set[str] = set()  # names in `offered` that the live state has a place for
@@ -194,14 +196,18 @@ class Binder:
             return
         target, part = self._target(name), tensors.once(live)
         if part.shape == live.shape:
-            self.takers.setdefault(target, []).append(partial(tensors.write, live))
+            if place := Place.of(live):
+                self.places.setdefault(target, []).append(place)
+            else:
+                self.takers.setdefault(target, []).append(partial(tensors.write, live))
             return
         first = tuple(slice(size) for size in part.shape)
 
         def check(source: torch.Tensor) -> None:
             if not torch.equal(tensors.as_bytes(source[first].expand_as(source)), tensors.as_bytes(source)):
-                why = f"{path}: expanded here (one element in memory for many), and they differ in the generation"
-                raise StateMismatch(self._stored.step, [], [], [why])
+                self.conflicts.append(
+                    f"{path}: expanded here (one element in memory for many), and they differ in the generation"
+                )
 
         self.checks.setdefault(target, []).append(check)
         self.takers.setdefault(target, []).append(lambda source: tensors.write(part, source[first]))
@@ -212,8 +218,13 @@ class Binder:
         slot = self._slots.get((target, device))
         if slot is None:
             slot = self._slots[target, device] = []
-            self.takers.setdefault(target, []).append(partial(_duplicate_into, slot, device))
         return slot
+
+    def make_new(self) -> None:
+        """Make the new tensors; their content is still to come."""
+        for (target, device), slot in self._slots.items():
+            slot[:] = [tensors.blank(*self._stored.tensors[target], device)]
+            self.places.setdefault(target, []).append(Place(slot[0]))
 
     # ---- objects -------------------------------------------------------------------------------------------------
 
@@ -384,10 +395,6 @@ def _formed(slot: list[torch.Tensor], ref: TensorRef) -> torch.Tensor:
     if ref.is_parameter:
         return nn.Parameter(slot[0], requires_grad=ref.wants_grad)
     return slot[0].detach().requires_grad_() if ref.wants_grad else slot[0]
-
-
-def _duplicate_into(slot: list[torch.Tensor], device: torch.device, source: torch.Tensor) -> None:
-    slot[:] = [tensors.duplicate(source, device)]
 
 
 def _fill_array(live: np.ndarray, dtype: np.dtype[Any], source: torch.Tensor) -> None:

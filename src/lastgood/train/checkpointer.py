@@ -125,7 +125,8 @@ class Checkpointer:
 
         With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds: what came after N is never
         chosen by itself again; `restore(step=0)` without a generation of step 0 starts over. `rename`: old name -> new.
-        Raises StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then.
+        Raises StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then. HalfLoaded when it is
+        not: nothing is saved until a restore succeeds.
         """
         self._require_open()
         self.wait()
@@ -142,13 +143,14 @@ class Checkpointer:
                 self._examine,
                 self._mark,
             )
-        except HalfLoaded:
-            self._half_loaded = True
-            raise
         except NoSuchStep:
             if step != 0:
                 raise
             found = Restored(step=0, generation=None, seconds=0.0, bytes=0)
+        except BaseException as error:
+            # Ctrl-C, or a load_state_dict that fails, may come half way too; other errors of the tree come before.
+            self._half_loaded |= isinstance(error, HalfLoaded) or not isinstance(error, LastgoodError)
+            raise
         self._half_loaded = False
         self._begin(found.generation.id if found.generation else None)
         if found.generation is not None and not found.generation.verified:

@@ -1,26 +1,27 @@
-"""Loading: the newest good generation -> the live state. Checks that it fits before anything is touched."""
+"""Loading: the newest good generation -> the live state.
+
+That it fits is known before anything is touched. Its bytes are read once, each chunk verified and then written where
+it belongs, where damage half way can be made good; else they are read twice, first to verify all of them (see
+docs/decisions/0006). Values, optimizers and random number generators follow when every tensor is in.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
-
 from ..engine.arena import Arena
-from ..errors import Damaged, HalfLoaded, Unavailable
+from ..errors import Damaged, HalfLoaded, LastgoodError
 from ..format.commit import Survey
+from ..plan import restore
 from ..ports import Tier
-from ..rawio.files import round_up
 from ..records import Finding, Generation, Manifest
 from ..run import reader
-from .state import Stored, from_bytes, match
+from .state import Stored, match
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,6 @@ class Request:
     exclude: Sequence[str] = ()
 
 
-def _half_of_memory_bytes() -> int:
-    """What a restore takes at the most; a generation that is larger, or claims to be, is read twice, in parts."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # "max", or no such limit here
-        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return memory // 2
-
-
 def load_into(
     request: Request,
     tier: Tier,
@@ -68,14 +61,22 @@ def load_into(
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
-    `arena_for(image bytes, chunk bytes)` lends the memory. Raises StateMismatch, NoSuchStep, NothingGood, Unavailable,
-    each before the live state is touched; HalfLoaded when it is not.
+    `arena_for(bytes, chunk bytes)` lends the memory. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
+    Unavailable, each with the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
     skipped: list[str] = []
-    touched: list[int] = []
+    half: int | None = None  # step of which the live state holds a part
+
+    def in_one_reading(generation: Generation) -> bool:
+        """Whether damage half way can be made good by another load, or was looked for before."""
+        if not request.strict:
+            return False  # what an older one lacks would stay as it was written
+        older = step is None and generation.id != restore.choose(survey, step).candidates[-1]
+        return generation.verified or older or half is not None
 
     def load(generation: Generation, manifest: Manifest) -> None:
+        nonlocal half
         pieces = {piece.name: piece for piece in manifest.pieces}
         shapes = {name: (piece.dtype, tuple(piece.shape)) for name, piece in pieces.items()}
         shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
@@ -87,30 +88,25 @@ def load_into(
             include=request.include,
             exclude=request.exclude,
         )
-        size = min(sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs), _half_of_memory_bytes())
-        arena = arena_for(size, max((blob.chunk_bytes for blob in manifest.blobs), default=1))
-        fetch = reader.opened(tier, generation, manifest, arena, workers)
-
-        def fetched(name: str) -> torch.Tensor:
-            data = fetch(name)
-            raw = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
-            return from_bytes(raw, *shapes[name])
-
-        touched.append(manifest.step)
-        fit.apply(fetched)
-        touched.clear()
+        arena = arena_for(*reader.reading_bytes(manifest))
+        once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifest, arena)
+        try:
+            fit.apply(partial(reader.stream, tier, generation, manifest, arena, workers), look_first=not once)
+        except Damaged as error:
+            if fit.begun and not request.strict:
+                raise _half_loaded(error, manifest.step) from error
+            raise
+        finally:
+            half = manifest.step if fit.begun else half
+        half = None
         skipped[:] = fit.skipped
 
     try:
         found = reader.newest_good(tier, survey, step, load, examine, mark)
-    except (Damaged, Unavailable) as error:
-        if not touched:
+    except LastgoodError as error:
+        if half is None or isinstance(error, HalfLoaded):
             raise
-        raise HalfLoaded(
-            f"{error.what}; loading step {touched[-1]} had begun",
-            safe="\nThe generations are untouched. The live state is part of that step: do not train on it.",
-            todo="Build the state anew and restore again, or ask for another step.",
-        ) from error
+        raise _half_loaded(error, half) from error
     return Restored(
         step=found.generation.step if found.generation else 0,
         generation=found.generation,
@@ -118,4 +114,12 @@ def load_into(
         bytes=found.generation.bytes if found.generation else 0,
         stepped_over=found.stepped_over,
         skipped=skipped,
+    )
+
+
+def _half_loaded(error: LastgoodError, step: int) -> HalfLoaded:
+    return HalfLoaded(
+        f"loading step {step} had begun when it failed: {error.what}",
+        safe="\nThe generations are untouched. The live state is part of that step: do not train on it.",
+        todo=f"Build the state anew and restore again, or ask for another step. {error.todo}".rstrip(),
     )

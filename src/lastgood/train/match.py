@@ -1,7 +1,7 @@
 """Match: whether a generation fits the live state, and how it goes there. See state.py for the rules.
 
     read every value -> bind each live thing to what is stored for it -> all differences at once, or a Match
-                                                                        Match.apply: tensors, then objects, RNG last
+                          Match.apply: look at all tensors, write all tensors, then objects, RNG last
 
 Nothing live is written before `Match.apply`.
 """
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..engine.fetch import Sink
 from ..errors import Refused, StateMismatch
 from ..format.values import Filter, component, need
 from .binding import ABSENT, Binder, Put
 from .capture import require_keys, wanted
+from .filling import Filling
 from .objects import Parameters, load_rng, rng_differs
 from .reading import SavedObject, Stored, TensorRef, read_values
 
@@ -25,23 +27,32 @@ from .reading import SavedObject, Stored, TensorRef, read_values
 class Match:
     """A generation that fits; `apply` puts it into the live state."""
 
-    def __init__(self, state: MutableMapping[str, Any], plan: Binder, puts: list[tuple[str, Put]]) -> None:
-        self._state, self._plan, self._puts = state, plan, puts
+    def __init__(self, state: MutableMapping[str, Any], stored: Stored, plan: Binder, puts: list[tuple[str, Put]]):
+        self._state, self._stored, self._plan, self._puts = state, stored, plan, puts
+        self._written = Filling(stored.tensors, plan.places, plan.takers)
         self.skipped = plan.differences()
         """with strict=False: what did not fit, each with the reason"""
 
-    def apply(self, fetch: Callable[[str], torch.Tensor]) -> None:
+    @property
+    def begun(self) -> bool:
+        """Whether `apply` has begun to write."""
+        return self._written.begun
+
+    def apply(self, feed: Callable[[Sink], None], look_first: bool = True) -> None:
         """Write everything into the live state, the random number generators last.
 
-        `fetch(stored name)` -> CPU tensor of the stored dtype and shape; the next fetch may overwrite it. Raises what
-        `fetch` raises, and StateMismatch, before anything is touched, where a live tensor that is expanded (one
-        element in memory for many) would have to take different ones.
+        `feed(sink)` reads all stored tensors and hands them to the sink. It is called once to look, and again to write:
+        what it raises the first time, and the StateMismatch where a live tensor that is expanded (one element in memory
+        for many) would have to take different ones, leave the live state untouched. Without `look_first` it is called
+        once, where there is nothing expanded to be looked at.
         """
-        for takers in (self._plan.checks, self._plan.takers):
-            for name, take_all in takers.items():
-                source = fetch(name)
-                for take in take_all:
-                    take(source)
+        if look_first or self._plan.checks:
+            feed(Filling(self._stored.tensors, {}, self._plan.checks))
+            if self._plan.conflicts:
+                raise StateMismatch(self._stored.step, [], [], self._plan.conflicts)
+        self._plan.make_new()
+        self._written.begin()
+        feed(self._written)
         for key, put in self._puts:
             made = put()
             if made is not self._state[key]:
@@ -78,7 +89,7 @@ def match(
     plan.note_unclaimed()
     if strict and plan.differences():
         raise StateMismatch(stored.step, plan.missing, plan.unexpected, plan.mismatched)
-    return Match(state, plan, puts)
+    return Match(state, stored, plan, puts)
 
 
 def _bind_entries(

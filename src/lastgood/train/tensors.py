@@ -59,10 +59,11 @@ def write(live: torch.Tensor, source: torch.Tensor) -> None:
         live.copy_(source)
 
 
-def duplicate(source: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A new tensor of the same dtype, shape and content on `device`."""
+def blank(dtype: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """A new tensor, one run of memory whose content is to come."""
+    kind = TORCH_DTYPES[dtype]
     with torch.inference_mode(False), torch.no_grad():
-        return _copyable(source).to(device, copy=True).view(source.dtype)
+        return torch.empty(tuple(shape), dtype=_COPIED_AS.get(kind, kind), device=device).view(kind)
 
 
 def at_hand(device: torch.device) -> torch.device:

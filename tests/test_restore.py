@@ -1,0 +1,525 @@
+"""Restore: verified bytes only, straight to their place; what a fault half way leaves is never taken for a state.
+
+The state `w` here is 16 chunks of 256 KiB. `bare` makes a generation look as if its save had crashed before it was
+verified.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import harness
+import lastgood
+from lastgood import errors
+from lastgood.engine import fetch
+from lastgood.engine.arena import Arena
+from lastgood.errors import LastgoodWarning
+from lastgood.format import commit, layout
+from lastgood.format.layout import Image
+from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.records import Generation
+from lastgood.run import reader
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+from lastgood.train.filling import Filling, Place
+from lastgood.train.loading import Request, load_into
+
+CHUNK_BYTES = 1 << 18
+COUNT = 16 * CHUNK_BYTES // 4
+
+
+def of_step(step: int) -> dict[str, object]:
+    """Every element of `w` says which step it is of."""
+    return {"w": torch.full((COUNT,), float(step)), "epoch": step}
+
+
+def blank() -> dict[str, object]:
+    return of_step(0)
+
+
+def saved(path: Path, *steps: int, **options: object) -> None:
+    state = of_step(0)
+    with lastgood.Checkpointer(path, state, memory=1 << 20, retention=lastgood.Keep(last=9), **options) as ckpt:
+        for step in steps:
+            state.update(of_step(step))
+            ckpt.save(step).result()
+            ckpt.wait()
+
+
+def blob(path: Path, step: int) -> Path:
+    return next(path.glob(f"gen/{step:012d}-*")) / "r00000.safetensors"
+
+
+def flip(path: Path, step: int, chunk: int = 12) -> None:
+    data = bytearray(blob(path, step).read_bytes())
+    data[chunk * CHUNK_BYTES + 99] ^= 1
+    blob(path, step).write_bytes(data)
+
+
+def bare(path: Path, *steps: int) -> None:
+    for step in steps:
+        (blob(path, step).parent / "VERIFIED.json").unlink()
+
+
+def restore(path: Path, state: dict, **options: object) -> lastgood.Restored:
+    with lastgood.Checkpointer(path, state, memory=1 << 20) as ckpt:
+        return ckpt.restore(**options)
+
+
+def untouched(state: dict) -> bool:
+    return bool(state["w"].eq(0).all()) and state["epoch"] == 0
+
+
+def is_of(state: dict, step: int) -> bool:
+    return bool(state["w"].eq(step).all()) and state["epoch"] == step
+
+
+# ---- what is not verified is nowhere ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16])
+def test_a_damaged_chunk_is_copied_nowhere_and_every_other_one_is_right(tmp_path: Path, chunk: int) -> None:
+    saved(tmp_path, 5)
+    flip(tmp_path, 5, chunk)
+    state = blank()
+    with pytest.raises(errors.HalfLoaded):
+        restore(tmp_path, state)
+    bits = state["w"].view(torch.int32).unique()
+    assert set(bits.tolist()) <= {0, int(torch.tensor(5.0).view(torch.int32))}
+    run = lastgood.open(tmp_path)
+    (offset,) = (one.extent.offset for one in run.manifest(run.generation(5)).pieces if one.name == "w")
+    first = (chunk * CHUNK_BYTES - offset) // 4
+    assert state["w"][first : first + CHUNK_BYTES // 4].eq(0).all() and state["w"].eq(5).any()
+    assert state["epoch"] == 0
+
+
+def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_path: Path, monkeypatch) -> None:
+    """What is written between content digest and chunk digest is wrong with every chunk digest right."""
+    real = fetch.Contents.see
+
+    def flipping(self: fetch.Contents, buffer: memoryview, parts: list) -> None:
+        real(self, buffer, parts)
+        if len(buffer) > 5000:
+            buffer[5000] ^= 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fetch.Contents, "see", flipping)
+        with pytest.warns(LastgoodWarning, match="memory changed it"):
+            saved(tmp_path, 5)
+    state = blank()
+    with pytest.raises(errors.NothingGood, match="memory changed it"):
+        restore(tmp_path, state)
+    assert untouched(state)
+    (blob(tmp_path, 5).parent / "DAMAGED.json").unlink()
+    with pytest.raises(errors.NothingGood, match="memory changed it"):
+        restore(tmp_path, state)
+    assert untouched(state)
+
+
+def test_nobody_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path) -> None:
+    """A reader that is behind must not put its chunk over what the next attempt has loaded."""
+    disk = Disk(PosixFiles(), str(tmp_path))
+    run = RunWriter(disk, harness.Inline())
+    run.begin(None)
+    generation = harness.save(run, 1, {"a": bytes(40_000)}, chunk_bytes=4096)
+    path = blob(tmp_path, 1)
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    asked = threading.Event()
+    begun, ended = [], []
+
+    class Late:
+        def put(self, name: str, start: int, data: memoryview) -> None:
+            begun.append(start)
+            asked.wait(30)
+            ended.append(start)
+
+        def done(self, name: str) -> None:
+            raise AssertionError
+
+    class Waited(Future):
+        """The first question for the outcome of a job that is not needed any more lets the jobs go on."""
+
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            asked.set()
+            return super().exception(timeout)
+
+    class Pool(Executor):
+        def submit(self, job: Callable, /, *args: object) -> Future:
+            future = Waited()
+
+            def run() -> None:
+                try:
+                    future.set_result(job(*args))
+                except BaseException as error:
+                    future.set_exception(error)
+
+            threads.submit(run)
+            return future
+
+    manifest = commit.read_manifest(disk, generation)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            with pytest.raises(errors.SumMismatch):
+                reader.stream(disk, generation, manifest, Arena(4 * 4096, 4096), Pool(), Late())
+            assert asked.is_set() and sorted(begun) == sorted(ended)
+    finally:
+        asked.set()
+
+
+def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Path) -> None:
+    """Its chunk digests are right, its content digests too: only the header speaks of other tensors."""
+    disk = Disk(PosixFiles(), str(tmp_path))
+    run = RunWriter(disk, harness.Inline())
+    run.begin(None)
+    (image,) = layout.images([layout.Tensor("w", "float32", (COUNT,))])
+    lying = Image(image.blob, image.header.replace(b"F32", b"I32"), image.tensors, image.length)
+    arena = Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
+    content = {"w": torch.ones(COUNT).numpy().tobytes()}
+    generation = run.save(
+        1,
+        [lying],
+        harness.filled(lying, content, arena),
+        chunk_bytes=CHUNK_BYTES,
+        aliases={},
+        values={"w": {"!tensor": "w"}},
+    )
+    run.conclude(generation, [])  # somebody claims to have verified it
+    state = {"w": torch.zeros(COUNT)}
+    with pytest.raises(errors.NothingGood, match="header does not agree"):
+        loaded(disk, state)
+    assert state["w"].eq(0).all()
+
+
+def loaded(disk: Disk, state: dict, asked: list[tuple[int, int]] | None = None, **options: object) -> lastgood.Restored:
+    with ThreadPoolExecutor(3) as workers:
+
+        def lent(total: int, chunk: int) -> Arena:
+            if asked is not None:
+                asked.append((total, chunk))
+            return Arena(total, chunk)
+
+        def examine(generation: Generation) -> list:
+            return reader.read_all(disk, generation, Arena(3 * CHUNK_BYTES, CHUNK_BYTES), workers)
+
+        request = Request(state, exclude=("rng",), **options)
+        return load_into(request, disk, commit.survey(disk), None, lent, workers, examine)
+
+
+# ---- a fault half way ------------------------------------------------------------------------------------------
+
+
+def test_what_damage_half_way_has_left_is_overwritten_by_the_next_older_generation(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 6)
+    flip(tmp_path, 6)
+    bare(tmp_path, 6)
+    state = blank()
+    with pytest.warns(LastgoodWarning, match="step 6: .*chunk 12"):
+        assert restore(tmp_path, state).step == 3
+    assert is_of(state, 3)
+    assert (blob(tmp_path, 6).parent / "DAMAGED.json").exists()
+
+
+def test_with_nothing_good_left_a_half_loaded_state_names_every_generation_and_is_never_saved(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 6)
+    state = blank()
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.restore()
+        for step in (3, 6):
+            flip(tmp_path, step)
+        with pytest.raises(errors.HalfLoaded, match=r"(?s)step 6: .*chunk 12.*step 3: .*chunk 12.*do not train on it"):
+            ckpt.restore()
+        with pytest.raises(errors.Refused, match="half of another step"):
+            ckpt.save(7)
+        for step in (3, 6):
+            flip(tmp_path, step)  # back
+            (blob(tmp_path, step).parent / "DAMAGED.json").unlink()
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        assert ckpt.restore().step == 6
+        ckpt.save(7).result()
+
+
+def test_where_nobody_could_make_it_good_all_is_verified_before_a_byte_is_applied(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    flip(tmp_path, 5)
+    bare(tmp_path, 5)
+    state = blank()
+    with pytest.raises(errors.NothingGood, match=r"step 5: .*chunk 12"):
+        restore(tmp_path, state)
+    assert untouched(state)
+
+
+def test_a_step_that_is_asked_for_is_verified_before_a_byte_is_applied_unless_it_was_once(tmp_path: Path) -> None:
+    saved(tmp_path, 3, 6)
+    flip(tmp_path, 6)
+    state = blank()
+    with pytest.raises(errors.HalfLoaded, match=r"step 6 had begun.*chunk 12"):
+        lastgood.load(tmp_path, state, step=6)
+    bare(tmp_path, 6)
+    state = blank()
+    with pytest.raises(errors.SumMismatch, match="chunk 12"):
+        lastgood.load(tmp_path, state, step=6)
+    assert untouched(state)
+    assert lastgood.load(tmp_path, state, step=3).step == 3 and is_of(state, 3)
+
+
+def test_damage_in_the_first_chunks_leaves_the_state_untouched_and_is_no_half_load(tmp_path: Path) -> None:
+    """A state of one chunk is all or nothing however it is read."""
+    state = {"w": torch.ones(100)}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1).result()
+    data = bytearray(blob(tmp_path, 1).read_bytes())
+    data[-1] ^= 1
+    blob(tmp_path, 1).write_bytes(data)
+    state["w"].zero_()
+    with pytest.raises(errors.NothingGood):
+        lastgood.load(tmp_path, state)
+    assert state["w"].eq(0).all()
+
+
+def test_with_strict_false_all_is_verified_before_a_byte_is_applied(tmp_path: Path) -> None:
+    """What the older generation lacks would stay as the damaged one has left it."""
+    saved(tmp_path, 3, 6)
+    flip(tmp_path, 6)
+    state = blank() | {"more": torch.zeros(3)}
+    with pytest.warns(LastgoodWarning, match="step 6"):
+        assert lastgood.load(tmp_path, state, strict=False).step == 3
+    assert is_of(state, 3)
+
+
+def test_what_breaks_between_the_two_readings_is_half_loaded_and_nothing_is_loaded_over_it(
+    tmp_path: Path, monkeypatch
+) -> None:
+    saved(tmp_path, 3, 6)
+    real, reads = PosixFile.read_into, iter(range(10**6))
+
+    def breaking(self: PosixFile, mv: memoryview, offset: int) -> int:
+        count = real(self, mv, offset)
+        if "000000000006" in self._path and offset == 12 * CHUNK_BYTES and next(reads):
+            mv[99] ^= 1
+        return count
+
+    monkeypatch.setattr(PosixFile, "read_into", breaking)
+    state = blank()
+    with pytest.raises(errors.HalfLoaded, match=r"step 6 had begun.*chunk 12"):
+        restore(tmp_path, state, strict=False)
+    assert state["epoch"] == 0
+
+
+def test_a_bit_that_flips_in_one_read_half_way_is_no_damage(tmp_path: Path, monkeypatch) -> None:
+    saved(tmp_path, 3, 6)
+    real, faults = PosixFile.read_into, iter([True])
+
+    def flipping(self: PosixFile, mv: memoryview, offset: int) -> int:
+        count = real(self, mv, offset)
+        if "000000000006" in self._path and offset == 12 * CHUNK_BYTES and next(faults, False):
+            mv[99] ^= 1
+        return count
+
+    monkeypatch.setattr(PosixFile, "read_into", flipping)
+    state = blank()
+    assert restore(tmp_path, state).step == 6 and is_of(state, 6)
+    assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
+
+
+def test_a_disk_that_fails_half_way_is_a_half_load_and_the_next_restore_makes_it_good(
+    tmp_path: Path, monkeypatch
+) -> None:
+    saved(tmp_path, 3, 6)
+    real = PosixFile.read_into
+
+    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if offset == 12 * CHUNK_BYTES:
+            raise OSError(errno.ENXIO, "No such device or address")
+        return real(self, mv, offset)
+
+    state = blank()
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.restore()
+        monkeypatch.setattr(PosixFile, "read_into", failing)
+        with pytest.raises(errors.HalfLoaded, match="No such device"):
+            ckpt.restore()
+        with pytest.raises(errors.Refused, match="half of another step"):
+            ckpt.save(7)
+        monkeypatch.undo()
+        assert ckpt.restore().step == 6 and is_of(state, 6)
+
+
+def test_an_older_generation_that_does_not_fit_leaves_a_half_load_and_says_both(tmp_path: Path) -> None:
+    """Its StateMismatch would say that the live state is untouched."""
+    state = {"v": torch.zeros(3)}
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.save(3).result()
+        ckpt.wait()
+        state.clear()
+        state.update(of_step(6))
+        ckpt.save(6).result()
+        ckpt.wait()
+    flip(tmp_path, 6)
+    with pytest.raises(errors.HalfLoaded, match=r"(?s)loading step 6 had begun.*step 3 does not fit"):
+        restore(tmp_path, blank())
+
+
+def test_a_restore_that_ctrl_c_stops_half_way_is_never_saved(tmp_path: Path, monkeypatch) -> None:
+    """In a notebook the next cell would have gone on, and saved half of a state as a good one."""
+    saved(tmp_path, 3)
+    state = blank() | {"w": torch.zeros(COUNT)}
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.restore()
+
+        def interrupted(self: Filling, name: str) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(Filling, "done", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.restore()
+        with pytest.raises(errors.Refused, match="half of another step"):
+            ckpt.save(4)
+        monkeypatch.undo()
+        assert ckpt.restore().step == 3
+
+
+def test_generators_and_values_are_applied_when_every_tensor_is_in_and_not_before(tmp_path: Path) -> None:
+    saved(tmp_path, 5)
+    flip(tmp_path, 5, 16)
+    state = blank()
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    with pytest.raises(errors.HalfLoaded):
+        restore(tmp_path, state)
+    assert torch.equal(torch.get_rng_state(), before) and state["epoch"] == 0
+
+
+# ---- every form of a tensor ------------------------------------------------------------------------------------
+
+
+def forms(fill: Callable[[int], torch.Tensor]) -> dict[str, object]:
+    """Tensors of all forms, each over several chunks; `fill(count)` makes the content."""
+    many = 300_000
+    with torch.inference_mode():
+        inference = fill(many)
+    tied = fill(many)
+    return {
+        "run": fill(many).reshape(300, 1000),
+        "strided": fill(2 * many)[::2],
+        "transposed": fill(many).reshape(300, 1000).T,
+        "conj": torch.complex(fill(many), fill(many)).conj(),
+        "half": fill(many).to(torch.bfloat16),
+        "bool": fill(many) > 0.5,
+        "leaf": fill(many).requires_grad_(),
+        "inference": inference,
+        "scalar": fill(1).reshape(()),
+        "empty": fill(0).reshape(0, 4),
+        "tied": [tied, tied],
+        "expanded": fill(1000).reshape(1, 1000).expand(300, 1000),
+        "array": fill(many).numpy(),
+        "reversed": fill(many).numpy()[::-1],
+    }
+
+
+def content(one: torch.Tensor | np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(one.copy()) if isinstance(one, np.ndarray) else one
+
+
+def test_tensors_of_every_form_come_back_to_the_bit_across_chunks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    state = forms(torch.rand)
+    lastgood.Checkpointer(tmp_path, state, memory=1 << 20).save(1).result()
+    fresh = forms(torch.zeros)
+    kept = {key: one for key, one in fresh.items() if isinstance(one, torch.Tensor | np.ndarray)}
+    lastgood.load(tmp_path, fresh)
+    for key, one in state.items():
+        pairs = zip(fresh[key], one, strict=True) if key == "tied" else [(fresh[key], one)]
+        assert all(torch.equal(content(a), content(b)) for a, b in pairs), key
+    assert all(fresh[key] is one for key, one in kept.items())
+    assert fresh["tied"][0].data_ptr() == fresh["tied"][1].data_ptr()
+
+
+def test_tensors_that_are_made_by_a_restore_are_read_straight_into_their_own_memory(tmp_path: Path) -> None:
+    def trained(steps: int) -> dict:
+        torch.manual_seed(1)
+        model = torch.nn.Linear(600, 600)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.randn(2, 600)).square().mean().backward()
+            optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    state, fresh = trained(3), trained(0)
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.save(1).result()
+    lastgood.load(tmp_path, fresh)
+    both = zip(state["optimizer"].state.values(), fresh["optimizer"].state.values(), strict=True)
+    assert all(torch.equal(a[key], b[key]) for a, b in both for key in ("step", "exp_avg", "exp_avg_sq"))
+    assert len(fresh["optimizer"].state) == 2
+
+
+def test_autograd_sees_that_a_restore_has_written(tmp_path: Path) -> None:
+    """Bytes that are copied behind torch's back would let a backward pass go on with weights of another step."""
+    weight = torch.ones(5, requires_grad=True)
+    lastgood.save(tmp_path, {"w": weight})
+    loss = weight.square().sum()
+    lastgood.load(tmp_path, {"w": weight})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_place_that_numpy_cannot_write_to_is_written_through_torch() -> None:
+    live = torch.zeros(5)
+    place = Place(live)
+    place._array = None  # as on any other device
+    place.put(4, memoryview(bytearray(torch.tensor([3.0, 4.0]).numpy().tobytes())))
+    place.done()
+    assert live.tolist() == [0, 3, 4, 0, 0]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_a_restore_asks_for_its_buffers_only(tmp_path: Path) -> None:
+    saved(tmp_path, 3)
+    asked: list[tuple[int, int]] = []
+    state = blank()
+    loaded(Disk(PosixFiles(), str(tmp_path)), state, asked)
+    assert asked == [(reader.BUFFERS * CHUNK_BYTES, CHUNK_BYTES)] and is_of(state, 3)
+
+
+def test_only_a_tensor_that_is_no_run_of_memory_is_gathered_and_one_at_a_time() -> None:
+    shape = {name: ("float32", (1000,)) for name in "abc"}
+    live = {name: torch.zeros(2000)[::2] for name in "ab"} | {"c": torch.zeros(1000)}
+    assert [Place.of(one) is None for one in live.values()] == [True, True, False]
+    filling = Filling(shape, {"c": [Place(live["c"])]}, {name: [live[name].copy_] for name in "ab"})
+    held = []
+    for name in "abc":
+        data = torch.full((1000,), 7.0).numpy().tobytes()
+        for start in (2000, 0):
+            filling.put(name, start, memoryview(data)[start : start + 2000])
+        held.append(sum(one.nbytes for one in filling._gathered.values()))
+        filling.done(name)
+    assert held == [4000, 4000, 0]
+    assert all(one.eq(7)[:500].all() for one in live.values())
+
+
+# ---- records ---------------------------------------------------------------------------------------------------
+
+
+def test_a_manifest_of_exactly_whole_pages_can_be_read(tmp_path: Path) -> None:
+    """One generation in 4096 could not be: its record was read with direct I/O into memory that is not aligned."""
+    state = {"w": torch.zeros(3), "note": ""}
+    lengths = []
+    for step in (1, 2):
+        lastgood.save(tmp_path, state, step)
+        (manifest,) = tmp_path.glob(f"gen/{step:012d}-*/r00000.manifest.json")
+        lengths.append(manifest.stat().st_size)
+        state["note"] = "x" * (-lengths[0] % 4096)
+    assert lengths[1] % 4096 == 0
+    assert lastgood.load(tmp_path, state).step == 2
