@@ -186,7 +186,7 @@ def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Pat
     arena = Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     content = {"w": torch.ones(COUNT).numpy().tobytes()}
     generation = run.save(
-        1,
+        run.admit(1),
         [lying],
         harness.filled(lying, content, arena),
         chunk_bytes=CHUNK_BYTES,
