@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 from .records import Extent
 
+OpenMode = Literal["new", "read", "write"]
+
 
 class File(Protocol):
     """An open file.
@@ -45,6 +47,7 @@ class Files(Protocol):
     call                        required behaviour
     ==========================  =====================================================================
     open(path, "new")           creates; FileExistsError when the name is taken
+    open(path, "write")         a file that is there, to be overwritten in place; no links, as for "read"
     open(path, "read")          never follows a symbolic link at the last component;
                                 `fresh`: what the medium has, as far as that can be had
     list(path)                  name -> length of a regular file, None for a directory, -1 otherwise
@@ -57,7 +60,7 @@ class Files(Protocol):
     ==========================  =====================================================================
     """
 
-    def open(self, path: str, mode: Literal["new", "read"], *, direct: bool = False, fresh: bool = False) -> File: ...
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> File: ...
     def list(self, path: str) -> Mapping[str, int | None]: ...
     def make_dir(self, path: str) -> None: ...
     def link(self, old: str, new: str) -> None: ...
