@@ -112,7 +112,7 @@ class Tier(Protocol):
     Two rules make the table: a name never changes meaning (but for pointers); a reader of a blob whose put
     returned never sees half of it.
     `fresh=True` reads what the medium has, past caches. `mv` may be longer than the extent, for alignment.
-    `newest_only`: of what is committed it keeps the newest and the newest verified, and lets go of the rest by itself.
+    `newest_only`: each commit lets go of all but itself and the newest verified one before it, by itself.
     Errors are of the tree in errors.py: Damaged where bytes are gone, Unavailable where they cannot be reached now.
     """
 

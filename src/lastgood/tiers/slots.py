@@ -12,8 +12,9 @@ Invariants
      the newer one on the medium may. What it names may be overwritten by then, and digests tell; two records in a row
      always have a generation in common, so that costs the newest one at most.
   4. Before a slot is overwritten for the first time, the table that was found is durable (`TableFile.own`).
-Assumes one writer (the lock of the run), and that nobody wants more than the newest commit and the newest verified one.
-Each commit lets go of all others, so those two and N uploads under way are all there is: N + 2 slots are enough.
+Assumes one writer (the lock of the run), and that nobody wants more than the newest commit and the newest verified one
+before it. Each commit lets go of all others, so those two and N uploads are all there is: N + 2 slots are enough.
+Nothing goes when a commit is verified, for no upload needs the room, and the medium may yet lose what it had.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Slots:
         self.place = f"slots://{root}"
         self._disk = Disk(files, root, direct=direct)
         self._pool = Pool(files, f"{root}/{HOME}", direct=direct)
-        self._tables = TableFile(files, self._disk, f"{root}/{TABLE}", direct=direct)
+        self._tables = TableFile(files, self._disk, TABLE, direct=direct)
         self._commit, self._verified, self._damaged = commit, verified, damaged
         self._in_flight = in_flight
         self._lock = threading.RLock()
@@ -297,7 +298,7 @@ class Slots:
         slot, extents = (draft.slot, draft.extents) if draft else (NO_SLOT, {})
         one = Kept(folder, slot, dict(extents), {self._commit: data})
         try:
-            self._record(self._wanted((*self._tables.newest.kept, one)))  # <- it exists after this line
+            self._record((*self._spare(self._tables.newest.kept), one))  # <- it exists after this line
         except CommitUnknown:
             if draft:
                 draft.doubtful = True
@@ -313,15 +314,12 @@ class Slots:
             if len(self._tables.possible) > 1:
                 self._settle(table.kept)
             return
-        after = tuple(one.with_record(file, data) if one is kept else one for one in table.kept)
-        self._record(self._wanted(after) if file == self._verified else after)
+        self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))
 
-    def _wanted(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
-        """The newest, and the newest verified one; while none is, the newest of the others that is not damaged."""
+    def _spare(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
+        """What stays beside a new commit: the newest verified one; while none is, the newest that is not damaged."""
         good = [one for one in kept if self._damaged not in one.records]
-        verified = [one for one in good if self._verified in one.records]
-        spare = verified[-1:] or [one for one in good if one is not kept[-1]][-1:]
-        return tuple(one for one in kept if one is kept[-1] or one in spare)
+        return tuple([one for one in good if self._verified in one.records][-1:] or good[-1:])
 
     # ---- folders that are not committed --------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import mmap
-import os
 from collections.abc import Callable
 
 from ..errors import CommitUnknown, SumMismatch, Truncated
@@ -32,10 +31,11 @@ LOOKS = 3
 
 
 class TableFile:
-    """The table at a path. One writer, or any number of readers."""
+    """The table, a file of that name on a disk. One writer, or any number of readers."""
 
-    def __init__(self, files: Files, disk: Disk, path: str, *, direct: bool) -> None:
-        self._files, self._disk, self._path, self._direct = files, disk, path, direct
+    def __init__(self, files: Files, disk: Disk, name: str, *, direct: bool) -> None:
+        self._files, self._disk, self._name, self._direct = files, disk, name, direct
+        self._path = f"{disk.place}/{name}"
         self.newest = Table()
         self.possible: list[Table] = []
         self._sequence = 0
@@ -122,15 +122,18 @@ class TableFile:
         if room < BLOCK_BYTES:
             return None
         try:
-            length = body_bytes(self._read(at, ENVELOPE.size), room)
-            return None if length is None else whole(self._read(at, ENVELOPE.size + length))
+            page = self._read(at, BLOCK_BYTES)
+            length = body_bytes(page, room)
+            if length is None:
+                return None
+            end = ENVELOPE.size + length
+            return whole(page[:end] if end <= len(page) else self._read(at, end))
         except Truncated:  # it was replaced by a shorter one
             return None
 
     def _read(self, at: int, length: int) -> bytes:
         page = aligned(bytes(length))
-        name = os.path.relpath(self._path, self._disk.place)
-        self._disk.read_into(Extent(blob=name, offset=at, length=length), page, fresh=True)
+        self._disk.read_into(Extent(blob=self._name, offset=at, length=length), page, fresh=True)
         return bytes(page[:length])
 
 
