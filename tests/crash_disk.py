@@ -1,9 +1,10 @@
 """A disk in memory that keeps only what was synced. Knows nothing of checkpoints.
 
 What a power loss may leave of everything that was not synced, each independently of the rest:
-a sector of 512 bytes written, old, zero, noise or one bit off; a file's length new, old or between; each name in a
-directory any that it stood for since the directory was last synced. A rename leaves its target old or new, never
-nothing. `File.sync` makes content and length durable, and no name; `sync_dir` makes names durable, and no content.
+a sector of 512 bytes that was written or overwritten new, old, zero, noise or one bit off; a file's length new, old or
+between; each name in a directory any that it stood for since the directory was last synced. A rename leaves its target
+old or new, never nothing. `File.sync` makes content and length durable, and no name; `sync_dir` makes names durable,
+and no content.
 A crash state is another such disk, on which recovery can run and crash again.
 """
 
@@ -16,10 +17,11 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import xxhash
 
+from lastgood.ports import OpenMode
 from lastgood.rawio.files import BLOCK_BYTES, round_up
 
 ROOT = "/run"
@@ -119,6 +121,17 @@ class Folder:
         else:
             self.names[name] = node
 
+    def writable(self, name: str) -> Inode:
+        """The file of this name, to be overwritten: other crash states may share what this one was made from."""
+        old = self.names[name]
+        if isinstance(old.data, bytearray):
+            return old
+        self.names[name] = new = old.copied({})
+        new.data, new.sync_failed = bytearray(new.data), old.sync_failed
+        if name in self.was:
+            self.was[name] = [new if one is old else one for one in self.was[name]]
+        return new
+
     def digest(self) -> int:
         named = ((STAGED.sub(".tmp", name), node.digest()) for name, node in self.names.items())
         text = "".join(f"{name}\0{digest:x}\0" for name, digest in sorted(named))
@@ -213,9 +226,7 @@ class HostileDisk:
 
     # ---- ports.Files ---------------------------------------------------------------------------------------
 
-    def open(
-        self, path: str, mode: Literal["new", "read"], *, direct: bool = False, fresh: bool = False
-    ) -> HostileFile:
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> HostileFile:
         late = self._enter("open", path) if mode == "new" else self._enter("read", path)
         folder, name = self._split(path)
         node = folder.names.get(name)
@@ -228,6 +239,8 @@ class HostileDisk:
         elif not isinstance(node, Inode):
             code = errno.ENOENT if node is None else errno.ELOOP if isinstance(node, Link) else errno.EISDIR
             raise OSError(code, "no file", path)
+        elif mode == "write":
+            node = folder.writable(name)
         if late:
             raise late
         return HostileFile(self, node, path, direct, fresh)

@@ -40,12 +40,27 @@ def filled(image: layout.Image, state: Mapping[str, bytes], arena: Arena) -> Ite
         yield lease
 
 
-def save(run: RunWriter, step: int, state: State, *, chunk_bytes: int = 8192, **options: Any) -> Generation:
+def save(
+    run: RunWriter,
+    step: int,
+    state: State,
+    *,
+    chunk_bytes: int = 8192,
+    meanwhile: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> Generation:
+    """`meanwhile` is done when the first chunk has been taken."""
     images = layout.images(layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
     arena = Arena(4 * chunk_bytes, chunk_bytes)
-    chunks = (lease for image in images for lease in filled(image, state, arena))
+
+    def chunks() -> Iterator[Lease]:
+        for count, lease in enumerate(lease for image in images for lease in filled(image, state, arena)):
+            if count == 1:
+                meanwhile()
+            yield lease
+
     options = {"aliases": {}, "values": {}, **options}
-    return run.save(run.admit(step), images, chunks, chunk_bytes=arena.chunk_bytes, **options)
+    return run.save(run.admit(step), images, chunks(), chunk_bytes=arena.chunk_bytes, **options)
 
 
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[reader.Found, State]:

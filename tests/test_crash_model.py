@@ -10,8 +10,9 @@ from __future__ import annotations
 import errno
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -20,10 +21,15 @@ from harness import Inline, State, load, save
 from lastgood.engine.arena import Arena
 from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood, StepTaken
 from lastgood.format import layout
+from lastgood.format.commit import read_manifest, survey
 from lastgood.plan.retention import Keep
-from lastgood.records import GenerationId, Mark, Pointer
+from lastgood.ports import Tier, Upload
+from lastgood.rawio.files import round_up
+from lastgood.records import Generation, GenerationId, Mark, Pointer
+from lastgood.run import places, reader
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk, WriteMode
+from lastgood.tiers.slots import Slots
 
 INLINE = Inline()
 CHUNK_BYTES = 4096
@@ -35,10 +41,10 @@ class Violation(AssertionError):
 
 
 @functools.lru_cache(4096)
-def payload(at: GenerationId, attempt: int) -> State:
+def payload(at: GenerationId, attempt: int, weight: int) -> State:
     """A state that no other save has."""
     rng = random.Random(f"{at} {attempt}")
-    return {"w": rng.randbytes(4700), "b": rng.randbytes(40), "none": b""}
+    return {"w": rng.randbytes(weight), "b": rng.randbytes(40), "none": b""}
 
 
 @functools.lru_cache(4096)
@@ -78,8 +84,14 @@ class Ledger:
     """incarnations newer than `current` whose record may or may not be there"""
     idents: int = 0
     attempts: int = 0
+    weight: int = 4700
+    """bytes of the largest tensor of a save"""
     disturbed: bool = False
     """an error was injected, so litter and stale hints are no violation"""
+    in_flight: int = 0
+    """how many uploads the slots were announced; 0: the run lives in directories"""
+    tables: tuple[frozenset[GenerationId], ...] = (frozenset(),)
+    """of slots: all that a crash may bring up, each in full: what was durable last, and what nobody can say of"""
 
     def copied(self) -> Ledger:
         fresh = {name: type(value)(value) for name, value in vars(self).items() if isinstance(value, (dict, set))}
@@ -127,9 +139,8 @@ class Ledger:
 
     def key(self) -> int:
         """Two ledgers of one key ask the same of a state."""
-        return hash(
-            (frozenset(self.owed()), frozenset(self.given), frozenset(self.rotten), self.current, *self.opening)
-        )
+        owed = frozenset(self.tables) if self.in_flight else frozenset(self.owed())
+        return hash((owed, frozenset(self.given), frozenset(self.rotten), self.current, *self.opening))
 
 
 # ---- the judge -----------------------------------------------------------------------------------------------------
@@ -178,8 +189,18 @@ class Judge:
             self.lost += not hold_weakly(disk, ledger)
 
 
+def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
+    """As another process opens the run, or the next one."""
+    if ledger.in_flight:
+        return places.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
+    return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
+
+
 def hold(disk: HostileDisk, ledger: Ledger) -> None:
     """Promises 1 to 3 in one state, in which everything is durable."""
+    if ledger.in_flight:
+        hold_in_slots(disk, ledger)
+        return
     folders = disk.root.names.get("gen", Folder()).names
     for name, folder in folders.items():
         at = layout.parse_folder(name)
@@ -205,6 +226,38 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
         any(at in line and (oldest is None or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices),
         f"{at} is chosen, which is abandoned, or older than {[str(oldest) for _, oldest in choices]}",
     )
+
+
+def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
+    """The same where a table says all: one of those that may be there is there, to the bit, and its newest loads."""
+    tier = opened(disk, ledger)
+    seen = survey(tier)
+    _must(not seen.broken and not seen.incomplete and not seen.going, f"half of {[*seen.broken, *seen.incomplete]}")
+    tables = " or ".join(str(sorted(map(str, table))) for table in ledger.tables)
+    _must(seen.generations.keys() in ledger.tables, f"{sorted(map(str, seen.generations))} is there, and not {tables}")
+    for at, generation in seen.generations.items():
+        if at not in ledger.rotten:
+            _must(bits(tier, generation) == ledger.given.get(at), f"{at} is not as it was saved")
+        _must(at not in ledger.rotten - ledger.verified or not generation.verified, f"{at} is damaged, and verified")
+    if seen.pointer and not ledger.rotten and not ledger.disturbed:
+        at = GenerationId(step=seen.pointer.step, incarnation=seen.pointer.incarnation)
+        _must(at in seen.generations and seen.generations[at].verified, f"the pointer names {at}")
+    good = {at for at, one in seen.generations.items() if at not in ledger.rotten and not one.damaged}
+    newest = [next((at for at in ledger.line(one) if at in good), None) for one in {ledger.current, *ledger.opening}]
+    try:
+        found = reader.newest_good(tier, seen, None, lambda generation, _: bits(tier, generation) and None)
+    except NothingGood as error:
+        _must(None in newest, f"nothing good, they say: {error}")
+        return
+    at = found.generation and found.generation.id
+    _must(at in newest, f"{at} is chosen, and not {[str(one) for one in newest]}")
+
+
+def bits(tier: Tier, generation: Generation) -> State:
+    manifest = read_manifest(tier, generation)
+    size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
+    fetch = reader.opened(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
+    return {piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces}
 
 
 def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, object]) -> None:
@@ -267,6 +320,10 @@ def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
 def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
     """What the next process owes after a power loss: whatever it finds committed is durable now."""
     after = ledger.copied()
+    if after.in_flight:
+        there = survey(opened(disk, ledger)).generations.keys()
+        after.tables = (frozenset(there),)
+        after.acknowledged |= there
     for name, folder in disk.root.names.get("gen", Folder()).names.items():
         at = layout.parse_folder(name)
         if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), layout.Commit):
@@ -287,6 +344,55 @@ def _must(holds: object, otherwise: str) -> None:
 # ---- the world -----------------------------------------------------------------------------------------------------
 
 
+class Noted:
+    """A tier over slots that writes into the ledger, before each call, what a crash may bring up until it returned."""
+
+    def __init__(self, tier: Slots, world: World) -> None:
+        self._tier, self._world, self._owned = tier, world, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def create(self, name: str, length: int) -> Upload:
+        return self._noting(lambda: self._tier.create(name, length), self._there())
+
+    def put_new(self, name: str, data: bytes) -> None:
+        folder, _, file = name.removeprefix("gen/").rpartition("/")
+        at, kept = layout.parse_folder(folder), self._there()
+        if at is not None and file == layout.COMMIT and at not in kept:
+            spare = [one for one, marks in kept.items() if layout.VERIFIED in marks and layout.DAMAGED not in marks]
+            spare = spare or [one for one, marks in kept.items() if layout.DAMAGED not in marks]
+            kept = {**{one: kept[one] for one in spare[-1:]}, at: {}}
+        if at is not None and file == layout.DAMAGED and at not in self._world.ledger.rotten:
+            disk = self._world.disk
+            _must(disk.fault and disk.fault.fired, f"{at} is good, and marked as damaged")
+            self._world.ledger.doubted.add(at)
+        sure = at is not None and file in (layout.COMMIT, layout.VERIFIED, layout.DAMAGED, layout.GOING)
+        self._noting(lambda: self._tier.put_new(name, data), kept, sure)
+
+    def delete(self, name: str) -> None:
+        folder, _, file = name.removeprefix("gen/").rpartition("/")
+        kept = self._there()
+        if file == layout.COMMIT:
+            kept.pop(layout.parse_folder(folder), None)
+        self._noting(lambda: self._tier.delete(name), kept, name.startswith("gen/"))
+
+    def _there(self) -> dict[GenerationId, Mapping[str, int | None]]:
+        """What is committed, in the order in which it was."""
+        found = {layout.parse_folder(name): self._tier.list(f"gen/{name}") for name in self._tier.list("gen")}
+        return {at: names for at, names in found.items() if layout.COMMIT in names}
+
+    def _noting(self, call: Callable[[], Any], after: Iterable[GenerationId], sure: bool = False) -> Any:
+        """`sure`: once it has returned, only this can be there."""
+        ledger, then = self._world.ledger, frozenset(after)
+        if then not in ledger.tables:
+            ledger.tables = (*ledger.tables, then)
+        result = call()
+        if sure:
+            ledger.tables = (then,)
+        return result
+
+
 class World:
     """One process after another over one disk, as a training loop would drive them."""
 
@@ -297,8 +403,9 @@ class World:
         self.past: list[str] = []
 
     @property
-    def tier(self) -> Disk:
-        return Disk(self.disk, ROOT, mode=self.ledger.mode, direct=self.ledger.direct)
+    def tier(self) -> Any:
+        tier = opened(self.disk, self.ledger)
+        return Noted(tier, self) if isinstance(tier, Slots) else tier
 
     def _watch(self, call: str, path: str) -> None:
         folder, _, name = path.removeprefix(f"{ROOT}/").rpartition("/")
@@ -381,14 +488,17 @@ class World:
         ledger.current = ident
         ledger.opening.clear()
 
-    def save(self, step: int) -> bool:
-        """One save; whether it was acknowledged. An error of the tree is an answer, any other is not."""
+    def save(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
+        """One save; whether it was acknowledged. An error of the tree is an answer, any other is not.
+
+        `meanwhile` is done when its first chunk is under way.
+        """
         ledger = self.ledger
         at = self.run.admit(step)
         ledger.attempts += ledger.disturbed
-        ledger.given[at] = payload(at, ledger.attempts if ledger.disturbed else 0)
+        ledger.given[at] = payload(at, ledger.attempts if ledger.disturbed else 0, ledger.weight)
         try:
-            save(self.run, step, ledger.given[at], chunk_bytes=CHUNK_BYTES)
+            save(self.run, step, ledger.given[at], chunk_bytes=CHUNK_BYTES, meanwhile=meanwhile)
         except CommitUnknown:
             return False
         except LastgoodError:
@@ -396,7 +506,16 @@ class World:
             _must(ledger.disturbed, "a save failed without a fault")
             return False
         ledger.acknowledged.add(at)
+        self.forget()
+        _must(not ledger.in_flight or all(at in table for table in ledger.tables), f"{at} is durable, they say")
         return True
+
+    def forget(self) -> None:
+        """What the tier let go by itself is no more of the writer's."""
+        if self.ledger.in_flight:
+            there = {layout.parse_folder(name) for name in self.run.tier.list("gen")}
+            for at in self.run.survey.generations.keys() - there:
+                del self.run.survey.generations[at]
 
     def look_after(self) -> None:
         """Verify and clean, as behind the training loop."""
@@ -440,7 +559,13 @@ class World:
         """One bit of a committed file goes bad on the medium."""
         at = next(at for at in self.ledger.line(self.ledger.current) if at.step == step)
         self.ledger.rotten.add(at)
-        self.disk.rot(f"{ROOT}/{layout.folder(at)}/{name}", offset)
+        path = f"{ROOT}/{layout.folder(at)}/{name}"
+        if self.ledger.in_flight:
+            if name == layout.COMMIT:  # in the table: tests/test_slots.py
+                name = layout.manifest_name(0)
+            slot, start, _ = self.tier._find(f"{layout.folder(at)}/{name}")
+            path, offset = f"{ROOT}/slots/{slot:02d}", start + offset
+        self.disk.rot(path, offset)
 
 
 # ---- scenarios -----------------------------------------------------------------------------------------------------
@@ -547,6 +672,55 @@ def damage_after_verification(world: World) -> None:
     world.steps(4, 5)
 
 
+def saves_in_flight(world: World) -> None:
+    """The inner save ends first; then the outer one is the newest. One more is under way, and never ends."""
+    world.open()
+    world.steps(1)
+    world.run.tier.create("gen/000000000009-00000009/r00000.safetensors", 9000)
+    world.save(3, meanwhile=lambda: world.save(2))
+    world.look_after()
+    world.save(6, meanwhile=lambda: world.save(5, meanwhile=lambda: world.save(4)))
+    world.look_after()
+    world.steps(7)
+
+
+def commits_that_nobody_knows_of(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    for step in (3, 4, 5, 6):
+        world.disk.watch = functools.partial(_fail_at, world, "table", world.judge.rng.random() < 0.5)
+        world.save(step)
+        world.disk.watch = world._watch
+        world.heal()
+        world.look_after()
+    world.steps(7)
+
+
+def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> None:
+    if path.endswith(name) and call in ("write", "sync", "rename") and not world.disk.fault:
+        world.fault(world.judge.rng.randrange(2), errno.EIO, applied=applied)
+    world._watch(call, path)
+
+
+def growing_states(world: World) -> None:
+    world.open()
+    for step in range(1, 7):
+        world.ledger.weight = step * 1500
+        world.steps(step)
+
+
+def on_slots(scenario: Scenario, in_flight: int = 1) -> Scenario:
+    """The same, where the run lives in slots."""
+
+    @functools.wraps(scenario)
+    def played(world: World) -> None:
+        scenario(world)
+
+    played.__name__ += "_on_slots"
+    played.in_flight = in_flight
+    return played
+
+
 SCENARIOS: list[Scenario] = [
     first_save,
     saves_and_retention,
@@ -560,6 +734,12 @@ SCENARIOS: list[Scenario] = [
     damage_before_verification,
     damage_after_verification,
 ]
+SCENARIOS += [
+    *map(on_slots, SCENARIOS),
+    on_slots(saves_in_flight, in_flight=4),
+    on_slots(commits_that_nobody_knows_of),
+    on_slots(growing_states, in_flight=2),
+]
 KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
 
 
@@ -568,7 +748,10 @@ def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -
     rng = judge.rng
     disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 5000, 700]))
     direct = disk.most_bytes != 700 and rng.random() < 0.3
-    world = World(disk, Ledger(keep=rng.choice(KEEPS), mode=mode, direct=direct), judge)
+    ledger = Ledger(keep=rng.choice(KEEPS), mode=mode, direct=direct, in_flight=getattr(scenario, "in_flight", 0))
+    if ledger.in_flight and mode != "atomic_dirsync":
+        return  # slots know one way to write
+    world = World(disk, ledger, judge)
     scenario(world)
     judge.crash(world)
 
@@ -578,8 +761,9 @@ def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_promises_1_to_3_hold_in_every_state_that_a_crash_leaves(scenario):
-    judge = Judge(random.Random(0))
-    for seed in range(4):
+    on_slots = hasattr(scenario, "in_flight")  # these take long; the campaign plays them with every seed
+    judge = Judge(random.Random(0), samples=8 if on_slots else 16)
+    for seed in range(2 if on_slots else 4):
         judge.rng = random.Random(f"{scenario.__name__} {seed}")
         play(scenario, judge)
     assert len(judge.states) > 100
@@ -593,7 +777,7 @@ def test_the_weaker_modes_lose_what_was_acknowledged_and_load_nothing_that_was_n
     assert judge.lost > 0
 
 
-def opened(links: bool = True) -> World:
+def begun(links: bool = True) -> World:
     """A run that keeps one generation: step 1, verified, and step 2 after it. Only kills are looked at."""
     world = World(HostileDisk(links=links), Ledger(keep=Keep(last=1)), Judge(random.Random(0), samples=0, carry_on=0))
     world.open()
@@ -634,7 +818,7 @@ def steps_on(disk: HostileDisk) -> list[int]:
 def test_what_a_killed_process_published_is_durable_before_it_is_continued():
     """Story: a process died between the link of COMMIT and the sync of its folder. The next one could see the
     generation, continued it and named it as its parent; then the power failed, and a generation was lost for ever."""
-    world = killed_after(before := opened(), "link", layout.COMMIT, lambda: before.save(3))
+    world = killed_after(before := begun(), "link", layout.COMMIT, lambda: before.save(3))
     world.start()
     found, _ = load(world.tier, workers=INLINE)
     assert found.generation and found.generation.step == 3
@@ -646,7 +830,7 @@ def test_what_a_killed_process_published_is_durable_before_it_is_continued():
 def test_a_deletion_that_was_cut_short_goes_on_only_once_the_commit_is_durably_gone():
     """Story: a process died between the removal of COMMIT and the sync of its folder. The next one found no COMMIT and
     removed the tensors; then the power failed, and COMMIT was back beside nothing, with its mark of verification."""
-    before = opened()
+    before = begun()
     before.run.verify(UPKEEP)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.COMMIT}", before.run.clean)
@@ -658,7 +842,7 @@ def test_a_deletion_that_was_cut_short_goes_on_only_once_the_commit_is_durably_g
 def test_without_links_a_deletion_that_died_over_its_reason_is_done_anew():
     """Story: GOING was created in place and the process died before its bytes. Every later deletion found the name
     taken by other bytes and was refused; the disk filled up."""
-    before = opened(links=False)
+    before = begun(links=False)
     before.run.verify(UPKEEP)
     before._note_verified()
     world = killed_after(before, "open", layout.GOING, before.run.clean)
@@ -670,7 +854,7 @@ def test_without_links_a_deletion_that_died_over_its_reason_is_done_anew():
 def test_the_empty_folder_of_a_deleted_generation_is_not_taken_for_a_loss():
     """Story: a process died between the last removal and that of the folder. The generation was named as a parent, so
     its empty folder was reported as a lost COMMIT at every restore, and stayed."""
-    before = opened()
+    before = begun()
     before.run.verify(UPKEEP)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.GOING}", before.run.clean)
@@ -683,7 +867,7 @@ def test_the_empty_folder_of_a_deleted_generation_is_not_taken_for_a_loss():
 def test_verification_sees_what_the_medium_has_and_not_what_the_cache_shows(name):
     """Story: tensors were read past the cache, the manifest through it and COMMIT not at all; a bit gone bad
     in those was marked as verified, and retention deleted the generation before it."""
-    world = opened()
+    world = begun()
     world.rot(2, name, 60)
     world.look_after()
     assert world.run.newest_verified().step == 1
@@ -691,7 +875,7 @@ def test_verification_sees_what_the_medium_has_and_not_what_the_cache_shows(name
 
 
 def test_a_save_whose_commit_is_unknown_is_not_repeated_and_nothing_of_it_is_deleted():
-    world = opened()
+    world = begun()
 
     def watch(call: str, path: str) -> None:
         if call == "link" and path.endswith(layout.COMMIT):

@@ -10,6 +10,8 @@ from typing import Literal, Protocol
 
 from .records import Extent
 
+OpenMode = Literal["new", "read", "write"]
+
 
 class File(Protocol):
     """An open file.
@@ -45,6 +47,7 @@ class Files(Protocol):
     call                        required behaviour
     ==========================  =====================================================================
     open(path, "new")           creates; FileExistsError when the name is taken
+    open(path, "write")         a file that is there, to be overwritten in place; no links, as for "read"
     open(path, "read")          never follows a symbolic link at the last component;
                                 `fresh`: what the medium has, as far as that can be had
     list(path)                  name -> length of a regular file, None for a directory, -1 otherwise
@@ -57,7 +60,7 @@ class Files(Protocol):
     ==========================  =====================================================================
     """
 
-    def open(self, path: str, mode: Literal["new", "read"], *, direct: bool = False, fresh: bool = False) -> File: ...
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> File: ...
     def list(self, path: str) -> Mapping[str, int | None]: ...
     def make_dir(self, path: str) -> None: ...
     def link(self, old: str, new: str) -> None: ...
@@ -109,7 +112,7 @@ class Tier(Protocol):
     Two rules make the table: a name never changes meaning (but for pointers); a reader of a blob whose put
     returned never sees half of it.
     `fresh=True` reads what the medium has, past caches. `mv` may be longer than the extent, for alignment.
-    `newest_only`: of what is committed it keeps the newest and the newest verified, and lets go of the rest by itself.
+    `newest_only`: each commit lets go of all but itself and the newest verified one before it, by itself.
     Errors are of the tree in errors.py: Damaged where bytes are gone, Unavailable where they cannot be reached now.
     """
 

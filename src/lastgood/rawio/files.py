@@ -12,7 +12,8 @@ import fcntl
 import mmap
 import os
 import stat
-from typing import Literal
+
+from ..ports import OpenMode
 
 BLOCK_BYTES = 4096
 """what direct I/O must be aligned to: the largest logical block in common use, and a page"""
@@ -27,10 +28,10 @@ def round_up(length: int, unit: int = BLOCK_BYTES) -> int:
 
 
 class PosixFile:
-    """`ports.File` over a file descriptor."""
+    """`ports.File` over a file descriptor. `in_place`: its blocks are there already."""
 
-    def __init__(self, fd: int, path: str) -> None:
-        self._fd, self._path = fd, path
+    def __init__(self, fd: int, path: str, in_place: bool = False) -> None:
+        self._fd, self._path, self._in_place = fd, path, in_place
         self._sync_failed = False
 
     def size(self) -> int:
@@ -53,7 +54,7 @@ class PosixFile:
         if self._sync_failed:
             raise OSError(errno.EIO, "an earlier fsync of this file failed", self._path)
         try:
-            _flush(self._fd)
+            _flush(self._fd, self._in_place)
         except OSError:
             self._sync_failed = True
             raise
@@ -65,14 +66,15 @@ class PosixFile:
 class PosixFiles:
     """`ports.Files` over the operating system."""
 
-    def open(self, path: str, mode: Literal["new", "read"], *, direct: bool = False, fresh: bool = False) -> PosixFile:
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0)
         # O_NONBLOCK means nothing to a file, and a pipe that stands in its place is not waited for.
-        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else os.O_RDONLY | os.O_NONBLOCK
+        there = os.O_NONBLOCK | (os.O_RDWR if mode == "write" else os.O_RDONLY)
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else there
         fd = os.open(path, flags, 0o644)
         if fresh and not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages leave the cache
-        return PosixFile(fd, path)
+        return PosixFile(fd, path, in_place=mode == "write")
 
     def list(self, path: str) -> dict[str, int | None]:
         found: dict[str, int | None] = {}
@@ -119,9 +121,11 @@ def _close(fd: int) -> None:
         os.close(fd)
 
 
-def _flush(fd: int) -> None:
+def _flush(fd: int, in_place: bool = False) -> None:
     if _FULLFSYNC is not None:
         fcntl.fcntl(fd, _FULLFSYNC)
+    elif in_place:  # content, and what is needed to find it: a file that only got newer costs no journal transaction
+        os.fdatasync(fd)
     else:
         os.fsync(fd)
 

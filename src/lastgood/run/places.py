@@ -6,38 +6,66 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterator
+from typing import Literal
 
-from ..errors import LastgoodError, NoSpace, NotARun, NotWritable, RunLocked, TierDown
+from ..errors import LastgoodError, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import layout
+from ..ports import Files, Tier
 from ..rawio.files import Lock, PosixFiles, takes_direct
+from ..rawio.mapped import MappedFiles
 from ..tiers.disk import Disk, WriteMode
+from ..tiers.slots import HOME, Slots
 
 LOCK = ".lock"
-_OURS = {layout.HEADER, layout.POINTER, LOCK, "gen", "incarnations", "latest_ok"}
+SLOTS = "slots://"
+"""before the absolute path of a run that lives in slots"""
+_GENERATIONS = {"gen", HOME}
+_OURS = {layout.HEADER, layout.POINTER, LOCK, "incarnations", "latest_ok", *_GENERATIONS}
+
+Persist = Literal["direct", "mmap"]
+"""how the slots are written: by direct I/O, where the file system takes it, or through a shared mapping"""
 
 
-def for_reading(path: str | os.PathLike[str]) -> Disk:
+def for_reading(path: str | os.PathLike[str]) -> Tier:
     """The tier of an existing run. Raises NotARun, NotWritable (also for what may not be read), TierDown."""
-    root = os.path.abspath(os.fspath(path))
-    names = _look(root)
+    root, in_slots = _parsed(path)
+    names = _look(root, in_slots)
     if names is None:
         raise NotARun(f"there is nothing at {root}", todo="Check the path.")
-    if not names & {layout.HEADER, "gen"}:
+    if not names & {layout.HEADER, *_GENERATIONS}:
         raise NotARun(f"{root} is not a run of lastgood: it has no {layout.HEADER}", safe="It is untouched.")
-    return Disk(PosixFiles(), root)  # not direct: to find out would take a write
+    files = PosixFiles()  # not direct: to find out would take a write
+    return slots(files, root) if in_slots else Disk(files, root)
+
+
+def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) -> Slots:
+    """A tier over slots, told the names that mean something."""
+    return Slots(
+        files,
+        root,
+        commit=layout.COMMIT,
+        verified=layout.VERIFIED,
+        damaged=layout.DAMAGED,
+        in_flight=in_flight,
+        direct=direct,
+    )
 
 
 @contextlib.contextmanager
-def for_writing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Disk]:
-    """The tier of a run, made if need be, locked until the end.
+def for_writing(
+    path: str | os.PathLike[str], mode: WriteMode, *, in_flight: int = 1, persist: Persist = "direct"
+) -> Iterator[Tier]:
+    """The tier of a run, made if need be, locked until the end. `in_flight` and `persist` are for slots.
 
-    Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown.
+    Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a mode that the place does not know.
     """
-    root = os.path.abspath(os.fspath(path))
-    names = _look(root)
+    root, in_slots = _parsed(path)
+    if mode != "atomic_dirsync" and in_slots:
+        raise Refused(f"write_mode={mode!r} is for directories; slots are always synced", safe="Nothing was touched.")
+    names = _look(root, in_slots)
     if names is not None:
         foreign = sorted(name for name in names - _OURS if not name.endswith(".tmp") and not name.startswith(".probe-"))
-        if foreign and layout.HEADER not in names and "gen" not in names:
+        if foreign and not names & {layout.HEADER, *_GENERATIONS}:
             raise NotARun(
                 f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
                 safe="It is untouched.",
@@ -54,13 +82,29 @@ def for_writing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Disk]
         ) from error
     except OSError as error:
         raise _refused(root, error) from error
-    try:
-        yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
-    finally:
-        lock.close()
+    with contextlib.ExitStack() as place:
+        place.callback(lock.close)
+        if in_slots:
+            files = MappedFiles(root) if persist == "mmap" else PosixFiles()
+            tier = slots(files, root, in_flight=in_flight, direct=_direct(root))
+            place.callback(tier.close)
+            yield tier
+        else:
+            yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
 
 
-def _look(root: str) -> set[str] | None:
+def _parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
+    """The directory, and whether the run in it lives in slots."""
+    text = os.fspath(path)
+    if not text.startswith(SLOTS):
+        return os.path.abspath(text), False
+    root = text.removeprefix(SLOTS)
+    if not os.path.isabs(root):
+        raise NotARun(f"{text} has no absolute path", todo=f"Write {SLOTS}{os.path.abspath(root)}")
+    return os.path.normpath(root), True
+
+
+def _look(root: str, in_slots: bool) -> set[str] | None:
     """The names at a place that may be a run; None where there is nothing."""
     try:
         os.lstat(root)
@@ -74,7 +118,10 @@ def _look(root: str) -> set[str] | None:
         raise NotARun(f"{root} is a file, not the directory of a run", safe="It is untouched.") from None
     except OSError as error:
         raise _refused(root, error) from error
-    for name in ("gen", "incarnations"):
+    if in_slots != (HOME in found) and found.keys() & _GENERATIONS:
+        kind, right = ("slots", f"{SLOTS}{root}") if HOME in found else ("directories", root)
+        raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
+    for name in ("incarnations", *_GENERATIONS):
         if found.get(name, None) is not None:
             raise NotARun(f"{os.path.join(root, name)} is not a directory of its own", todo="Put the real one there.")
     return set(found)
