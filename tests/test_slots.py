@@ -752,6 +752,25 @@ def test_a_run_in_slots_and_one_in_directories_are_not_taken_for_each_other(tmp_
             pass
 
 
+def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_same(tmp_path):
+    """The pointers that closing writes once failed without a word."""
+    path = f"slots://{tmp_path}"
+    with pytest.raises(TierDown, match="injected"), places.for_writing(path, "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        save(run, 1, state(1))
+        run.verify(UPKEEP)
+
+        def write(*_: object) -> None:
+            raise OSError(errno.EIO, "injected")
+
+        tier._tables._overwrite = write
+    with pytest.raises(KeyError), places.for_writing(path, "atomic_dirsync") as tier:
+        tier.point("LASTGOOD.json", b"x", f"gen/{next(iter(tier.list('gen')))}")
+        tier._tables._overwrite = write
+        raise KeyError("what ended it")
+    assert restored(tmp_path) == (1, [])
+
+
 def test_what_is_for_directories_is_refused_for_slots(tmp_path):
     with pytest.raises(Refused, match="write_mode"), places.for_writing(f"slots://{tmp_path}", "unsafe"):
         pass
