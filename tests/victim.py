@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from harness import Inline, State, save
 from lastgood.engine.arena import Arena
@@ -31,7 +31,7 @@ from lastgood.errors import LastgoodError, NotARun
 from lastgood.format import commit, layout
 from lastgood.plan.restore import lineage
 from lastgood.plan.retention import Keep
-from lastgood.ports import Tier
+from lastgood.ports import OpenMode, Tier
 from lastgood.rawio.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import places, reader
@@ -71,7 +71,7 @@ class ShortFiles(PosixFiles):
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
 
-    def open(self, path: str, mode: Literal["new", "read"], *, direct: bool = False, fresh: bool = False) -> Any:
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> Any:
         return ShortFile(super().open(path, mode, direct=direct, fresh=fresh), direct, self._chance)
 
 
@@ -112,21 +112,25 @@ def live(argv: list[str], say: Callable[[str], None]) -> int:
     pool: Executor = ThreadPoolExecutor(options.threads) if options.threads else Inline()
     with pool, telling("-"):
         if options.mode == "restore":
-            tier = places.for_reading(options.run)
+            tier = places.for_reading(path(options.run, options.tier))
             restored(tier, commit.survey(tier), pool, say)
         else:
-            with places.for_writing(options.run, "atomic_dirsync") as tier:
+            with places.for_writing(path(options.run, options.tier), "atomic_dirsync") as tier:
                 _write(tier, pool, options, say, telling)
     say("done")
     return codes[0] if codes else 0
 
 
-def _write(tier: Disk, pool: Executor, options: argparse.Namespace, say: Callable[[str], None], telling: Any) -> None:
+def path(run: str, tier: str) -> str:
+    return f"{places.SLOTS}{os.path.abspath(run)}" if tier == "slots" else run
+
+
+def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callable[[str], None], telling: Any) -> None:
     say("opening")
-    if options.buffered:
-        tier = Disk(PosixFiles(), tier.place)
-    if options.short:
-        tier = Disk(ShortFiles(random.Random(options.seed)), tier.place, direct=not options.buffered)
+    if options.buffered or options.short:
+        files = ShortFiles(random.Random(options.seed)) if options.short else PosixFiles()
+        kind = places.slots if options.tier == "slots" else Disk
+        tier = kind(files, os.path.abspath(options.run), direct=options.short and not options.buffered)
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 
     def tell(event: Event) -> None:
@@ -191,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--mode", choices=("save", "restore", "gc"), default="save", help="restore: read only")
+    parser.add_argument("--tier", choices=("directory", "slots"), default="directory", help="how the run lives there")
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the contents and of the names of incarnations")
     parser.add_argument("--last", type=int, default=2, help="verified generations to keep")
@@ -206,9 +211,10 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Ledger:
-    """What the lives of one run said, and so what must lie on its disk. `last`: as the victim's option."""
+    """What the lives of one run said, and so what must lie on its disk. `last`, `tier`: as the victim's options."""
 
     last: int = 2
+    tier: str = "directory"
     heads: set[str] = field(default_factory=lambda: {"-"})
     """what a restore may find: the newest acknowledged generation, or two while nobody can say"""
     maybe: set[str] = field(default_factory=set)
@@ -238,14 +244,15 @@ class Ledger:
             elif word == "began":
                 self.heads, self.maybe = {at}, set()
                 if at != "-" and at not in self.durable:
-                    self.durable.append(at)
+                    # Of slots: it came true, and what was beside it then, nobody said.
+                    self.durable = [*self.durable, at] if self.tier == "directory" else [at]
             elif word == "saving":
                 saving = at
                 self.maybe.add(at)
             elif word == "durable":
                 self.heads, saving = {at}, ""
                 self.maybe.discard(at)
-                self.durable.append(at)
+                self.durable = [*self._beside_a_commit(), at]
             elif word == "verified" and at != "-":
                 self.verified.add(at)
             elif word == "retiring":
@@ -270,7 +277,7 @@ class Ledger:
     def judge(self, run: str) -> None:
         """Look at the disk as it was left, changing nothing: the promises, as far as it can show them."""
         try:
-            tier = places.for_reading(run)
+            tier = places.for_reading(path(run, self.tier))
         except NotARun:
             if self.durable:
                 self._wrong("the run is gone")
@@ -279,7 +286,12 @@ class Ledger:
         there = {place(at): one for at, one in survey.generations.items()}
         for at, error in survey.broken.items():
             self._wrong(f"{place(at)} has a COMMIT that cannot be believed: {error}")
-        for at in sorted(set(self.durable) - there.keys()):
+        gone = set(self.durable) - there.keys()
+        if self.tier == "slots" and self.maybe & there.keys():  # it let go of all but one; a mark decided which
+            least = self._beside_a_commit()
+            either = self.durable[self.durable.index(least[0]) :] if least else []
+            gone = set() if there.keys() & {*either} else {*least}
+        for at in sorted(gone):
             self._wrong(f"{at} was acknowledged and is gone")
         for at in sorted(self.refused & there.keys()):
             self._wrong(f"{at} exists, although its save was refused")
@@ -292,7 +304,7 @@ class Ledger:
             if problem:
                 self._wrong(problem)
         good = [at for at, one in there.items() if one.verified or at in self.verified]
-        if len(good) < min(self.last, len(self.verified)):
+        if len(good) < min(self.last if self.tier == "directory" else 1, len(self.verified)):
             self._wrong(f"of {len(self.verified)} verified generations {good} are left")
         for at in {place(one) for one in lineage(survey).lost} - self.cut_short:
             self._wrong(f"{at} is reported as lost, and nobody acknowledged it")
@@ -312,7 +324,9 @@ class Ledger:
         """Two undisturbed lives more: the run must take them, and nothing of its past may lie about."""
         for more in (1, 2):
             lines: list[str] = []
-            code = live([run, f"--seed={seed + more}", "--saves=1", f"--last={self.last}"], lines.append)
+            code = live(
+                [run, f"--seed={seed + more}", "--saves=1", f"--last={self.last}", f"--tier={self.tier}"], lines.append
+            )
             self.hear(lines)
             if code or self.reported:
                 self._wrong(f"an undisturbed life said: {[one for one in lines if one.split()[0] in TROUBLE]}")
@@ -320,6 +334,12 @@ class Ledger:
             for one in litter(run):
                 if not any(at in one for at in self.cut_short):
                     self._wrong(f"after {more} openings there is still {one}")
+
+    def _beside_a_commit(self) -> list[str]:
+        """What stays when a further generation is committed."""
+        if self.tier == "directory":
+            return self.durable
+        return [at for at in self.durable if at in self.verified][-1:] or self.durable[-1:]
 
     def _wrong(self, what: str) -> None:
         self.problems.append(what)

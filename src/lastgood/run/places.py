@@ -82,15 +82,21 @@ def for_writing(
         ) from error
     except OSError as error:
         raise _refused(root, error) from error
-    with contextlib.ExitStack() as place:
-        place.callback(lock.close)
-        if in_slots:
-            files = MappedFiles(root) if persist == "mmap" else PosixFiles()
-            tier = slots(files, root, in_flight=in_flight, direct=_direct(root))
-            place.callback(tier.close)
-            yield tier
-        else:
+    try:
+        if not in_slots:
             yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
+            return
+        files = MappedFiles(root) if persist == "mmap" else PosixFiles()
+        tier = slots(files, root, in_flight=in_flight, direct=_direct(root))
+        try:
+            yield tier
+        except BaseException:
+            with contextlib.suppress(LastgoodError):  # what ended it is what must be told
+                tier.close()
+            raise
+        tier.close()
+    finally:
+        lock.close()
 
 
 def _parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:

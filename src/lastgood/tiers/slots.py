@@ -162,13 +162,12 @@ class Slots:
                 self._settle(table.kept)
 
     def close(self) -> None:
-        """Write down what only this process knows, the pointers, and let go of the files."""
-        with self._lock:
+        """Let go of the files, and write down what only this process knows: the pointers. Raises NoSpace, TierDown."""
+        with self._disk._telling(TABLE), self._lock:
             for folder in [*self._drafts]:
                 self._drop(folder)
             if self._owned and self._pointed() != self._tables.newest.pointers:
-                with contextlib.suppress(OSError, CommitUnknown):  # hints; what is committed is durable
-                    self._record(self._tables.newest.kept)
+                self._settle(self._tables.newest.kept)
 
     # ---- reading -------------------------------------------------------------------------------------------
 

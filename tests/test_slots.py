@@ -1,0 +1,779 @@
+"""Runs that live in slots: what is theirs beside the contract of every tier (test_tiers.py) and the crash model."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from harness import Inline, State, load, save
+from lastgood.edges.cli import main
+from lastgood.engine.arena import Arena
+from lastgood.errors import (
+    CommitUnknown,
+    ManifestInvalid,
+    MissingBlob,
+    NoSpace,
+    NotARun,
+    NothingGood,
+    Refused,
+    SumMismatch,
+    TierDown,
+    Truncated,
+    UnknownFormat,
+)
+from lastgood.format import layout
+from lastgood.format.commit import survey
+from lastgood.plan.retention import Keep
+from lastgood.ports import OpenMode
+from lastgood.rawio import mapped
+from lastgood.rawio.files import PosixFiles, takes_direct
+from lastgood.rawio.mapped import MappedFiles
+from lastgood.records import Extent, Finding
+from lastgood.run import places
+from lastgood.run.reader import RunReader
+from lastgood.run.writer import RunWriter
+from lastgood.tiers import table as tables
+from lastgood.tiers.slots import Slots
+from lastgood.tiers.table import Table
+from lastgood.tiers.tablefile import AREA_BYTES
+
+UPKEEP = Arena(3 * 8192, 8192)
+BLOB, MANIFEST = layout.blob_name(0), layout.manifest_name(0)
+
+
+def state(step: int, weight_bytes: int = 30_000) -> State:
+    return {"w": bytes([step]) * weight_bytes, "b": b"bias"}
+
+
+class Seen(PosixFiles):
+    """The real file system; remembers each call, and fails where `rule` says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.rule: Callable[[str, str], None] = lambda call, name: None
+
+    def note(self, call: str, path: str) -> None:
+        name = os.path.basename(path)
+        self.calls.append((call, name))
+        self.rule(call, name)
+
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False):
+        if mode == "new":
+            self.note("open new", path)
+        return SeenFile(self, path, super().open(path, mode, direct=direct, fresh=fresh))
+
+    def make_dir(self, path: str) -> None:
+        self.note("make_dir", path)
+        super().make_dir(path)
+
+    def link(self, old: str, new: str) -> None:
+        self.note("link", new)
+        super().link(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        self.note("rename", new)
+        super().rename(old, new)
+
+    def symlink(self, target: str, path: str) -> None:
+        self.note("symlink", path)
+        super().symlink(target, path)
+
+    def remove(self, path: str) -> None:
+        self.note("remove", path)
+        super().remove(path)
+
+    def sync_dir(self, path: str) -> None:
+        self.note("sync_dir", path)
+        super().sync_dir(path)
+
+
+class SeenFile:
+    def __init__(self, files: Seen, path: str, file) -> None:
+        self._files, self._path, self._file = files, path, file
+        self.size, self.read_into, self.close = file.size, file.read_into, file.close
+
+    def write_at(self, mv: memoryview, offset: int) -> int:
+        self._files.note("write", self._path)
+        return self._file.write_at(mv, offset)
+
+    def reserve(self, length: int) -> None:
+        self._files.note("reserve", self._path)
+        self._file.reserve(length)
+
+    def resize(self, length: int) -> None:
+        self._files.note("resize", self._path)
+        self._file.resize(length)
+
+    def sync(self) -> None:
+        self._files.note("sync", self._path)
+        self._file.sync()
+
+
+class Trainer:
+    """One opening of a run in slots for writing."""
+
+    def __init__(self, root: Path, files: PosixFiles | None = None, in_flight: int = 1, **options) -> None:
+        self.tier = places.slots(files or PosixFiles(), str(root), in_flight=in_flight, **options)
+        ids = (f"{number:08x}" for number in range(len(list(root.glob("incarnations/*"))) * 2 + 1, 1000))
+        self.run = RunWriter(self.tier, Inline(), keep=Keep(last=2), new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
+        found, _ = load(self.tier, workers=Inline())
+        self.run.begin(found.generation.id if found.generation else None)
+
+    def save(self, step: int, weight_bytes: int = 30_000, meanwhile: Callable[[], object] = lambda: None) -> None:
+        save(self.run, step, state(step, weight_bytes), meanwhile=meanwhile)
+
+    def steps(self, *steps: int) -> None:
+        for step in steps:
+            self.save(step)
+            self.run.verify(UPKEEP)
+
+    def slot_of(self, step: int) -> int:
+        return next(slot for found, slot in slots_named(self.tier).items() if found == step)
+
+
+def slots_named(tier: Slots) -> dict[int, int]:
+    return {int(one.folder[:12]): one.slot for one in tier._look().kept}
+
+
+def lengths(root: Path) -> dict[str, int]:
+    return {one.name: one.stat().st_size for one in (root / "slots").glob("*")}
+
+
+def restored(root: Path) -> tuple[int | None, list[int]]:
+    """What the next process loads, bit for bit as it was saved, and what it steps over."""
+    found, loaded = load(places.slots(PosixFiles(), str(root)), workers=Inline())
+    if found.generation is None:
+        return None, []
+    assert loaded == state(found.generation.step, len(loaded["w"]))
+    return found.generation.step, [step for step, _ in found.stepped_over]
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+# ---- what a save costs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_save_costs_two_flushes_and_allocates_nothing(tmp_path, in_flight):
+    trainer = Trainer(tmp_path, files := Seen(), in_flight)
+    trainer.steps(1)
+    for step in range(2, 9):
+        files.calls.clear()
+        trainer.save(step)
+        slot = f"{trainer.slot_of(step):02d}"
+        assert [one for one in files.calls if one[0] != "write"] == [("sync", slot), ("sync", "table")]
+        assert {name for call, name in files.calls if call == "write"} == {slot, "table"}
+        trainer.run.verify(UPKEEP)
+
+
+def test_manifests_longer_than_a_slot_has_room_for_make_all_slots_longer_at_the_first_save(tmp_path):
+    """The room behind the blob is a guess: with many small tensors the manifest is longer than all of them."""
+    trainer = Trainer(tmp_path, files := Seen())
+    many = {f"t{number:04d}": bytes([number % 256]) for number in range(300)}
+    save(trainer.run, 1, many)
+    assert {len(set(lengths(tmp_path).values()) - {2 * AREA_BYTES})} == {1}, "all slots are of one length"
+    for step in (2, 3, 4):
+        files.calls.clear()
+        save(trainer.run, step, many)
+        assert {call for call, _ in files.calls} == {"write", "sync"}
+
+
+def test_slots_are_filled_with_zeros_before_they_are_used(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.save(1)
+    used = trainer.slot_of(1)
+    for slot in {0, 1, 2} - {used}:
+        path = tmp_path / f"slots/{slot:02d}"
+        assert path.stat().st_blocks * 512 >= path.stat().st_size > 30_000, "it has its blocks"
+        assert not any(path.read_bytes())
+
+
+def test_a_pointer_costs_no_write_and_is_there_when_the_run_is_closed(tmp_path):
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+    files.calls.clear()
+    trainer.run.survey.pointer = None
+    trainer.run.point()
+    assert files.calls == []
+    assert pointed(tmp_path) == 1, "others see it with the next record"
+    trainer.tier.close()
+    assert pointed(tmp_path) == 2
+    trainer.tier.close()
+    assert [call for call, _ in files.calls] == ["write", "sync"], "once"
+
+
+def pointed(root: Path) -> int | None:
+    found = survey(places.slots(PosixFiles(), str(root))).pointer
+    return found.step if found else None
+
+
+def test_what_the_tier_let_go_by_itself_costs_nothing_to_retire(tmp_path):
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2, 3, 4)
+    assert slots_named(trainer.tier).keys() == {3, 4}
+    files.calls.clear()
+    trainer.run.clean()
+    assert files.calls == [] and len(trainer.run.survey.generations) == 2
+
+
+# ---- how many slots ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_so_many_saves_in_flight_take_two_slots_more_and_no_further_one(tmp_path, in_flight):
+    trainer = Trainer(tmp_path, in_flight=in_flight)
+    trainer.steps(1, 2)
+
+    def nested(step: int, deep: int) -> None:
+        trainer.save(step, meanwhile=lambda: deep > 1 and nested(step - 1, deep - 1))
+
+    for last in range(10, 100, 10):
+        nested(last, in_flight)
+        trainer.run.verify(UPKEEP)
+        assert restored(tmp_path) == (last, [])
+    assert lengths(tmp_path).keys() == {"table", *(f"{slot:02d}" for slot in range(in_flight + 2))}
+
+
+def test_more_saves_in_flight_than_were_announced_are_refused_and_harm_nothing(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2)
+    upload = trainer.tier.create("gen/000000000008-0000000a/x", 100)
+    with pytest.raises(NoSpace, match="in_flight"):
+        trainer.save(3)
+    assert restored(tmp_path) == (2, [])
+    upload.abort()
+    trainer.save(4)
+    assert restored(tmp_path) == (4, [])
+    with pytest.raises(Refused):
+        places.slots(PosixFiles(), str(tmp_path), in_flight=99)
+
+
+def test_a_slot_that_a_restore_may_need_is_never_written(tmp_path):
+    """Whatever is verified, damaged, begun or overtaken: no byte goes to a slot that the table on the disk names."""
+    trainer = Trainer(tmp_path, files := Seen(), in_flight=2)
+
+    def rule(call: str, name: str) -> None:
+        if call == "write" and name.isdecimal():
+            named = slots_named(places.slots(PosixFiles(), str(tmp_path)))
+            assert int(name) not in named.values()
+
+    files.rule = rule
+    for step in range(2, 40, 2):
+        if step % 3:
+            trainer.save(step)
+        else:
+            trainer.save(step + 1, meanwhile=lambda: trainer.save(step))  # noqa: B023
+        if step % 4 == 0:
+            trainer.run.verify(UPKEEP)
+        if step == 20:
+            findings = [Finding(kind="SumMismatch", what="a bit")]
+            trainer.run.conclude(trainer.run.lineage()[0], findings)
+            trainer = Trainer(tmp_path, files, in_flight=2)
+
+
+# ---- what fails -------------------------------------------------------------------------------------------------
+
+
+def failing(call: str, name: str, number: int = errno.EIO) -> Callable[[str, str], None]:
+    def rule(called: str, on: str) -> None:
+        if (called, on) == (call, name):
+            raise OSError(number, os.strerror(number))
+
+    return rule
+
+
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_a_commit_that_nobody_knows_of_keeps_its_slot_until_a_later_record_is_durable(tmp_path, call):
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+    files.rule = failing(call, "table")
+    with pytest.raises(CommitUnknown, match="Nothing was deleted"):
+        trainer.save(3)
+    doubtful = ({0, 1, 2} - set(slots_named(trainer.tier).values())).pop()
+    written = (tmp_path / f"slots/{doubtful:02d}").read_bytes()
+
+    def rule(called: str, name: str) -> None:
+        if name == "table.tmp":
+            raise OSError(errno.EIO, "still failing")
+
+    files.rule = rule
+    with pytest.raises(TierDown):
+        trainer.save(4)
+    assert (tmp_path / f"slots/{doubtful:02d}").read_bytes() == written
+    files.rule = lambda *_: None
+    files.calls.clear()
+    trainer.save(5)
+    order = [one for one in files.calls if one[1] in ("table", "table.tmp", f"{doubtful:02d}")]
+    assert order.index(("rename", "table")) < order.index(("write", f"{doubtful:02d}"))
+    assert restored(tmp_path) == (5, [])
+
+
+def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1)
+    files.rule = failing("sync", "table")
+    with pytest.raises(CommitUnknown):
+        trainer.tier.put_new("gen/000000000009-0000000a/COMMIT.json", b"x")
+    files.rule = lambda *_: None
+    before = (tmp_path / "slots/table").stat().st_ino
+    trainer.tier.put_new("gen/000000000009-0000000a/COMMIT.json", b"x")
+    assert (tmp_path / "slots/table").stat().st_ino != before
+    assert "000000000009-0000000a" in places.slots(PosixFiles(), str(tmp_path)).list("gen")
+
+
+def test_a_slot_whose_sync_failed_is_a_new_file_before_it_is_used_again(tmp_path):
+    """The second fsync of it would report success while the data is gone."""
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+    free = ({0, 1, 2} - set(slots_named(trainer.tier).values())).pop()
+    path = tmp_path / f"slots/{free:02d}"
+    before = path.stat().st_ino, path.stat().st_size
+    os.link(path, tmp_path / "kept")  # so that no new file gets its number
+    files.rule = failing("sync", f"{free:02d}")
+    for step in (3, 4):
+        with pytest.raises(TierDown):
+            trainer.save(step)
+    files.rule = lambda *_: None
+    trainer.save(5)
+    assert trainer.slot_of(5) == free and path.stat().st_ino != before[0]
+    assert restored(tmp_path) == (5, [])
+
+
+def test_a_record_whose_sync_failed_is_not_committed_by_a_later_one(tmp_path):
+    trainer = Trainer(tmp_path, files := Seen())
+    home = "gen/000000000009-0000000a"
+    trainer.tier.create(f"{home}/x", 10).finish()
+    files.rule = failing("sync", "00")
+    with pytest.raises(TierDown):
+        trainer.tier.put_new(f"{home}/manifest", b"record")
+    files.rule = lambda *_: None
+    for again in (
+        lambda: trainer.tier.create(f"{home}/y", 50_000),  # the slot would have to grow
+        lambda: trainer.tier.put_new(f"{home}/manifest", b"record"),
+        lambda: trainer.tier.put_new(f"{home}/COMMIT.json", b"record"),
+    ):
+        with pytest.raises(TierDown, match="earlier sync"):
+            again()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "growing"])
+def test_space_is_had_in_every_slot_before_the_first_byte(tmp_path, number, again):
+    trainer = Trainer(tmp_path, files := Seen())
+    if again:
+        trainer.steps(1, 2)
+    before = lengths(tmp_path)
+    files.calls.clear()
+    files.rule = failing("reserve", "02", number)
+    with pytest.raises(NoSpace, match="Free space"):
+        trainer.save(3, 90_000)
+    assert "write" not in {call for call, name in files.calls if name.isdecimal()}
+    assert {**lengths(tmp_path), "table": 0} == {**before, "table": 0}, "nothing is kept of what was reserved"
+    files.rule = lambda *_: None
+    trainer.save(4, 90_000)
+    assert restored(tmp_path) == (4, [])
+
+
+def test_a_state_that_grows_makes_slots_longer_before_it_is_written(tmp_path):
+    trainer = Trainer(tmp_path)
+    for step in range(1, 9):
+        trainer.save(step, 20_000 * step)
+        trainer.run.verify(UPKEEP)
+        assert restored(tmp_path) == (step, [])
+    assert len(lengths(tmp_path)) == 4
+
+
+def test_the_newest_that_is_damaged_is_stepped_over_for_the_verified_one(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2)
+    trainer.save(3)
+    flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
+    assert restored(tmp_path) == (2, [3])
+
+
+def test_damage_after_verification_still_leaves_one_before_it(tmp_path):
+    """When a commit was verified, the one before it once was let go at once: then the medium lost the newer one."""
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2, 3)
+    flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
+    assert restored(tmp_path) == (2, [3])
+
+
+def test_while_none_is_verified_the_newest_two_commits_stay(tmp_path):
+    trainer = Trainer(tmp_path)
+    for step in (1, 2, 3):
+        trainer.save(step)
+    assert slots_named(trainer.tier).keys() == {2, 3}
+    flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
+    assert restored(tmp_path) == (2, [3])
+
+
+def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.steps(1)
+    path = tmp_path / f"slots/{trainer.slot_of(1):02d}"
+    os.truncate(path, 5000)
+    with pytest.raises(NothingGood, match=r"has (5,000|0) bytes"):
+        restored(tmp_path)
+    path.unlink()
+    with pytest.raises(NothingGood, match="is gone"):
+        restored(tmp_path)
+
+
+def test_nothing_is_noted_beside_what_was_let_go(tmp_path):
+    """A slow verification may end when its generation is gone; its mark must not take a slot."""
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2, 3)
+    with pytest.raises(MissingBlob, match="nothing is noted"):
+        trainer.tier.put_new("gen/000000000001-00000002/DAMAGED.json", b"x")
+    assert not trainer.tier._drafts
+
+
+# ---- the table --------------------------------------------------------------------------------------------------
+
+
+def newest_area(root: Path) -> int:
+    data = (root / "slots/table").read_bytes()
+    half = len(data) // 2
+    found = {at: tables.whole(data[at : at + 48 + length])
+             for at in (0, half) if (length := tables.body_bytes(data[at:], half)) is not None}  # fmt: skip
+    return max((at for at, one in found.items() if one), key=lambda at: found[at].sequence)
+
+
+@pytest.mark.parametrize("garbage", [b"\0" * 4096, os.urandom(4096), b"LGSLOTS\n" + b"\xff" * 100], ids=str)
+def test_a_torn_pointer_record_never_loses_the_newest_commit(tmp_path, garbage):
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2)
+    trainer.save(3)
+    data = bytearray((tmp_path / "slots/table").read_bytes())
+    older = len(data) // 2 - newest_area(tmp_path)
+    data[older : older + len(garbage)] = garbage
+    (tmp_path / "slots/table").write_bytes(data)
+    assert restored(tmp_path) == (3, [])
+    Trainer(tmp_path).save(4)
+    assert restored(tmp_path) == (4, [])
+
+
+def test_the_medium_losing_the_newest_record_costs_the_newest_commit_and_no_more(tmp_path):
+    for verified in (False, True):
+        root = tmp_path / str(verified)
+        root.mkdir()
+        trainer = Trainer(root)
+        trainer.steps(1, 2)
+        trainer.save(3)
+        if verified:
+            trainer.run.verify(UPKEEP)
+        flip(root / "slots/table", newest_area(root) + 60)
+        assert restored(root) == ((3, []) if verified else (2, []))
+
+
+def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2)
+    path = tmp_path / "slots/table"
+    for damage in (lambda: [flip(path, 70), flip(path, AREA_BYTES + 70)], lambda: os.truncate(path, 100)):
+        damage()
+        before = path.read_bytes()
+        with pytest.raises(SumMismatch, match="both records"):
+            restored(tmp_path)
+        with pytest.raises(SumMismatch, match="both records"):
+            Trainer(tmp_path)
+        assert path.read_bytes() == before
+    path.unlink()
+    for opening in (restored, Trainer):
+        with pytest.raises(MissingBlob, match="is gone"):
+            opening(tmp_path)
+
+
+def test_a_record_longer_than_an_area_makes_a_longer_table(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.steps(1)
+    trainer.save(2)
+    findings = [Finding(kind="SumMismatch", what="x" * 200, blob=BLOB, chunk=number) for number in range(900)]
+    trainer.run.conclude(trainer.run.lineage()[0], findings)
+    assert lengths(tmp_path)["table"] > 2 * AREA_BYTES
+    assert restored(tmp_path) == (1, [2])
+    trainer.save(3)
+    assert restored(tmp_path) == (3, [])
+    assert len(RunReader(places.slots(PosixFiles(), str(tmp_path))).generations()) == 2
+
+
+def forged(root: Path, body: object, version: int = 1, sequence: int = 1 << 40) -> None:
+    """Put a record with a right digest over the first area."""
+    data = bytearray(tables.encode(Table(), sequence))
+    text = msgspec.msgpack.encode(body)
+    head = struct.pack("<8sIIQQ", tables.MAGIC, version, 0, sequence, len(text))
+    digest = bytes.fromhex(tables.digest("xxh3_128", head, text))
+    data = (root / "slots/table").read_bytes()
+    record = head + digest + text
+    (root / "slots/table").write_bytes(record + data[len(record) :])
+
+
+def kept(**changed: object) -> dict[str, object]:
+    one = {"folder": "000000000009-0000000a", "slot": 0, "extents": {"x": [0, 10]}, "records": {"COMMIT.json": b"x"}}
+    return {"kept": [{**one, **changed}], "pointers": {}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        kept(slot=100),
+        kept(slot=-1),
+        kept(slot=-2),
+        kept(slot=1 << 62),
+        kept(extents={"x": [-4096, 10]}),
+        kept(extents={"x": [0, -1]}),
+        kept(extents={"x": [1, 10]}),
+        kept(extents={"x": [(1 << 63) - 4096, 1 << 62]}),
+        kept(extents={"COMMIT.json": [0, 1]}),
+        kept(surprise=1),
+        {"kept": kept()["kept"] * 2, "pointers": {}},
+        {"kept": [*kept()["kept"], *kept(folder="000000000010-0000000a")["kept"]], "pointers": {}},
+        {"kept": 7},
+        [],
+    ],
+    ids=repr,
+)
+def test_a_hostile_table_is_refused_by_what_is_wrong_with_it(tmp_path, body):
+    Trainer(tmp_path).steps(1)
+    forged(tmp_path, body)
+    with pytest.raises(ManifestInvalid):
+        restored(tmp_path)
+
+
+def test_lengths_that_a_table_claims_are_held_against_the_slot(tmp_path):
+    Trainer(tmp_path).steps(1)
+    forged(tmp_path, kept(extents={"x": [1 << 40, 1 << 50], "y": [4096, 1 << 50]}))
+    tier = places.slots(PosixFiles(), str(tmp_path))
+    home, there = "gen/000000000009-0000000a", lengths(tmp_path)["00"]
+    assert tier.list(home) == {"COMMIT.json": 1, "x": 0, "y": there - 4096}
+    for name in ("x", "y"):
+        with pytest.raises(Truncated):
+            tier.read_into(Extent(blob=f"{home}/{name}", offset=0, length=1 << 20), memoryview(bytearray(1 << 20)))
+
+
+def test_names_in_a_table_never_reach_the_file_system(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "secret").write_bytes(b"secret")
+    run = tmp_path / "run"
+    Trainer(run).steps(1)
+    forged(run, kept(folder="../../../secret", extents={"../x": [0, 10], "/etc/passwd": [4096, 10]}))
+    tier = places.slots(PosixFiles(), str(run))
+    assert [*tier.list("gen")] == ["../../../secret"]
+    assert RunReader(tier).generations() == [], "no name of a generation"
+    for name in ("gen/../../../secret", "../secret", "gen/000000000009-0000000a/../x", "slots/00", "gen/x"):
+        with pytest.raises(MissingBlob):
+            tier.read_into(Extent(blob=name, offset=0, length=1), memoryview(bytearray(1)))
+    assert {one.name for one in tmp_path.rglob("*") if one.is_file()} >= {"secret"}
+
+
+def test_a_table_of_a_newer_version_is_refused_and_never_stepped_over(tmp_path):
+    Trainer(tmp_path).steps(1)
+    before = (tmp_path / "slots/table").read_bytes()
+    forged(tmp_path, {"anything": 1}, version=2)
+    with pytest.raises(UnknownFormat, match="newer lastgood"):
+        restored(tmp_path)
+    with pytest.raises(UnknownFormat):
+        Trainer(tmp_path)
+    (tmp_path / "slots/table").write_bytes(before)
+    assert restored(tmp_path) == (1, [])
+
+
+def test_a_reader_beside_a_writer_gets_what_was_saved_or_an_error(tmp_path):
+    """The slot that a reader has found is overwritten before it reads it."""
+    trainer = Trainer(tmp_path)
+    trainer.steps(1, 2)
+    tier = places.slots(PosixFiles(), str(tmp_path))
+    reader = RunReader(tier)
+    old = reader.generation(2)
+    trainer.steps(3, 4, 5)
+    with pytest.raises((MissingBlob, SumMismatch)):
+        reader.manifest(old)
+    assert reader.generation().step == 5
+    assert bytes(reader.piece("w")[1]) == state(5)["w"]
+
+
+# ---- through a mapping ------------------------------------------------------------------------------------------
+
+
+def written(root: Path, files: PosixFiles, direct: bool = False) -> dict[str, bytes]:
+    root.mkdir()
+    trainer = Trainer(root, files, direct=direct)
+    for step in (1, 2, 3, 4):
+        trainer.save(step, 20_000 * step)
+        trainer.run.verify(UPKEEP)
+    trainer.tier.close()
+    assert restored(root) == (4, [])
+    return {one.name: one.read_bytes() for one in (root / "slots").iterdir()}
+
+
+def test_a_mapping_leaves_the_same_bytes_as_direct_and_buffered_writes(tmp_path):
+    buffered = written(tmp_path / "buffered", PosixFiles())
+    assert written(tmp_path / "mapped", MappedFiles(str(tmp_path))) == buffered
+    if takes_direct(str(tmp_path)):
+        assert written(tmp_path / "direct", PosixFiles(), direct=True) == buffered
+
+
+def test_every_chunk_through_a_mapping_is_synced_before_its_write_returns(tmp_path, monkeypatch):
+    synced: list[tuple[int, int]] = []
+    real = mapped._LIBC.msync
+    monkeypatch.setattr(
+        mapped._LIBC, "msync", lambda at, length, how: synced.append((at, length)) or real(at, length, how)
+    )
+    (tmp_path / "x").write_bytes(bytes(3 * 8192))
+    file = MappedFiles(str(tmp_path)).open(str(tmp_path / "x"), "write")
+    for offset in (0, 8192, 20_000):
+        assert file.write_at(memoryview(bytearray(b"m" * 4000)), offset) == 4000
+    assert [length for _, length in synced] == [4000, 4000, 4000 + 20_000 % 4096]
+    assert not any(at % 4096 for at, _ in synced)
+    with pytest.raises(OSError) as caught:
+        file.write_at(memoryview(bytearray(8192)), 20_000)
+    assert caught.value.errno == errno.EFBIG, "and not a bus error"
+    file.reserve(40_960)
+    file.write_at(memoryview(bytearray(8192)), 20_000)
+    file.close()
+
+
+def test_an_msync_that_failed_is_final_for_its_file(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(bytes(8192))
+    file = MappedFiles(str(tmp_path)).open(str(tmp_path / "x"), "write")
+
+    def msync(*_: object) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(mapped._LIBC, "msync", msync)
+    with pytest.raises(OSError, match="msync failed"):
+        file.write_at(memoryview(bytearray(4096)), 0)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="earlier"):
+        file.sync()
+    file.close()
+
+
+def test_persistent_memory_without_libpmem_is_refused_with_what_to_install(tmp_path, monkeypatch):
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(mapped.ctypes, "CDLL", missing)
+    monkeypatch.setattr(mapped, "on_pmem", lambda _: True)
+    with pytest.raises(Refused, match="apt-get install libpmem1"):
+        MappedFiles(str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def libpmem() -> None:
+    def there() -> bool:
+        try:
+            ctypes.CDLL("libpmem.so.1")
+        except OSError:
+            return False
+        return True
+
+    if not there() and os.geteuid() == 0 and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "install", "-y", "-qq", "libpmem1"], stdout=subprocess.DEVNULL, check=False)
+    if not there():
+        pytest.skip("needs libpmem: apt-get install libpmem1")
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    folder = Path("/dev/shm") / f"lastgood-test-{os.getpid()}"
+    if not os.access(folder.parent, os.W_OK):
+        pytest.skip("needs a tmpfs at /dev/shm")
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.root
+def test_stores_past_the_caches_leave_the_same_bytes(libpmem, in_memory, monkeypatch):
+    monkeypatch.setenv("PMEM_IS_PMEM_FORCE", "1")
+    buffered = written(in_memory / "buffered", PosixFiles())
+    assert written(in_memory / "stores", MappedFiles(str(in_memory), pmem=True)) == buffered
+
+
+# ---- the place --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("persist", ["direct", "mmap"])
+def test_a_run_in_slots_is_opened_by_its_path(tmp_path, persist):
+    path = f"slots://{tmp_path}/run"
+    with places.for_writing(path, "atomic_dirsync", in_flight=2, persist=persist) as tier:
+        run = RunWriter(tier, Inline())
+        save(run, 1, state(1))
+        run.verify(UPKEEP)
+        run.clean()
+    reader = RunReader(places.for_reading(path))
+    assert reader.generation().verified and reader.verify() == [] and reader.tier.place == path
+    assert bytes(reader.piece("w")[1]) == state(1)["w"]
+    assert lengths(tmp_path / "run").keys() == {"table", "00", "01", "02", "03"}
+
+
+def test_the_command_line_takes_a_run_in_slots(tmp_path, capsys):
+    path = f"slots://{tmp_path}/run"
+    with places.for_writing(path, "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        for step in (1, 2):
+            save(run, step, state(step))
+            run.verify(UPKEEP)
+            run.clean()
+    for command in (["ls", path], ["show", path], ["verify", path, "--all"], ["gc", path], ["ls", path]):
+        assert main(command) == 0
+        assert "2" in (told := capsys.readouterr().out) or "deleted 0" in told
+    assert main(["diff", path, "1", "2"]) == 7
+
+
+def test_a_run_in_slots_and_one_in_directories_are_not_taken_for_each_other(tmp_path):
+    in_slots, in_directories = tmp_path / "slots", tmp_path / "directories"
+    for path, root in ((f"slots://{in_slots}", in_slots), (str(in_directories), in_directories)):
+        with places.for_writing(path, "atomic_dirsync") as tier:
+            save(RunWriter(tier, Inline()), 1, state(1))
+        assert root.is_dir()
+    for path, right in ((str(in_slots), "slots://"), (f"slots://{in_directories}", "directories")):
+        with pytest.raises(NotARun, match=f"Open it as .*{right}"):
+            places.for_reading(path)
+        with pytest.raises(NotARun, match=f"Open it as .*{right}"), places.for_writing(path, "atomic_dirsync"):
+            pass
+
+
+def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_same(tmp_path):
+    """The pointers that closing writes once failed without a word."""
+    path = f"slots://{tmp_path}"
+    with pytest.raises(TierDown, match="injected"), places.for_writing(path, "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        save(run, 1, state(1))
+        run.verify(UPKEEP)
+
+        def write(*_: object) -> None:
+            raise OSError(errno.EIO, "injected")
+
+        tier._tables._overwrite = write
+    with pytest.raises(KeyError), places.for_writing(path, "atomic_dirsync") as tier:
+        tier.point("LASTGOOD.json", b"x", f"gen/{next(iter(tier.list('gen')))}")
+        tier._tables._overwrite = write
+        raise KeyError("what ended it")
+    assert restored(tmp_path) == (1, [])
+
+
+def test_what_is_for_directories_is_refused_for_slots(tmp_path):
+    with pytest.raises(Refused, match="write_mode"), places.for_writing(f"slots://{tmp_path}", "unsafe"):
+        pass
+    with pytest.raises(NotARun, match="absolute"):
+        places.for_reading("slots://runs/here")
+    assert not os.listdir(tmp_path)
