@@ -399,6 +399,17 @@ def test_generators_and_values_are_applied_when_every_tensor_is_in_and_not_befor
     assert torch.equal(torch.get_rng_state(), before) and state["epoch"] == 0
 
 
+def test_what_an_expanded_tensor_cannot_hold_is_known_before_a_byte_is_applied(tmp_path: Path) -> None:
+    """Only the content shows it; so there all is looked at first, verified or not."""
+    state = {"a": torch.ones(COUNT), "b": torch.arange(3.0).reshape(3, 1) * torch.ones(1, 4)}
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
+        ckpt.save(1).result()
+    live = {"a": torch.zeros(COUNT), "b": torch.zeros(1, 4).expand(3, 4)}
+    with pytest.raises(errors.StateMismatch, match=r"b: expanded here"):
+        lastgood.load(tmp_path, live)
+    assert live["a"].eq(0).all() and live["b"].eq(0).all()
+
+
 # ---- every form of a tensor ------------------------------------------------------------------------------------
 
 

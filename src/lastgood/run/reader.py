@@ -43,10 +43,10 @@ def newest_good(
 ) -> Found:
     """Try generations until one loads: of the lineage, newest first; or only `step`.
 
-    `load` raises Damaged for what is not good; what it has applied by then, the next load overwrites; where that cannot
-    be, it raises HalfLoaded, and no other is tried. After Damaged, where there is an `examine`, the generation is read
-    again: with findings they are handed to `mark` and the next older one is tried; without any, the fault was not in
-    the files, and it is loaded once more. Raises NoSuchStep, Damaged (for an explicit step, or where intact files do
+    `load` raises Damaged for what is not good. Then, where there is an `examine`, the generation is read again: with
+    findings they are handed to `mark` and the next older one is tried; without any, the fault was not in the files, and
+    it is loaded once more. What `load` has applied by then, an older one overwrites; where it would not, `load` raises
+    HalfLoaded, and no older one is tried. Raises NoSuchStep, Damaged (for an explicit step, or where intact files do
     not load the second time either), NothingGood (with what is wrong with each), Unavailable.
     """
     choice = restore.choose(survey, step)
@@ -63,8 +63,6 @@ def newest_good(
             generation = survey.generations[at]
             try:
                 attempt(generation)
-            except HalfLoaded:
-                raise
             except Damaged:
                 findings = examine(generation) if examine else None
                 if findings == []:

@@ -72,7 +72,7 @@ def load_into(
         """Whether damage half way can be made good by another load, or was looked for before."""
         if not request.strict:
             return False  # what an older one lacks would stay as it was written
-        older = step is None and generation.id != restore.choose(survey, step).candidates[-1]
+        older = generation.id != restore.choose(survey, step).candidates[-1]
         return generation.verified or older or half is not None
 
     def load(generation: Generation, manifest: Manifest) -> None:
@@ -98,7 +98,6 @@ def load_into(
             raise
         finally:
             half = manifest.step if fit.begun else half
-        half = None
         skipped[:] = fit.skipped
 
     try:
