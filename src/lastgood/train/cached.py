@@ -55,6 +55,8 @@ class Flat:
     """keys and marks; equal ones mean the same names in the same order"""
     slots: list[Any] = field(default_factory=list)
     """what lies under these names, in order: live tensors, or None"""
+    told: list[torch.Tensor] = field(default_factory=list)
+    """live tensors that are stored elsewhere, and whose shapes are told here"""
 
 
 # ---- live objects -> flat ----------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ class Owners:
         if not held.keys() <= set(ids) or not set(map(type, held.values())) <= {dict}:
             return None
         flat = Flat([self.version, hooked, list(map(len, groups)), list(map(self._places.get, ids))])
-        flat.signature.append([size for one in parameters for size in (*one.shape, -1)])
+        flat.told = parameters
         signature, slots = flat.signature, flat.slots
         for entry in map(held.get, ids):
             if entry is None:
@@ -229,7 +231,10 @@ class Part:
         self._dtypes = list(map(_dtype, kept))
         self._devices = [one.setdefault(device, device) for device in map(_device, kept)]
         self._shapes = [one.setdefault(shape, shape) for shape in map(_shape, kept)]
+        self._told = [one.setdefault(shape, shape) for shape in map(_shape, flat.told)]
         self._grads = _gradients(kept) if says_grad else None
+        self.untracked = says_grad and nn.Parameter not in self._types and True not in map(_wants_grad, kept)
+        """whether all are plain tensors that want no gradient"""
 
     def take(self, flat: Flat) -> list[torch.Tensor] | None:
         """The live tensors, one for each of `names`; None if this is not what was remembered."""
@@ -241,7 +246,9 @@ class Part:
         same = (
             list(map(_dtype, kept)) == self._dtypes
             and list(map(_device, kept)) == self._devices
-            and all(map(operator.eq, map(_shape, kept), self._shapes))  # no list: 10^5 shapes set the collector off
+            # No lists: 10^5 shapes at once set the collector off.
+            and all(map(operator.eq, map(_shape, kept), self._shapes))
+            and all(map(operator.eq, map(_shape, flat.told), self._told))
             and (self._grads is None or _gradients(kept) == self._grads)
         )
         return kept if same else None
@@ -249,4 +256,4 @@ class Part:
 
 def _gradients(tensors: list[torch.Tensor]) -> list[bool]:
     wanted = list(map(_wants_grad, tensors))
-    return wanted if True not in wanted else list(map(operator.and_, wanted, map(_is_leaf, tensors)))
+    return wanted if True not in wanted else wanted + list(map(_is_leaf, tensors))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
@@ -89,8 +88,11 @@ class Capture:
         self._names = wanted(include, exclude)
         self._owners = Owners()
         self._parts: dict[str, Part] = {}
-        self._layout = _Layout()
+        self._makeup: list[Any] = []
+        self._layout: tuple[Any, ...] = ()
+        self._aliases: dict[str, str] = {}
         self._origins: dict[str, Origin] = {}
+        self._key = 0
         self.walks = 0
         """how many modules, optimizers and containers of tensors have been walked, all saves together"""
 
@@ -103,42 +105,24 @@ class Capture:
             trees["rng"] = walk.encode(read_rng(), "rng")
         self._parts = walk.parts
         self.walks += walk.walks
-        names, found, origins, aliases = walk.once()
-        if list(self._origins) != names or list(self._origins.values()) != origins:
+        same = walk.makeup == self._makeup
+        names, found, origins, aliases = walk.once(same)
+        if not (same and aliases == self._aliases):
+            layout = names, [one.dtype for one in found], [tuple(one.shape) for one in found]
+            self._key += layout != self._layout
+            self._layout = layout
+        self._makeup, self._aliases = walk.makeup, aliases
+        if origins != list(self._origins.values()) or names != list(self._origins):
             self._origins = dict(zip(names, origins, strict=True))
         return Captured(
-            dict(zip(names, map(_untracked, found), strict=True)),
+            dict(zip(names, found, strict=True)),
             aliases,
             {name: tree for name, tree in trees.items() if tree is not LEFT_OUT},
-            self._layout.key(names, found),
+            self._key,
             self._origins,
             walk.optimizers,
             walk.hookable,
         )
-
-
-def _untracked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach() if tensor.requires_grad or type(tensor) is nn.Parameter else tensor
-
-
-@dataclass
-class _Layout:
-    """Names, dtypes and shapes as they were the last time, and how often they have changed."""
-
-    changes: int = 0
-    names: list[str] = field(default_factory=list)
-    dtypes: list[torch.dtype] = field(default_factory=list)
-    shapes: list[torch.Size] = field(default_factory=list)
-
-    def key(self, names: list[str], found: list[torch.Tensor]) -> int:
-        dtypes = [one.dtype for one in found]
-        shapes = map(operator.attrgetter("shape"), found)
-        if names != self.names or dtypes != self.dtypes or not all(map(operator.eq, shapes, self.shapes)):
-            once: dict[torch.Size, torch.Size] = {}
-            self.names, self.dtypes = names, dtypes
-            self.shapes = [once.setdefault(one.shape, one.shape) for one in found]
-            self.changes += 1
-        return self.changes
 
 
 def wanted(include: Sequence[str], exclude: Sequence[str]) -> Filter:
@@ -155,6 +139,11 @@ def require_keys(state: Mapping[str, Any]) -> None:
             raise Refused(f"the key {key!r} of the state{taken}", safe="Nothing was touched.", todo="Use another key.")
 
 
+def _untracked(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its gradient; what has none stands for itself, because 10^5 new objects set the collector off."""
+    return tensor.detach() if tensor.requires_grad or type(tensor) is nn.Parameter else tensor
+
+
 class _Walk:
     """One walk over a state, and what it has found so far."""
 
@@ -165,8 +154,12 @@ class _Walk:
         stepping = {id(one): one for one in objects.values() if may_step(one)}.values()
         self.optimizers: list[Optimizer] = [one for one in stepping if can_be_hooked(one)]
         self.hookable = len(self.optimizers) == len(stepping)
+        groups = [group["params"] for one in self.optimizers for group in one.param_groups]
+        self._stepped = set(map(id, chain.from_iterable(groups)))
         self.parts: dict[str, Part] = {}
         self.walks = 0
+        self.makeup: list[Any] = []
+        """the parts, and name, dtype and shape of every other tensor, in order: equal ones have equal layouts"""
         self._found_names: list[str] = []
         self._found: list[torch.Tensor] = []
         self._found_origins: list[Origin] = []
@@ -178,18 +171,12 @@ class _Walk:
 
     # ---- what was found ------------------------------------------------------------------------------------
 
-    def once(self) -> tuple[list[str], list[torch.Tensor], list[Origin], dict[str, str]]:
+    def once(self, named_before: bool) -> tuple[list[str], list[torch.Tensor], list[Origin], dict[str, str]]:
         """Names, tensors and origins, each region of memory once; and further name -> name of those that have two."""
-        names, found = self._found_names, self._found
-        if len(set(names)) < len(names):
+        names, found, origins = self._found_names, self._found, self._found_origins
+        if not named_before and len(set(names)) < len(names):
             name = next(name for name, count in Counter(names).items() if count > 1)
             raise refusal(name, "is the name of two tensors", "Rename one of them")
-        groups = [group["params"] for one in self.optimizers for group in one.param_groups]
-        stepped = set(map(id, chain.from_iterable(groups)))
-        origins = [
-            Origin.STEPPED if origin is Origin.PARAMETER and id(one) in stepped else origin
-            for one, origin in zip(found, self._found_origins, strict=True)
-        ]
         places = list(map(torch.Tensor.data_ptr, found))
         if len(set(places)) == len(places):
             return names, found, origins, {}
@@ -208,8 +195,12 @@ class _Walk:
     def _add(self, name: str, tensor: torch.Tensor, origin: Origin) -> None:
         tensors.require_storable(tensor, name)
         self._found_names.append(name)
-        self._found.append(tensor)
-        self._found_origins.append(origin)
+        self._found.append(_untracked(tensor))
+        self._found_origins.append(self._stepping(tensor, origin))
+        self.makeup.append((name, tensor.dtype, tuple(tensor.shape)))
+
+    def _stepping(self, tensor: torch.Tensor, origin: Origin) -> Origin:
+        return Origin.STEPPED if origin is Origin.PARAMETER and id(tensor) in self._stepped else origin
 
     def _known(self, path: str, flat: Flat | None) -> Any:
         """The tree of what is as it was the last time, its tensors taken; None for anything else."""
@@ -219,9 +210,10 @@ class _Walk:
             self.walks += 1
             return None
         self.parts[path] = part
+        self.makeup.append(part)
         self._found_names += part.names
-        self._found += live
-        self._found_origins += part.origins
+        self._found += live if part.untracked else map(_untracked, live)
+        self._found_origins += part.origins if part.untracked else map(self._stepping, live, part.origins)
         return part.tree
 
     def _remember(self, path: str, flat: Flat, names: Sequence[str], since: int, tree: Any, says_grad: bool) -> None:
@@ -229,11 +221,13 @@ class _Walk:
 
         `names`: one for each slot of `flat`, empty for what is not stored.
         """
-        live, origins = list(compress(flat.slots, names)), self._found_origins[since:]
+        live = list(compress(flat.slots, names))
         if self._found_names[since:] == list(filter(None, names)) and all(
             tensors.region(one) == tensors.region(other) for one, other in zip(live, self._found[since:], strict=True)
         ):
-            self.parts[path] = Part(flat, names, tree, origins, says_grad)
+            origins = [Origin.PARAMETER if one is Origin.STEPPED else one for one in self._found_origins[since:]]
+            part = self.parts[path] = Part(flat, names, tree, origins, says_grad)
+            self.makeup[len(self.makeup) - len(live) :] = [part]
 
     # ---- the walk ------------------------------------------------------------------------------------------
 
