@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 
 from ..errors import Cancelled, Damaged, LastgoodError, SumMismatch, Unreadable
 from ..format import layout
-from ..format.layout import Image, Segment, Tensor
+from ..format.layout import Image, Tensor
 from ..ports import Tier
 from ..rawio.checksum import digest
 from ..rawio.files import round_up
@@ -94,17 +94,13 @@ class Check:
         tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
         start = min((offset for _, offset in tensors), default=blob.length)
         self._image = Image(blob.name, bytes(start), tensors, blob.length)
-        self._parts = layout.segments(self._image, blob.chunk_bytes)
         self._contents = Contents(self._image, manifest.digest)
         self._header = bytearray()
 
     def see(self, data: memoryview) -> None:
         """The next chunk, in order. None may be left out."""
-        parts: list[Segment] = next(self._parts)
-        for part in parts:
-            if part.tensor < 0:
-                self._header += data[part.at : part.at + part.length]
-        self._contents.see(data, parts)
+        self._header += data[: len(self._image.header) - len(self._header)]
+        self._contents.see(data)
 
     def finish(self) -> None:
         """Raises ManifestInvalid or SumMismatch."""
