@@ -51,13 +51,15 @@ class Origin(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Captured:
-    """What a state is made of. Nothing is copied: the tensors are the live ones, detached from autograd.
+    """What a state is made of. Nothing is copied: the tensors are the live ones, without their gradients.
 
     What is the same in every save is shared between saves: nothing in here may be changed.
     """
 
     tensors: dict[str, torch.Tensor]
     """stored name -> tensor; each region of memory once"""
+    addresses: list[int]
+    """of each of them, in this order: one that is copied later may have been moved by then (`.data = ...`)"""
     aliases: dict[str, str]
     """further name of a tensor -> the name under which it is stored"""
     values: dict[str, Any]
@@ -106,7 +108,7 @@ class Capture:
         self._parts = walk.parts
         self.walks += walk.walks
         same = walk.makeup == self._makeup
-        names, found, origins, aliases = walk.once(same)
+        names, found, addresses, origins, aliases = walk.once(same)
         if not (same and aliases == self._aliases):
             layout = names, [one.dtype for one in found], [tuple(one.shape) for one in found]
             self._key += layout != self._layout
@@ -116,6 +118,7 @@ class Capture:
             self._origins = dict(zip(names, origins, strict=True))
         return Captured(
             dict(zip(names, found, strict=True)),
+            addresses,
             aliases,
             {name: tree for name, tree in trees.items() if tree is not LEFT_OUT},
             self._key,
@@ -171,26 +174,32 @@ class _Walk:
 
     # ---- what was found ------------------------------------------------------------------------------------
 
-    def once(self, named_before: bool) -> tuple[list[str], list[torch.Tensor], list[Origin], dict[str, str]]:
-        """Names, tensors and origins, each region of memory once; and further name -> name of those that have two."""
+    def once(self, named_before: bool) -> tuple[list[str], list[torch.Tensor], list[int], list[Origin], dict[str, str]]:
+        """Names, tensors, addresses and origins, each region of memory once; further name -> name of those with two."""
         names, found, origins = self._found_names, self._found, self._found_origins
         if not named_before and len(set(names)) < len(names):
             name = next(name for name, count in Counter(names).items() if count > 1)
             raise refusal(name, "is the name of two tensors", "Rename one of them")
-        places = list(map(torch.Tensor.data_ptr, found))
-        if len(set(places)) == len(places):
-            return names, found, origins, {}
-        shared = {place for place, count in Counter(places).items() if count > 1}
+        addresses = list(map(torch.Tensor.data_ptr, found))
+        if len(set(addresses)) == len(addresses):
+            return names, found, addresses, origins, {}
+        shared = {address for address, count in Counter(addresses).items() if count > 1}
         first: dict[Hashable, int] = {}
         aliases: dict[str, str] = {}
-        for index, place in enumerate(places):
-            if place in shared and (spot := tensors.region(found[index])) is not None:
+        for index, address in enumerate(addresses):
+            if address in shared and (spot := tensors.region(found[index])) is not None:
                 at = first.setdefault(spot, index)
                 if at != index:
                     aliases[names[index]] = names[at]
                     origins[at] = max(origins[at], origins[index])
-        kept = [name not in aliases for name in names]
-        return list(compress(names, kept)), list(compress(found, kept)), list(compress(origins, kept)), aliases
+        stored = [index for index, name in enumerate(names) if name not in aliases]
+        return (
+            [names[at] for at in stored],
+            [found[at] for at in stored],
+            [addresses[at] for at in stored],
+            [origins[at] for at in stored],
+            aliases,
+        )
 
     def _add(self, name: str, tensor: torch.Tensor, origin: Origin) -> None:
         tensors.require_storable(tensor, name)
