@@ -510,7 +510,12 @@ def _digests() -> list[Mutant]:
                 "    return found if found and found.root == root else None\n",
                 "    return found\n",
             ),
-            ("content covers dtype and shape", LAYOUT, '    hasher.update(f"{dtype}{list(shape)}\\n".encode())\n', ""),
+            (
+                "content covers dtype and shape",
+                LAYOUT,
+                '    return f"{dtype}{list(shape)}\\n".encode()\n',
+                '    return b""\n',
+            ),
             (
                 "verification reads COMMIT anew",
                 READER,

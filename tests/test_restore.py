@@ -105,8 +105,8 @@ def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_p
     """What is written between content digest and chunk digest is wrong with every chunk digest right."""
     real = fetch.Contents.see
 
-    def flipping(self: fetch.Contents, buffer: memoryview, parts: list) -> None:
-        real(self, buffer, parts)
+    def flipping(self: fetch.Contents, buffer: memoryview) -> None:
+        real(self, buffer)
         if len(buffer) > 5000:
             buffer[5000] ^= 1
 

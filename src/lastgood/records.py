@@ -13,7 +13,10 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that is stored: unknown fields are refused, so a field is never dropped in silence."""
+    """Base of everything that is stored: unknown fields are refused, so a field is never dropped in silence.
+
+    `gc=False` below: there are as many as tensors, they are part of no cycle, and the collector need not see them.
+    """
 
 
 class GenerationId(Record, frozen=True, kw_only=True, order=True):
@@ -26,7 +29,7 @@ class GenerationId(Record, frozen=True, kw_only=True, order=True):
         return f"step {self.step} ({self.incarnation})"
 
 
-class Extent(Record, frozen=True, kw_only=True):
+class Extent(Record, frozen=True, kw_only=True, gc=False):
     """A run of bytes inside a blob."""
 
     blob: str
@@ -43,7 +46,7 @@ class Blob(Record, frozen=True, kw_only=True):
     chunks: list[str]
 
 
-class Piece(Record, frozen=True, kw_only=True):
+class Piece(Record, frozen=True, kw_only=True, gc=False):
     """A rectangle of a named tensor (in a world of one: all of it): where its bytes rest and what they digest to."""
 
     name: str

@@ -159,7 +159,6 @@ class Check:
         image = Image(blob.name, bytes(self.header_bytes), tensors, blob.length)
         self._parts = list(layout.segments(image, blob.chunk_bytes))
         self._contents = Contents(image, manifest.digest)
-        self._seen = 0
 
     def hand_out(self, sink: Sink, index: int, data: memoryview) -> None:
         """The parts of tensors that lie in a chunk; from any thread."""
@@ -172,16 +171,13 @@ class Check:
 
         Raises ManifestInvalid, SumMismatch.
         """
-        parts = self._parts[self._seen]
-        self._seen += 1
-        for part in parts:
-            if part.tensor < 0:
-                self._header += data[part.at : part.at + part.length]
-                if len(self._header) == self.header_bytes:
-                    self.validate(self._header)
+        if len(self._header) < self.header_bytes:
+            self._header += data[: self.header_bytes - len(self._header)]
+            if len(self._header) == self.header_bytes:
+                self.validate(self._header)
         digests = self._contents.digests
         before = len(digests)
-        self._contents.see(data, parts)
+        self._contents.see(data)
         ended = self._pieces[before : len(digests)]
         for piece, found in zip(ended, digests[before:], strict=True):
             if piece.digest != found:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
-from ..format.layout import Image, segments
+from ..format.layout import Image
 from ..ports import Tier, Upload
 from ..rawio.checksum import digest
 from ..rawio.files import round_up
@@ -45,13 +45,13 @@ def write(
     seen = 0
     try:
         contents = Contents(image, algorithm)
-        for index, parts in enumerate(segments(image, chunk_bytes)):
+        for offset in range(0, image.length, chunk_bytes):
             chunk = next(chunks)
             job = None
             try:
-                length = min(chunk_bytes, image.length - index * chunk_bytes)
-                contents.see(chunk.buffer, parts)
-                job = writers.submit(_put, upload, chunk, index * chunk_bytes, length, algorithm)
+                length = min(chunk_bytes, image.length - offset)
+                contents.see(chunk.buffer[:length])
+                job = writers.submit(_put, upload, chunk, offset, length, algorithm)
                 jobs.append(job)
             finally:
                 if job is None:

@@ -6,10 +6,11 @@ of bytes that were not. See docs/format.md.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from json.encoder import encode_basestring_ascii as _quoted
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -206,7 +207,7 @@ def images(tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_
     groups: list[list[Tensor]] = [[]]
     room = header_limit - 2 * PAGE_BYTES
     for one in ordered:
-        entry = len(json.dumps(one.name)) + 120 + 21 * len(one.shape)  # above the longest entry of this name
+        entry = len(_quoted(one.name)) + 120 + 21 * len(one.shape)  # above the longest entry of this name
         if room < entry and groups[-1]:
             groups.append([])
             room = header_limit - 2 * PAGE_BYTES
@@ -215,23 +216,26 @@ def images(tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_
     return [_image(group, blob_name(rank, part)) for part, group in enumerate(groups)]
 
 
+class _Entry(msgspec.Struct, gc=False):
+    """Of one tensor in a header. Not seen by the collector: there are many at once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def _image(tensors: Sequence[Tensor], blob: str) -> Image:
     entries: dict[str, object] = {METADATA: {"format": "pt"}}
-    offset, places = 0, []
-    for one in tensors:
+    lengths = [one.length for one in tensors]
+    places = list(accumulate(lengths, initial=0))
+    for one, length, place in zip(tensors, lengths, places, strict=False):
         native = DTYPES[one.dtype][1]
-        entries[one.name] = {
-            "dtype": native or "U8",
-            "shape": list(one.shape) if native else [one.length],
-            "data_offsets": [offset, offset + one.length],
-        }
-        places.append(offset)
-        offset += one.length
+        entries[one.name] = _Entry(native or "U8", one.shape if native else (length,), (place, place + length))
     text = msgspec.json.encode(entries)
     text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     header = len(text).to_bytes(8, "little") + text
-    placed = [(one, len(header) + place) for one, place in zip(tensors, places, strict=True)]
-    return Image(blob, header, placed, len(header) + offset)
+    placed = [(one, len(header) + place) for one, place in zip(tensors, places, strict=False)]
+    return Image(blob, header, placed, len(header) + places[-1])
 
 
 class Segment(NamedTuple):
@@ -247,28 +251,33 @@ class Segment(NamedTuple):
 
 def segments(image: Image, chunk_bytes: int) -> Iterator[list[Segment]]:
     """Chunk by chunk, what lies where. Empty tensors appear in the chunk that their offset falls in, or the last."""
-    spans = [(-1, 0, len(image.header))]
-    spans += [(index, offset, one.length) for index, (one, offset) in enumerate(image.tensors)]
+    offsets = [0, *(offset for _, offset in image.tensors)]
+    ends = [*offsets[1:], image.length]
     found: list[Segment] = []
-    chunk = 0
-    for index, offset, length in spans:
-        start = 0
+    low, high = 0, chunk_bytes  # of the chunk, in the file
+    for index, (offset, end) in enumerate(zip(offsets, ends, strict=True), -1):
+        at = offset
         while True:
-            while offset + start >= (chunk + 1) * chunk_bytes and offset + start < image.length:
+            while high <= at < image.length:
                 yield found
-                found, chunk = [], chunk + 1
-            take = min(length - start, (chunk + 1) * chunk_bytes - offset - start)
-            found.append(Segment(index, start, offset + start - chunk * chunk_bytes, take))
-            start += take
-            if start == length:
+                found, low, high = [], high, high + chunk_bytes
+            upto = min(end, high)
+            found.append(Segment(index, at - offset, at - low, upto - at))
+            at = upto
+            if at == end:
                 break
     yield found
+
+
+def content_preamble(dtype: str, shape: Sequence[int]) -> bytes:
+    """What a content digest covers before the bytes."""
+    return f"{dtype}{list(shape)}\n".encode()
 
 
 def content_hasher(algorithm: str, dtype: str, shape: Sequence[int]) -> Hasher:
     """A fresh hasher that has seen dtype and shape; feed it the bytes in row-major order."""
     hasher = ALGORITHMS[algorithm]()
-    hasher.update(f"{dtype}{list(shape)}\n".encode())
+    hasher.update(content_preamble(dtype, shape))
     return hasher
 
 

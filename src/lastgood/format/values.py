@@ -49,6 +49,8 @@ LEFT_OUT: Final = _LeftOut.LEFT_OUT
 
 EncodeHook = Callable[[Any, str, Callable[[Any, str], Any]], Any]
 """(object, path, encode of a part) -> tagged JSON, LEFT_OUT or NotImplemented"""
+WholeHook = Callable[[Any, str, Callable[[], Any]], Any]
+"""(dict, list or tuple, path, encode it) -> its JSON: for who knows it already"""
 DecodeHook = Callable[[str, Any, Callable[[Any], Any]], Any]
 """(tag, body, decode of a part) -> object or NotImplemented"""
 
@@ -118,15 +120,22 @@ def nothing(*_: Any) -> Any:
     return NotImplemented
 
 
-def encode(obj: Any, path: str, leaf: EncodeHook = nothing, names: Filter = EVERYTHING) -> Any:
+def _walked(_: Any, __: str, walk: Callable[[], Any]) -> Any:
+    return walk()
+
+
+def encode(
+    obj: Any, path: str, leaf: EncodeHook = nothing, names: Filter = EVERYTHING, whole: WholeHook = _walked
+) -> Any:
     """`obj`, named `path`, as what `msgspec.json` writes and reads back unchanged; LEFT_OUT if no name in it is wanted.
 
     `leaf(obj, path, inner)` is asked about types that are not in the table: it answers with `{"!tag": body}`, with
     LEFT_OUT, or with NotImplemented; `inner(part, path)` encodes what it is made of. Members of sets and keys of dicts
-    are never shown to it. Raises Unstorable, by name, for what nobody knows, for two entries of one name, and for
-    nesting deeper than DEPTH_LIMIT.
+    are never shown to it. `whole(obj, path, walk)` is asked about each dict, list and tuple: it answers as `walk()`
+    does. Raises Unstorable, by name, for what nobody knows, for two entries of one name, and for nesting deeper than
+    DEPTH_LIMIT.
     """
-    return _Encoder(leaf, names).tree(obj, path, 0)
+    return _Encoder(leaf, names, whole).tree(obj, path, 0)
 
 
 def refusal(path: str, what: str, remedy: str = "") -> Unstorable:
@@ -138,8 +147,8 @@ def refusal(path: str, what: str, remedy: str = "") -> Unstorable:
 
 
 class _Encoder:
-    def __init__(self, leaf: EncodeHook, names: Filter) -> None:
-        self._leaf, self._names = leaf, names
+    def __init__(self, leaf: EncodeHook, names: Filter, whole: WholeHook) -> None:
+        self._leaf, self._names, self._whole = leaf, names, whole
 
     def tree(self, obj: Any, path: str, depth: int) -> Any:
         if not self._names.enters(path):
@@ -149,9 +158,9 @@ class _Encoder:
             raise refusal(where, f"is nested deeper than {DEPTH_LIMIT} levels (or contains itself)", "Flatten it")
         kind = type(obj)
         if kind is dict or kind is OrderedDict:
-            return self._mapping(obj, path, depth)
+            return self._whole(obj, path, lambda: self._mapping(obj, path, depth))
         if kind is list or kind is tuple:
-            return self._sequence(obj, path, depth)
+            return self._whole(obj, path, lambda: self._sequence(obj, path, depth))
         kept = self._names.keeps(path)
         found = self._datum(obj, path, depth) if kept else NotImplemented
         if found is NotImplemented:
@@ -223,7 +232,7 @@ def _opaque(obj: Any, path: str, depth: int) -> Any:
     """A key or a member: it has no name of its own, and no hook sees it."""
     if type(obj) is str and obj.isascii():
         return obj
-    return _Encoder(nothing, EVERYTHING).tree(obj, path, depth + 1)
+    return _Encoder(nothing, EVERYTHING, _walked).tree(obj, path, depth + 1)
 
 
 def _plain_keys(keys: list[Any]) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import enum
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -14,23 +17,61 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import Refused
-from ..format.values import LEFT_OUT, Filter, component, dtype_text, encode, refusal
+from ..format.values import LEFT_OUT, Filter, component, dtype_text, encode, join, refusal
 from . import tensors
-from .objects import KINDS, Parameters, module_entries, read_rng, tag_of
+from .cached import Flat, Owners, Part, container_slots, flat_container, flat_module, module_slots
+from .objects import (
+    KINDS,
+    Member,
+    Parameters,
+    can_be_hooked,
+    find_objects,
+    may_step,
+    module_entries,
+    plain_name,
+    read_rng,
+    tag_of,
+)
 
 Inner = Callable[[Any, str], Any]
 
 
+class Origin(enum.IntEnum):
+    """Who changes a tensor. The higher, the sooner it must be copied; memory with several names has the highest."""
+
+    OPTIMIZER = 0
+    """state of an optimizer of `Captured.optimizers`: only its step changes it"""
+    STEPPED = 1
+    """a parameter of a module, in a group of one of these optimizers"""
+    PARAMETER = 2
+    """a parameter of a module that none of these optimizers steps"""
+    OTHER = 3
+    """buffers, options, plain tensors, random number generators, what an object's own state_dict() says"""
+
+
 @dataclass(frozen=True)
 class Captured:
-    """What a state is made of. Nothing is copied: the tensors are the live ones, detached."""
+    """What a state is made of. Nothing is copied: the tensors are the live ones, without their gradients.
+
+    What is the same in every save is shared between saves: nothing in here may be changed.
+    """
 
     tensors: dict[str, torch.Tensor]
     """stored name -> tensor; each region of memory once"""
+    addresses: list[int]
+    """of each of them, in this order: one that is copied later may have been moved by then (`.data = ...`)"""
     aliases: dict[str, str]
     """further name of a tensor -> the name under which it is stored"""
     values: dict[str, Any]
     """name of a top-level entry, and "rng" -> JSON with typed tags"""
+    key: int
+    """of one `Capture`: another number when a name, dtype or shape in `tensors` is not what it was the last time"""
+    origins: dict[str, Origin]
+    """stored name -> who changes it"""
+    optimizers: list[Optimizer]
+    """those of the state, wanted or not, whose step can be hooked"""
+    hookable: bool
+    """whether nothing else in the state looks like an optimizer"""
 
 
 def capture(state: Mapping[str, Any], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Captured:
@@ -39,14 +80,52 @@ def capture(state: Mapping[str, Any], include: Sequence[str] = (), exclude: Sequ
     `include`, `exclude`: patterns (fnmatch) on dotted names, each speaking of all that lies below; "rng" stays unless
     it is excluded. Raises Unstorable, by name, for what cannot be stored without running code on load.
     """
-    names = wanted(include, exclude)
-    require_keys(state)
-    walk = _Capture(state, names)
-    trees = {component(key): encode(value, component(key), walk.leaf, names) for key, value in state.items()}
-    if names.enters("rng"):
-        trees["rng"] = encode(read_rng(), "rng", walk.leaf, names)
-    values = {name: tree for name, tree in trees.items() if tree is not LEFT_OUT}
-    return Captured(walk.tensors, walk.aliases, values)
+    return Capture(include, exclude).take(state)
+
+
+class Capture:
+    """`capture` for one run: knows from the last time what the state was made of, and walks only what has changed."""
+
+    def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        self._names = wanted(include, exclude)
+        self._owners = Owners()
+        self._parts: dict[str, Part] = {}
+        self._makeup: list[Any] = []
+        self._layout: tuple[Any, ...] = ()
+        self._aliases: dict[str, str] = {}
+        self._origins: dict[str, Origin] = {}
+        self._key = 0
+        self.walks = 0
+        """how many modules, optimizers and containers of tensors have been walked, all saves together"""
+
+    def take(self, state: Mapping[str, Any]) -> Captured:
+        """As `capture(state)`. Every reference is read anew; the plan says no more than how things are named."""
+        require_keys(state)
+        walk = _Walk(state, self._names, self._owners, self._parts)
+        trees = {component(key): walk.encode(value, component(key)) for key, value in state.items()}
+        if self._names.enters("rng"):
+            trees["rng"] = walk.encode(read_rng(), "rng")
+        self._parts = walk.parts
+        self.walks += walk.walks
+        same = walk.makeup == self._makeup
+        names, found, addresses, origins, aliases = walk.once(same)
+        if not (same and aliases == self._aliases):
+            layout = names, [one.dtype for one in found], [tuple(one.shape) for one in found]
+            self._key += layout != self._layout
+            self._layout = layout
+        self._makeup, self._aliases = walk.makeup, aliases
+        if origins != list(self._origins.values()) or names != list(self._origins):
+            self._origins = dict(zip(names, origins, strict=True))
+        return Captured(
+            dict(zip(names, found, strict=True)),
+            addresses,
+            aliases,
+            {name: tree for name, tree in trees.items() if tree is not LEFT_OUT},
+            self._key,
+            self._origins,
+            walk.optimizers,
+            walk.hookable,
+        )
 
 
 def wanted(include: Sequence[str], exclude: Sequence[str]) -> Filter:
@@ -63,17 +142,105 @@ def require_keys(state: Mapping[str, Any]) -> None:
             raise Refused(f"the key {key!r} of the state{taken}", safe="Nothing was touched.", todo="Use another key.")
 
 
-class _Capture:
+def _untracked(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its gradient; what has none stands for itself, because 10^5 new objects set the collector off."""
+    return tensor.detach() if tensor.requires_grad or type(tensor) is nn.Parameter else tensor
+
+
+class _Walk:
     """One walk over a state, and what it has found so far."""
 
-    def __init__(self, state: Mapping[str, Any], names: Filter) -> None:
-        self._state, self._names = state, names
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.aliases: dict[str, str] = {}
-        self._regions: dict[Hashable, str] = {}
-        self._only_data = False
+    def __init__(self, state: Mapping[str, Any], names: Filter, owners: Owners, remembered: Mapping[str, Part]) -> None:
+        self._names, self._owners, self._remembered = names, owners, remembered
+        objects = find_objects(state)
+        self._modules = {path: one for path, one in objects.items() if isinstance(one, nn.Module)}
+        stepping = {id(one): one for one in objects.values() if may_step(one)}.values()
+        self.optimizers: list[Optimizer] = [one for one in stepping if can_be_hooked(one)]
+        self.hookable = len(self.optimizers) == len(stepping)
+        groups = [group["params"] for one in self.optimizers for group in one.param_groups]
+        self._stepped = set(map(id, chain.from_iterable(groups)))
+        self.parts: dict[str, Part] = {}
+        self.walks = 0
+        self.makeup: list[Any] = []
+        """the parts, and name, dtype and shape of every other tensor, in order: equal ones have equal layouts"""
+        self._found_names: list[str] = []
+        self._found: list[torch.Tensor] = []
+        self._found_origins: list[Origin] = []
+        self._only_data = self._as_one = False
+        self._origin = Origin.OTHER
 
-    def leaf(self, obj: Any, path: str, inner: Inner) -> Any:
+    def encode(self, obj: Any, path: str) -> Any:
+        return encode(obj, path, self._leaf, self._names, self._whole)
+
+    # ---- what was found ------------------------------------------------------------------------------------
+
+    def once(self, named_before: bool) -> tuple[list[str], list[torch.Tensor], list[int], list[Origin], dict[str, str]]:
+        """Names, tensors, addresses and origins, each region of memory once; further name -> name of those with two."""
+        names, found, origins = self._found_names, self._found, self._found_origins
+        if not named_before and len(set(names)) < len(names):
+            name = next(name for name, count in Counter(names).items() if count > 1)
+            raise refusal(name, "is the name of two tensors", "Rename one of them")
+        addresses = list(map(torch.Tensor.data_ptr, found))
+        if len(set(addresses)) == len(addresses):
+            return names, found, addresses, origins, {}
+        shared = {address for address, count in Counter(addresses).items() if count > 1}
+        first: dict[Hashable, int] = {}
+        aliases: dict[str, str] = {}
+        for index, address in enumerate(addresses):
+            if address in shared and (spot := tensors.region(found[index])) is not None:
+                at = first.setdefault(spot, index)
+                if at != index:
+                    aliases[names[index]] = names[at]
+                    origins[at] = max(origins[at], origins[index])
+        stored = [index for index, name in enumerate(names) if name not in aliases]
+        return (
+            [names[at] for at in stored],
+            [found[at] for at in stored],
+            [addresses[at] for at in stored],
+            [origins[at] for at in stored],
+            aliases,
+        )
+
+    def _add(self, name: str, tensor: torch.Tensor, origin: Origin) -> None:
+        tensors.require_storable(tensor, name)
+        self._found_names.append(name)
+        self._found.append(_untracked(tensor))
+        self._found_origins.append(self._stepping(tensor, origin))
+        self.makeup.append((name, tensor.dtype, tuple(tensor.shape)))
+
+    def _stepping(self, tensor: torch.Tensor, origin: Origin) -> Origin:
+        return Origin.STEPPED if origin is Origin.PARAMETER and id(tensor) in self._stepped else origin
+
+    def _known(self, path: str, flat: Flat | None) -> Any:
+        """The tree of what is as it was the last time, its tensors taken; None for anything else."""
+        part = self._remembered.get(path)
+        live = part.take(flat) if part and flat else None
+        if part is None or live is None:
+            self.walks += 1
+            return None
+        self.parts[path] = part
+        self.makeup.append(part)
+        self._found_names += part.names
+        self._found += live if part.untracked else map(_untracked, live)
+        self._found_origins += part.origins if part.untracked else map(self._stepping, live, part.origins)
+        return part.tree
+
+    def _remember(self, path: str, flat: Flat, names: Sequence[str], since: int, tree: Any, says_grad: bool) -> None:
+        """Keep what a walk has made of an object, if since `since` it has found just what `flat` says.
+
+        `names`: one for each slot of `flat`, empty for what is not stored.
+        """
+        live = list(compress(flat.slots, names))
+        if self._found_names[since:] == list(filter(None, names)) and all(
+            tensors.region(one) == tensors.region(other) for one, other in zip(live, self._found[since:], strict=True)
+        ):
+            origins = [Origin.PARAMETER if one is Origin.STEPPED else one for one in self._found_origins[since:]]
+            part = self.parts[path] = Part(flat, names, tree, origins, says_grad)
+            self.makeup[len(self.makeup) - len(live) :] = [part]
+
+    # ---- the walk ------------------------------------------------------------------------------------------
+
+    def _leaf(self, obj: Any, path: str, inner: Inner) -> Any:
         """The hook of the codec: what it does not know."""
         if isinstance(obj, (torch.Tensor, np.ndarray)):
             return self._tensor(obj, path) if self._names.keeps(path) else LEFT_OUT
@@ -93,89 +260,139 @@ class _Capture:
             raise refusal(path, what, "Hand out what it is made of (its state_dict() or get_state())")
         if tag == "!module":
             return self._module(obj, path, inner)
-        with self._data_from_here():
+        with self._mode(only_data=True):
             if tag == "!optimizer":
                 return self._optimizer(obj, path, inner)
             tree = inner(KINDS[tag].read(obj), path)
             return tree if tree is LEFT_OUT else {tag: tree}
 
+    def _whole(self, obj: Any, path: str, walk: Callable[[], Any]) -> Any:
+        """The codec's hook for containers: one that holds nothing but tensors may be known as a whole."""
+        flat = None if self._as_one else flat_container(obj)
+        if flat is None:
+            return walk()
+        tree = self._known(path, flat)
+        if tree is None:
+            since = len(self._found)
+            with self._mode(as_one=True):
+                tree = walk()
+            names = [name if self._names.keeps(name) else "" for name in container_slots(obj, path)]
+            self._remember(path, flat, names, since, tree, says_grad=True)
+        return tree
+
     @contextmanager
-    def _data_from_here(self) -> Iterator[None]:
-        """What an object is made of is handed back to it as data: there are no live objects in there to write into."""
-        self._only_data = True
+    def _mode(self, *, only_data: bool = False, as_one: bool = False, origin: Origin = Origin.OTHER) -> Iterator[None]:
+        """`only_data`: what an object is made of is handed back to it as data, with no live objects in there to write
+        into. `as_one`: what is met belongs to something that is remembered as a whole."""
+        before = self._only_data, self._as_one, self._origin
+        self._only_data, self._as_one, self._origin = before[0] or only_data, before[1] or as_one, origin
         try:
             yield
         finally:
-            self._only_data = False
-
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        tensors.require_storable(tensor, name)
-        if name in self.tensors or name in self.aliases:
-            raise refusal(name, "is the name of two tensors", "Rename one of them")
-        spot = tensors.region(tensor)
-        first = name if spot is None else self._regions.setdefault(spot, name)
-        if first == name:
-            self.tensors[name] = tensor.detach()
-        else:
-            self.aliases[name] = first
+            self._only_data, self._as_one, self._origin = before
 
     def _tensor(self, obj: torch.Tensor | np.ndarray, path: str) -> Any:
         if isinstance(obj, np.ndarray):
-            self._add(path, tensors.from_array(obj, path))
+            self._add(path, tensors.from_array(obj, path), Origin.OTHER)
             return {"!ndarray": [path, dtype_text(obj.dtype)]}
-        self._add(path, obj)
+        self._add(path, obj, self._origin)
         is_parameter, wants_grad = isinstance(obj, nn.Parameter), obj.requires_grad and obj.is_leaf
         if obj.device.type == "cpu" and not is_parameter and not wants_grad:
             return {"!tensor": path}
         return {"!tensor": [path, str(obj.device), is_parameter, wants_grad]}
 
     def _module(self, module: nn.Module, path: str, inner: Inner) -> Any:
+        flat = self._flats.get(id(module))
+        tree = self._known(path, flat)
+        if tree is not None:
+            return tree
+        since = len(self._found)
+        entries, names = module_entries(module, path)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         extra: dict[str, Any] = {}
         found = self._names.keeps(path)
-        entries, names = module_entries(module, path)
         for name, raw in names.items():
             if isinstance(entries[raw], torch.Tensor):
                 if self._names.keeps(name):
-                    self._add(name, entries[raw])
+                    tensors.require_storable(entries[raw], name)
+                    own = parameters.get(raw)
+                    if own is not None and tensors.region(own) == tensors.region(entries[raw]):
+                        self._add(name, own, Origin.PARAMETER)
+                    else:
+                        self._add(name, entries[raw], Origin.OTHER)
                     found = True
                 continue
-            with self._data_from_here():
-                tree = inner(entries[raw], name)
-            if tree is not LEFT_OUT:
-                extra[name] = tree
-        return {"!module": extra} if found or extra else LEFT_OUT
+            with self._mode(only_data=True):
+                data = inner(entries[raw], name)
+            if data is not LEFT_OUT:
+                extra[name] = data
+        tree = {"!module": extra} if found or extra else LEFT_OUT
+        if flat is not None:
+            slots = zip(module_slots(module), flat.slots, strict=True)
+            full = [f"{path}.{plain_name(raw)}" if stored and one is not None else "" for (raw, stored), one in slots]
+            kept = [name if self._names.keeps(name) else "" for name in full]
+            self._remember(path, flat, kept, since, tree, says_grad=False)
+        return tree
 
     def _optimizer(self, optimizer: Optimizer, path: str, inner: Inner) -> Any:
-        groups: list[dict[str, Any]] = []
-        state: dict[str, Any] = {}
-        known: set[torch.Tensor] = set()
-        for index, members in enumerate(self._parameters.of(optimizer, path)):
-            options = dict(optimizer.param_groups[index])
-            named = [[one.qualified, list(one.parameter.shape)] for one in members]
-            for key in ("params", "param_names"):
-                options.pop(key, None)
-            groups.append({"params": named, "options": inner(options, f"{path}.param_groups.{index}")})
-            for one in members:
-                known.add(one.parameter)
-                if one.parameter in optimizer.state:
-                    state[one.qualified] = inner(optimizer.state[one.parameter], f"{path}.state.{one.short}")
-        common = {key: item for key, item in optimizer.state.items() if key not in known}
-        if any(isinstance(key, torch.Tensor) for key in common):
-            what = "holds the state of a tensor that is in none of its groups"
-            raise refusal(f"{path}.state", what, "Delete that entry of optimizer.state")
-        shared = inner(common, f"{path}.state")
-        parts = [*state.values(), shared, *(group["options"] for group in groups)]
-        if not self._names.keeps(path) and all(part is LEFT_OUT for part in parts):
+        options = []
+        for index, group in enumerate(optimizer.param_groups):
+            own = {key: one for key, one in group.items() if key not in ("params", "param_names")}
+            options.append(inner(own, f"{path}.param_groups.{index}"))
+        hooked = any(one is optimizer for one in self.optimizers)
+        flat = self._owners.flat_optimizer(optimizer, hooked) if self._owned else None
+        tree = self._known(path, flat)
+        if tree is None:
+            since = len(self._found)
+            members = self._parameters.of(optimizer, path)
+            with self._mode(as_one=True, origin=Origin.OPTIMIZER if hooked else Origin.OTHER):
+                tree = self._optimizer_state(optimizer, members, path, inner)
+            if flat is not None:
+                of = optimizer.state
+                held = [one for group in members for one in group if one.parameter in of]
+                names = [join(f"{path}.state.{one.short}", key) for one in held for key in of[one.parameter]]
+                kept = [name if self._names.keeps(name) else "" for name in names]
+                self._remember(path, flat, kept, since, tree, says_grad=True)
+        named, state, shared = tree
+        if not self._names.keeps(path) and not state and all(part is LEFT_OUT for part in (shared, *options)):
             return LEFT_OUT
         return {
             "!optimizer": {
                 "class": type(optimizer).__qualname__,
-                "groups": [{**group, "options": {}} if group["options"] is LEFT_OUT else group for group in groups],
-                "state": {name: tree for name, tree in state.items() if tree is not LEFT_OUT},
+                "groups": [
+                    {"params": params, "options": {} if own is LEFT_OUT else own}
+                    for params, own in zip(named, options, strict=True)
+                ],
+                "state": state,
                 "common": {} if shared is LEFT_OUT else shared,
             }
         }
 
+    def _optimizer_state(self, optimizer: Optimizer, members: list[list[Member]], path: str, inner: Inner) -> Any:
+        """Names and shapes of the parameters by group, their state, and what is the state of none."""
+        named = [[[one.qualified, list(one.parameter.shape)] for one in group] for group in members]
+        state: dict[str, Any] = {}
+        known: set[torch.Tensor] = set()
+        for one in chain.from_iterable(members):
+            known.add(one.parameter)
+            if one.parameter in optimizer.state:
+                data = inner(optimizer.state[one.parameter], f"{path}.state.{one.short}")
+                if data is not LEFT_OUT:
+                    state[one.qualified] = data
+        common = {key: item for key, item in optimizer.state.items() if key not in known}
+        if any(isinstance(key, torch.Tensor) for key in common):
+            what = "holds the state of a tensor that is in none of its groups"
+            raise refusal(f"{path}.state", what, "Delete that entry of optimizer.state")
+        return named, state, inner(common, f"{path}.state")
+
+    @cached_property
+    def _flats(self) -> dict[int, Flat | None]:
+        return {id(one): flat_module(one) for one in self._modules.values()}
+
+    @cached_property
+    def _owned(self) -> bool:
+        return self._owners.look(self._modules, [self._flats[id(one)] for one in self._modules.values()])
+
     @cached_property
     def _parameters(self) -> Parameters:
-        return Parameters(self._state)
+        return Parameters(self._modules)

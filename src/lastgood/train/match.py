@@ -20,7 +20,7 @@ from ..format.values import Filter, component, need
 from .binding import ABSENT, Binder, Put
 from .capture import require_keys, wanted
 from .filling import Filling
-from .objects import Parameters, load_rng, rng_differs
+from .objects import Parameters, load_rng, modules_of, rng_differs
 from .reading import SavedObject, Stored, TensorRef, read_values
 
 
@@ -83,7 +83,7 @@ def match(
     moved, names = _Rename(rename or {}), wanted(include, exclude)
     values, referenced = read_values(stored)
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
-    plan = Binder(stored, offered, names, moved, Parameters(state))
+    plan = Binder(stored, offered, names, moved, Parameters(modules_of(state)))
     puts = _bind_entries(plan, state, values, moved, names)
     _bind_rng(plan, values, stored, names)
     plan.note_unclaimed()

@@ -213,6 +213,9 @@ def module_entries(module: nn.Module, path: str) -> tuple[dict[str, Any], dict[s
     return entries, names
 
 
+_DATA = frozenset({torch.Tensor, nn.Parameter, np.ndarray, int, float, bool, str, bytes, type(None)})
+
+
 class Member(NamedTuple):
     """A parameter in a group of an optimizer."""
 
@@ -226,10 +229,7 @@ class Member(NamedTuple):
 class Parameters:
     """Which parameters the modules of a state own, and under what names."""
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        modules: dict[str, nn.Module] = {}
-        for key, value in state.items():
-            _find_modules(value, component(key), modules, 0)
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._owners: dict[int, dict[str, str]] = {}  # id of a parameter -> path of a module -> name there
         for path in sorted(modules):
             for raw, parameter in modules[path].named_parameters():
@@ -264,14 +264,40 @@ def _member(parameter: torch.Tensor, owners: dict[str, str], only: str | None, i
     return Member(qualified, qualified if only is None else owners[home], parameter)
 
 
-def _find_modules(obj: Any, path: str, found: dict[str, nn.Module], depth: int) -> None:
-    if depth > DEPTH_LIMIT:
+def find_objects(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What in a state is no plain data (modules, optimizers, ...), by path; nothing is sought inside of it."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        _find_objects(value, component(key), found, 0)
+    return found
+
+
+def _find_objects(obj: Any, path: str, found: dict[str, Any], depth: int) -> None:
+    kind = type(obj)
+    if kind in _DATA or depth > DEPTH_LIMIT:
         return
-    if isinstance(obj, nn.Module):
+    if kind is dict or kind is OrderedDict:
+        if not set(map(type, obj.values())) <= _DATA:
+            for key, item in obj.items():
+                _find_objects(item, join(path, key), found, depth + 1)
+    elif kind is list or kind is tuple:
+        if not set(map(type, obj)) <= _DATA:
+            for index, item in enumerate(obj):
+                _find_objects(item, f"{path}.{index}", found, depth + 1)
+    else:
         found[path] = obj
-    elif type(obj) in (dict, OrderedDict):
-        for key, item in obj.items():
-            _find_modules(item, join(path, key), found, depth + 1)
-    elif type(obj) in (list, tuple) and not only_numbers(obj):
-        for index, item in enumerate(obj):
-            _find_modules(item, f"{path}.{index}", found, depth + 1)
+
+
+def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The modules of a state, by path."""
+    return {path: one for path, one in find_objects(state).items() if isinstance(one, nn.Module)}
+
+
+def may_step(obj: Any) -> bool:
+    """Whether this looks like an optimizer, of torch or not."""
+    return isinstance(obj, Optimizer) or (hasattr(obj, "param_groups") and callable(getattr(obj, "step", None)))
+
+
+def can_be_hooked(obj: Any) -> bool:
+    """Whether a step pre-hook registered here runs before each step; `Optimizer.__init__` sees to that in the class."""
+    return isinstance(obj, Optimizer) and bool(getattr(type(obj).step, "hooked", False))

@@ -1,6 +1,7 @@
 """State: what a training state is made of, and how it is put back. The face of the pages beside it.
 
     capture(state) -> Captured: tensors by name, aliases, values          objects.py  capture.py
+    Capture().take(state) -> Captured, again and again                    cached.py
     match(state, Stored) -> Match.apply(fetch)                            reading.py  binding.py  match.py
     tensor <-> bytes                                                      tensors.py
 
@@ -65,9 +66,20 @@ object's load_state_dict does not see it.
 
 from __future__ import annotations
 
-from .capture import Captured, capture
+from .capture import Capture, Captured, Origin, capture
 from .match import Match, match
 from .reading import Stored
 from .tensors import as_bytes, dtype_name, from_bytes
 
-__all__ = ["Captured", "Match", "Stored", "as_bytes", "capture", "dtype_name", "from_bytes", "match"]
+__all__ = [
+    "Capture",
+    "Captured",
+    "Match",
+    "Origin",
+    "Stored",
+    "as_bytes",
+    "capture",
+    "dtype_name",
+    "from_bytes",
+    "match",
+]
