@@ -42,7 +42,8 @@ def train_one_step(state: dict) -> None:
 
 
 def run_to(path: Path, total: int, state: dict, **options: object) -> dict:
-    options = {"cadence": lastgood.Every(steps=3), **options}
+    # One in flight: each save that is due ends as a generation, and none is overtaken.
+    options = {"cadence": lastgood.Every(steps=3), "in_flight": 1, **options}
     with lastgood.Checkpointer(path, state, **options) as ckpt:
         for step in range(ckpt.restore().step, total):
             train_one_step(state)

@@ -2,79 +2,77 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .capture import Captured, Origin
+from .objects import find_objects
 from .torn import Bearer, watchable
 
 
-@dataclass
 class Behind:
-    """What can be copied while the next forward and backward run."""
+    """What can be copied while the next forward and backward run, by its stored names."""
 
-    optimizers: list[Optimizer] = field(default_factory=list)
-    hookable: bool = True
-    """every optimizer of the state can be asked to wait before its step, and no module moves its weights about"""
-    trained: dict[str, Bearer] = field(default_factory=dict)
-    """stored names of what these optimizers update: parameters, and their own state"""
-    others: dict[str, Bearer] = field(default_factory=dict)
-    """... of parameters that none of them updates: frozen ones, or an average that is kept by hand"""
+    def __init__(self, captured: Captured, found: Mapping[str, Bearer], hookable: bool) -> None:
+        self.hookable = hookable
+        """every optimizer of the state can be asked to wait before its step, and no module moves its weights about"""
+        parameters = (Origin.OPTIMIZER, Origin.STEPPED)
+        self.trained = {name: one for name, one in found.items() if captured.origins[name] in parameters}
+        """what the optimizers of the state update: parameters, and their own state"""
+        self.all = dict(found)
+        """... and parameters that none of them updates: frozen ones, or an average that is kept by hand"""
+        sizes = {name: one.nbytes for name, one in captured.tensors.items()}
+        total = sum(sizes.values())
+        self.beside_trained_bytes = total - sum(sizes[name] for name in self.trained)
+        self.beside_all_bytes = total - sum(sizes[name] for name in self.all)
+        self._places = [(one.container, one.key) for one in found.values()]
+        self._tensors = [one.tensor for one in found.values()]
+        self._numbers = [number for number, name in enumerate(captured.tensors) if name in found]
+        self._addresses = [captured.addresses[number] for number in self._numbers]
+
+    def holds(self, captured: Captured) -> bool:
+        """Whether each still hangs and lies where it was found, and is what was captured under its name."""
+        return (
+            all(map(operator.is_, (container.get(key) for container, key in self._places), self._tensors))
+            and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
+            and [captured.addresses[number] for number in self._numbers] == self._addresses
+        )
 
 
-def find(state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Behind:
-    """Go through a state whose tensors were captured. Names are found by the memory that they stand for."""
-    found = Behind()
-    at = {one.data_ptr(): name for name, one in tensors.items()}
+def find(state: Mapping[str, Any], captured: Captured) -> Behind:
+    """Go through a state that was captured. Names are found by the memory that they stand for."""
+    tensors, hookable = captured.tensors, captured.hookable
+    at = dict(zip(captured.addresses, tensors, strict=True))
+    found: dict[str, Bearer] = {}
 
-    def named(tensor: object) -> str | None:
-        if not isinstance(tensor, torch.Tensor) or tensor.is_sparse or not tensor.numel():
-            return None
+    def note(container: Mapping[Any, Any], key: Any, tensor: object) -> None:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            return
         name = at.get(tensor.data_ptr())
-        same = name is not None and tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype
-        return name if same and watchable(tensor) else None
+        if name is None or captured.origins[name] is Origin.OTHER or name in found or not watchable(tensor):
+            return
+        if tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype:
+            found[name] = Bearer(container, key, tensor)
 
-    modules: list[nn.Module] = []
-    for thing in _things(state, 0):
+    for thing in find_objects(state).values():
         if isinstance(thing, nn.Module):
-            modules.append(thing)
+            for part in thing.modules():
+                hookable &= type(part).__name__ != "FullyShardedDataParallel"
+                for key, parameter in part._parameters.items():
+                    note(part._parameters, key, parameter)
         elif isinstance(thing, Optimizer):
-            found.optimizers.append(thing)
-        elif hasattr(thing, "step") and hasattr(thing, "param_groups"):
-            found.hookable = False
-    trained = {id(one) for each in found.optimizers for group in each.param_groups for one in group["params"]}
-    for module in modules:
-        for part in module.modules():
-            found.hookable &= type(part).__name__ != "FullyShardedDataParallel"
-            for key, parameter in part._parameters.items():
-                if parameter is not None and (name := named(parameter)):
-                    (found.trained if id(parameter) in trained else found.others)[name] = Bearer(
-                        part._parameters, key, parameter
-                    )
-    for optimizer in found.optimizers:
-        for entry in optimizer.state.values():
-            if isinstance(entry, dict):
-                for key, tensor in entry.items():
-                    if name := named(tensor):
-                        found.trained[name] = Bearer(entry, key, tensor)
-        for group in optimizer.param_groups:  # parameters of no module of the state
-            params = dict(enumerate(group["params"]))
-            for index, parameter in params.items():
-                if (name := named(parameter)) and name not in found.trained:
-                    found.trained[name] = Bearer(params, index, parameter)
-    return found
+            for container, key, tensor in _held(thing):
+                note(container, key, tensor)
+    return Behind(captured, {name: found[name] for name in tensors if name in found}, hookable)
 
 
-def _things(state: object, depth: int) -> Iterator[object]:
-    if isinstance(state, Mapping) and depth < 20:
-        for one in state.values():
-            yield from _things(one, depth + 1)
-    elif isinstance(state, (list, tuple)) and depth < 20:
-        for one in state:
-            yield from _things(one, depth + 1)
-    else:
-        yield state
+def _held(optimizer: Optimizer) -> Iterator[tuple[Mapping[Any, Any], Any, object]]:
+    for entry in optimizer.state.values():
+        if isinstance(entry, dict):
+            for key, tensor in entry.items():
+                yield entry, key, tensor

@@ -114,7 +114,7 @@ class Checkpointer:
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
         self._behind = Background(path, write_mode, retention, digest, in_flight=in_flight, writers=writers)
-        self._cutter = Cutter(staging, torn_check, memory, chunk, digest, self._behind.wait)
+        self._cutter = Cutter(include, exclude, staging, torn_check, memory, chunk, digest, self._behind.wait)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -247,7 +247,7 @@ class Checkpointer:
             return None
         self._busy, started, begun = True, False, time.monotonic()
         try:
-            cut = self._cutter.cut(self._request.state, self._request.include, self._request.exclude)
+            cut = self._cutter.cut(self._request.state)
             save = Save(n)
             at = self._behind.run.admit(n)
             if self._last is None:

@@ -18,7 +18,7 @@ from ..format.layout import Image
 from ..rawio.files import round_up
 from ..records import Piece
 from . import behind, staging, torn
-from . import state as live
+from .capture import Capture, Captured, Origin
 
 Staging = Literal["overlap", "blocking"]
 TornCheck = Literal["sampled", "full"]
@@ -43,11 +43,26 @@ class Cut:
         return self.snapshot.fill(stop)
 
 
+@dataclass
+class _Plan:
+    """What holds from one cut to the next, as long as names, dtypes and shapes are the same."""
+
+    key: int
+    images: list[Image]
+    behind: behind.Behind | None = None
+    origins: Mapping[str, Origin] | None = None
+    watch: torn.Watch | None = None
+    chunk_bytes: int = 0
+    samples: Sequence[Sequence[Sequence[torn.ChunkSamples]]] = ()
+
+
 class Cutter:
     """Makes cuts of one state. `quiet` waits until no lease of the arena is out."""
 
     def __init__(
         self,
+        include: Sequence[str],
+        exclude: Sequence[str],
         wanted: Staging | None,
         torn_check: TornCheck,
         memory: int | None,
@@ -56,26 +71,30 @@ class Cutter:
         quiet: Callable[[], None],
     ) -> None:
         self.fence = staging.Fence()
+        self._capture = Capture(include, exclude)
         self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
         self._algorithm, self._quiet = algorithm, quiet
         self._arena: Arena | None = None
         self._pin: staging.Pin | None = None
-        self._watch: torn.Watch | None = None
-        self._samples: list[list[list[torn.ChunkSamples]]] = []
-        self._laid_out: tuple[object, list[Image]] | None = None
+        self._plan: _Plan | None = None
 
-    def cut(self, state: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str]) -> Cut:
+    def cut(self, state: Mapping[str, Any]) -> Cut:
         """Everything in the state as it is now; `begun` gives what is read later to the fence. Raises Unstorable."""
-        captured = live.capture(state, include, exclude)
+        captured = self._capture.take(state)
         tensors = captured.tensors
-        images = self._images(tensors)
+        plan = self._plan
+        if plan is None or plan.key != captured.key:
+            plan = self._plan = _Plan(captured.key, staging.lay_out(tensors))
+        images = plan.images
         arena = self._writing_arena(images)
         if self._pin is None and any(one.is_cuda for one in tensors.values()):
             self._pin = staging.Pin(arena)
-        bearers, optimizers = self._overlapped(state, tensors)
-        self.fence.hook(optimizers)
-        watch = self._watched(bearers, images, arena) if bearers is not None else None
+        bearers = self._overlapped(plan, state, captured)
+        self.fence.hook(captured.optimizers if bearers is not None else [])
+        watch = self._watched(plan, bearers, arena) if bearers is not None else None
         at_once = tensors.keys() - bearers.keys() if bearers is not None else ()
+        if bearers is not None:  # what is moved meanwhile must not be freed under the copy
+            tensors = {**tensors, **{name: tensors[name].detach() for name in bearers}}
         digests = self._digests(tensors, bearers) if bearers is not None and self._torn_check == "full" else {}
 
         def approve(pieces: Sequence[Piece]) -> None:
@@ -84,7 +103,7 @@ class Cutter:
                 raise staging.torn_error(wrong)
 
         snapshot = staging.Snapshot(
-            images, tensors, arena, at_once=at_once, watch=watch, samples=self._samples if watch else ()
+            images, tensors, arena, at_once=at_once, watch=watch, samples=plan.samples if watch else ()
         )
         return Cut(
             images,
@@ -107,8 +126,7 @@ class Cutter:
     def close(self) -> None:
         self.fence.close()
         self._drop_arena()
-        self._laid_out = None
-        self._samples = []
+        self._plan = None
 
     def reading_arena(self, image_bytes: int, chunk_bytes: int) -> Arena:
         """Memory for a restore; nothing may be in flight."""
@@ -120,35 +138,30 @@ class Cutter:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _images(self, tensors: Mapping[str, torch.Tensor]) -> list[Image]:
-        key = [(name, one.dtype, one.shape) for name, one in tensors.items()]
-        if self._laid_out is None or self._laid_out[0] != key:
-            self._laid_out, self._watch = (key, staging.lay_out(tensors)), None
-        return self._laid_out[1]
-
     def _overlapped(
-        self, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-    ) -> tuple[dict[str, torn.Bearer] | None, list[torch.optim.Optimizer]]:
-        """What is copied behind the fence, None for nothing; and the optimizers that must wait for it."""
+        self, plan: _Plan, state: Mapping[str, Any], captured: Captured
+    ) -> Mapping[str, torn.Bearer] | None:
+        """What is copied behind the fence; None where the loop waits for the copy."""
         if self._wanted == "blocking":
-            return None, []
-        found = behind.find(state, tensors)
-        if self._wanted is None and not (found.hookable and found.optimizers):
-            return None, []
-        bearers = found.trained if found.optimizers else found.trained | found.others
-        rest = sum(one.nbytes for name, one in tensors.items() if name not in bearers)
-        if rest > staging.SIDE_BYTES:
-            rest -= sum(one.tensor.nbytes for one in found.others.values())
-            bearers = bearers | found.others
-        if rest > staging.SIDE_BYTES or (self._torn_check == "full" and any(one.is_cuda for one in tensors.values())):
-            return None, found.optimizers
-        return bearers, found.optimizers
+            return None
+        if plan.behind is None or plan.origins is not captured.origins or not plan.behind.holds(captured):
+            plan.behind, plan.origins, plan.watch = behind.find(state, captured), captured.origins, None
+        found = plan.behind
+        if self._wanted is None and not (found.hookable and captured.optimizers):
+            return None
+        if self._torn_check == "full" and any(one.is_cuda for one in captured.tensors.values()):
+            return None
+        if captured.optimizers and found.beside_trained_bytes <= staging.SIDE_BYTES:
+            return found.trained
+        return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None
 
-    def _watched(self, bearers: Mapping[str, torn.Bearer], images: Sequence[Image], arena: Arena) -> torn.Watch:
-        if self._watch is None or not self._watch.fits(bearers):
-            self._watch = watch = torn.Watch(bearers)
-            self._samples = [watch.in_chunks(image, layout.segments(image, arena.chunk_bytes)) for image in images]
-        return self._watch
+    def _watched(self, plan: _Plan, bearers: Mapping[str, torn.Bearer], arena: Arena) -> torn.Watch:
+        if plan.watch is None or plan.watch.bearers is not bearers or plan.chunk_bytes != arena.chunk_bytes:
+            plan.watch, plan.chunk_bytes = torn.Watch(bearers), arena.chunk_bytes
+            plan.samples = [
+                plan.watch.in_chunks(image, layout.segments(image, arena.chunk_bytes)) for image in plan.images
+            ]
+        return plan.watch
 
     def _digests(self, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn.Bearer]) -> dict[str, str]:
         return {name: staging.content_digest(tensors[name], self._algorithm) for name in bearers}
@@ -168,4 +181,4 @@ class Cutter:
     def _drop_arena(self) -> None:
         if self._pin is not None:
             self._pin.release()
-        self._arena = self._pin = self._watch = None
+        self._arena = self._pin = None

@@ -52,7 +52,7 @@ class Watch:
     """Some live tensors, by their stored names, and how they look. Made anew when one of them has moved."""
 
     def __init__(self, bearers: Mapping[str, Bearer]) -> None:
-        self._bearers = dict(bearers)
+        self.bearers = bearers
         self._names = list(bearers)
         self._tensors = [one.tensor for one in bearers.values()]
         self._addresses = [one.data_ptr() for one in self._tensors]
@@ -82,14 +82,6 @@ class Watch:
         self._owners = [np.asarray(owners[kind]) for kind in groups]
         self._widths = [kind[1].itemsize for kind in groups]
 
-    def fits(self, bearers: Mapping[str, Bearer]) -> bool:
-        """Whether these are the same tensors, where they were."""
-        return (
-            bearers.keys() == self._bearers.keys()
-            and all(self._bearers[name].tensor is one.tensor for name, one in bearers.items())
-            and [one.data_ptr() for one in self._tensors] == self._addresses
-        )
-
     def look(self) -> Look:
         """How they are now. On a device the samples are gathered on the current stream."""
         with torch.no_grad():
@@ -100,7 +92,7 @@ class Watch:
         """Names whose tensor is another one now, lies elsewhere, or counts another version than it did."""
         found = set()
         for name, address, version, (container, key, tensor) in zip(
-            self._names, self._addresses, versions, self._bearers.values(), strict=True
+            self._names, self._addresses, versions, self.bearers.values(), strict=True
         ):
             if container.get(key) is not tensor or tensor.data_ptr() != address or tensor._version != version:
                 found.add(name)
