@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -21,7 +23,7 @@ COLORS = {
 }
 MARKERS = dict(zip(COLORS, "oDs^v*Pp", strict=True))
 _SPARE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.spines.top": False,
@@ -36,22 +38,30 @@ _STYLE = {
 }
 
 
+def save(draw: Callable[[], Figure], *paths: Path) -> None:
+    """Draw in the house style, once, and write every kind that the paths' endings name."""
+    with matplotlib.rc_context(_STYLE):
+        figure = draw()
+        for path in paths:
+            figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def panels(count: int, columns: int = 3, wide: float = 3.6, high: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels in the house style, row by row."""
+    """A figure with `count` panels, row by row."""
     columns = min(columns, count)
     rows = -(-count // columns)
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(wide * columns, high * rows + 0.5), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False)
+    figure = Figure(figsize=(wide * columns, high * rows + 0.5), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
     axes = [one for row in grid for one in row]
     for spare in axes[count:]:
         spare.set_axis_off()
     return figure, axes[:count]
 
 
-def look(name: str, at: int = 0) -> dict[str, str]:
-    """Colour and marker of a contender: always the same ones."""
-    return {"color": COLORS.get(name, _SPARE[at % len(_SPARE)]), "marker": MARKERS.get(name, "o"), "label": name}
+def look(name: str, at: int = 0) -> dict[str, Any]:
+    """Colour and marker of a contender: always the same ones; ours lies on top."""
+    color, marker = COLORS.get(name, _SPARE[at % len(_SPARE)]), MARKERS.get(name, "o")
+    return {"color": color, "marker": marker, "label": name, "zorder": 3 if name.startswith("lastgood") else 2}
 
 
 def steps_axis(axes: Axes, intervals: Sequence[int], label: str = "save every ... steps") -> None:

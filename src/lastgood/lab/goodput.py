@@ -1,4 +1,4 @@
-"""Goodput against the interval when a spot trace is replayed, from costs that another bench measured, or from given ones.
+"""Goodput against the interval when a spot trace is replayed, from costs that were measured or are given.
 
 All computing is in replay.py; here traces and journals are read, and tables and figures made.
 """
@@ -96,9 +96,7 @@ def measured(path: Path, model: str) -> list[Costs]:
         for name in ("plain_step_seconds", "slowdown", "save_seconds", "load_seconds", "restart_seconds"):
             if name in values:
                 lists.setdefault(name, []).append(values[name])
-    medians = {
-        at: {name: statistics.median(values) for name, values in lists.items()} for at, lists in found.items()
-    }
+    medians = {at: {name: statistics.median(values) for name, values in lists.items()} for at, lists in found.items()}
     plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])
     return [
         Costs(
@@ -148,9 +146,9 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         notes=[
             "event by event: each failure at its time in the trace; back to the newest step that was durable by then, "
             "then restart and loading; failures of one moment are one",
-            "published formula (PCcheck, ASPLOS'25, and its artifact): every failure costs its average: l + f t / 2 where "
-            "the loop stops, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 for PCcheck "
-            "and lastgood; the restart is added here",
+            "published formula (PCcheck, ASPLOS'25, and its artifact): every failure costs its average: l + f t / 2 "
+            "where the loop stops, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 "
+            "for PCcheck and lastgood; the restart is added here",
             *(f"{path.stem}: {told(path, read(path))}" for path in options.traces),
         ],
         figures={

@@ -91,7 +91,9 @@ def _throughput(options: Options, model: str, journal: Journal, say: Say) -> lis
                     step = 0
                     for at, key in enumerate(keys):
                         if known[at] is None:
-                            found = _segment(workload, policy, key["interval"], options.least_steps, step, place, before)
+                            found = _segment(
+                                workload, policy, key["interval"], options.least_steps, step, place, before
+                            )
                             step = found.pop("last_step")
                             known[at] = journal.put(found, kind="throughput", **key)
                             slow = 100 * found["slowdown"]
@@ -228,14 +230,19 @@ def _recovery(options: Options, model: str, journal: Journal, say: Say, measured
                 if known is None:
                     with working_place(options) as place:
                         spec = recovery.Spec(
-                            model, options.scale, options.work, options.device, name, interval, str(place), options.settings
+                            model,
+                            options.scale,
+                            options.work,
+                            options.device,
+                            name,
+                            interval,
+                            str(place),
+                            options.settings,
                         )
                         save = _median(measured, model, name, interval, "save_seconds")
                         step = _median(measured, model, name, interval, "plain_step_seconds")
                         found = recovery.killed_and_restarted(spec, number, save / step)
-                    limit = bound_seconds(
-                        name, interval, step, save, found["load_seconds"], options.settings.in_flight
-                    )
+                    limit = bound_seconds(name, interval, step, save, found["load_seconds"], options.settings.in_flight)
                     known = journal.put({**found, "bound_seconds": limit}, kind="recovery", **key)
                     took = f"{known['recovery_seconds']:.2f} s (at most {limit:.2f})"
                     say(f"[{done}/{total}] {model}, {name}, every {interval}: recovered in {took}")
@@ -271,8 +278,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     notes.append("memory: anonymous and shared pages beyond the training loop's, the peer's included; no page cache")
     if options.kills:
         notes.append(
-            "recovery: loading and the steps done again until the step of the kill; starting Python, torch and the network "
-            "is not in it (told as restart). The bound takes the medians of t and Tw measured here"
+            "recovery: loading and the steps done again until the step of the kill; starting Python, torch and the "
+            "network is not in it (told as restart). The bound takes the medians of t and Tw measured here"
         )
     settings = options.settings
     return Report(
@@ -295,7 +302,13 @@ def _tables(rows: Sequence[Row], options: Options, model: str) -> list[Table]:
     plain = spread([row["plain_step_seconds"] for row in of_model])
     names = ["no saves", *options.policies]
     slow = [
-        [name, *(percent([row["slowdown"] for row in select(rows, model=model, policy=name, interval=one)]) for one in options.intervals)]
+        [
+            name,
+            *(
+                percent([row["slowdown"] for row in select(rows, model=model, policy=name, interval=one)])
+                for one in options.intervals
+            ),
+        ]
         for name in names
     ]
     head = ["policy", *(f"every {one}" for one in options.intervals)]

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Journal:
-    """`path`: a file of JSON lines, made when it is missing. `common` is part of every key: the machine, the version."""
+    """`path`: a file of JSON lines, made when it is missing. `common` is part of every key: the machine."""
 
     def __init__(self, path: Path, common: Mapping[str, Any] | None = None) -> None:
         self._path, self._common = path, dict(common or {})

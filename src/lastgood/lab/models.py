@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -103,7 +103,9 @@ class Bottleneck(nn.Module):
         super().__init__()
         wide = 4 * width
         self.way = nn.Sequential(
-            *_convolution(channels, width, 1, 1), *_convolution(width, width, 3, stride), *_convolution(width, wide, 1, 1)
+            *_convolution(channels, width, 1, 1),
+            *_convolution(width, width, 3, stride),
+            *_convolution(width, wide, 1, 1),
         )[:-1]
         around = stride != 1 or channels != wide
         self.around = nn.Sequential(*_convolution(channels, wide, 1, stride)[:-1]) if around else nn.Identity()
@@ -140,10 +142,10 @@ def _narrow(width: int, scale: float, unit: int) -> int:
     return max(unit, round(width * math.sqrt(scale) / unit) * unit)
 
 
-def _words(vocabulary: int, rows: int, length: int) -> Callable[[float, float], Batch]:
+def _words(vocabulary: int, rows: int, length: int, most: int) -> Callable[[float, float], Batch]:
     def made(scale: float, work: float) -> Batch:
         known = max(256, int(vocabulary * math.sqrt(scale)))
-        shape = (rows, max(8, int(length * work)))
+        shape = (rows, min(most, max(8, int(length * work))))
         return torch.randint(known, shape), torch.randint(known, shape)
 
     return made
@@ -165,26 +167,57 @@ class Model(NamedTuple):
 
 
 MODELS: dict[str, Model] = {
-    "gpt2-124m": Model(lambda s: Transformer(Shape(50257, 1024, True, False), s), _words(50257, 4, 256)),
-    "opt-125m": Model(lambda s: Transformer(Shape(50272, 2050, True, False), s), _words(50272, 4, 256)),
-    "bert-base": Model(lambda s: Transformer(Shape(30522, 512, False, True), s), _words(30522, 4, 256)),
+    "gpt2-124m": Model(lambda s: Transformer(Shape(50257, 1024, True, False), s), _words(50257, 4, 256, 1024)),
+    "opt-125m": Model(lambda s: Transformer(Shape(50272, 2050, True, False), s), _words(50272, 4, 256, 1024)),
+    "bert-base": Model(lambda s: Transformer(Shape(30522, 512, False, True), s), _words(30522, 4, 256, 512)),
     "vgg16": Model(Vgg16, _images(4, 224)),
     "resnet50": Model(ResNet50, _images(8, 224)),
 }
 
 
+class Trained(Protocol):
+    """What can be saved, and changes."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def step(self, fence: Callable[[], None]) -> None: ...
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+class Plain:
+    """So many bytes in fp32 tensors of 64 MiB and a rest; a step changes all of them."""
+
+    def __init__(self, total_bytes: int, device: str = "cpu") -> None:
+        whole, rest = divmod(total_bytes // 4, 16 << 20)
+        lengths = [16 << 20] * whole + [rest] * (rest > 0)
+        self.module: nn.Module = nn.ParameterDict(
+            {f"part{at}": nn.Parameter(torch.randn(length, device=device)) for at, length in enumerate(lengths)}
+        )
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.module.parameters(), lr=1.0)
+
+    def step(self, fence: Callable[[], None]) -> None:
+        fence()
+        with torch.no_grad():
+            for one in self.module.parameters():
+                one.mul_(1.001)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {f"model.{name}": one for name, one in self.module.state_dict().items()}
+
+
 class Workload:
     """A network, its AdamW and one batch: a training loop without its data.
 
-    `work` is the share of the full batch's tokens or pixels: smaller makes steps shorter and saves, against them, longer.
+    `work` is the share of the usual batch's tokens or pixels: less makes steps shorter.
     """
 
     def __init__(self, name: str, scale: float, work: float, device: str = "cpu") -> None:
         torch.manual_seed(1)
         with torch.device(device):
-            self.module = MODELS[name].build(scale)
+            self.module: nn.Module = MODELS[name].build(scale)
             self._batch = MODELS[name].batch(scale, work)
-        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-5)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-5)
         self.device = torch.device(device)
         self.step(lambda: None)  # the optimizer's state comes into being here
 

@@ -23,6 +23,7 @@ does the wait for a free slot. On the GPU the arena is pinned and copied into on
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import shutil
@@ -81,7 +82,7 @@ class Policy(ABC):
     def save(self, step: int) -> None:
         """Called after the update of `step`; returns when the loop may go on."""
 
-    def fence(self) -> None:
+    def fence(self) -> None:  # noqa: B027 - some wait for nothing
         """Called before the next update; returns when the state may change."""
 
     @abstractmethod
@@ -465,7 +466,9 @@ class DcpAsync(Policy):
         answer = dcp.async_save(
             dict(self._workload.tensors()), storage_writer=writer, async_stager=self._stager, no_dist=True
         )
-        staged, done = (answer, answer) if isinstance(answer, Future) else (answer.staging_completion, answer.upload_completion)
+        staged, done = (
+            (answer, answer) if isinstance(answer, Future) else (answer.staging_completion, answer.upload_completion)
+        )
         self._staged = staged if staged is not done else None
         self._done = done
         done.add_done_callback(lambda _: self.saved.append(SaveTime(step, time.perf_counter() - begun)))
@@ -559,6 +562,11 @@ class Slots(Ours):
 
     def __init__(self, workload: Workload, place: Path, settings: Settings, peer: Path | None) -> None:
         super().__init__(workload, place, settings, peer, "slots")
+
+
+def here(name: str) -> bool:
+    """Whether this version has what a policy needs."""
+    return name != "lastgood-slots" or importlib.util.find_spec("lastgood.tiers.slots") is not None
 
 
 def accepted(face: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

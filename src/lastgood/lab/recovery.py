@@ -84,7 +84,7 @@ def _peer(spec: Spec) -> subprocess.Popen[bytes]:
 
 
 def _life(spec: Spec) -> subprocess.Popen[bytes]:
-    program = [sys.executable, "-m", "lastgood.lab.recovery", json.dumps(spec)]
+    program = [sys.executable, "-m", "lastgood.lab.recovery", json.dumps(spec._asdict())]
     return subprocess.Popen(program, stdout=subprocess.PIPE, env={**os.environ, "PYTHONWARNINGS": "ignore"})
 
 
@@ -123,4 +123,4 @@ def _tell(word: str, step: int, seconds: float) -> None:
 
 if __name__ == "__main__":
     given = json.loads(sys.argv[1])
-    live(Spec(*given[:-1], Settings(*given[-1])))
+    live(Spec(**{**given, "settings": Settings(*given["settings"])}))

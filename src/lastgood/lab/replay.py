@@ -37,8 +37,8 @@ class Trace(NamedTuple):
 def parse(text: str) -> Trace:
     """Read either kind of trace. Raises ValueError for anything else.
 
-    `,Time,GPUs`: samples of how many were alive; the tear-down at its end is cut off. `time_ms,add|remove,node`: events;
-    the first moment's additions are the start.
+    `,Time,GPUs`: samples of how many were alive; the tear-down at its end is cut off. `time_ms,add|remove,node`:
+    events; the first moment's additions are the start.
     """
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if rows and rows[0][1:] == ["Time", "GPUs"]:
@@ -49,7 +49,7 @@ def parse(text: str) -> Trace:
 
 
 def without_teardown(samples: Sequence[tuple[float, int]]) -> Trace:
-    """A trace of samples without the fall to zero at its end (also the rows of the fall that come before the zeroes)."""
+    """A trace of samples without the fall to zero at its end, and without the rows on the way down to it."""
     end = len(samples)
     while end and samples[end - 1][1] == 0:
         end -= 1
@@ -121,9 +121,9 @@ class Outcome(NamedTuple):
 def replay(failures: Iterable[float], seconds: float, costs: Costs) -> Outcome:
     """Event by event: what is done `seconds` after the start when training dies at each of `failures`.
 
-    A save of step n begins when n is completed and is durable `save_seconds` later, unless training died before. After a
-    failure the newest durable step is restored, `restart_seconds + load_seconds` later; one that comes in a restart
-    restarts the restart.
+    A save of step n begins when n is completed and is durable `save_seconds` later, unless training died before.
+    After a failure the newest durable step is restored, `restart_seconds + load_seconds` later; one that comes in a
+    restart restarts the restart.
     """
     base, begun, redone, count = 0, 0.0, 0, 0
     for failed in sorted(one for one in failures if 0 < one < seconds):
@@ -161,8 +161,8 @@ def _durable(seconds: float, costs: Costs, done: int) -> int:
 def published(failures: int, seconds: float, costs: Costs) -> float:
     """The share of the ideal throughput by the published formula: the average redo for every failure, the rest useful.
 
-    Average redo: f t for CheckFreq and Gemini, f t / 2 for those that stop, f t / 2 + t min(Tw / t, N f) / 2 for PCcheck
-    and ours; loading, and here restarting, in each.
+    Average redo: f t for CheckFreq and Gemini, f t / 2 for those that stop, f t / 2 + t min(Tw / t, N f) / 2 for
+    PCcheck and ours; loading, and here restarting, in each.
     """
     redo = costs.load_seconds + costs.restart_seconds + _average_redo(costs)
     useful = max(0.0, seconds - failures * redo)

@@ -65,11 +65,13 @@ class Report:
         record = {"bench": self.name, "date": today, "machine": machine(), "command": command, "rows": list(self.rows)}
         data.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
         files = [text, data]
-        for name, draw in self.figures.items():
-            figure = draw()
-            for kind in ("png", "svg"):
-                files.append(out / f"{stem}-{name}.{kind}")
-                figure.savefig(files[-1], dpi=150, metadata={"Date": None} if kind == "svg" else None)
+        if self.figures:
+            from .figures import save
+
+            for name, draw in self.figures.items():
+                drawn = [out / f"{stem}-{name}.{kind}" for kind in ("png", "svg")]
+                save(draw, *drawn)
+                files += drawn
         return files
 
 
