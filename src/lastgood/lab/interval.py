@@ -14,8 +14,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,15 +123,18 @@ def _segment(
 
     filling = 0 if alone < interval * statistics.median(before) else policy.in_flight + 1
     for _ in range(filling):
-        step = _period(workload, policy, interval, step, [], [], [])
+        step = _period(workload, policy, interval, step, [], [], [], lambda: None)
     steps: list[float] = []
     waits: list[float] = []
     fences: list[float] = []
     already, memory, stored = len(policy.saved), 0, 0
+
+    def weigh() -> None:
+        nonlocal memory, stored
+        memory, stored = max(memory, resident_bytes(policy.processes())), max(stored, stored_bytes(place))
+
     for _ in range(max(1, math.ceil(least / interval))):
-        step = _period(workload, policy, interval, step, steps, waits, fences)
-        memory = max(memory, resident_bytes(policy.processes()))
-        stored = max(stored, stored_bytes(place))
+        step = _period(workload, policy, interval, step, steps, waits, fences, weigh)
     policy.wait()
     saves = [one.seconds for one in policy.saved[already:]]
     after = [_plain_step(workload) for _ in range(PLAIN_STEPS)]
@@ -161,8 +164,9 @@ def _period(
     steps: list[float],
     waits: list[float],
     fences: list[float],
+    weigh: Callable[[], None],
 ) -> int:
-    """A save and the steps until the next one; what each took is added to the lists."""
+    """A save and the steps until the next one; what each took is added to the lists, `weigh` runs off the clock."""
 
     def fence() -> None:
         at = time.perf_counter()
@@ -175,9 +179,9 @@ def _period(
     waits.append(time.perf_counter() - begun)
     for _ in range(interval):
         workload.step(fence)
-        now = time.perf_counter()
-        steps.append(now - begun)
-        begun = now
+        steps.append(time.perf_counter() - begun)
+        weigh()
+        begun = time.perf_counter()
     return step
 
 
@@ -210,9 +214,12 @@ def resident_bytes(others: Sequence[int] = ()) -> int:
 
 def stored_bytes(place: Path) -> int:
     """What lies below a directory takes on the disk."""
-    return sum(
-        512 * os.lstat(os.path.join(folder, name)).st_blocks for folder, _, files in os.walk(place) for name in files
-    )
+    total = 0
+    for folder, _, files in os.walk(place):
+        for name in files:
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+    return total
 
 
 # ---- recovery --------------------------------------------------------------------------------------------------

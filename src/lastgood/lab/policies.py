@@ -24,7 +24,6 @@ does the wait for a free slot. On the GPU the arena is pinned and copied into on
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import os
 import shutil
 import threading
@@ -508,17 +507,16 @@ class Ours(Policy):
         super().__init__()
         state = {"model": workload.module, "optimizer": workload.optimizer}
         self.in_flight = settings.in_flight
-        self.waited: list[float] = []
-        options: dict[str, Any] = {"in_flight": settings.in_flight, "writers": settings.writers}
-        if settings.memory_bytes:
-            options["memory"] = settings.memory_bytes
         self.checkpointer = lastgood.Checkpointer(
             f"slots://{place.resolve()}/run" if tier == "slots" else str(place / "run"),
             state,
             cadence=lastgood.Every(steps=1),
             retention=lastgood.Keep(last=1),
             on_error="raise",
-            **accepted(lastgood.Checkpointer, options),
+            in_flight=settings.in_flight,
+            writers=settings.writers,
+            chunk=settings.chunk_bytes,
+            memory=settings.memory_bytes or None,
         )
         self._under_way: list[lastgood.Save] = []
         self._ready = False
@@ -530,6 +528,9 @@ class Ours(Policy):
         save = self.checkpointer.step(step)
         assert save is not None
         self._under_way.append(save)
+
+    def fence(self) -> None:
+        self.checkpointer.fence()  # the optimizer's hook would do it; here the wait is seen, as the others' is
 
     def wait(self) -> None:
         self.checkpointer.wait()
@@ -567,11 +568,6 @@ class Slots(Ours):
 def here(name: str) -> bool:
     """Whether this version has what a policy needs."""
     return name != "lastgood-slots" or importlib.util.find_spec("lastgood.tiers.slots") is not None
-
-
-def accepted(face: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that this version of the face takes."""
-    return {name: one for name, one in options.items() if name in inspect.signature(face).parameters}
 
 
 POLICIES: dict[str, Callable[[Workload, Path, Settings, Path | None], Policy]] = {

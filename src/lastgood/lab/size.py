@@ -17,7 +17,6 @@ from .durable import CONTENDERS, OURS, RAW, Bench, Save
 from .interval import working_place
 from .journal import Journal
 from .models import Plain
-from .policies import accepted
 from .report import Report, Say, Table, hardware, size, spread
 
 if TYPE_CHECKING:
@@ -94,8 +93,6 @@ def _by_knob(options: Options, journal: Journal, say: Say) -> list[Row]:
     trained: Plain | None = None
     for number in range(options.rounds):
         for knob, values in options.knobs().items():
-            if not accepted(lastgood.Checkpointer, {knob: 0}):
-                continue
             for value in values:
                 key = {"kind": "knob", "mib": options.knob_mib, "knob": knob, "value": value, "round": number}
                 known = journal.get(**key)
@@ -118,8 +115,7 @@ def _burst(trained: Plain, place: Path, options: Mapping[str, Any], count: int) 
         ckpt.wait()
         begun, saves, waits = time.perf_counter(), [], []
         for step in range(2, 2 + count):
-            ckpt.fence() if hasattr(ckpt, "fence") else None
-            trained.step(lambda: None)
+            trained.step(ckpt.fence)
             at = time.perf_counter()
             saves.append(ckpt.save(step))
             waits.append(time.perf_counter() - at)
