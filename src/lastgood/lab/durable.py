@@ -209,7 +209,7 @@ def _dcp(threads: int) -> Callable[[Bench, contextlib.ExitStack], Save]:
 
     def made(bench: Bench, stack: contextlib.ExitStack) -> Save:
         def write(path: Path) -> None:
-            writer = dcp.FileSystemWriter(str(path), thread_count=threads, single_file_per_rank=False)
+            writer = dcp.FileSystemWriter(str(path), thread_count=threads)
             dcp.save(bench.plain(), storage_writer=writer, no_dist=True)
 
         return _folder_save(bench, write)
@@ -226,7 +226,7 @@ def _dcp_async(kind: AsyncCheckpointerType) -> Callable[[Bench, contextlib.ExitS
             stack.callback(dist.destroy_process_group)
 
         def write(path: Path) -> Future[Any]:
-            writer = dcp.FileSystemWriter(str(path), thread_count=4, single_file_per_rank=False)
+            writer = dcp.FileSystemWriter(str(path), thread_count=4)
             answer = dcp.async_save(
                 bench.plain(), storage_writer=writer, async_checkpointer_type=kind, no_dist=not process
             )
@@ -443,7 +443,7 @@ def _ratios(rows: Sequence[Row], theirs: str, mine: str) -> list[float]:
 
 
 def _draw(rows: Sequence[Row], names: Sequence[str], total: int) -> Figure:
-    from .figures import panels
+    from .figures import legend_below, panels
 
     figure, (one,) = panels(1, wide=6.5, high=0.32 * len(names) + 1.0)
     places = range(len(names))
@@ -460,5 +460,5 @@ def _draw(rows: Sequence[Row], names: Sequence[str], total: int) -> Figure:
     one.invert_yaxis()
     one.grid(axis="y", visible=False)
     one.set_xlabel(f"seconds for {size(total)} (line: least to most)")
-    one.legend(loc="lower right")
+    legend_below(figure, one)
     return figure

@@ -72,7 +72,8 @@ def steps_axis(axes: Axes, intervals: Sequence[int], label: str = "save every ..
     axes.set_xlabel(label)
 
 
-def legend_below(figure: Figure, axes: Axes, columns: int = 5) -> None:
-    """One legend for all panels, under them."""
+def legend_below(figure: Figure, axes: Axes) -> None:
+    """One legend for all panels, under them, as wide as the figure has room."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)), frameon=False)
+    room = int(figure.get_figwidth() // (0.5 + 0.07 * max(map(len, labels))))
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(room, len(labels))), frameon=False)

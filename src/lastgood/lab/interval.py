@@ -362,7 +362,7 @@ def _recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
 def _draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
     from .figures import legend_below, look, panels, steps_axis
 
-    figure, axes = panels(len(options.models))
+    figure, axes = panels(len(options.models), wide=5.0 if len(options.models) == 1 else 3.6)
     for model, one in zip(options.models, axes, strict=True):
         for at, name in enumerate(options.policies):
             groups = [
@@ -372,7 +372,7 @@ def _draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
             one.plot(options.intervals, [statistics.median(group) for group in groups], **look(name, at))
         noise = [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy="no saves")]
         one.axhspan(min(noise), max(noise), color="#eeeeee", zorder=0)
-        one.axhline(1, color="#999999", linestyle="--", linewidth=1, label="no saves (grey: its spread)")
+        one.axhline(1, color="#999999", linestyle="--", linewidth=1, label="no saves (grey: spread)")
         steps_axis(one, options.intervals)
         one.set_ylim(bottom=0)
         one.set_title(model)
@@ -386,6 +386,9 @@ def _draw_recovery(rows: Sequence[Row], options: Options, model: str) -> Figure:
 
     figure, axes = panels(len(options.policies), columns=4, wide=2.8, high=2.5)
     step = statistics.median(row["plain_step_seconds"] for row in select(rows, model=model))
+    every = select(rows, "recovery", model=model)
+    least = min(row["recovery_seconds"] for row in every)
+    most = max(max(row["bound_seconds"], row["recovery_seconds"]) for row in every)
     for at, (name, one) in enumerate(zip(options.policies, axes, strict=True)):
         found = select(rows, "recovery", model=model, policy=name)
         by_interval = [[row for row in found if row["interval"] == interval] for interval in options.intervals]
@@ -398,6 +401,7 @@ def _draw_recovery(rows: Sequence[Row], options: Options, model: str) -> Figure:
         one.plot(options.intervals, ideal, color="#999999", linestyle="--", label="ideal on average: l + f t / 2")
         steps_axis(one, options.intervals)
         one.set_yscale("log")
+        one.set_ylim(least / 1.5, most * 1.5)
         one.set_title(name)
         one.set_ylabel("recovery, s")
     legend_below(figure, axes[0])

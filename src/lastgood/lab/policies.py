@@ -461,7 +461,7 @@ class DcpAsync(Policy):
     def save(self, step: int) -> None:
         self.wait()
         begun = time.perf_counter()
-        writer = dcp.FileSystemWriter(str(self._place / f"{step:012d}"), thread_count=4, single_file_per_rank=False)
+        writer = dcp.FileSystemWriter(str(self._place / f"{step:012d}"), thread_count=4)
         answer = dcp.async_save(
             dict(self._workload.tensors()), storage_writer=writer, async_stager=self._stager, no_dist=True
         )

@@ -17,7 +17,7 @@ from .durable import CONTENDERS, OURS, RAW, Bench, Save
 from .interval import working_place
 from .journal import Journal
 from .models import Plain
-from .report import Report, Say, Table, hardware, size, spread
+from .report import Report, Say, Table, hardware, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -166,7 +166,7 @@ def _seconds(rows: Sequence[Row], mib: int, name: str) -> list[float]:
 
 
 def _value(knob: str, value: int) -> str:
-    return size(value) if knob in ("chunk", "memory") else str(value)
+    return f"{value / MIB:g} MiB" if knob in ("chunk", "memory") else str(value)
 
 
 def _draw_sizes(rows: Sequence[Row], names: Sequence[str]) -> Figure:
@@ -187,7 +187,7 @@ def _draw_sizes(rows: Sequence[Row], names: Sequence[str]) -> Figure:
     one.set_xticks(sizes, [f"{mib:,}" for mib in sizes])
     one.set_xlabel("state, MiB")
     one.set_ylabel("seconds until durable")
-    legend_below(figure, one, columns=2)
+    legend_below(figure, one)
     return figure
 
 
