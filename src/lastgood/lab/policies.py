@@ -31,6 +31,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ import lastgood
 from ..engine.arena import Arena, Lease
 from ..format import layout
 from ..rawio.files import round_up
+from ..train.staging import Pin
 from ..train.tensors import as_bytes, dtype_name
 from .models import Workload
 from .stores import MappedFile, Peer, SlotFile, Store
@@ -76,6 +78,8 @@ class Policy(ABC):
     def __init__(self) -> None:
         self.saved: list[SaveTime] = []
         """saves that became the newest durable state, in that order"""
+        self._held = ExitStack()
+        """what is let go of in the end"""
 
     @abstractmethod
     def save(self, step: int) -> None:
@@ -94,6 +98,7 @@ class Policy(ABC):
 
     def close(self) -> None:
         self.wait()
+        self._held.close()
 
     def processes(self) -> list[int]:
         """Further processes whose memory counts."""
@@ -161,11 +166,11 @@ class Snapshot:
                 self._tensors[place][start : start + length].copy_(source[at : at + length])
 
 
-def _arena(workload: Workload, arena_bytes: int, chunk_bytes: int) -> Arena:
+def _arena(workload: Workload, arena_bytes: int, chunk_bytes: int, held: ExitStack) -> Arena:
+    """Memory that a device copies to by itself, while `held` is open."""
     arena = Arena(arena_bytes, chunk_bytes)
     if workload.device.type == "cuda":
-        whole = torch.frombuffer(arena.whole(), dtype=torch.uint8)
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
+        held.callback(Pin(arena).release)
     return arena
 
 
@@ -214,7 +219,7 @@ class Traditional(Policy):
     def __init__(self, workload: Workload, place: Path, settings: Settings, _: Path | None) -> None:
         super().__init__()
         self._snapshot = Snapshot(workload, settings.chunk_bytes)
-        self._arena = _arena(workload, (2 * settings.writers) * settings.chunk_bytes, settings.chunk_bytes)
+        self._arena = _arena(workload, 2 * settings.writers * settings.chunk_bytes, settings.chunk_bytes, self._held)
         self._writers = ThreadPoolExecutor(settings.writers)
         self._store: Store = SlotFile(place / "slots", 2, self._snapshot.slot_bytes)
         self._number = 0
@@ -238,10 +243,11 @@ class Traditional(Policy):
     def load(self) -> int:
         step = _load(self._store, self._snapshot, self._arena, self._writers)
         newest = self._store.newest()
-        self._number = newest.slot + 1 if newest else 0
+        self._number = newest.number if newest else 0
         return step
 
     def close(self) -> None:
+        super().close()
         self._writers.shutdown()
         self._store.close()
 
@@ -277,13 +283,15 @@ class Gpm(Policy):
 
     def load(self) -> int:
         workload, arena_bytes = self._reading
-        arena = _arena(workload, arena_bytes, self._snapshot.chunk_bytes)
-        step = _load(self._store, self._snapshot, arena, self._writers)
+        with ExitStack() as held:
+            arena = _arena(workload, arena_bytes, self._snapshot.chunk_bytes, held)
+            step = _load(self._store, self._snapshot, arena, self._writers)
         newest = self._store.newest()
-        self._number = newest.slot + 1 if newest else 0
+        self._number = newest.number if newest else 0
         return step
 
     def close(self) -> None:
+        super().close()
         self._writers.shutdown()
         self._store.close()
 
@@ -310,7 +318,8 @@ class Overlapped(Policy):
         super().__init__()
         self.in_flight, self._pipelined = in_flight, pipelined
         self._snapshot, self._store = snapshot, store
-        self._arena = _arena(workload, max(arena_bytes, 2 * snapshot.chunk_bytes), snapshot.chunk_bytes)
+        arena_bytes = max(arena_bytes, 2 * snapshot.chunk_bytes)
+        self._arena = _arena(workload, arena_bytes, snapshot.chunk_bytes, self._held)
         self._keepers = ThreadPoolExecutor(in_flight)
         self._writers = ThreadPoolExecutor(settings.writers * in_flight)  # p writers for each save
         self._changed = threading.Condition()
@@ -345,12 +354,12 @@ class Overlapped(Policy):
         step = _load(self._store, self._snapshot, self._arena, self._writers)
         newest = self._store.newest()
         if newest is not None:
-            self._free.remove(newest.slot)
-            self._number, self._newest = self._number + 1, (self._number + 1, newest.slot)
+            self._free = [slot for slot in range(self.in_flight + 1) if slot != newest.slot]
+            self._number, self._newest = newest.number, (newest.number, newest.slot)
         return step
 
     def close(self) -> None:
-        self.wait()
+        super().close()
         self._keepers.shutdown()
         self._writers.shutdown()
         self._store.close()
@@ -493,7 +502,7 @@ class DcpAsync(Policy):
         return int(finished[-1])
 
     def close(self) -> None:
-        self.wait()
+        super().close()
         self._stager.close()
 
     def _finished(self) -> list[str]:

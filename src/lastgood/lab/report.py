@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import statistics
@@ -137,7 +138,7 @@ def percent(values: Sequence[float]) -> str:
 def quantile(values: Sequence[float], share: float) -> float:
     """The value that `share` of them do not exceed (nearest rank)."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, round(share * len(ordered) + 0.5) - 1))]
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
 
 
 def size(count: float) -> str:

@@ -28,8 +28,9 @@ _FRAME = struct.Struct("<cQQQQ")  # verb, slot, offset, length, step
 
 
 class Newest(NamedTuple):
-    """The newest complete state."""
+    """The newest complete state: the number of its pointer, where it lies, its step."""
 
+    number: int
     slot: int
     step: int
 
@@ -79,8 +80,8 @@ class SlotFile:
             os.preadv(self._fd, [self._page], record * BLOCK_BYTES)
             number, slot, step, crc = _POINTER.unpack_from(self._page)
             if number and crc == zlib.crc32(self._page[: _POINTER.size - 4]):
-                found.append((number, Newest(slot, step)))
-        return max(found)[1] if found else None
+                found.append(Newest(number, slot, step))
+        return max(found) if found else None
 
     def read(self, slot: int, view: memoryview, offset: int) -> None:
         done = 0
@@ -142,7 +143,7 @@ class Peer:
             self.process = start_peer(path, slot_bytes)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(str(path))
-        self._one_at_a_time = threading.Lock()
+        self._path, self._one_at_a_time = path, threading.Lock()
 
     def write(self, slot: int, view: memoryview, offset: int) -> None:
         with self._one_at_a_time:
@@ -165,7 +166,7 @@ class Peer:
             self._socket.sendall(_FRAME.pack(b"n", 0, 0, 0, 0))
             _receive(self._socket, memoryview(answer))
         _, slot, number, _, step = _FRAME.unpack(answer)
-        return Newest(slot, step) if number else None
+        return Newest(number, slot, step) if number else None
 
     def read(self, slot: int, view: memoryview, offset: int) -> None:
         with self._one_at_a_time:
@@ -176,6 +177,7 @@ class Peer:
         self._socket.close()
         if self.process is not None:
             end_peer(self.process)
+            self._path.unlink()
 
 
 def start_peer(path: Path, slot_bytes: int) -> subprocess.Popen[bytes]:
