@@ -320,6 +320,11 @@ def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path:
     code, text, told = bench("goodput", "--out", out, "--trace", trace, "--model", "resnet50")
     assert code == 0, told
     assert "spot: drops only, 1 failures in 240 s" in text and "spot: drops and rises, 2 failures" in text
+    lines = (out / "interval.journal.jsonl").read_text()
+    (out / "both.jsonl").write_text(lines + lines.replace('"scale": 0.002', '"scale": 0.5'))
+    both = ("goodput", "--out", out, "--trace", trace, "--model", "resnet50", "--journal", out / "both.jsonl")
+    assert bench(*both)[0] == 3
+    assert bench(*both, "--scale", 0.5)[0] == 0
     assert "sum(|change| // 4) from 0, with the tear-down: 4" in text and "| ideal |" in text
 
 

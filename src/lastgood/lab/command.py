@@ -69,7 +69,9 @@ def interval(
     work: Work = 1.0,
     rounds: Rounds = 5,
     least_steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement, at least.")] = 10,
-    kills: Annotated[int, typer.Option(min=0, help="Kills for each policy and interval; 0: no recovery.")] = 3,
+    kills: Annotated[
+        int, typer.Option(min=0, help="Kills for each policy and interval (of the first model); 0: no recovery.")
+    ] = 3,
     in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (PCcheck's N, and ours).")] = 2,
     writers: Writers = 2,
     chunk_mib: Annotated[int, typer.Option(min=1, help="Chunk of the policies' copies.")] = 8,
@@ -108,6 +110,8 @@ def goodput(
         typer.Option(metavar="FILE", help="Of `bench interval` (default: the one in --out)."),
     ] = None,
     model: Annotated[str, typer.Option(help="Whose measurements in the journal.")] = "gpt2-124m",
+    scale: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
+    work: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
     policy: Annotated[str, typer.Option(help="Name of given costs; decides the published formula.")] = "lastgood",
     intervals: Annotated[str, typer.Option(help="Steps between saves, for given costs.")] = "1,10,25,50,100",
     step_seconds: Annotated[float, typer.Option(min=0, help="t; with it costs are given, not read.")] = 0.0,
@@ -137,7 +141,7 @@ def goodput(
         if step_seconds
     ]
     source = journal or (None if given else out / "interval.journal.jsonl")
-    return _measured(bench, bench.Options(out, trace, source, model, given), out)
+    return _measured(bench, bench.Options(out, trace, source, model, given, scale, work), out)
 
 
 @app.command()

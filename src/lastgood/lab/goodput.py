@@ -25,18 +25,23 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """`journal`: of the interval bench; or `given`, one policy's costs for each interval."""
+    """`journal`: of the interval bench; or `given`, one policy's costs for each interval.
+
+    `scale` and `work` say which of the journal's measurements of the model are meant, where there are several.
+    """
 
     out: Path
     traces: Sequence[Path]
     journal: Path | None = None
     model: str = "gpt2-124m"
     given: Sequence[Costs] = ()
+    scale: float | None = None
+    work: float | None = None
 
 
 def run(options: Options, say: Say) -> list[Row]:
     """One row for each trace, way of counting failures, policy and interval. Raises Refused without costs."""
-    costs = [*options.given, *(measured(options.journal, options.model) if options.journal else ())]
+    costs = [*options.given, *(measured(options) if options.journal else ())]
     if not costs:
         raise Refused("no costs to replay with", todo="Run `lastgood bench interval` first, or give --step-seconds.")
     costs += [ideal(one) for one in {one.interval: one for one in costs}.values()]
@@ -83,19 +88,30 @@ def told(path: Path, trace: Trace) -> str:
     return text
 
 
-def measured(path: Path, model: str) -> list[Costs]:
-    """The costs that a journal of the interval bench holds, medians over its rounds and kills."""
+def measured(options: Options) -> list[Costs]:
+    """The costs that a journal of the interval bench holds, medians over its rounds and kills.
+
+    Raises Refused where they were measured in more than one way.
+    """
+    assert options.journal is not None
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     flights: dict[str, int] = {}
-    for entry in journals.entries(path):
+    ways = set()
+    for entry in journals.entries(options.journal):
         key, values = entry["key"], entry["found"]
-        if key.get("model") != model or key["policy"] == "no saves":
+        wanted = options.scale in (None, key["scale"]) and options.work in (None, key["work"])
+        if key["model"] != options.model or key["policy"] == "no saves" or not wanted:
             continue
+        ways.add(f"{key['hardware']}, scale {key['scale']}, work {key['work']}, {key['device']}, {key['settings']}")
         lists = found.setdefault((key["policy"], key["interval"]), {})
         flights[key["policy"]] = key["settings"][0]
         for name in ("plain_step_seconds", "slowdown", "save_seconds", "load_seconds", "restart_seconds"):
             if name in values:
                 lists.setdefault(name, []).append(values[name])
+    if len(ways) > 1:
+        listed = "\n".join(sorted(ways))
+        what = f"the journal holds {options.model} in more than one way:\n{listed}"
+        raise Refused(what, todo="\nChoose with --scale and --work.")
     medians = {at: {name: statistics.median(values) for name, values in lists.items()} for at, lists in found.items()}
     plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])
     return [
@@ -149,6 +165,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             "published formula (PCcheck, ASPLOS'25, and its artifact): every failure costs its average: l + f t / 2 "
             "where the loop stops, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 "
             "for PCcheck and lastgood; the restart is added here",
+            "Gemini's saves count as durable: the peer that holds them is taken to survive",
             *(f"{path.stem}: {told(path, read(path))}" for path in options.traces),
         ],
         figures={

@@ -36,7 +36,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `scale` shrinks the networks, `work` their batches; `least_steps` are timed at least."""
+    """What to measure. `scale` shrinks the networks, `work` their batches; `least_steps` are timed at least.
+
+    `kills` of the first model, for each policy and interval.
+    """
 
     out: Path
     place: Path | None = None
@@ -63,8 +66,8 @@ def run(options: Options, say: Say) -> list[Row]:
     rows: list[Row] = []
     for model in options.models:
         rows += _throughput(options, model, journal, say)
-        if options.kills:
-            rows += _recovery(options, model, journal, say, rows)
+    if options.kills:
+        rows += _recovery(options, options.models[0], journal, say, rows)
     return rows
 
 
@@ -275,8 +278,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         tables += _tables(rows, options, model)
     figures["throughput"] = lambda: _draw_throughput(rows, options)
     if options.kills:
-        for model in options.models:
-            tables.append(_recovery_table(rows, options, model))
+        tables.append(_recovery_table(rows, options, options.models[0]))
         figures["recovery"] = lambda: _draw_recovery(rows, options, options.models[0])
     notes.append(
         "slowdown: seconds of a step with saves / without, minus 1, both from one process and one minute; "
