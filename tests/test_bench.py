@@ -17,13 +17,13 @@ from lastgood.errors import Refused
 from lastgood.lab import goodput
 from lastgood.lab.journal import Journal, entries
 from lastgood.lab.models import MODELS, Workload
-from lastgood.lab.policies import POLICIES, Settings, bound_seconds, here
+from lastgood.lab.policies import POLICIES, Settings, bound_seconds
 from lastgood.lab.replay import Costs, Trace, artifact_count, ideal, parse, published, replay, without_teardown
 from lastgood.lab.report import Report, Table, command_line, percent, quantile, spread
 from lastgood.lab.stores import SlotFile
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says it at every save
 TINY = {"scale": 0.002, "work": 0.03}
-AVAILABLE = [name for name in POLICIES if here(name)]
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _same(workload: Workload, state: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "resnet50"])
-@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_brings_back_the_state_after_the_step_that_it_saved(name: str, model: str, tmp_path: Path) -> None:
     """The copy runs beside training: what it saves must be the state at the call, batch-norm buffers included."""
     settings = Settings(chunk_bytes=64 << 10, in_flight=3)
@@ -234,7 +234,7 @@ def test_every_policy_brings_back_the_state_after_the_step_that_it_saved(name: s
     assert _same(workload, states[8])
 
 
-@pytest.mark.parametrize("name", [name for name in AVAILABLE if not name.startswith("lastgood")])
+@pytest.mark.parametrize("name", [name for name in POLICIES if not name.startswith("lastgood")])
 def test_a_later_life_goes_on_where_the_earlier_one_ended(name: str, tmp_path: Path) -> None:
     """A life once numbered its pointer records from 1 again, so that the third loaded what the first had saved."""
     workload, last = Workload("resnet50", **TINY), 0
@@ -266,7 +266,7 @@ def test_a_torn_pointer_record_of_the_slots_leaves_the_older_one(tmp_path: Path)
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize("name", AVAILABLE)
+@pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_saves_what_is_on_the_device(name: str, tmp_path: Path) -> None:
     workload = Workload("resnet50", 0.05, 0.1, "cuda")
     policy = POLICIES[name](workload, tmp_path, Settings(), None)

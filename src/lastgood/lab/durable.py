@@ -319,7 +319,7 @@ CONTENDERS: dict[str, Contender] = {
     RAW: Contender(_raw),
     "raw direct overwrite": Contender(_raw_overwrite),
     OURS: Contender(_ours("{}")),
-    "lastgood, slots": Contender(_ours("slots://{}"), "lastgood.tiers.slots"),
+    "lastgood, slots": Contender(_ours("slots://{}")),
     "torch.save": Contender(_torch_save),
     "DCP, 1 thread": Contender(_dcp(1)),
     "DCP, 4 threads": Contender(_dcp(4)),

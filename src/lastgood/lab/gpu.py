@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import durable, interval
-from .policies import POLICIES, Settings, here
+from .policies import POLICIES, Settings
 from .report import Report, Say, Table, percent, quantile, size, spread
 
 Row = Mapping[str, Any]
@@ -23,16 +23,14 @@ class Options:
     place: Path | None = None
 
     def durable(self) -> durable.Options:
-        names = [
-            name for name, one in durable.CONTENDERS.items() if one.here() and one.needs in ("", "lastgood.tiers.slots")
-        ]
+        names = [name for name, one in durable.CONTENDERS.items() if not one.needs]
         return durable.Options(self.out, self.place, names, rounds=3, device="cuda")
 
     def interval(self) -> interval.Options:
         return interval.Options(
             self.out,
             self.place,
-            policies=tuple(name for name in POLICIES if here(name)),
+            policies=tuple(POLICIES),
             intervals=(10, 50),
             work=4.0,
             rounds=3,

@@ -23,7 +23,6 @@ does the wait for a free slot. On the GPU the arena is pinned and copied into on
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import threading
@@ -572,11 +571,6 @@ class Slots(Ours):
 
     def __init__(self, workload: Workload, place: Path, settings: Settings, peer: Path | None) -> None:
         super().__init__(workload, place, settings, peer, "slots")
-
-
-def here(name: str) -> bool:
-    """Whether this version has what a policy needs."""
-    return name != "lastgood-slots" or importlib.util.find_spec("lastgood.tiers.slots") is not None
 
 
 POLICIES: dict[str, Callable[[Workload, Path, Settings, Path | None], Policy]] = {
