@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CHUNK_BYTES = 8 << 20
-RAW, OURS = "raw direct write", "lastgood"
+RAW, OVERWRITE, OURS, SLOTS = "raw direct write", "raw direct overwrite", "lastgood", "lastgood, slots"
 Row = Mapping[str, Any]
 
 
@@ -317,9 +317,9 @@ def _orbax(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 CONTENDERS: dict[str, Contender] = {
     RAW: Contender(_raw),
-    "raw direct overwrite": Contender(_raw_overwrite),
+    OVERWRITE: Contender(_raw_overwrite),
     OURS: Contender(_ours("{}")),
-    "lastgood, slots": Contender(_ours("slots://{}")),
+    SLOTS: Contender(_ours("slots://{}")),
     "torch.save": Contender(_torch_save),
     "DCP, 1 thread": Contender(_dcp(1)),
     "DCP, 4 threads": Contender(_dcp(4)),
@@ -405,11 +405,12 @@ def report(rows: Sequence[Row], options: Options) -> Report:
                 spread(_ratios(rows, RAW, name), ".2f"),
             ]
         )
-    notes = [
-        "speeds beside another's are ratios of one round's times, (least-most) over the rounds",
-        "torchsnapshot does not copy tensors of 128 MiB and more: its file may hold what training wrote meanwhile",
-    ]
-    peers = [name for name in names if not name.startswith((RAW, "raw", OURS))]
+    notes = ["speeds beside another's are ratios of one round's times, (least-most) over the rounds"]
+    if "torchsnapshot" in names:
+        notes.append("torchsnapshot does not copy tensors of 128 MiB and more: training may write into its file")
+    if {OVERWRITE, SLOTS} <= set(names):
+        notes.insert(0, f"{SLOTS} / {OVERWRITE}, round by round: {spread(_ratios(rows, OVERWRITE, SLOTS), '.2f')}")
+    peers = [name for name in names if name not in (RAW, OVERWRITE, OURS, SLOTS)]
     if peers and OURS in names:
         best = min(peers, key=lambda name: statistics.median(row["durable"] for row in _of(rows, name)))
         notes.insert(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import lastgood
 
-from .durable import CONTENDERS, OURS, RAW, Bench, Save
+from .durable import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
 from .interval import working_place
 from .journal import Journal
 from .models import Plain
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MIB = 1 << 20
-NAMES = (RAW, OURS, "lastgood, slots", "torch.save")
+NAMES = (RAW, OURS, SLOTS, "torch.save")
 Row = Mapping[str, Any]
 
 
