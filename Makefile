@@ -1,10 +1,12 @@
 # make demo: the main job on real images, killed and damaged on purpose.   make test: lint, types, contracts, tests.
-# make prove: the long campaigns (hours on 2 cores). make bench: the figures. Reports land in prove/ and benchmarks/.
+# make prove: the long campaigns (hours on 2 cores). Reports land in prove/.
+# make bench: the figures, hours on 2 cores (docs/bench.md); it resumes where it stopped. TRACES=FILE... replays those.
+# make gpu: on a CUDA machine, tests and a short bench, under eight minutes. Both land in benchmarks/results/.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test prove bench clean
+.PHONY: demo test prove bench gpu clean
 
 demo: .venv/.ready
 	$(BIN)/python demo/run.py
@@ -22,8 +24,18 @@ prove: .venv/.ready
 	$(BIN)/python prove/syscalls.py
 	$(BIN)/python prove/kills.py
 
+RESULTS := benchmarks/results
+
 bench: .venv/.ready
-	$(BIN)/python benchmarks/durable.py
+	$(BIN)/lastgood bench durable --out $(RESULTS)
+	$(BIN)/lastgood bench size --out $(RESULTS)
+	$(BIN)/lastgood bench interval --out $(RESULTS) --models all --scale 0.25 --work 0.1
+	$(if $(TRACES),$(BIN)/lastgood bench goodput --out $(RESULTS) $(addprefix --trace ,$(TRACES)))
+
+gpu: .venv/.ready
+	@$(BIN)/python -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch.cuda.is_available() is false here; nothing was run')"
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/lastgood bench gpu --out $(RESULTS)
 
 # torch first and alone: the version that the constraints pin must be there before anything asks for a newer one.
 .venv/.ready: pyproject.toml constraints.txt

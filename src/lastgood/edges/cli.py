@@ -6,6 +6,8 @@ torch is imported for `.pt` files only. Exit codes: docs/cli.md.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import io
 import json
 import os
@@ -35,6 +37,8 @@ from . import show as views
 from .terminal import Watched, clean, console, progress
 
 USAGE, DIFFERS, INTERRUPTED, BROKEN_PIPE = 2, 7, 130, 141
+GUESTS = "lastgood.commands"
+"""entry points whose objects are typer.Typer: `lastgood NAME ...`"""
 KINDS = (".safetensors", ".pt", ".pth")
 
 # typer carries its own copy of click, or uses click's, depending on its version; this is the class in either.
@@ -95,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(args: list[str]) -> Answer | int:
     try:
-        answer: Answer | int | None = app(args=args, prog_name="lastgood", standalone_mode=False)
+        answer: Answer | int | None = _face_with_guests()(args=args, prog_name="lastgood", standalone_mode=False)
         return answer or 0
     except UsageError as error:
         if "--json" not in args:
@@ -109,6 +113,14 @@ def _answer(args: list[str]) -> Answer | int:
         for part in (error.safe, error.todo):
             lines.append("\n" + clean(part.strip(), "\n") if part else "")
         return Answer(told, lines, error.exit_code, True)
+
+
+@functools.cache
+def _face_with_guests() -> typer.Typer:
+    """The command line, and the commands that rooms above and other packages bring: entry points of GUESTS."""
+    for guest in importlib.metadata.entry_points(group=GUESTS):
+        app.add_typer(guest.load(), name=guest.name)
+    return app
 
 
 def find(survey: Survey, wanted: str) -> GenerationId:

@@ -1,0 +1,1 @@
+"""Experiments: the bench. This room may import every other; none imports it."""

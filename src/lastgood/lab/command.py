@@ -1,0 +1,217 @@
+"""`lastgood bench NAME`: arguments of each benchmark, and what it says. Light to import: torch comes with a run.
+
+Registered through the entry points "lastgood.commands", so that the command line knows nothing of this room.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.text import Text
+
+from ..edges.cli import Answer
+from ..errors import Refused
+
+app = typer.Typer(
+    help="Measure: side by side with others, on this machine. Long runs show progress and resume where they stopped.",
+    no_args_is_help=True,
+)
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Where journal, tables and figures go.", show_default=False)]
+Place = Annotated[
+    Path | None,
+    typer.Option("--place", metavar="DIR", help="Where to save, on the disk to measure (default: --out)."),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Each measures everything once, in turns.")]
+Scale = Annotated[float, typer.Option(min=0.001, max=1, help="Share of the networks' parameters.")]
+Work = Annotated[float, typer.Option(min=0.001, max=4, help="Share of the usual batch: shorter or longer steps.")]
+Writers = Annotated[int, typer.Option(min=1, help="Writer threads (of each save).")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+class Benchmark(Protocol):
+    """What a page of this room that is a benchmark has: measure, and make a report of what was measured."""
+
+    def run(self, options: Any, say: Any) -> Sequence[Any]: ...
+    def report(self, rows: Any, options: Any) -> Any: ...
+
+
+@app.command()
+def durable(
+    out: Out,
+    place: Place = None,
+    only: Annotated[list[str], typer.Option(help="A contender; may be given several times.")] = [],  # noqa: B006
+    scale: Scale = 1.0,
+    rounds: Rounds = 5,
+    writers: Writers = 3,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> Answer:
+    """Durable write of one large state, and the caller's wait, beside raw direct I/O, torch.save, DCP and more."""
+    from . import durable as bench
+
+    _require_known(only, bench.CONTENDERS, "--only")
+    return _measured(bench, bench.Options(out, place, only, scale, rounds, writers, device), out)
+
+
+@app.command()
+def interval(
+    out: Out,
+    place: Place = None,
+    models: Annotated[str, typer.Option(help="Comma-separated; `all` for all five.")] = "gpt2-124m",
+    policies: Annotated[str, typer.Option(help="Comma-separated; `all` for all.")] = "all",
+    intervals: Annotated[str, typer.Option(help="Steps between saves.")] = "1,10,25,50,100",
+    scale: Scale = 1.0,
+    work: Work = 1.0,
+    rounds: Rounds = 5,
+    least_steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement, at least.")] = 10,
+    kills: Annotated[
+        int, typer.Option(min=0, help="Kills for each policy and interval (of the first model); 0: no recovery.")
+    ] = 3,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (PCcheck's N, and ours).")] = 2,
+    writers: Writers = 2,
+    chunk_mib: Annotated[int, typer.Option(min=1, help="Chunk of the policies' copies.")] = 8,
+    memory_mib: Annotated[int, typer.Option(min=0, help="Bound of the arena; 0: the state's size.")] = 0,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> Answer:
+    """Training throughput and recovery time against the interval, policy by policy."""
+    from . import interval as bench
+    from .models import MODELS
+    from .policies import POLICIES, Settings
+
+    options = bench.Options(
+        out,
+        place,
+        _chosen(models, list(MODELS), "--models"),
+        _chosen(policies, list(POLICIES), "--policies"),
+        tuple(_whole(one, "--intervals") for one in intervals.split(",")),
+        scale,
+        work,
+        rounds,
+        least_steps,
+        kills,
+        device,
+        Settings(in_flight, writers, chunk_mib << 20, memory_mib << 20),
+    )
+    return _measured(bench, options, out)
+
+
+@app.command()
+def goodput(
+    out: Out,
+    trace: Annotated[list[Path], typer.Option(metavar="FILE", help="A spot trace; may be given several times.")],
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of `bench interval` (default: the one in --out)."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose measurements in the journal.")] = "gpt2-124m",
+    scale: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
+    work: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
+    policy: Annotated[str, typer.Option(help="Name of given costs; decides the published formula.")] = "lastgood",
+    intervals: Annotated[str, typer.Option(help="Steps between saves, for given costs.")] = "1,10,25,50,100",
+    step_seconds: Annotated[float, typer.Option(min=0, help="t; with it costs are given, not read.")] = 0.0,
+    stall_seconds: Annotated[float, typer.Option(min=0, help="What a save adds to the loop.")] = 0.0,
+    save_seconds: Annotated[float, typer.Option(min=0, help="Tw: until a save is durable.")] = 0.0,
+    load_seconds: Annotated[float, typer.Option(min=0, help="l.")] = 0.0,
+    restart_seconds: Annotated[float, typer.Option(min=0, help="From a failure until loading begins.")] = 0.0,
+    in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    as_json: Json = False,
+) -> Answer:
+    """Goodput against the interval when a spot trace is replayed, and by the published formula."""
+    from . import goodput as bench
+    from .replay import Costs
+
+    given = [
+        Costs(
+            policy,
+            _whole(one, "--intervals"),
+            step_seconds,
+            stall_seconds,
+            save_seconds,
+            load_seconds,
+            restart_seconds,
+            in_flight,
+        )
+        for one in intervals.split(",")
+        if step_seconds
+    ]
+    source = journal or (None if given else out / "interval.journal.jsonl")
+    return _measured(bench, bench.Options(out, trace, source, model, given, scale, work), out)
+
+
+@app.command()
+def size(
+    out: Out,
+    place: Place = None,
+    sizes_mib: Annotated[str, typer.Option(help="Sizes of the state, MiB.")] = "1,4,16,64,256,1024,4096",
+    knob_mib: Annotated[int, typer.Option(min=0, help="Size whose knobs are turned, MiB; 0: none.")] = 512,
+    burst: Annotated[int, typer.Option(min=1, help="Saves in a row when knobs are turned.")] = 6,
+    rounds: Rounds = 5,
+    writers: Writers = 3,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> Answer:
+    """Time of a save against the size of the state, and against each knob."""
+    from . import size as bench
+
+    sizes = tuple(_whole(one, "--sizes-mib") for one in sizes_mib.split(","))
+    return _measured(bench, bench.Options(out, place, sizes, knob_mib, burst, rounds, writers, device), out)
+
+
+@app.command()
+def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
+    """What eight minutes on a machine with a GPU can tell: durable write and interval on CUDA, a short table last."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refused(
+            "torch.cuda.is_available() is false here", safe="Nothing was measured.", todo="Run it on a CUDA machine."
+        )
+    from . import gpu as bench
+
+    return _measured(bench, bench.Options(out, place), out)
+
+
+def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
+    """Run a benchmark, write its report, and say it."""
+    from .report import command_line, today
+
+    out.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP says it at every save
+        found = bench.report(bench.run(options, _say), options)
+    command = command_line()
+    files = found.write(out, command, today())
+    text = found.markdown(command, today())
+    told = "\n".join(f"wrote {path}" for path in files)
+    return Answer(
+        {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}, Text(f"{text}\n{told}")
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    names = tuple(known) if text == "all" else tuple(text.split(","))
+    _require_known(names, known, option)
+    return names
+
+
+def _require_known(names: Sequence[str], known: Any, option: str) -> None:
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}.")
+
+
+def _whole(text: str, option: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"{option}: {text!r} is no whole number >= 1.")
+    return int(text)

@@ -1,0 +1,154 @@
+"""What a bench leaves behind: JSON, a markdown table and figures, with hardware, date and command in them.
+
+The files of one report share a stem, `interval-2026-11-21-2core`; nothing in them names a path of the machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Say = Callable[[str], None]
+"""hears of progress, a line at a time"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a head; `title` stands above."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        lines = [f"## {self.title}", ""] if self.title else []
+        lines += [_row(self.head), "|" + "---|" * len(self.head), *map(_row, self.rows)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """One bench's outcome. `figures`: name -> how to draw it; `rows`: the measurements, as JSON."""
+
+    name: str
+    title: str
+    about: str
+    tables: Sequence[Table]
+    rows: Sequence[Mapping[str, Any]]
+    notes: Sequence[str] = ()
+    figures: Mapping[str, Callable[[], Figure]] = field(default_factory=dict)
+
+    def markdown(self, command: str, today: str) -> str:
+        parts = [f"# {self.title}", f"{today}, {machine()}; `{command}`. {self.about}"]
+        parts += [table.markdown() for table in self.tables]
+        if self.notes:
+            parts.append("\n".join(f"- {note}" for note in self.notes))
+        return "\n\n".join(parts) + "\n"
+
+    def write(self, out: Path, command: str, today: str) -> list[Path]:
+        """Write all of it into `out`; returns the files."""
+        out.mkdir(parents=True, exist_ok=True)
+        stem = f"{self.name}-{today}-{hardware()}"
+        text, data = out / f"{stem}.md", out / f"{stem}.json"
+        text.write_text(self.markdown(command, today))
+        record = {"bench": self.name, "date": today, "machine": machine(), "command": command, "rows": list(self.rows)}
+        data.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+        files = [text, data]
+        if self.figures:
+            from .figures import save
+
+            for name, draw in self.figures.items():
+                drawn = [out / f"{stem}-{name}.{kind}" for kind in ("png", "svg")]
+                save(draw, *drawn)
+                files += drawn
+        return files
+
+
+# ---- this machine ----------------------------------------------------------------------------------------------
+
+
+def hardware() -> str:
+    """Short enough for a file name: `2core`, `16core-h100`."""
+    accelerator = _accelerator()
+    words = accelerator.lower().replace("nvidia", "").split()
+    return "-".join([f"{os.cpu_count()}core", *(["".join(words[:1])] if words else [])])
+
+
+def machine() -> str:
+    """One line for people."""
+    import torch
+
+    cores = f"{os.cpu_count()} cores {platform.machine()}"
+    kernel = f"{platform.system()} {platform.release().split('-')[0]}"
+    return ", ".join(part for part in (cores, _accelerator(), kernel, f"torch {torch.__version__}") if part)
+
+
+def _accelerator() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+
+
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
+def command_line(argv: Sequence[str] | None = None) -> str:
+    """The command as it was given, of every path only the last part."""
+    told = [_last_part(word) for word in (sys.argv if argv is None else argv)]
+    return " ".join(["lastgood", *told[1:]])
+
+
+def _last_part(word: str) -> str:
+    option, equals, value = word.rpartition("=")
+    return option + equals + (os.path.basename(value.rstrip("/")) if os.sep in value else value)
+
+
+# ---- numbers as text -------------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float], form: str = ".3f") -> str:
+    """Median (least-most); the median alone where there is one value."""
+    if not values:
+        return "-"
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}}-{max(values):{form}})"
+
+
+def percent(values: Sequence[float]) -> str:
+    """Shares as per cent: median (least to most)."""
+    if not values:
+        return "-"
+    middle = f"{100 * statistics.median(values):.1f} %"
+    return middle if len(values) == 1 else f"{middle} ({100 * min(values):.1f} to {100 * max(values):.1f})"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value that `share` of them do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+
+
+def size(count: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
