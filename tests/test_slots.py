@@ -48,6 +48,7 @@ from lastgood.tiers import table as tables
 from lastgood.tiers.slots import Slots
 from lastgood.tiers.table import Table
 from lastgood.tiers.tablefile import AREA_BYTES
+from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)
 BLOB, MANIFEST = layout.blob_name(0), layout.manifest_name(0)
@@ -890,6 +891,20 @@ def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_sam
 def test_what_is_for_directories_is_refused_for_slots(tmp_path):
     with pytest.raises(Refused, match="write_mode"), places.for_writing(f"slots://{tmp_path}", "unsafe"):
         pass
+    with pytest.raises(Refused, match="persist"), places.for_writing(tmp_path, "atomic_dirsync", persist="mmap"):
+        pass
     with pytest.raises(NotARun, match="absolute"):
         places.for_reading("slots://runs/here")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["--short", "--buffered", "--threads=2"])
+def test_lives_on_slots_leave_what_they_promised(tmp_path, how):
+    run, ledger = tmp_path / "run", Ledger(tier="slots")
+    for seed in (1, 2, 3):
+        lines: list[str] = []
+        code = live([str(run), "--tier=slots", f"--seed={seed}", how], lines.append)
+        ledger.hear(lines)
+        ledger.judge(str(run))
+        assert (code, ledger.problems, litter(str(run))) == (0, [], [])
+    assert len(ledger.verified) == 9
