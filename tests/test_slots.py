@@ -8,12 +8,14 @@ import os
 import shutil
 import struct
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from crash_disk import ROOT, HostileDisk
 from harness import Inline, State, load, save
 from lastgood.edges.cli import main
 from lastgood.engine.arena import Arena
@@ -34,6 +36,7 @@ from lastgood.format import layout
 from lastgood.format.commit import survey
 from lastgood.plan.retention import Keep
 from lastgood.ports import OpenMode
+from lastgood.rawio import files as rawio
 from lastgood.rawio import mapped
 from lastgood.rawio.files import PosixFiles, takes_direct
 from lastgood.rawio.mapped import MappedFiles
@@ -45,6 +48,7 @@ from lastgood.tiers import table as tables
 from lastgood.tiers.slots import Slots
 from lastgood.tiers.table import Table
 from lastgood.tiers.tablefile import AREA_BYTES
+from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)
 BLOB, MANIFEST = layout.blob_name(0), layout.manifest_name(0)
@@ -194,9 +198,13 @@ def test_manifests_longer_than_a_slot_has_room_for_make_all_slots_longer_at_the_
 
 
 def test_slots_are_filled_with_zeros_before_they_are_used(tmp_path):
-    trainer = Trainer(tmp_path)
+    """A block that is only reserved reads as zero too; what is written to it first takes a journal transaction."""
+    trainer = Trainer(tmp_path, files := Seen())
     trainer.save(1)
     used = trainer.slot_of(1)
+    done = [one for one in files.calls if one[1].isdecimal() or one[1] == "slots"]
+    filled = done[: done.index(("sync_dir", "slots"), 2)]
+    assert filled[-6:] == [(call, f"{slot:02d}") for slot in (0, 1, 2) for call in ("write", "sync")]
     for slot in {0, 1, 2} - {used}:
         path = tmp_path / f"slots/{slot:02d}"
         assert path.stat().st_blocks * 512 >= path.stat().st_size > 30_000, "it has its blocks"
@@ -323,6 +331,41 @@ def test_a_commit_that_nobody_knows_of_keeps_its_slot_until_a_later_record_is_du
     assert restored(tmp_path) == (5, [])
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_slot_that_a_record_of_unknown_outcome_names_is_not_taken_by_whoever_gave_it_up(tmp_path, number):
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+    home = "gen/000000000009-0000000a"
+    upload = trainer.tier.create(f"{home}/x", 10)
+    slot = trainer.tier._drafts["000000000009-0000000a"].slot
+    files.rule = failing("write", "table", number)
+    with pytest.raises((CommitUnknown, NoSpace)):
+        trainer.tier.put_new(f"{home}/COMMIT.json", b"x")
+    files.rule = lambda *_: None
+    upload.abort()
+    files.calls.clear()
+    trainer.save(3)
+    assert files.calls.index(("rename", "table")) < files.calls.index(("write", f"{slot:02d}"))
+    assert restored(tmp_path) == (3, [])
+
+
+def test_a_table_that_had_no_space_for_a_while_costs_no_slot(tmp_path):
+    """The save was refused, and what it had begun could not be cleared either: its slot was taken for ever."""
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+
+    def rule(call: str, name: str) -> None:
+        if name.startswith("table"):
+            raise OSError(errno.ENOSPC, "full")
+
+    files.rule = rule
+    with pytest.raises(NoSpace):
+        trainer.save(3)
+    files.rule = lambda *_: None
+    trainer.steps(4, 5)
+    assert restored(tmp_path) == (5, [])
+
+
 def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
     trainer = Trainer(tmp_path, files := Seen())
     trainer.steps(1)
@@ -421,6 +464,54 @@ def test_while_none_is_verified_the_newest_two_commits_stay(tmp_path):
     assert slots_named(trainer.tier).keys() == {2, 3}
     flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
     assert restored(tmp_path) == (2, [3])
+
+
+def test_what_is_marked_as_damaged_is_no_spare(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.save(1)
+    trainer.save(2)
+    trainer.run.conclude(trainer.run.lineage()[0], [Finding(kind="SumMismatch", what="a bit")])
+    trainer.save(3)
+    assert slots_named(trainer.tier).keys() == {1, 3}
+
+
+def test_a_pointer_goes_with_what_it_names(tmp_path):
+    tier = places.slots(PosixFiles(), str(tmp_path))
+    home = "gen/000000000009-0000000a"
+    tier.put_new(f"{home}/COMMIT.json", b"x")
+    tier.point("LASTGOOD.json", b"pointer", home)
+    assert dict(tier.list("")) == {"gen": None, "LASTGOOD.json": 7}
+    tier.delete(f"{home}/COMMIT.json")
+    assert dict(tier.list("")) == {} == dict(places.slots(PosixFiles(), str(tmp_path)).list(""))
+
+
+def test_the_table_is_read_as_the_medium_has_it(tmp_path):
+    """Through the cache a record looks whole that the disk never got, or has lost."""
+    disk = HostileDisk()
+    run = RunWriter(places.slots(disk, ROOT), Inline())
+    for step in (1, 2):
+        save(run, step, state(step))
+    sequences = [tables.whole(_area(disk, at)).sequence for at in (0, AREA_BYTES)]
+    disk.rot(f"{ROOT}/slots/table", (AREA_BYTES if sequences[1] > sequences[0] else 0) + 60)
+    found, _ = load(places.slots(disk, ROOT), workers=Inline())
+    assert found.generation.step == 1
+
+
+def _area(disk: HostileDisk, at: int) -> bytes:
+    data = bytes(disk._find(f"{ROOT}/slots/table").data)[at : at + AREA_BYTES]
+    return data[: 48 + tables.body_bytes(data, AREA_BYTES)]
+
+
+def test_a_file_that_is_overwritten_is_flushed_without_the_journal(tmp_path, monkeypatch):
+    (tmp_path / "x").write_bytes(bytes(4096))
+    flushed: list[str] = []
+    monkeypatch.setattr(rawio.os, "fdatasync", lambda fd: flushed.append("content"))
+    monkeypatch.setattr(rawio.os, "fsync", lambda fd: flushed.append("all"))
+    for name, mode in (("x", "write"), ("y", "new")):
+        file = PosixFiles().open(str(tmp_path / name), mode)
+        file.sync()
+        file.close()
+    assert flushed == (["content", "all"] if rawio._FULLFSYNC is None else [])
 
 
 def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
@@ -666,6 +757,32 @@ def test_an_msync_that_failed_is_final_for_its_file(tmp_path, monkeypatch):
     file.close()
 
 
+def test_stores_past_the_caches_are_fenced_by_the_thread_that_made_them(tmp_path):
+    """A fence orders the stores of its own core: one at the end, by another thread, would not hold them."""
+    done: list[tuple[str, int]] = []
+
+    class Library:
+        def copy(self, target: int, source: int, length: int) -> None:
+            ctypes.memmove(target, source, length)
+            done.append(("copy", threading.get_ident()))
+
+        def drain(self) -> None:
+            done.append(("drain", threading.get_ident()))
+
+    (tmp_path / "x").write_bytes(bytes(8192))
+    file = mapped.MappedFile(PosixFiles().open(str(tmp_path / "x"), "write"), Library(), False)
+    writers = [
+        threading.Thread(target=file.write_at, args=[memoryview(bytearray(b"x" * 4096)), at]) for at in (0, 4096)
+    ]
+    for writer in writers:
+        writer.start()
+        writer.join()
+    file.close()
+    assert [call for call, _ in done] == ["copy", "drain"] * 2
+    assert done[0][1] == done[1][1] and done[2][1] == done[3][1]
+    assert (tmp_path / "x").read_bytes() == b"x" * 8192
+
+
 def test_persistent_memory_without_libpmem_is_refused_with_what_to_install(tmp_path, monkeypatch):
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
@@ -774,6 +891,20 @@ def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_sam
 def test_what_is_for_directories_is_refused_for_slots(tmp_path):
     with pytest.raises(Refused, match="write_mode"), places.for_writing(f"slots://{tmp_path}", "unsafe"):
         pass
+    with pytest.raises(Refused, match="persist"), places.for_writing(tmp_path, "atomic_dirsync", persist="mmap"):
+        pass
     with pytest.raises(NotARun, match="absolute"):
         places.for_reading("slots://runs/here")
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["--short", "--buffered", "--threads=2"])
+def test_lives_on_slots_leave_what_they_promised(tmp_path, how):
+    run, ledger = tmp_path / "run", Ledger(tier="slots")
+    for seed in (1, 2, 3):
+        lines: list[str] = []
+        code = live([str(run), "--tier=slots", f"--seed={seed}", how], lines.append)
+        ledger.hear(lines)
+        ledger.judge(str(run))
+        assert (code, ledger.problems, litter(str(run))) == (0, [], [])
+    assert len(ledger.verified) == 9

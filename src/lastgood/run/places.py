@@ -62,6 +62,8 @@ def for_writing(
     root, in_slots = _parsed(path)
     if mode != "atomic_dirsync" and in_slots:
         raise Refused(f"write_mode={mode!r} is for directories; slots are always synced", safe="Nothing was touched.")
+    if persist != "direct" and not in_slots:
+        raise Refused(f"persist={persist!r} is for slots", todo=f"Open the run as {SLOTS}{root}")
     names = _look(root, in_slots)
     if names is not None:
         foreign = sorted(name for name in names - _OURS if not name.endswith(".tmp") and not name.startswith(".probe-"))

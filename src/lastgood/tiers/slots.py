@@ -52,7 +52,7 @@ class _Draft:
     dirty: bool = True
     """something in it may not be durable"""
     doubtful: bool = False
-    """its commit was tried, and nobody knows"""
+    """its commit failed, or nobody knows"""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """held while a record is written into the slot"""
 
@@ -298,7 +298,7 @@ class Slots:
         one = Kept(folder, slot, dict(extents), {self._commit: data})
         try:
             self._record((*self._spare(self._tables.newest.kept), one))  # <- it exists after this line
-        except CommitUnknown:
+        except (CommitUnknown, OSError):
             if draft:
                 draft.doubtful = True
             raise
@@ -326,7 +326,7 @@ class Slots:
         """A free slot of at least so many bytes, for a new folder."""
         free = self._free()
         if not free:
-            # A slot whose commit is not known waits for nobody: once the commit surely is not, the slot is free.
+            # A slot whose commit failed waits for nobody: once that commit surely is not, the slot is free.
             if len(self._tables.possible) > 1:
                 self._settle(self._tables.newest.kept)
             for one in [name for name, draft in self._drafts.items() if draft.doubtful]:

@@ -47,14 +47,13 @@ class TableFile:
         found = self._newest_record()
         return decode(found, self._path) if found else None
 
-    def own(self) -> bool:
-        """Make durable what is found, before anything may rest on it. Returns whether there was a file."""
+    def own(self) -> None:
+        """Make durable what is found, before anything may rest on it."""
         found = self._newest_record()
         if found:
             self._sequence, self.newest = found.sequence, decode(found, self._path)
         self.possible = [self.newest]
         self.write(self.newest)
-        return found is not None
 
     def write(self, table: Table) -> None:
         """Make `table` the newest durable one. Raises OSError where it surely is not, CommitUnknown where it may be."""
