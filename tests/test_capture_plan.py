@@ -147,6 +147,11 @@ def swap_groups(state):
     groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
 
 
+def move_to_next_group(state):
+    groups = state["optimizer"].param_groups
+    groups[1]["params"].insert(0, groups[0]["params"].pop())
+
+
 def swap_state(state):
     moments = state["optimizer"].state
     one, two = state["model"].norm.weight, state["model"].norm.bias
@@ -229,8 +234,11 @@ SWAPS = {
     "state renamed": rename_state,
     "state that is a number": lambda s: s["optimizer"].state[s["model"].first.weight].update(step=3),
     "state of no parameter": lambda s: s["optimizer"].state.update(steps=3),
+    "tensors of no parameter": lambda s: s["optimizer"].state.update(shared={"n": torch.ones(1)}),
     "state of two swapped": swap_state,
     "groups swapped": swap_groups,
+    "parameter in another group": move_to_next_group,
+    "model under another key": lambda s: s.update(net=s.pop("model")),
     "group added": lambda s: s["optimizer"].add_param_group({"params": s["model"].body.parameters()}),
     "lr": lambda s: s["optimizer"].param_groups[1].update(lr=0.125),
     "lr as a tensor": lambda s: s["optimizer"].param_groups[1].update(lr=torch.tensor(0.125)),
@@ -324,7 +332,7 @@ def test_optimizer_state_that_comes_with_the_first_step_is_found():
 
 def test_what_cannot_be_stored_is_refused_by_name_also_by_a_plan(state, plan):
     plan.take(state)
-    state["ema"]["last.bias"] = torch.eye(2).to_sparse()
+    state["ema"]["last.bias"] = torch.ones(2).to_sparse()
     with pytest.raises(Unstorable, match=r"ema\.last%2Ebias has the layout"):
         plan.take(state)
     state["ema"]["last.bias"] = torch.ones(2, device="meta")
@@ -337,13 +345,36 @@ def test_what_cannot_be_stored_is_refused_by_name_also_by_a_plan(state, plan):
     agree(plan, state)
 
 
+def test_state_of_a_tensor_in_no_group_is_refused_also_by_a_plan(state, plan):
+    state["optimizer"].state[nn.Parameter(torch.ones(1))] = {"m": torch.ones(1)}
+    with pytest.raises(Unstorable, match="in none of its groups"):
+        plan.take(state)
+
+
 def test_two_tensors_of_one_name_are_refused_each_time():
-    net = nn.Module()
-    net.register_module("3", nn.Linear(1, 1))
-    state = {"a": {3: torch.ones(1), "3": torch.ones(1)}}
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = optim.SGD([parameter], 0.1)
+    optimizer.state[parameter] = {"m": torch.ones(1)}
+    plan = Capture()
+    agree(plan, {"o": optimizer})
+    optimizer.state["0"] = {"m": torch.ones(1)}
     for _ in range(2):
-        with pytest.raises(Unstorable, match=r"two entries that would both be named a\.3"):
-            Capture().take(state)
+        with pytest.raises(Unstorable, match=r"o\.state\.0\.m is the name of two tensors"):
+            plan.take({"o": optimizer})
+
+
+def test_keys_that_are_equal_and_named_differently_are_told_apart():
+    plan = Capture()
+    assert "d.1" in agree(plan, {"d": {1: torch.ones(1)}}).tensors
+    assert "d.True" in agree(plan, {"d": {True: torch.ones(1)}}).tensors
+
+
+def test_a_tensor_that_wants_a_gradient_is_told_from_one_that_passes_it_on():
+    """Only the former is made anew with its gradient where a restore finds nothing in its place."""
+    plan, live = Capture(), {"t": [with_grad(torch.ones(2))]}
+    assert agree(plan, live).values["t"] == [{"!tensor": ["t.0", "cpu", False, True]}]
+    live["t"][0] = live["t"][0] * 2
+    assert agree(plan, live).values["t"] == [{"!tensor": "t.0"}]
 
 
 # ---- what only an object's own code knows is never remembered ----------------------------------------------------
@@ -400,9 +431,48 @@ def test_a_module_with_code_of_its_own_is_asked_at_every_save(make, deep):
         assert str(number) in str(taken.values["m"]) or any(number in one.flatten() for one in taken.tensors.values())
 
 
-def test_a_hook_that_comes_later_is_run(state, plan):
-    state["model"].last.register_state_dict_post_hook(lambda m, d, p, _: d.update({p + "late": torch.ones(1)}))
+def late_tensor(module, destination, prefix, *_):
+    destination[prefix + "late"] = torch.ones(1)
+
+
+def late_override(module):
+    def save(destination, prefix, keep_vars):
+        nn.Module._save_to_state_dict(module, destination, prefix, keep_vars)
+        late_tensor(module, destination, prefix)
+
+    module._save_to_state_dict = save
+
+
+@pytest.mark.parametrize("late", [lambda m: m.register_state_dict_post_hook(late_tensor), late_override])
+def test_code_that_comes_to_a_module_later_is_run(state, plan, late):
+    late(state["model"].last)
     assert "model.last.late" in agree(plan, state, made_up=True).tensors
+
+
+def test_code_that_comes_to_a_class_later_is_run(state, plan, monkeypatch):
+    def save(self, destination, prefix, keep_vars):
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        late_tensor(self, destination, prefix)
+
+    monkeypatch.setattr(nn.Linear, "_save_to_state_dict", save)
+    assert "model.last.late" in agree(plan, state, made_up=True).tensors
+
+
+def test_a_parameter_that_gets_a_second_owner_may_rename_the_state_of_all():
+    """Where one module owns all that an optimizer steps, their names go without its key."""
+
+    def layer():
+        return nn.ParameterDict({"x": nn.Parameter(torch.ones(1)), "y": nn.Parameter(torch.ones(1))})
+
+    state = {"a": layer(), "c": layer()}
+    state["o"] = optim.SGD([state["a"]["x"], state["c"]["y"]], 0.1, momentum=0.9)
+    for one in state["o"].param_groups[0]["params"]:
+        one.grad = torch.ones(1)
+    state["o"].step()
+    plan = Capture()
+    assert "o.state.a.x.momentum_buffer" in agree(plan, state).tensors
+    state["c"]["x"] = state["a"]["x"]
+    assert "o.state.x.momentum_buffer" in agree(plan, state).tensors
 
 
 def test_an_optimizer_or_object_with_a_state_dict_of_its_own_is_asked_at_every_save():

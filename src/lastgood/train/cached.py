@@ -29,6 +29,8 @@ TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _NESTING_LIMIT = 20
+_BLOCK = 512
+"""tensors that are looked at again and again while the processor still has them at hand"""
 _END, _TENSOR = object(), object()  # in a signature
 
 _METHODS = (
@@ -44,7 +46,7 @@ _ORIGINAL = {name: getattr(nn.Module, name) for name in _METHODS}
 
 _dtype, _device, _layout = map(operator.attrgetter, ("dtype", "device", "layout"))
 _shape, _nested = operator.attrgetter("shape"), operator.attrgetter("is_nested")
-_wants_grad, _is_leaf = operator.attrgetter("requires_grad"), operator.attrgetter("is_leaf")
+_gradient = operator.attrgetter("requires_grad", "is_leaf")
 
 
 @dataclass
@@ -232,8 +234,8 @@ class Part:
         self._devices = [one.setdefault(device, device) for device in map(_device, kept)]
         self._shapes = [one.setdefault(shape, shape) for shape in map(_shape, kept)]
         self._told = [one.setdefault(shape, shape) for shape in map(_shape, flat.told)]
-        self._grads = _gradients(kept) if says_grad else None
-        self.untracked = says_grad and nn.Parameter not in self._types and True not in map(_wants_grad, kept)
+        self._grads = [one.setdefault(grad, grad) for grad in map(_gradient, kept)] if says_grad else None
+        self.untracked = says_grad and nn.Parameter not in self._types and not any(one.requires_grad for one in kept)
         """whether all are plain tensors that want no gradient"""
 
     def take(self, flat: Flat) -> list[torch.Tensor] | None:
@@ -241,19 +243,16 @@ class Part:
         if flat.signature != self._signature or list(map(type, flat.slots)) != self._types:
             return None
         kept = flat.slots if self._kept is None else list(compress(flat.slots, self._kept))
-        if any(map(_nested, kept)) or not set(map(_layout, kept)) <= {torch.strided}:
-            return None
-        same = (
-            list(map(_dtype, kept)) == self._dtypes
-            and list(map(_device, kept)) == self._devices
-            # No lists: 10^5 shapes at once set the collector off.
-            and all(map(operator.eq, map(_shape, kept), self._shapes))
-            and all(map(operator.eq, map(_shape, flat.told), self._told))
-            and (self._grads is None or _gradients(kept) == self._grads)
+        same = all(self._same(kept[at : at + _BLOCK], at) for at in range(0, len(kept), _BLOCK))
+        return kept if same and all(map(operator.eq, map(_shape, flat.told), self._told)) else None
+
+    def _same(self, block: list[torch.Tensor], at: int) -> bool:
+        to = slice(at, at + len(block))
+        return (
+            not any(map(_nested, block))
+            and set(map(_layout, block)) == {torch.strided}
+            and list(map(_dtype, block)) == self._dtypes[to]
+            and list(map(_device, block)) == self._devices[to]
+            and list(map(_shape, block)) == self._shapes[to]
+            and (self._grads is None or list(map(_gradient, block)) == self._grads[to])
         )
-        return kept if same else None
-
-
-def _gradients(tensors: list[torch.Tensor]) -> list[bool]:
-    wanted = list(map(_wants_grad, tensors))
-    return wanted if True not in wanted else wanted + list(map(_is_leaf, tensors))
