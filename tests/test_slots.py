@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import random
 import shutil
 import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
+import lastgood
 from crash_disk import ROOT, HostileDisk
 from harness import Inline, State, load, save
 from lastgood.edges.cli import main
@@ -546,7 +550,11 @@ def newest_area(root: Path) -> int:
     return max((at for at, one in found.items() if one), key=lambda at: found[at].sequence)
 
 
-@pytest.mark.parametrize("garbage", [b"\0" * 4096, os.urandom(4096), b"LGSLOTS\n" + b"\xff" * 100], ids=str)
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\0" * 4096, random.Random(0).randbytes(4096), b"LGSLOTS\n" + b"\xff" * 100],
+    ids=["zeros", "noise", "magic"],
+)
 def test_a_torn_pointer_record_never_loses_the_newest_commit(tmp_path, garbage):
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
@@ -908,3 +916,45 @@ def test_lives_on_slots_leave_what_they_promised(tmp_path, how):
         ledger.judge(str(run))
         assert (code, ledger.problems, litter(str(run))) == (0, [], [])
     assert len(ledger.verified) == 9
+
+
+# ---- through the face ------------------------------------------------------------------------------------------
+
+
+def training(root: Path, steps: range, **options: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(50, 50)
+    state = {"net": net, "opt": torch.optim.AdamW(net.parameters(), lr=0.1)}
+    with lastgood.Checkpointer(f"slots://{root}", state, cadence=lastgood.Every(steps=1), **options) as ckpt:
+        assert ckpt.restore().step == steps.start
+        for n in steps:
+            net(torch.randn(4, 50)).square().mean().backward()
+            state["opt"].step()
+            state["opt"].zero_grad()
+            ckpt.step(n + 1)
+    return state
+
+
+@pytest.mark.parametrize("persist", ["direct", "mmap"])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_training_in_slots_goes_on_bit_for_bit(tmp_path: Path, persist: str, in_flight: int) -> None:
+    whole = training(tmp_path / "whole", range(20), persist=persist, in_flight=in_flight)
+    training(tmp_path / "cut", range(9), persist=persist, in_flight=in_flight)
+    cut = training(tmp_path / "cut", range(9, 20), persist=persist, in_flight=in_flight)
+    assert torch.equal(whole["net"].weight, cut["net"].weight)
+    run = lastgood.open(f"slots://{tmp_path / 'cut'}")
+    assert run.generations()[-1].step == 20 and run.verify(20) == []
+    assert len(list((tmp_path / "cut" / "slots").iterdir())) == in_flight + 2 + 1, "the slots, and the table"
+
+
+def test_what_slots_cannot_keep_is_refused_with_a_word_on_where_to_put_it(tmp_path: Path) -> None:
+    for keep in (lastgood.Keep(every=10), lastgood.Keep(milestones=(1,)), lastgood.Keep(best=("loss", "min", 1))):
+        with pytest.raises(Refused, match=r"keep the newest only.*into a directory"):
+            lastgood.Checkpointer(f"slots://{tmp_path / 'run'}", {}, retention=keep)
+    assert not (tmp_path / "run").exists()
+    with lastgood.Checkpointer(f"slots://{tmp_path / 'run'}", {"n": 1}) as ckpt:
+        with pytest.raises(Refused, match="keep the newest only"):
+            ckpt.save(1, milestone=True)
+        ckpt.save(1)
+    with pytest.raises(Refused, match="slots"):
+        lastgood.Checkpointer(tmp_path / "other", {}, persist="mmap")

@@ -197,6 +197,7 @@ class Background:
         *,
         in_flight: int = 2,
         writers: int = WORKERS,
+        persist: places.Persist = "direct",
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.problems: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
@@ -209,7 +210,7 @@ class Background:
         self._work: list[Future[None]] = []
         self._looking = threading.Lock()
         with contextlib.ExitStack() as place:
-            disk = place.enter_context(places.for_writing(path, write_mode))
+            disk = place.enter_context(places.for_writing(path, write_mode, in_flight=in_flight, persist=persist))
             self.workers = Workers(WORKERS, "lastgood-read")
             self._keeper = Workers(1, "lastgood-keep")
             self._copier = ThreadPoolExecutor(1, "lastgood-copy")

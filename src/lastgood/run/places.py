@@ -101,6 +101,11 @@ def for_writing(
         lock.close()
 
 
+def in_slots(path: str | os.PathLike[str]) -> bool:
+    """Whether a path means a run that lives in slots."""
+    return os.fspath(path).startswith(SLOTS)
+
+
 def _parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
     """The directory, and whether the run in it lives in slots."""
     text = os.fspath(path)

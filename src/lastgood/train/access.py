@@ -55,7 +55,7 @@ def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], ste
         generation = run.save(
             run.admit(step),
             images,
-            staging.Snapshot(images, captured.tensors, arena).fill(),
+            staging.Snapshot(staging.in_chunks(images, arena.chunk_bytes), captured.tensors, arena).fill(),
             aliases=captured.aliases,
             values=captured.values,
         )

@@ -34,7 +34,7 @@ from ..plan.retention import KEEP, Keep, wanted
 from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
 from ..records import Event, Finding, Generation, GenerationId
-from ..run import reader
+from ..run import places, reader
 from ..run.background import Background, Save
 from ..tiers.disk import WriteMode
 from .cutting import Cutter, Staging, TornCheck
@@ -82,6 +82,7 @@ class Checkpointer:
         writers: int = reader.WORKERS,
         chunk: int = CHUNK_BYTES,
         overhead: float | None = None,
+        persist: places.Persist = "direct",
     ) -> None:
         _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
         _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
@@ -92,6 +93,15 @@ class Checkpointer:
         _require(when_full in ("wait", "skip", "raise"), f"when_full={when_full!r}", 'Give "wait", "skip" or "raise".')
         _require(1 <= in_flight <= 64 and 1 <= writers <= 64, f"in_flight={in_flight}, writers={writers}", "1 to 64.")
         _require(4096 <= chunk <= CHUNK_LIMIT_BYTES and chunk % 4096 == 0, f"chunk={chunk}", "Whole pages, to 256 MiB.")
+        slots = places.in_slots(path)
+        _require(
+            persist == "direct" or (slots and persist == "mmap"), f"persist={persist!r}", '"mmap" is for slots://.'
+        )
+        _require(
+            not slots or not (retention.every or retention.milestones or retention.best),
+            f"{retention} in slots, which keep the newest only",
+            "Put what is to be kept into a directory: a second Checkpointer with a path, and its own cadence.",
+        )
         auto = cadence == "auto"
         _require(auto or isinstance(cadence, Every), f"cadence={cadence!r}", 'Give lastgood.Every(...) or "auto".')
         _require(
@@ -113,7 +123,9 @@ class Checkpointer:
         self._process = os.getpid()
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
-        self._behind = Background(path, write_mode, retention, digest, in_flight=in_flight, writers=writers)
+        self._behind = Background(
+            path, write_mode, retention, digest, in_flight=in_flight, writers=writers, persist=persist
+        )
         self._cutter = Cutter(include, exclude, staging, torn_check, memory, chunk, digest, self._behind.wait)
 
     # ---- the loop ------------------------------------------------------------------------------------------
@@ -185,6 +197,12 @@ class Checkpointer:
         """
         n = self._advance(n)
         self._surface(stacklevel=3)
+        kept = not (milestone and self._behind.run.tier.newest_only)
+        _require(
+            kept,
+            "a milestone in slots, which keep the newest only",
+            "Save it to a directory: lastgood.save(path, ...).",
+        )
         save = self._save(n, bool(milestone), metrics, must=True)
         assert save is not None
         return save
@@ -372,6 +390,11 @@ class Checkpointer:
             self._tell("fenced", self._last.step, seconds=waited)
 
     def _tell_bound(self, total: int) -> None:
+        if self._behind.run.tier.newest_only:
+            most = _readable((self._in_flight + 2) * total)
+            what = f"({self._in_flight} in flight + 2) slots of {_readable(total)} = {most}, and a little for records"
+            print(f"lastgood: {self._behind.run.tier.place} takes {what}", file=sys.stderr)
+            return
         kept = self._keep.last + len(self._keep.milestones) + (self._keep.best[2] if self._keep.best else 0)
         more = f", and each {self._keep.every}th step" if self._keep.every else ""
         place, size, most = (

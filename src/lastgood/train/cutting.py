@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 
 from ..engine.arena import Arena, Lease
-from ..format import layout
-from ..format.layout import Image
+from ..format.layout import Image, Segment
 from ..rawio.files import round_up
 from ..records import Piece
 from . import behind, staging, torn
@@ -53,6 +52,7 @@ class _Plan:
     origins: Mapping[str, Origin] | None = None
     watch: torn.Watch | None = None
     chunk_bytes: int = 0
+    chunks: Sequence[tuple[Image, Sequence[list[Segment]]]] = ()
     samples: Sequence[Sequence[Sequence[torn.ChunkSamples]]] = ()
 
 
@@ -87,14 +87,18 @@ class Cutter:
             plan = self._plan = _Plan(captured.key, staging.lay_out(tensors))
         images = plan.images
         arena = self._writing_arena(images)
+        if plan.chunk_bytes != arena.chunk_bytes:
+            plan.chunk_bytes, plan.watch = arena.chunk_bytes, None
+            plan.chunks = staging.in_chunks(images, arena.chunk_bytes)
         if self._pin is None and any(one.is_cuda for one in tensors.values()):
             self._pin = staging.Pin(arena)
         bearers = self._overlapped(plan, state, captured)
         self.fence.hook(captured.optimizers if bearers is not None else [])
-        watch = self._watched(plan, bearers, arena) if bearers is not None else None
+        watch = self._watched(plan, bearers) if bearers is not None else None
         at_once = tensors.keys() - bearers.keys() if bearers is not None else ()
         if bearers is not None:  # what is moved meanwhile must not be freed under the copy
-            tensors = {**tensors, **{name: tensors[name].detach() for name in bearers}}
+            moments = (name for name in bearers if captured.origins[name] is Origin.OPTIMIZER)
+            tensors = {**tensors, **{name: tensors[name].detach() for name in moments}}
         digests = self._digests(tensors, bearers) if bearers is not None and self._torn_check == "full" else {}
 
         def approve(pieces: Sequence[Piece]) -> None:
@@ -103,7 +107,7 @@ class Cutter:
                 raise staging.torn_error(wrong)
 
         snapshot = staging.Snapshot(
-            images, tensors, arena, at_once=at_once, watch=watch, samples=plan.samples if watch else ()
+            plan.chunks, tensors, arena, at_once=at_once, watch=watch, samples=plan.samples if watch else ()
         )
         return Cut(
             images,
@@ -155,12 +159,10 @@ class Cutter:
             return found.trained
         return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None
 
-    def _watched(self, plan: _Plan, bearers: Mapping[str, torn.Bearer], arena: Arena) -> torn.Watch:
-        if plan.watch is None or plan.watch.bearers is not bearers or plan.chunk_bytes != arena.chunk_bytes:
-            plan.watch, plan.chunk_bytes = torn.Watch(bearers), arena.chunk_bytes
-            plan.samples = [
-                plan.watch.in_chunks(image, layout.segments(image, arena.chunk_bytes)) for image in plan.images
-            ]
+    def _watched(self, plan: _Plan, bearers: Mapping[str, torn.Bearer]) -> torn.Watch:
+        if plan.watch is None or plan.watch.bearers is not bearers:
+            plan.watch = watch = torn.Watch(bearers)
+            plan.samples = [watch.in_chunks(image, chunks) for image, chunks in plan.chunks]
         return plan.watch
 
     def _digests(self, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn.Bearer]) -> dict[str, str]:

@@ -39,16 +39,21 @@ def lay_out(tensors: Mapping[str, torch.Tensor]) -> list[Image]:
     return images(Tensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())
 
 
+def in_chunks(files: Sequence[Image], chunk_bytes: int) -> list[tuple[Image, Sequence[list[Segment]]]]:
+    """The files, and what lies in each of their chunks."""
+    return [(image, list(segments(image, chunk_bytes))) for image in files]
+
+
 class Snapshot:
     """One state at one instant, on its way into the arena. Made on the training thread, at the cut.
 
-    `at_once`: names that are cloned here; everything else is read by `fill`. `watch`: of what is read later, if that is
-    to be checked.
+    `layout`: the files, and what lies in each of their chunks. `at_once`: names that are cloned here; everything else is
+    read by `fill`. `watch`: of what is read later, if that is to be checked.
     """
 
     def __init__(
         self,
-        layout: Sequence[Image],
+        layout: Sequence[tuple[Image, Sequence[list[Segment]]]],
         tensors: Mapping[str, torch.Tensor],
         arena: Arena,
         *,
@@ -83,9 +88,9 @@ class Snapshot:
 
         try:
             source = _Source(self._tensors)
-            for number, image in enumerate(self._layout):
+            for number, (image, chunks) in enumerate(self._layout):
                 samples = self._samples[number] if self._samples else ()
-                for chunk, parts in enumerate(segments(image, self._arena.chunk_bytes)):
+                for chunk, parts in enumerate(chunks):
                     lease = self._arena.take_now()
                     while lease is None and waiting:
                         yield arrived()

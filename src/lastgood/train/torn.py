@@ -102,9 +102,9 @@ class Watch:
         """Names of the tensors that own these samples of a group."""
         return {self._names[index] for index in np.unique(self._owners[group][wrong])}
 
-    def in_chunks(self, image: Image, parts_of_chunks: Iterator[list[Segment]]) -> list[list[ChunkSamples]]:
+    def in_chunks(self, image: Image, chunks: Sequence[list[Segment]]) -> list[list[ChunkSamples]]:
         """For each chunk of an image, which samples lie in it, and where."""
-        return [[*self._in_chunk(image, parts)] for parts in parts_of_chunks]
+        return [[*self._in_chunk(image, parts)] for parts in chunks]
 
     def _in_chunk(self, image: Image, parts: list[Segment]) -> Iterator[ChunkSamples]:
         found: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = defaultdict(lambda: ([], []))
