@@ -339,7 +339,9 @@ class RunWriter:
             self._tell(self._event("deleted", at))
 
     def surplus(self) -> list[GenerationId]:
-        """What retention lets go, oldest first."""
+        """What retention lets go, oldest first; nothing where the tier does so by itself."""
+        if self.tier.newest_only:
+            return []
         with self.turn:
             chain = self.lineage()
             of_lineage = {one.id for one in chain}

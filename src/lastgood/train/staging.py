@@ -47,7 +47,7 @@ def in_chunks(files: Sequence[Image], chunk_bytes: int) -> list[tuple[Image, Seq
 class Snapshot:
     """One state at one instant, on its way into the arena. Made on the training thread, at the cut.
 
-    `layout`: the files, and what lies in each of their chunks. `at_once`: names that are cloned here; everything else is
+    `layout`: the files, and what lies in each of their chunks. `at_once`: names that are cloned here; all others are
     read by `fill`. `watch`: of what is read later, if that is to be checked.
     """
 
