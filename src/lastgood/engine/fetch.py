@@ -7,6 +7,8 @@ caller's thread:   chunk by chunk in order: content digests -> Sink.done, tensor
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Executor, Future
@@ -21,6 +23,10 @@ from ..rawio.checksum import digest
 from ..rawio.files import round_up
 from ..records import Blob, Extent, Finding, Manifest, Piece
 from .contents import Contents
+
+READS = max(1, min(3, (os.cpu_count() or 2) // 2))
+"""reads in flight; digests and copies go on beside them. On two cores one read of a whole chunk at a time is fastest:
+there several at once only make each other wait (docs/decisions/0006)"""
 
 
 class Sink(Protocol):
@@ -80,11 +86,12 @@ def chunks(
 ) -> Generator[memoryview, None, None]:
     """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
 
-    `buffers` are page-aligned, each of a whole chunk (rounded up); they are used in turn, as many reads in flight.
+    `buffers` are page-aligned, each of a whole chunk (rounded up), and used in turn; READS are read into at once.
     `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order.
     Raises SumMismatch, Truncated, MissingBlob; with `on_damage` it tells instead and goes on to the next chunk.
     """
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
+    turn = threading.Semaphore(READS)
     count = len(blob.chunks)
     try:
         for index in range(count + len(buffers)):
@@ -99,7 +106,7 @@ def chunks(
                     on_damage(error)
             if index < count:
                 view = buffers[index % len(buffers)]
-                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, put)))
+                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, turn, put)))
     finally:
         for _, _, job in flying:
             job.exception()  # nobody writes into the buffers, or puts anything, after this
@@ -112,10 +119,12 @@ def _read(
     blob: Blob,
     index: int,
     view: memoryview,
+    turn: threading.Semaphore,
     put: Callable[[int, memoryview], None],
 ) -> None:
     extent = layout.extent_of(blob, index)
-    tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=True)
+    with turn:
+        tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=True)
     if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:
         tensor = _differing(manifest, blob, index, view)
         raise SumMismatch(

@@ -18,8 +18,9 @@ from ..records import Finding, Generation, Manifest, Piece
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
-BUFFERS = WORKERS + 1
-"""chunks in memory while a run is read: one for each thread, one whose content is looked at in order"""
+BUFFERS = fetch.READS + 1
+"""chunks in memory while a run is read: those that are being read, and one that is looked at and copied. Few, so that
+they stay in the processor's cache from the digest to the copy"""
 
 Loader = Callable[[Generation, Manifest], None]
 Fetch = Callable[[str], memoryview]
