@@ -190,9 +190,8 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
     files = found.write(out, command, today())
     text = found.markdown(command, today())
     told = "\n".join(f"wrote {path}" for path in files)
-    return Answer(
-        {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}, Text(f"{text}\n{told}")
-    )
+    view = Text(f"{text}\n{told}", no_wrap=True, overflow="ignore")  # tables and paths are not broken in a pipe
+    return Answer({"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}, view)
 
 
 def _say(line: str) -> None:
