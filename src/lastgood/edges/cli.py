@@ -86,7 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--json" in args:
             print(json.dumps(answer.data, indent=2, allow_nan=False))
         else:
-            console(stderr=answer.error).print(answer.view, soft_wrap=answer.error)  # a message is never cut in a pipe
+            whole = answer.error or isinstance(answer.view, Text)  # a message or a report is never cut in a pipe
+            console(stderr=answer.error).print(answer.view, soft_wrap=whole)
         sys.stdout.flush()
         return answer.code
     except BrokenPipeError:  # whoever read our output has gone: no more to say, also not at exit

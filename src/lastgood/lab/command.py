@@ -190,8 +190,8 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
     files = found.write(out, command, today())
     text = found.markdown(command, today())
     told = "\n".join(f"wrote {path}" for path in files)
-    view = Text(f"{text}\n{told}", no_wrap=True, overflow="ignore")  # tables and paths are not broken in a pipe
-    return Answer({"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}, view)
+    data = {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}
+    return Answer(data, Text(f"{text}\n{told}"))
 
 
 def _say(line: str) -> None:
