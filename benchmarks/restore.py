@@ -4,8 +4,8 @@
 
 Each round does every contender once, in an order that rotates, so that a drift of the machine meets all of them; before
 each, everything is synced and dropped from the page cache. "Raw" reads the tensor file with O_DIRECT into one reused
-buffer (huge pages, touched before) for each thread and looks at nothing. Every other contender ends with the state in the live tensors, but for the
-plain torch.load. Writes a JSON and a markdown table to benchmarks/results/.
+buffer (huge pages, touched before) for each thread and looks at nothing. Every other contender ends with the state in
+the live tensors, but for the plain torch.load. Writes a JSON and a markdown table to benchmarks/results/.
 """
 
 from __future__ import annotations
