@@ -153,9 +153,8 @@ HOLDER = """
 import os, sys, time
 from lastgood.run import places
 with places.for_writing(sys.argv[1], "atomic_dirsync"):
-    child = os.fork() if "fork" in sys.argv else 1
-    if child:
-        os.write(1, b"%d\\n" % child)
+    if os.fork() == 0:  # what fork does in the child is done when it speaks
+        os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
 """
 
@@ -163,7 +162,7 @@ with places.for_writing(sys.argv[1], "atomic_dirsync"):
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that holds the lock of tmp_path/run, and its forked child."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run"), "fork"]
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=syscalls.environment(tmp_path)) as holder:
         assert holder.stdout is not None
         child = int(holder.stdout.readline())

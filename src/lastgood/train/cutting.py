@@ -96,9 +96,6 @@ class Cutter:
         self.fence.hook(captured.optimizers if bearers is not None else [])
         watch = self._watched(plan, bearers) if bearers is not None else None
         at_once = tensors.keys() - bearers.keys() if bearers is not None else ()
-        if bearers is not None:  # what is moved meanwhile must not be freed under the copy
-            moments = (name for name in bearers if captured.origins[name] is Origin.OPTIMIZER)
-            tensors = {**tensors, **{name: tensors[name].detach() for name in moments}}
         digests = self._digests(tensors, bearers) if bearers is not None and self._torn_check == "full" else {}
 
         def approve(pieces: Sequence[Piece]) -> None:
@@ -107,7 +104,13 @@ class Cutter:
                 raise staging.torn_error(wrong)
 
         snapshot = staging.Snapshot(
-            plan.chunks, tensors, arena, at_once=at_once, watch=watch, samples=plan.samples if watch else ()
+            plan.chunks,
+            tensors,
+            arena,
+            addresses=captured.addresses,
+            at_once=at_once,
+            watch=watch,
+            samples=plan.samples if watch else (),
         )
         return Cut(
             images,

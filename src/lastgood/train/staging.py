@@ -47,8 +47,9 @@ def in_chunks(files: Sequence[Image], chunk_bytes: int) -> list[tuple[Image, Seq
 class Snapshot:
     """One state at one instant, on its way into the arena. Made on the training thread, at the cut.
 
-    `layout`: the files, and what lies in each of their chunks. `at_once`: names that are cloned here; all others are
-    read by `fill`. `watch`: of what is read later, if that is to be checked.
+    `layout`: the files, and what lies in each of their chunks. `addresses`: where each tensor lies, to find what is
+    moved before it is read. `at_once`: names that are cloned here; all others are read by `fill`. `watch`: of what is
+    read later, if that is to be checked.
     """
 
     def __init__(
@@ -57,16 +58,18 @@ class Snapshot:
         tensors: Mapping[str, torch.Tensor],
         arena: Arena,
         *,
+        addresses: Sequence[int] = (),
         at_once: Collection[str] = (),
         watch: Watch | None = None,
         samples: Sequence[Sequence[Sequence[ChunkSamples]]] = (),
     ) -> None:
         self._layout, self._arena, self._watch, self._samples = layout, arena, watch, samples
-        self._tensors = {**tensors, **{name: tensors[name].clone() for name in at_once}}
+        self._at_once = {name: tensors[name].clone() for name in at_once}
+        self._tensors, self._addresses = tensors, addresses
         self._cut = watch.look() if watch else None
         self.enqueued = threading.Event()
         self._events: list[torch.cuda.Event] = []
-        devices = {one.device for one in self._tensors.values() if one.is_cuda}
+        devices = {one.device for one in tensors.values() if one.is_cuda}
         self._streams = {device: _side_stream(device) for device in devices}
 
     def fill(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
@@ -87,7 +90,8 @@ class Snapshot:
             return lease
 
         try:
-            source = _Source(self._tensors)
+            source = _Source(self._tensors, self._addresses, self._at_once)
+            torn |= source.moved
             for number, (image, chunks) in enumerate(self._layout):
                 samples = self._samples[number] if self._samples else ()
                 for chunk, parts in enumerate(chunks):
@@ -135,7 +139,7 @@ class Snapshot:
                 ctypes.memmove(lease.address + at, address + start, length)  # without the GIL, on this thread only
                 continue
             whole = torch.frombuffer(lease.buffer, dtype=torch.uint8) if whole is None else whole
-            device = self._tensors[name].device
+            device = source.device(name)
             with torch.cuda.stream(self._streams[device]):
                 whole[at : at + length].copy_(source.bytes(name)[start : start + length], non_blocking=True)
             touched.add(device)
@@ -163,14 +167,27 @@ class Snapshot:
 class _Source:
     """Where each tensor's bytes are read: an address in host memory, or bytes on a device."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], addresses: Sequence[int], at_once: Mapping[str, torch.Tensor]
+    ) -> None:
+        # Detached, it keeps its memory: whoever moves the live one meanwhile frees nothing that is read here.
+        held = {name: one.detach() for name, one in tensors.items()}
+        now = list(map(torch.Tensor.data_ptr, held.values()))
+        self.moved: set[str] = set()
+        """names of those that were moved between the cut and here"""
+        if addresses and now != list(addresses):
+            places = zip(held, now, addresses, strict=True)
+            self.moved = {name for name, here, then in places if here != then} - at_once.keys()
+        self._tensors = {**held, **at_once}
         self._addresses: dict[str, int] = {
             name: one.data_ptr()
-            for name, one in tensors.items()
+            for name, one in self._tensors.items()
             if one.is_cpu and one.is_contiguous() and not one.is_conj() and not one.is_neg()
         }
         self._name, self._bytes = "", torch.empty(0)
+
+    def device(self, name: str) -> torch.device:
+        return self._tensors[name].device
 
     def address(self, name: str) -> int | None:
         found = self._addresses.get(name)
