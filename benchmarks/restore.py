@@ -28,12 +28,28 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from durable import CHUNK_BYTES, build, spread
 from torch import nn
 
 import lastgood
+from lastgood.lab.durable import CHUNK_BYTES
+from lastgood.lab.models import MODELS
 
 RAW_THREADS = (1, 2, 3, 4)
+
+
+def build(scale: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = MODELS["gpt2-124m"].build(scale)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return model, optimizer
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
 def drop_from_cache(root: Path) -> None:
