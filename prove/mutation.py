@@ -24,7 +24,7 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
 KEPT = HERE / "reports" / ".mutation.json"
-TESTS = ["tiers", "persist", "plan", "layout", "places", "hostile", "flips", "crash_model"]
+TESTS = ["tiers", "slots", "persist", "plan", "layout", "places", "hostile", "flips", "crash_model"]
 LIMIT_SECONDS = 600
 
 
@@ -285,14 +285,14 @@ def _commits() -> list[Mutant]:
             (
                 "unknown commit: nothing is retired",
                 WRITER,
-                "        except CommitUnknown:\n            self._unknown.add(at)\n            self._last = at  # this step may exist: it is not written again\n            raise\n",
+                "        except CommitUnknown:\n            with self.turn:\n                self._note_tried(at)  # this step may exist: it is not written again\n            raise\n",
                 "",
             ),
             (
                 "unknown commit: its step is taken",
                 WRITER,
-                "            self._last = at  # this step may exist: it is not written again\n",
-                "",
+                "                self._note_tried(at)  # this step may exist: it is not written again\n",
+                "                pass\n",
             ),
             ("step ascends", WRITER, "(last and step <= last.step) or not", "not"),
             (
@@ -322,23 +322,13 @@ def _commits() -> list[Mutant]:
                 '            self._remove_if_there(path)\n            self._files.rename(path + ".tmp", path)\n',
             ),
         ]
-    ] + [
-        Mutant(
-            "commit",
-            "unknown commit: left out of the lineage",
-            WRITER,
-            "            self._unknown.add(at)\n",
-            "            pass\n",
-            "a commit of unknown outcome never enters survey.generations in this opening, so there is nothing to leave "
-            "out: `_unknown` is dead code",
-        )
     ]
 
 
 def _orders() -> list[Mutant]:
     finish = "        sums = [job.result() for job in jobs]\n        upload.finish()\n"
-    publish = "            generation = commit.publish(self.tier, record, self._algorithm)\n"
-    mark = "        commit.mark(self.tier, generation, findings)\n"
+    publish = "msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)\n"
+    mark = "            commit.mark(self.tier, generation, findings)\n"
     going = "        if layout.GOING in there:\n"
     remove = '    tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line\n'
     return [
@@ -395,17 +385,17 @@ def _orders() -> list[Mutant]:
                 "mark before point",
                 WRITER,
                 mark,
-                "        self.survey.generations[generation.id] = msgspec.structs.replace(generation, verified=not findings)\n        self.point()\n"
+                "            self._take_in(msgspec.structs.replace(generation, verified=not findings))\n            self.point()\n"
                 + mark,
             ),
             ("mark is written", WRITER, mark, ""),
             (
                 "point before clean",
                 WRITER,
-                "        self.point()\n        chain = self.lineage()\n",
-                "        chain = self.lineage()\n",
+                "        self.point()\n        for at in self.surplus():\n",
+                "        for at in self.surplus():\n",
             ),
-            ("point at what is verified", WRITER, "        if not findings:\n            self.point()\n", ""),
+            ("point at what is verified", WRITER, "                self.point()\n\n    def point", "\n    def point"),
             ("pointer names a verified one", WRITER, "if one.verified and not one.damaged), None)", "), None)"),
             (
                 "next older is verified after damage",
@@ -417,8 +407,8 @@ def _orders() -> list[Mutant]:
             (
                 "deleted only from the survey",
                 WRITER,
-                "            commit.retire(self.tier, at)\n            del self.survey",
-                "            del self.survey",
+                "            commit.retire(self.tier, at)\n            with self.turn:\n",
+                "            with self.turn:\n",
             ),
             (
                 "begin is durable before it is used",
@@ -444,7 +434,20 @@ def _orders() -> list[Mutant]:
                 "                self.tier.delete(layout.HEADER)  # damaged",
                 "                pass  # damaged",
             ),
-            ("publish is called", WRITER, publish, "            generation = Generation(commit=record, root='')\n"),
+            ("publish is called", WRITER, publish, "Generation(commit=record, root='', bytes=size)\n"),
+            (
+                "older save is given up",
+                WRITER,
+                "        if newest.step > at.step and not pinned:\n",
+                "        if False:\n",
+            ),
+            (
+                "older save that is wanted is not",
+                WRITER,
+                "        if newest.step > at.step and not pinned:\n",
+                "        if newest.step > at.step:\n",
+            ),
+            ("names the one before it", WRITER, "one.incarnation == at.incarnation and one.step < at.step)", "True)"),
         ]
     ]
 
@@ -663,12 +666,11 @@ def _retentions() -> list[Mutant]:
                 "    older = chain[1:]\n",
             ),
             ("unverified ones fill up", "    kept |= set(unread[: max(keep.last - len(good), 0)])\n", ""),
-            ("keeps what is pinned", "    kept |= {one.id for one in good if _pinned(keep, one)}\n", ""),
-            (
-                "keeps the best",
-                "        kept |= {one.id for one in sorted(scored",
-                "        _ = {one.id for one in sorted(scored",
-            ),
+            ("keeps what is pinned", "    kept |= {one.id for one in whole if _pinned(keep, one)}\n", ""),
+            ("keeps what is pinned, read or not", "for one in whole if _pinned", "for one in good if _pinned"),
+            ("keeps the best", "    kept |= {one.id for known in (good, whole) for one in _best(keep, known)}\n", ""),
+            ("keeps the best, read or not", "for known in (good, whole)", "for known in (good,)"),
+            ("keeps the best of what was read", "for known in (good, whole)", "for known in (whole,)"),
             (
                 "keeps the evidence",
                 "    going = [one.id for one in older if one.id not in kept and not one.damaged]\n",

@@ -83,8 +83,6 @@ class RunWriter:
         self._unread = 0
         """commits since the newest verified one"""
         self.turn = threading.RLock()
-        self._unknown: set[GenerationId] = set()
-        """their commit may not be durable, so they are neither verified nor counted until the next opening"""
         self._settle()
 
     # ---- opening -------------------------------------------------------------------------------------------
@@ -227,7 +225,6 @@ class RunWriter:
                 self._unread += 1
         except CommitUnknown:
             with self.turn:
-                self._unknown.add(at)
                 self._note_tried(at)  # this step may exist: it is not written again
             raise
         except NameTaken:
@@ -246,10 +243,10 @@ class RunWriter:
             raise Overtaken(f"step {newest.step} was committed before step {at.step}", safe="Nothing is lost by it.")
 
     def _before(self, at: GenerationId) -> GenerationId | None:
-        """The newest generation before this one that surely exists: what its commit names."""
+        """The newest generation before this one: what its commit names."""
         assert self._incarnation is not None
         mine = (one for one in self.survey.generations if one.incarnation == at.incarnation and one.step < at.step)
-        return max((one for one in mine if one not in self._unknown), default=self._incarnation.parent)
+        return max(mine, default=self._incarnation.parent)
 
     def _take_in(self, generation: Generation) -> None:
         self.survey.generations[generation.id] = generation
@@ -345,7 +342,7 @@ class RunWriter:
         with self.turn:
             chain = self.lineage()
             of_lineage = {one.id for one in chain}
-            abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage | self._unknown]
+            abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage]
             return surplus(self._keep, chain, abandoned)
 
     def newest_verified(self) -> Generation | None:
@@ -353,11 +350,11 @@ class RunWriter:
         return next((one for one in self.lineage() if one.verified and not one.damaged), None)
 
     def lineage(self) -> list[Generation]:
-        """Committed generations of the lineage, newest first; those whose commit is not sure are left out."""
+        """Committed generations of the lineage, newest first; those whose commit is not sure are not among them."""
         with self.turn:
             there = self.survey.generations
             chain = restore.lineage(self.survey).chain
-            return [there[at] for at in chain if at in there and at not in self._unknown]
+            return [there[at] for at in chain if at in there]
 
     def _event(self, kind: str, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> Event:
         return Event(
