@@ -19,7 +19,7 @@ import pytest
 from crash_disk import ROOT, Fault, Folder, HostileDisk, Inode
 from harness import Inline, State, load, save
 from lastgood.engine.arena import Arena
-from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood, StepTaken
+from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken, StepTaken
 from lastgood.format import layout
 from lastgood.format.commit import read_manifest, survey
 from lastgood.plan.retention import Keep
@@ -501,6 +501,11 @@ class World:
             save(self.run, step, ledger.given[at], chunk_bytes=CHUNK_BYTES, meanwhile=meanwhile)
         except CommitUnknown:
             return False
+        except Overtaken:
+            ledger.given.pop(at)
+            newer = [one for one in ledger.acknowledged if one.incarnation == at.incarnation and one.step > step]
+            _must(newer, f"{at} was given up for a newer one, and there is none")
+            return False
         except LastgoodError:
             ledger.given.pop(at)
             _must(ledger.disturbed, "a save failed without a fault")
@@ -684,6 +689,17 @@ def saves_in_flight(world: World) -> None:
     world.steps(7)
 
 
+def overtaken_saves(world: World) -> None:
+    """The inner save ends first, and is newer: the outer one is given up, unless retention wants it for itself."""
+    world.open()
+    world.steps(1)
+    for older in (2, 5):
+        world.save(older, meanwhile=lambda step=older: world.save(step + 1))
+        world.save(older + 2)
+        world.look_after()
+    world.steps(8)
+
+
 def commits_that_nobody_knows_of(world: World) -> None:
     world.open()
     world.steps(1, 2)
@@ -736,6 +752,8 @@ SCENARIOS: list[Scenario] = [
 ]
 SCENARIOS += [
     *map(on_slots, SCENARIOS),
+    overtaken_saves,
+    on_slots(overtaken_saves, in_flight=2),
     on_slots(saves_in_flight, in_flight=4),
     on_slots(commits_that_nobody_knows_of),
     on_slots(growing_states, in_flight=2),
