@@ -53,15 +53,16 @@ EXIT_SECONDS = 60.0
 class Checkpointer:
     """Saves the complete training state while training goes on, and brings the newest good one back.
 
-    `path`: the run's directory, or "slots:///..." for the newest only, overwritten in place (`persist`: "direct" or "mmap").
-    `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number,
-    string, dict or list; re-read at every save. Random number generators are captured without asking.
+    `path`: the run's directory, or "slots:///..." for the newest only, overwritten in place (`persist`: "direct" or
+    "mmap"). `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or
+    list; re-read at every save. Random number generators are captured without asking.
     `cadence`: Every(...), or "auto" with `overhead`, the share of time that saving may cost (default 0.03).
-    `staging`: "overlap" (default where the optimizers can be held) copies behind the next forward and backward, "blocking"
-    before the call returns; `torn_check`: "full" digests everything at the cut. `in_flight`: saves side by side, each with
-    so many `writers`; `when_full`: a due step waits, is skipped, or raises. `chunk`: bytes of a buffer; `memory`: bound of
-    all of them (default: the size of the state; smaller makes the next update wait for the disk). `on_error`: "warn" lets training go on when a background save failed, "raise" raises in the loop.
-    `on_event` hears, on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch).
+    `staging`: "overlap" (default where the optimizers can be held) copies behind the next forward and backward,
+    "blocking" before the call returns; `torn_check`: "full" digests everything at the cut. `in_flight`: saves side by
+    side, each with so many `writers`; `when_full`: a due step waits, is skipped, or raises. `chunk`: bytes of a buffer;
+    `memory`: bound of all of them (default: the size of the state; smaller makes the next update wait for the disk).
+    `on_error`: "warn" lets training go on when a background save failed, "raise" raises in the loop. `on_event` hears,
+    on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch).
     Raises Refused, NotARun, NotWritable, RunLocked; nothing has been touched then.
     """
 
