@@ -417,7 +417,8 @@ class World:
             self.judge.crash(self)
             if at is not None and call == "open" and name.startswith(layout.GOING):
                 self.ledger.end(at)
-            going = at is not None and (call, name) == ("remove", layout.COMMIT)  # on a full disk, without its reason
+            # On a full disk a generation goes without its reason; half a COMMIT, made in place, is none.
+            going = at in self.ledger.acknowledged and (call, name) == ("remove", layout.COMMIT)
             if going and layout.COMMIT in self.disk.root.names["gen"].names.get(folder[4:], Folder()).names:
                 self.ledger.end(at)
             if at is not None and call == "open" and name.startswith(layout.DAMAGED) and at not in self.ledger.rotten:
