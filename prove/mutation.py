@@ -1,6 +1,6 @@
 """Take one safeguard out of the core, and see whether a test fails. Each mutant is one exact replacement in a copy of src/.
 
-The tests are the torch-free ones, quick ones first; the crash model comes last. A mutant that no test kills is a
+The tests of the core are the torch-free ones, quick ones first; the crash model comes last. A mutant that no test kills is a
 safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot matter says why, and is not run.
 What was done is kept by the content of the mutated file and of the tests, so a run that was stopped goes on.
 """
@@ -25,6 +25,8 @@ HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
 KEPT = HERE / "reports" / ".mutation.json"
 TESTS = ["tiers", "slots", "persist", "plan", "layout", "places", "hostile", "flips", "crash_model"]
+LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
+"""for what runs in and behind a training loop; these need torch"""
 LIMIT_SECONDS = 600
 
 
@@ -39,9 +41,14 @@ class Mutant(NamedTuple):
     equivalent: str = ""
     """why nobody can tell"""
 
+    def tests(self) -> list[str]:
+        in_loop = self.file.startswith("train/") or self.file == BACKGROUND
+        return [f"tests/test_{name}.py" for name in (LOOP_TESTS if in_loop else TESTS)]
+
 
 DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "rawio/files.py", "format/commit.py", "format/layout.py"
 FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
+BACKGROUND = "run/background.py"
 RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
 
 
@@ -801,7 +808,7 @@ def judge(mutant: Mutant) -> tuple[str, str, float]:
         shutil.copy(HOME / "pyproject.toml", copy)
         (copy / "src/lastgood" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command += [f"tests/test_{name}.py" for name in TESTS]
+        command += mutant.tests()
         env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
         env["CI"] = "1"  # hypothesis: no deadlines, the same examples every time
         try:
@@ -817,7 +824,7 @@ def judge(mutant: Mutant) -> tuple[str, str, float]:
 
 def fingerprint(mutant: Mutant) -> str:
     told = hashlib.sha256(repr(mutant).encode())
-    for path in [HOME / "src/lastgood" / mutant.file, *(HOME / f"tests/test_{name}.py" for name in TESTS)]:
+    for path in [HOME / "src/lastgood" / mutant.file, *(HOME / test for test in mutant.tests())]:
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
 

@@ -219,8 +219,7 @@ class HostileDisk:
     def rot(self, path: str, offset: int) -> None:
         """Flip a bit on the medium; readers that go through the cache do not see it before the next boot."""
         node = self._find(path)
-        assert node.clean
-        medium = bytearray(node.medium)
+        medium = bytearray(node.data)  # what nobody synced was written back by then
         medium[offset] ^= 1
         node.synced(bytes(medium))
 

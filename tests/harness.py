@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from lastgood.engine.arena import Arena, Lease
@@ -16,18 +16,6 @@ from lastgood.run import reader
 from lastgood.run.writer import RunWriter
 
 State = dict[str, bytes]
-
-
-class Inline(Executor):
-    """Runs each job at once, in the caller: one order of events for one seed."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
 
 
 def filled(image: layout.Image, state: Mapping[str, bytes], arena: Arena) -> Iterator[Lease]:

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import Inline, save
+from harness import save
 from lastgood.edges import cli, compare, importing, sweep
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import MissingBlob
 from lastgood.format import layout
 from lastgood.records import Generation

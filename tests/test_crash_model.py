@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from crash_disk import ROOT, Fault, Folder, HostileDisk, Inode
-from harness import Inline, State, load, save
+from harness import State, load, save
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken, StepTaken
 from lastgood.format import layout
 from lastgood.format.commit import read_manifest, survey

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from harness import Inline, State, load, save
+from harness import State, load, save
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.format.commit import survey
 from lastgood.plan.retention import Keep

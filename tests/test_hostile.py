@@ -21,8 +21,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from harness import Inline, State, save
+from harness import State, save
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import Damaged, LastgoodError, TierDown, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey

@@ -14,8 +14,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness import Inline, load, save
+from harness import load, save
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import ManifestInvalid, SumMismatch, UnknownFormat
 from lastgood.format import layout, values
 from lastgood.format.commit import read_manifest, survey

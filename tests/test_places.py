@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from harness import Inline, load, save
+from harness import load, save
+from lastgood.engine.inline import Inline
 from lastgood.errors import NotARun, NotWritable, Refused, RunLocked, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey

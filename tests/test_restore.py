@@ -21,6 +21,7 @@ import lastgood
 from lastgood import errors
 from lastgood.engine import fetch
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import LastgoodWarning
 from lastgood.format import commit, layout
 from lastgood.format.layout import Image
@@ -127,7 +128,7 @@ def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_p
 def test_nobody_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path) -> None:
     """A reader that is behind must not put its chunk over what the next attempt has loaded."""
     disk = Disk(PosixFiles(), str(tmp_path))
-    run = RunWriter(disk, harness.Inline())
+    run = RunWriter(disk, Inline())
     run.begin(None)
     generation = harness.save(run, 1, {"a": bytes(40_000)}, chunk_bytes=4096)
     path = blob(tmp_path, 1)
@@ -179,7 +180,7 @@ def test_nobody_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path)
 def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Path) -> None:
     """Its chunk digests are right, its content digests too: only the header speaks of other tensors."""
     disk = Disk(PosixFiles(), str(tmp_path))
-    run = RunWriter(disk, harness.Inline())
+    run = RunWriter(disk, Inline())
     run.begin(None)
     (image,) = layout.images([layout.Tensor("w", "float32", (COUNT,))])
     lying = Image(image.blob, image.header.replace(b"F32", b"I32"), image.tensors, image.length)

@@ -20,9 +20,10 @@ import torch
 
 import lastgood
 from crash_disk import ROOT, HostileDisk
-from harness import Inline, State, load, save
+from harness import State, load, save
 from lastgood.edges.cli import main
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import (
     CommitUnknown,
     ManifestInvalid,
@@ -68,6 +69,7 @@ class Seen(PosixFiles):
     def __init__(self) -> None:
         self.calls: list[tuple[str, str]] = []
         self.rule: Callable[[str, str], None] = lambda call, name: None
+        self.most_bytes = 1 << 30  # longer writes are short
 
     def note(self, call: str, path: str) -> None:
         name = os.path.basename(path)
@@ -111,7 +113,7 @@ class SeenFile:
 
     def write_at(self, mv: memoryview, offset: int) -> int:
         self._files.note("write", self._path)
-        return self._file.write_at(mv, offset)
+        return self._file.write_at(mv[: self._files.most_bytes], offset)
 
     def reserve(self, length: int) -> None:
         self._files.note("reserve", self._path)
@@ -350,6 +352,21 @@ def test_a_slot_that_a_record_of_unknown_outcome_names_is_not_taken_by_whoever_g
     files.calls.clear()
     trainer.save(3)
     assert files.calls.index(("rename", "table")) < files.calls.index(("write", f"{slot:02d}"))
+    assert restored(tmp_path) == (3, [])
+
+
+def test_a_record_that_came_to_be_before_the_disk_was_full_is_not_said_not_to_be(tmp_path):
+    """A short write had taken all of the record; what had no space any more was the padding of its page."""
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+
+    def rule(call: str, name: str) -> None:
+        if files.calls[-2:] == [("write", "table")] * 2:
+            raise OSError(errno.ENOSPC, "full")
+
+    files.rule, files.most_bytes = rule, 3584
+    with pytest.raises(CommitUnknown):
+        trainer.save(3)
     assert restored(tmp_path) == (3, [])
 
 

@@ -25,8 +25,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import Inline, State, save
+from harness import State, save
 from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
 from lastgood.errors import LastgoodError, NotARun
 from lastgood.format import commit, layout
 from lastgood.plan.restore import lineage

@@ -5,9 +5,9 @@ Every chunk costs one digest of its bytes, one digest per tensor in it, and one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..format.layout import Image
 from ..ports import Tier, Upload
@@ -15,6 +15,9 @@ from ..rawio.checksum import digest
 from ..rawio.files import round_up
 from ..records import Blob, Piece
 from .contents import Contents
+from .inline import Inline
+
+INLINE = Inline()
 
 
 class Chunk(Protocol):
@@ -52,8 +55,8 @@ def write(
                 length = min(chunk_bytes, image.length - offset)
                 contents.see(chunk.buffer[:length])
                 # The last chunk is written here: a small state needs nobody else.
-                submit = writers.submit if offset + chunk_bytes < image.length else _here
-                job = submit(_put, upload, chunk, offset, length, algorithm)
+                last = offset + chunk_bytes >= image.length
+                job = (INLINE if last else writers).submit(_put, upload, chunk, offset, length, algorithm)
                 jobs.append(job)
             finally:
                 if job is None:
@@ -70,15 +73,6 @@ def write(
         raise
     blob = Blob(name=image.blob, length=image.length, chunk_bytes=chunk_bytes, chunks=sums)
     return blob, contents.pieces()
-
-
-def _here(fn: Callable[..., str], *args: Any) -> Future[str]:
-    future: Future[str] = Future()
-    try:
-        future.set_result(fn(*args))
-    except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
-        future.set_exception(error)
-    return future
 
 
 def _put(upload: Upload, chunk: Chunk, offset: int, length: int, algorithm: str) -> str:

@@ -22,6 +22,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 from ..engine.arena import Arena, Lease
+from ..engine.inline import Inline
 from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
 from ..format import layout
 from ..format.layout import Image
@@ -165,12 +166,7 @@ class Workers(ThreadPoolExecutor):
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError:
-            future: Future[Any] = Future()
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:  # noqa: BLE001 - handed to whoever asks the future
-                future.set_exception(error)
-            return future
+            return Inline().submit(fn, *args, **kwargs)
 
 
 class _Flight:
@@ -326,9 +322,8 @@ class Background:
 
     def _let_go(self) -> None:
         """After everything that was given up, wherever it stands."""
-        with contextlib.suppress(TimedOut):
-            while (job := self._unfinished()) is not None:
-                job.exception()
+        while (job := self._unfinished()) is not None:
+            job.exception()
         self._place.close()
 
     def _copy(self, flight: _Flight, fill: Callable[[Callable[[], bool]], Iterator[Lease]]) -> None:

@@ -82,7 +82,9 @@ class TableFile:
         file = self._files.open(self._path, "write", direct=self._direct)
         try:
             self.possible.append(table)
-            _write_all(file, aligned(data), self._area * self._area_bytes)
+            page, at = aligned(data), self._area * self._area_bytes
+            if file.write_at(page, at) < len(page):  # what was taken may be the whole record: the rest is padding
+                _settled(lambda: _write_all(file, page, at))
             _settled(file.sync)
         finally:
             file.close()
@@ -136,10 +138,10 @@ class TableFile:
         return bytes(page[:length])
 
 
-def _settled(sync: Callable[[], None]) -> None:
-    """A sync that failed, for want of space too, says nothing about what is durable."""
+def _settled(call: Callable[[], None]) -> None:
+    """A sync that failed, for want of space too, says nothing about what is durable; nor the second half of a write."""
     try:
-        sync()
+        call()
     except OSError as error:
         raise OSError(errno.EIO, error.strerror) from error
 
