@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from syscalls import VICTIM, environment, progress, report
+from syscalls import TIERS, VICTIM, environment, progress, report
 
 from victim import Ledger
 
@@ -37,13 +37,13 @@ class Series(NamedTuple):
     problems: list[str]
 
 
-def series(at: Path, number: int, kills: int, pause_seconds: float) -> Series:
+def series(at: Path, number: int, kills: int, pause_seconds: float, tier: str = "directory") -> Series:
     """Kill one run so many times, each a moment of up to `pause_seconds` after one of its words; then let it live."""
     chance = random.Random(number)
-    run, ledger, ends, saves = str(at / f"run{number}"), Ledger(), Counter[str](), 0
+    run, ledger, ends, saves = str(at / f"run{number}"), Ledger(tier=tier), Counter[str](), 0
     for kill in range(kills):
         seed = number * 1_000_000 + kill
-        lines = _cut(at, run, seed, chance.randrange(1, WORDS), chance.uniform(0, pause_seconds))
+        lines = _cut(at, run, tier, seed, chance.randrange(1, WORDS), chance.uniform(0, pause_seconds))
         ledger.hear(lines)
         ends[lines[-1].split()[0]] += 1
         saves += sum(line.startswith("durable") for line in lines)
@@ -55,11 +55,11 @@ def series(at: Path, number: int, kills: int, pause_seconds: float) -> Series:
     return Series(ends, saves, [f"run {number}, after {kills} kills: {one}" for one in ledger.problems])
 
 
-def pause(at: Path) -> float:
+def pause(at: Path, tier: str = "directory") -> float:
     """How long a life is between two words, in seconds."""
     found = []
     for seed in range(1, 6):
-        with _life(at, str(at / "measured"), seed) as victim:
+        with _life(at, str(at / "measured"), tier, seed) as victim:
             assert victim.stdout is not None
             victim.stdout.readline()
             begun = time.monotonic()
@@ -68,9 +68,9 @@ def pause(at: Path) -> float:
     return sorted(found)[2]
 
 
-def _cut(at: Path, run: str, seed: int, words: int, seconds: float) -> list[str]:
+def _cut(at: Path, run: str, tier: str, seed: int, words: int, seconds: float) -> list[str]:
     """What a life said until it was killed: so many words, and what came within so many seconds."""
-    with _life(at, run, seed) as victim:
+    with _life(at, run, tier, seed) as victim:
         assert victim.stdout is not None and victim.stderr is not None
         lines = [victim.stdout.readline() for _ in range(words)]
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -81,8 +81,8 @@ def _cut(at: Path, run: str, seed: int, words: int, seconds: float) -> list[str]
     return [line.strip() for line in lines if line] + [f"wrong {told[-300:]!r}"] * bool(told)
 
 
-def _life(at: Path, run: str, seed: int) -> subprocess.Popen[str]:
-    command = [*VICTIM, run, f"--seed={seed}", f"--saves={SAVES}", "--threads=2"]
+def _life(at: Path, run: str, tier: str, seed: int) -> subprocess.Popen[str]:
+    command = [*VICTIM, run, f"--seed={seed}", f"--saves={SAVES}", "--threads=2", f"--tier={tier}"]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(at))
 
 
@@ -91,16 +91,17 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=2500, help="a few lives end before theirs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--tier", choices=TIERS, default="directory")
     options = parser.parse_args()
     begun = time.monotonic()
     count = -(-options.kills // IN_A_ROW)
     results: list[Series] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         at = Path(folder)
-        span = pause(at)
+        span = pause(at, options.tier)
         show = progress(count * IN_A_ROW)
         numbers = range(options.seed * count, (options.seed + 1) * count)
-        for one in pool.map(lambda number: series(at, number + 1, IN_A_ROW, span), numbers):
+        for one in pool.map(lambda number: series(at, number + 1, IN_A_ROW, span, options.tier), numbers):
             results.append(one)
             show(len(results) * IN_A_ROW, sum(bool(each.problems) for each in results))
             for problem in one.problems:
@@ -123,7 +124,7 @@ def main() -> int:
     table = "| the last that a life said | lives |\n|---|---|\n" + "\n".join(
         f"| {word} | {lives:,} |" for word, lives in ends.most_common()
     )
-    report("kills", "Random SIGKILLs", facts, [table])
+    report("kills", "Random SIGKILLs", facts, [table], options.tier)
     return 1 if violated else 0
 
 

@@ -2,7 +2,8 @@
 
 The tests of the core are the torch-free ones, quick ones first; the crash model comes last. A mutant that no test kills is a
 safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot matter says why, and is not run.
-What was done is kept by the content of the mutated file and of the tests, so a run that was stopped goes on.
+What was done is kept by the content of the mutated file and of the tests, so a run that was stopped goes on; where only
+they have changed since, the test that killed a mutant is asked first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +30,8 @@ TESTS = ["tiers", "slots", "persist", "plan", "layout", "places", "hostile", "fl
 LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
 """for what runs in and behind a training loop; these need torch"""
 LIMIT_SECONDS = 600
+MEMORY_BYTES = 8 << 30
+"""of address space: a mutant that never ends may also never stop to grow"""
 
 
 class Mutant(NamedTuple):
@@ -40,6 +44,10 @@ class Mutant(NamedTuple):
     new: str
     equivalent: str = ""
     """why nobody can tell"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.what}"
 
     def tests(self) -> list[str]:
         in_loop = self.file.startswith("train/") or self.file == BACKGROUND
@@ -794,11 +802,24 @@ def _lineages() -> list[Mutant]:
 # ---- the run -------------------------------------------------------------------------------------------------------
 
 
-def judge(mutant: Mutant) -> tuple[str, str, float]:
-    """ "killed", "survived" or "stale"; by what; seconds."""
+class Judgement(NamedTuple):
+    """What became of a mutant."""
+
+    outcome: str
+    """killed, survived or stale"""
+    told: str
+    """by what: the first test that failed"""
+    seconds: float
+    of: str
+    """what was judged: the mutant, the file it stands in, the tests"""
+
+
+def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
+    """Run the tests on a mutant; first the one that killed it `last` time, when they were other tests."""
+    of = fingerprint(mutant)
     source = (HOME / "src/lastgood" / mutant.file).read_text()
     if source.count(mutant.old) != 1:
-        return "stale", f"its text is {source.count(mutant.old)} times in {mutant.file}", 0.0
+        return Judgement("stale", f"its text is {source.count(mutant.old)} times in {mutant.file}", 0.0, of)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
@@ -807,19 +828,26 @@ def judge(mutant: Mutant) -> tuple[str, str, float]:
         shutil.copytree(HOME / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(HOME / "pyproject.toml", copy)
         (copy / "src/lastgood" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        command += mutant.tests()
         env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
         env["CI"] = "1"  # hypothesis: no deadlines, the same examples every time
-        try:
-            done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return "killed", "it never ends", time.monotonic() - begun
-    seconds = time.monotonic() - begun
+        rounds = [mutant.tests()]
+        if last and last.outcome == "killed" and "::" in last.told:
+            rounds.insert(0, [f"tests/test_{last.told}"])
+        for tests in rounds:
+            limited = ["prlimit", f"--as={MEMORY_BYTES}", sys.executable, "-m", "pytest"]
+            command = [*limited, "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            try:
+                done = subprocess.run(
+                    [*command, *tests], cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
+                )
+            except subprocess.TimeoutExpired:
+                return Judgement("killed", "it never ends", time.monotonic() - begun, of)
+            found = re.search(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.M)
+            if found:
+                return Judgement("killed", found[1], time.monotonic() - begun, of)
     if done.returncode == 0:
-        return "survived", "", seconds
-    found = re.search(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.M)
-    return "killed", found[1] if found else done.stdout[-200:] + done.stderr[-200:], seconds
+        return Judgement("survived", "", time.monotonic() - begun, of)
+    return Judgement("killed", done.stdout[-200:] + done.stderr[-200:], time.monotonic() - begun, of)
 
 
 def fingerprint(mutant: Mutant) -> str:
@@ -834,46 +862,49 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose kind or name holds this")
     options = parser.parse_args()
-    known = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-    wanted = [one for one in mutants() if options.only in f"{one.kind}: {one.what}" and not one.equivalent]
-    first_line = (HOME / "src/lastgood" / DISK).read_text().splitlines()[0]
-    outcome, told, _ = judge(Mutant("control", "nothing is taken out", DISK, first_line, first_line))
-    if outcome != "survived":
-        print(f"the tests fail as it is: {told}")
-        return 2
-    begun, done = time.monotonic(), 0
+    known = {name: Judgement(*one) for name, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
+    wanted = [one for one in mutants() if options.only in one.name and not one.equivalent]
+    for file in (DISK, BACKGROUND):
+        first_line = (HOME / "src/lastgood" / file).read_text().splitlines()[0]
+        control = judge(Mutant("control", "nothing is taken out", file, first_line, first_line))
+        if control.outcome != "survived":
+            print(f"the tests fail as it is: {control.told}")
+            return 2
+    begun, done, turn = time.monotonic(), 0, threading.Lock()
 
     def run(mutant: Mutant) -> None:
         nonlocal done
-        key = fingerprint(mutant)
-        if key not in known:
-            known[key] = judge(mutant)
-            KEPT.parent.mkdir(exist_ok=True)
-            KEPT.write_text(json.dumps(known))
+        last = known.get(mutant.name)
+        if last is None or last.of != fingerprint(mutant):
+            judged = judge(mutant, last)
+            with turn:
+                known[mutant.name] = judged
+                KEPT.parent.mkdir(exist_ok=True)
+                KEPT.write_text(json.dumps(known))
         done += 1
-        outcome, told, _ = known[key]
-        if outcome != "killed":
-            print(f"\n{outcome}: {mutant.kind}, {mutant.what} {told}")
+        found = known[mutant.name]
+        if found.outcome != "killed":
+            print(f"\n{found.outcome}: {mutant.name} {found.told}")
         print(f"\r{done} of {len(wanted)}, {time.monotonic() - begun:.0f} s", end="", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(run, wanted))
     print()
-    results = [(one, *known[fingerprint(one)]) for one in wanted]
-    killed = sum(1 for _, outcome, *_ in results if outcome == "killed")
+    results = [(one, known[one.name]) for one in wanted]
+    killed = sum(found.outcome == "killed" for _, found in results)
     if not options.only:
         write(results, killed)
     print(f"{killed} of {len(results)} killed")
     return int(killed < len(results))
 
 
-def write(results: list[tuple[Mutant, str, str, float]], killed: int) -> None:
+def write(results: list[tuple[Mutant, Judgement]], killed: int) -> None:
     sys.path.insert(0, str(HERE))
     from syscalls import report
 
     rows = [
-        f"| {one.kind} | {one.what} | `{one.file}` | {outcome} | {told.replace('|', ' ')} |"
-        for one, outcome, told, _ in results
+        f"| {one.kind} | {one.what} | `{one.file}` | {found.outcome} | {found.told.replace('|', ' ')} |"
+        for one, found in results
     ]
     told = ["Not run, because nobody could tell:", ""]
     told += [f"- {one.kind}, {one.what} (`{one.file}`): {one.equivalent}." for one in mutants() if one.equivalent]
@@ -881,8 +912,8 @@ def write(results: list[tuple[Mutant, str, str, float]], killed: int) -> None:
         "mutants": len(results),
         "killed": killed,
         "score": f"{100 * killed / len(results):.1f} %",
-        "seconds": round(sum(seconds for *_, seconds in results)),
-        "survived": [f"{one.kind}: {one.what}" for one, outcome, *_ in results if outcome != "killed"],
+        "seconds": round(sum(found.seconds for _, found in results)),
+        "survived": [one.name for one, found in results if found.outcome != "killed"],
     }
     table = "\n".join(
         ["| kind | what was taken out | file | outcome | first test that failed |", "|---|---|---|---|---|", *rows]

@@ -46,6 +46,7 @@ SCENARIOS: dict[str, list[str]] = {
     "recover": ["--saves=1", "--seed=12"],
 }
 """all but `fresh` start on a run of three saves; `recover` on one that crashes left in a mess"""
+TIERS = ("directory", "slots")
 MISSED = "the fault missed its call"
 TAKES_SPACE = {"openat", "pwrite64", "fallocate", "fsync", "link", "mkdir", "rename", "symlink", "ftruncate"}
 
@@ -101,8 +102,10 @@ def in_memory() -> Iterator[Path]:
 class Sweep:
     """Boxes to live in, the runs to start from, and the traces of undisturbed lives. Everything is below `at`."""
 
-    def __init__(self, at: Path, scenarios: Sequence[str] = tuple(SCENARIOS), boxes: int = 2) -> None:
-        self.at, self.hung, self.missed = at, 0, 0
+    def __init__(
+        self, at: Path, scenarios: Sequence[str] = tuple(SCENARIOS), boxes: int = 2, tier: str = "directory"
+    ) -> None:
+        self.at, self.tier, self.hung, self.missed = at, tier, 0, 0
         self._boxes: SimpleQueue[Path] = SimpleQueue()
         for number in range(boxes):
             (at / f"box{number}").mkdir()
@@ -165,16 +168,16 @@ class Sweep:
 
     def _start(self, scenario: str) -> Ledger:
         """Make the run that a scenario starts from; returns its ledger."""
-        run, ledger = self.at / scenario / "run", Ledger(last=1 if scenario == "gc" else 2)
+        run, ledger = self.at / scenario / "run", Ledger(last=1 if scenario == "gc" else 2, tier=self.tier)
         (self.at / scenario).mkdir()
         if scenario == "fresh":
             return ledger
         for seed, saves in ((1, 2), (2, 2)) + ((3, 0),) * (scenario == "recover"):
             lines: list[str] = []
-            live([str(run), f"--saves={saves}", f"--seed={seed}", "--last=2"], lines.append)
+            live([str(run), f"--saves={saves}", f"--seed={seed}", "--last=2", f"--tier={self.tier}"], lines.append)
             ledger.hear(lines)
         if scenario == "recover":
-            mess(run)
+            mess(run, self.tier)
         return ledger
 
     def _fresh(self, scenario: str, box: Path) -> Ledger:
@@ -208,7 +211,7 @@ class Sweep:
             command += ["-e", f"inject={fault.call}:{what}:when={fault.n}{'+' if fault.sticky else ''}"]
         if fault and fault.what != "KILL":  # with a filter in the kernel no signal is injected (strace 6.1, Linux 6.18)
             command += ["-f", "--seccomp-bpf"]
-        life = [*command, *VICTIM, str(box / "run"), *SCENARIOS[scenario]]
+        life = [*command, *VICTIM, str(box / "run"), f"--tier={self.tier}", *SCENARIOS[scenario]]
         done = subprocess.run(life, capture_output=True, text=True, timeout=60, env=environment(self.at))
         return done.returncode, done.stdout.splitlines(), log.read_text(errors="replace").splitlines(), done.stderr
 
@@ -221,8 +224,13 @@ def environment(at: Path) -> dict[str, str]:
     return {**kept, **ours}
 
 
-def mess(run: Path) -> None:
+def mess(run: Path, tier: str) -> None:
     """What earlier crashes may have left, all at once."""
+    for name in (f"{layout.POINTER}.tmp", f"{layout.HEADER}.tmp", "incarnations/000003-33333333.json.tmp", ".probe-1"):
+        (run / name).write_bytes(b"{")
+    if tier == "slots":
+        (run / "slots/table.tmp").write_bytes(b"{")
+        return
     unfinished, going = run / "gen/000000000005-00000000", run / "gen/000000000001-11111111"
     for folder in (unfinished, going):
         folder.mkdir()
@@ -231,8 +239,6 @@ def mess(run: Path) -> None:
     (unfinished / f"{layout.COMMIT}.tmp").write_bytes(b"{")
     (going / layout.GOING).write_bytes(b"{")
     (run / "gen/000000000009-22222222").mkdir()
-    for name in (f"{layout.POINTER}.tmp", f"{layout.HEADER}.tmp", "incarnations/000003-33333333.json.tmp", ".probe-1"):
-        (run / name).write_bytes(b"{")
     (run / "latest_ok.tmp").symlink_to("gen/000000000009-22222222")
 
 
@@ -294,9 +300,9 @@ def small_disk(kind: str, at: Path) -> Iterator[Path]:
         image.unlink(missing_ok=True)
 
 
-def full_disk(mount: Path, free_bytes: int) -> tuple[str, list[str]]:
+def full_disk(mount: Path, free_bytes: int, tier: str = "directory") -> tuple[str, list[str]]:
     """A run on a disk with so much left: what its life told, and what is wrong. The mount is empty again afterwards."""
-    run, ledger = mount / "run", Ledger()
+    run, ledger = mount / "run", Ledger(tier=tier)
     problems = [f"it told {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
     filler = mount / "filler"
     with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -314,9 +320,9 @@ def full_disk(mount: Path, free_bytes: int) -> tuple[str, list[str]]:
     return "+".join(sorted(set(told))), problems + ledger.problems
 
 
-def short_writes(at: Path, limit_bytes: int) -> tuple[str, list[str]]:
+def short_writes(at: Path, limit_bytes: int, tier: str = "directory") -> tuple[str, list[str]]:
     """A life in which no file may grow past a limit: the write at the limit is cut short, the next one fails."""
-    run, ledger = at / "run", Ledger()
+    run, ledger = at / "run", Ledger(tier=tier)
     problems = [f"it told {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
     told, more = _life(ledger, run, "--saves=2", "--seed=2", f"--file-limit={limit_bytes}", own_process=True)
     problems += more + [f"left behind: {one}" for one in litter(str(run))]
@@ -331,32 +337,38 @@ def _life(ledger: Ledger, run: Path, *options: str, own_process: bool = False) -
     """Errors that it told, and what is wrong with how it ended."""
     lines: list[str] = []
     if own_process:
-        done = subprocess.run([*VICTIM, run, *options], capture_output=True, text=True, env=environment(run.parent))
+        done = subprocess.run(
+            [*VICTIM, run, f"--tier={ledger.tier}", *options],
+            capture_output=True,
+            text=True,
+            env=environment(run.parent),
+        )
         code, lines = done.returncode, done.stdout.splitlines()
     else:
-        code = live([str(run), *options], lines.append)
+        code = live([str(run), f"--tier={ledger.tier}", *options], lines.append)
     ledger.hear(lines)
     wrong = [] if (code in (3, 4, 5) if ledger.reported else code == 0) else [f"it ended with {code}: {lines[-1:]}"]
     return list(ledger.reported), wrong
 
 
-def full_disks(at: Path, step_bytes: int) -> Iterator[tuple[str, str, list[str]]]:
+def full_disks(at: Path, step_bytes: int, tier: str = "directory") -> Iterator[tuple[str, str, list[str]]]:
     """Every amount of space left, and every limit of file size, in steps: name, what was told, what is wrong."""
     (at / "limits").mkdir()
     for limit in range(1, 48_000, step_bytes):
-        yield (f"file limit {limit:,}", *short_writes(at / "limits", limit))
+        yield (f"file limit {limit:,}", *short_writes(at / "limits", limit, tier))
     if os.geteuid() == 0:
         for kind in ("ext4", "tmpfs"):
             with small_disk(kind, at) as mount:
                 for free in range(0, 72_000, step_bytes):
-                    yield (f"{kind} {free:,} B free", *full_disk(mount, free))
+                    yield (f"{kind} {free:,} B free", *full_disk(mount, free, tier))
 
 
 # ---- the campaign ----------------------------------------------------------------------------------------------
 
 
-def report(name: str, title: str, facts: dict[str, Any], tables: Sequence[str]) -> None:
-    """prove/reports/NAME.json and NAME.md, with date, machine and command."""
+def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], tier: str = "directory") -> None:
+    """prove/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine and command."""
+    stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     facts = {
         "date": datetime.date.today().isoformat(),
@@ -366,10 +378,10 @@ def report(name: str, title: str, facts: dict[str, Any], tables: Sequence[str]) 
         **facts,
     }
     (HERE / "reports").mkdir(exist_ok=True)
-    (HERE / "reports" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (HERE / "reports" / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
     plain = {key.replace("_", " "): value for key, value in facts.items() if not isinstance(value, (list, dict))}
     short = "\n".join(f"- {key}: {value}" for key, value in plain.items())
-    (HERE / "reports" / f"{name}.md").write_text(f"# {title}\n\n{short}\n" + "".join(f"\n{one}\n" for one in tables))
+    (HERE / "reports" / f"{stem}.md").write_text(f"# {title}\n\n{short}\n" + "".join(f"\n{one}\n" for one in tables))
 
 
 def progress(total: int) -> Callable[[int, int], None]:
@@ -388,12 +400,13 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=0, help="a seeded choice of so many; 0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--tier", choices=TIERS, default="directory")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
     parser.add_argument("--no-disks", action="store_true", help="without full disks and short writes")
     options = parser.parse_args()
     begun = time.monotonic()
     with in_memory() as at:
-        sweep = Sweep(at, options.scenario or list(SCENARIOS), options.jobs)
+        sweep = Sweep(at, options.scenario or list(SCENARIOS), options.jobs, options.tier)
         faults = sweep.faults()
         faults = spread(faults, options.trials, options.seed) if options.trials else faults
         results: list[Result] = []
@@ -404,7 +417,7 @@ def main() -> int:
                 if one.problems:
                     print(f"\n{one.fault}: {one.outcome}\n  " + "\n  ".join(one.problems), flush=True)
                 show(len(results), sum(bool(one.problems) for one in results))
-        disks = [] if options.no_disks else list(full_disks(at, 1024))
+        disks = [] if options.no_disks else list(full_disks(at, 1024, options.tier))
     for name, told, problems in disks:
         if problems:
             print(f"{name}: {told}\n  " + "\n  ".join(problems))
@@ -429,7 +442,7 @@ def main() -> int:
         "violated": [{"fault": str(one.fault), "problems": one.problems} for one in results if one.problems]
         + [{"fault": name, "problems": problems} for name, _, problems in disks if problems],
     }
-    report("syscalls", "Every system call of save, restore and gc", facts, _tables(facts, results))
+    report("syscalls", "Every system call of save, restore and gc", facts, _tables(facts, results), options.tier)
     return 1 if wrong else 0
 
 

@@ -22,7 +22,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from .. import __version__
+from .. import __version__, words
 from ..engine import fetch
 from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NothingGood
 from ..format import commit, layout
@@ -294,7 +294,7 @@ def export(
     with progress("exporting", generation.bytes) as seen:
         data = exporting.export(Watched(tier, seen), generation, to, only, force)
     count = views.plural(data["tensors"], "tensor")
-    text = f"{data['file']}: {count}, {views.size(data['bytes'])}, from {generation.id}"
+    text = f"{data['file']}: {count}, {words.size(data['bytes'])}, from {generation.id}"
     text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())
     return Answer(data, Text(clean(text, "\n")))
 
@@ -327,7 +327,7 @@ def import_file(
         "values": len(source.values),
         "bytes": generation.bytes,
     }
-    text = f"{generation.id}: {views.plural(len(source.tensors), 'tensor')}, {views.size(total)}, verified"
+    text = f"{generation.id}: {views.plural(len(source.tensors), 'tensor')}, {words.size(total)}, verified"
     return Answer(data, Text(text))
 
 

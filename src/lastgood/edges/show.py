@@ -22,6 +22,7 @@ from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, Manifest, Piece
+from ..words import size
 from .terminal import clean
 
 FINDINGS_SHOWN = 20
@@ -36,14 +37,6 @@ MEANINGS = {
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------
-
-
-def size(count: int) -> str:
-    """Bytes for people: 1.23 GB."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:.0f} {unit}"
-    return f"{count} B"
 
 
 def when(seconds: float | None) -> str:

@@ -25,7 +25,8 @@ from ..records import Finding, Generation, GenerationId
 from ..run import places
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
-from .show import named, new_table, plural, size, weight
+from ..words import size
+from .show import named, new_table, plural, weight
 from .terminal import Watched, clean, progress
 
 

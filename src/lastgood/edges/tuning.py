@@ -21,7 +21,8 @@ from rich.text import Text
 from ..plan import tune
 from ..plan.retention import KEEP
 from ..run import measure
-from .show import new_table, plural, size
+from ..words import size
+from .show import new_table, plural
 from .terminal import clean, progress
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)

@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import lastgood
 
+from ..words import size
 from .interval import working_place
 from .journal import Journal
 from .models import Trained, Workload
-from .report import Report, Say, Table, hardware, size, spread
+from .report import Report, Say, Table, hardware, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..words import size
 from . import durable, interval
 from .policies import POLICIES, Settings
-from .report import Report, Say, Table, percent, quantile, size, spread
+from .report import Report, Say, Table, percent, quantile, spread
 
 Row = Mapping[str, Any]
 

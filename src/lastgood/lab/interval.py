@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..words import size
 from . import recovery
 from .journal import Journal
 from .models import Workload
 from .policies import POLICIES, Nothing, Policy, Settings, bound_seconds
-from .report import Report, Say, Table, hardware, percent, quantile, size, spread
+from .report import Report, Say, Table, hardware, percent, quantile, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -43,6 +43,7 @@ import lastgood
 
 from ..engine.arena import Arena, Lease
 from ..format import layout
+from ..plan import tune
 from ..rawio.files import round_up
 from ..train.staging import Pin
 from ..train.tensors import as_bytes, dtype_name
@@ -210,22 +211,56 @@ class Nothing(Policy):
         return 0
 
 
-class Traditional(Policy):
-    """Stop, copy and write (copies and writes of chunks overlap), flush, point."""
+class Stopping(Policy):
+    """Stop the loop until all of it is durable in the older of two slots, and point at it."""
 
-    name = "traditional"
-
-    def __init__(self, workload: Workload, place: Path, settings: Settings, _: Path | None) -> None:
+    def __init__(self, snapshot: Snapshot, store: Store, settings: Settings) -> None:
         super().__init__()
-        self._snapshot = Snapshot(workload, settings.chunk_bytes)
-        self._arena = _arena(workload, 2 * settings.writers * settings.chunk_bytes, settings.chunk_bytes, self._held)
+        self._snapshot, self._store = snapshot, store
+        self._arena_bytes = 2 * settings.writers * settings.chunk_bytes
         self._writers = ThreadPoolExecutor(settings.writers)
-        self._store: Store = SlotFile(place / "slots", 2, self._snapshot.slot_bytes)
         self._number = 0
+
+    @abstractmethod
+    def _write(self, slot: int) -> None:
+        """Copy the state and write it."""
+
+    @abstractmethod
+    def _read(self) -> int: ...
 
     def save(self, step: int) -> None:
         begun, slot = time.perf_counter(), self._number % 2
         self._number += 1
+        self._write(slot)
+        self._store.flush()
+        self._store.point(self._number, slot, step)
+        self.saved.append(SaveTime(step, time.perf_counter() - begun))
+
+    def wait(self) -> None: ...
+
+    def load(self) -> int:
+        step = self._read()
+        newest = self._store.newest()
+        self._number = newest.number if newest else 0
+        return step
+
+    def close(self) -> None:
+        super().close()
+        self._writers.shutdown()
+        self._store.close()
+
+
+class Traditional(Stopping):
+    """Copies and writes of chunks overlap."""
+
+    name = "traditional"
+
+    def __init__(self, workload: Workload, place: Path, settings: Settings, _: Path | None) -> None:
+        snapshot = Snapshot(workload, settings.chunk_bytes)
+        super().__init__(snapshot, SlotFile(place / "slots", 2, snapshot.slot_bytes), settings)
+        self._arena = _arena(workload, self._arena_bytes, settings.chunk_bytes, self._held)
+
+    def _write(self, slot: int) -> None:
         jobs = []
         for index in range(len(self._snapshot)):
             lease = _lease(self._arena)
@@ -233,66 +268,34 @@ class Traditional(Policy):
             jobs.append(self._writers.submit(_put, self._store, slot, lease, self._snapshot, index))
         for job in jobs:
             job.result()
-        self._store.flush()
-        self._store.point(self._number, slot, step)
-        self.saved.append(SaveTime(step, time.perf_counter() - begun))
 
-    def wait(self) -> None: ...
-
-    def load(self) -> int:
-        step = _load(self._store, self._snapshot, self._arena, self._writers)
-        newest = self._store.newest()
-        self._number = newest.number if newest else 0
-        return step
-
-    def close(self) -> None:
-        super().close()
-        self._writers.shutdown()
-        self._store.close()
+    def _read(self) -> int:
+        return _load(self._store, self._snapshot, self._arena, self._writers)
 
 
-class Gpm(Policy):
-    """Stop, copy into a mapped file with several threads, sync each chunk, point. No memory of its own."""
+class Gpm(Stopping):
+    """Copies into a mapped file with several threads, each chunk synced. No memory of its own."""
 
     name = "GPM"
 
     def __init__(self, workload: Workload, place: Path, settings: Settings, _: Path | None) -> None:
-        super().__init__()
-        self._snapshot = Snapshot(workload, settings.chunk_bytes)
-        self._store = MappedFile(place / "slots", 2, self._snapshot.slot_bytes)
-        self._writers = ThreadPoolExecutor(settings.writers)
-        self._reading = (workload, 2 * settings.writers * settings.chunk_bytes)
-        self._number = 0
+        snapshot = Snapshot(workload, settings.chunk_bytes)
+        self._mapped = MappedFile(place / "slots", 2, snapshot.slot_bytes)
+        super().__init__(snapshot, self._mapped, settings)
+        self._workload = workload
 
-    def save(self, step: int) -> None:
-        begun, slot = time.perf_counter(), self._number % 2
-        self._number += 1
-
+    def _write(self, slot: int) -> None:
         def one(index: int) -> None:
             offset, length = index * self._snapshot.chunk_bytes, self._snapshot.padded(index)
-            self._snapshot.copy_out(index, self._store.place(slot, offset, length), {})
-            self._store.sync(slot, offset, length)
+            self._snapshot.copy_out(index, self._mapped.place(slot, offset, length), {})
+            self._mapped.sync(slot, offset, length)
 
         list(self._writers.map(one, range(len(self._snapshot))))
-        self._store.flush()
-        self._store.point(self._number, slot, step)
-        self.saved.append(SaveTime(step, time.perf_counter() - begun))
 
-    def wait(self) -> None: ...
-
-    def load(self) -> int:
-        workload, arena_bytes = self._reading
+    def _read(self) -> int:
         with ExitStack() as held:
-            arena = _arena(workload, arena_bytes, self._snapshot.chunk_bytes, held)
-            step = _load(self._store, self._snapshot, arena, self._writers)
-        newest = self._store.newest()
-        self._number = newest.number if newest else 0
-        return step
-
-    def close(self) -> None:
-        super().close()
-        self._writers.shutdown()
-        self._store.close()
+            arena = _arena(self._workload, self._arena_bytes, self._snapshot.chunk_bytes, held)
+            return _load(self._store, self._snapshot, arena, self._writers)
 
 
 class Overlapped(Policy):
@@ -582,9 +585,8 @@ def bound_seconds(
     name: str, interval: int, step_seconds: float, save_seconds: float, load_seconds: float, in_flight: int
 ) -> float:
     """The longest recovery: loading, and the steps that are done again (PCcheck, section 4.2)."""
-    once = load_seconds + interval * step_seconds
     if name in ("traditional", "GPM"):
-        return once
+        return tune.stop_and_write_bound_seconds(load_seconds, interval, step_seconds)
     if name in ("CheckFreq", "Gemini", "DCP async"):
-        return once + interval * step_seconds
-    return once + step_seconds * min(in_flight * interval, save_seconds / step_seconds)
+        return tune.one_in_flight_bound_seconds(load_seconds, interval, step_seconds)
+    return tune.recovery_bound_seconds(load_seconds, interval, step_seconds, in_flight, save_seconds)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ..rawio.files import BLOCK_BYTES, round_up, takes_direct
+from ..rawio.files import BLOCK_BYTES, PosixFiles, round_up, takes_direct
 
 ZEROES_BYTES = 4 << 20
 _POINTER = struct.Struct("<QQQI")  # number, slot, step, crc of the three
@@ -60,7 +60,7 @@ class SlotFile:
         self._page = mmap.mmap(-1, BLOCK_BYTES)
         if fresh:
             _fill(self._fd, 2 * BLOCK_BYTES + slots * self.slot_bytes)
-            _sync_folder(path.parent)
+            PosixFiles().sync_dir(str(path.parent))
 
     def write(self, slot: int, view: memoryview, offset: int) -> None:
         _write_all(self._fd, view, self._at(slot) + offset)
@@ -255,14 +255,6 @@ def _write_all(fd: int, view: memoryview, offset: int) -> None:
     done = 0
     while done < len(view):
         done += os.pwrite(fd, view[done:], offset + done)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 if __name__ == "__main__":

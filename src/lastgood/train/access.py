@@ -50,12 +50,14 @@ def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], ste
         run = RunWriter(disk, workers)
         newest = next(iter(run.lineage()), None)
         run.begin(newest.id if newest else None)
-        images = staging.lay_out(captured.tensors)
+        tensors = captured.tensors
+        images = staging.lay_out(tensors)
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(
             run.admit(step),
             images,
-            staging.Snapshot(staging.in_chunks(images, arena.chunk_bytes), captured.tensors, arena).fill(),
+            staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill(),
             aliases=captured.aliases,
             values=captured.values,
         )

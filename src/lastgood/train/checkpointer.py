@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal
 
+from .. import words
 from ..errors import (
     HalfLoaded,
     InFlightFull,
@@ -278,7 +279,7 @@ class Checkpointer:
             pinned = wanted(self._keep, n, milestone, scores)
             options = {**cut.options, "milestone": milestone, "metrics": scores}
             started = True
-            self._behind.start(save, at, cut.images, cut.fill, cut.approve, cut.arena, pinned, options)
+            self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, options)
             self._cutter.begun(cut)
             if not cut.overlapped:
                 save.wait_staged()
@@ -396,16 +397,16 @@ class Checkpointer:
 
     def _tell_bound(self, total: int) -> None:
         if self._behind.run.tier.newest_only:
-            most = _readable((self._in_flight + 2) * total)
-            what = f"({self._in_flight} in flight + 2) slots of {_readable(total)} = {most}, and a little for records"
+            most = words.size((self._in_flight + 2) * total)
+            what = f"({self._in_flight} in flight + 2) slots of {words.size(total)} = {most}, and a little for records"
             print(f"lastgood: {self._behind.run.tier.place} takes {what}", file=sys.stderr)
             return
         kept = self._keep.last + len(self._keep.milestones) + (self._keep.best[2] if self._keep.best else 0)
         more = f", and each {self._keep.every}th step" if self._keep.every else ""
         place, size, most = (
             self._behind.run.tier.place,
-            _readable(total),
-            _readable((kept + self._in_flight + 2) * total),
+            words.size(total),
+            words.size((kept + self._in_flight + 2) * total),
         )
         print(
             f"lastgood: {place} takes at most ({kept} kept + {self._in_flight} in flight + 2) x {size} = {most}{more}; "
@@ -440,14 +441,6 @@ def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     bad = [name for name, value in found.items() if not math.isfinite(value)]
     _require(not bad, f"metrics that are no finite numbers: {', '.join(bad)}", "Leave them out.")
     return found
-
-
-def _readable(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _require(holds: bool, what: str, todo: str) -> None:

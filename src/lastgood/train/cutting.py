@@ -6,13 +6,13 @@ the loop waits. Everything here runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
-from ..engine.arena import Arena, Lease
+from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..rawio.files import round_up
 from ..records import Piece
@@ -37,9 +37,6 @@ class Cut:
     @property
     def bytes(self) -> int:
         return sum(image.length for image in self.images)
-
-    def fill(self, stop: Callable[[], bool]) -> Iterator[Lease]:
-        return self.snapshot.fill(stop)
 
 
 @dataclass
@@ -90,9 +87,10 @@ class Cutter:
         if plan.chunk_bytes != arena.chunk_bytes:
             plan.chunk_bytes, plan.watch = arena.chunk_bytes, None
             plan.chunks = staging.in_chunks(images, arena.chunk_bytes)
-        if self._pin is None and any(one.is_cuda for one in tensors.values()):
+        devices = staging.devices(tensors)
+        if devices and self._pin is None:
             self._pin = staging.Pin(arena)
-        bearers = self._overlapped(plan, state, captured)
+        bearers = self._overlapped(plan, state, captured, bool(devices))
         self.fence.hook(captured.optimizers if bearers is not None else [])
         watch = self._watched(plan, bearers) if bearers is not None else None
         at_once = tensors.keys() - bearers.keys() if bearers is not None else ()
@@ -106,6 +104,7 @@ class Cutter:
         snapshot = staging.Snapshot(
             plan.chunks,
             tensors,
+            devices,
             arena,
             addresses=captured.addresses,
             at_once=at_once,
@@ -146,17 +145,17 @@ class Cutter:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _overlapped(
-        self, plan: _Plan, state: Mapping[str, Any], captured: Captured
+        self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
     ) -> Mapping[str, torn.Bearer] | None:
         """What is copied behind the fence; None where the loop waits for the copy."""
         if self._wanted == "blocking":
             return None
         if plan.behind is None or plan.origins is not captured.origins or not plan.behind.holds(captured):
-            plan.behind, plan.origins, plan.watch = behind.find(state, captured), captured.origins, None
+            plan.behind, plan.origins = behind.find(state, captured), captured.origins
         found = plan.behind
         if self._wanted is None and not (found.hookable and captured.optimizers):
             return None
-        if self._torn_check == "full" and any(one.is_cuda for one in captured.tensors.values()):
+        if self._torn_check == "full" and on_device:
             return None
         if captured.optimizers and found.beside_trained_bytes <= staging.SIDE_BYTES:
             return found.trained

@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import ctypes
+import operator
 import threading
 import time
 from collections import deque
@@ -44,18 +45,24 @@ def in_chunks(files: Sequence[Image], chunk_bytes: int) -> list[tuple[Image, Seq
     return [(image, list(segments(image, chunk_bytes))) for image in files]
 
 
+def devices(tensors: Mapping[str, torch.Tensor]) -> set[torch.device]:
+    """Those other than the host that hold some of these tensors."""
+    return {one for one in set(map(operator.attrgetter("device"), tensors.values())) if one.type == "cuda"}
+
+
 class Snapshot:
     """One state at one instant, on its way into the arena. Made on the training thread, at the cut.
 
-    `layout`: the files, and what lies in each of their chunks. `addresses`: where each tensor lies, to find what is
-    moved before it is read. `at_once`: names that are cloned here; all others are read by `fill`. `watch`: of what is
-    read later, if that is to be checked.
+    `layout`: the files, and what lies in each of their chunks. `devices`: as `devices(tensors)` says. `addresses`:
+    where each tensor lies, to find what is moved before it is read. `at_once`: names that are cloned here; all others
+    are read by `fill`. `watch`: of what is read later, if that is to be checked.
     """
 
     def __init__(
         self,
         layout: Sequence[tuple[Image, Sequence[list[Segment]]]],
         tensors: Mapping[str, torch.Tensor],
+        devices: Iterable[torch.device],
         arena: Arena,
         *,
         addresses: Sequence[int] = (),
@@ -69,7 +76,6 @@ class Snapshot:
         self._cut = watch.look() if watch else None
         self.enqueued = threading.Event()
         self._events: list[torch.cuda.Event] = []
-        devices = {one.device for one in tensors.values() if one.is_cuda}
         self._streams = {device: _side_stream(device) for device in devices}
 
     def fill(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
