@@ -102,3 +102,13 @@ def test_a_source_that_breaks_ends_in_an_abort_and_every_chunk_comes_back():
     with pytest.raises(KeyError, match="the source broke"):
         write(tier, arena, breaks=5)
     assert tier.said[-1] == "abort" and "finish" not in tier.said and arena.idle
+
+
+def test_a_chunk_that_no_writer_took_comes_back():
+    """At the end of the interpreter a pool takes no more jobs: the chunk in hand was lost to the arena for good."""
+    tier, arena, writers = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES), ThreadPoolExecutor(1)
+    writers.shutdown()
+    source = chunks(arena, tier.said)
+    with pytest.raises(RuntimeError):
+        persist.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=writers)
+    assert tier.said[-1] == "abort" and arena.idle

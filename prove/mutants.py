@@ -1,0 +1,1380 @@
+"""The mutants of prove/mutation.py: what is taken out of which file, as an exact replacement. Holds nothing else."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TESTS = ["persist", "plan", "places", "tiers", "layout", "slots", "hostile", "flips", "crash_model"]
+"""torch-free, quick ones first"""
+LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
+"""for what runs in and behind a training loop; these need torch"""
+
+
+class Mutant(NamedTuple):
+    """What is taken out, and where."""
+
+    kind: str
+    what: str
+    file: str
+    old: str
+    new: str
+    equivalent: str = ""
+    """why nobody can tell"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+    def tests(self) -> list[str]:
+        in_loop = self.file.startswith("train/") or self.file == BACKGROUND or self.kind == "in flight"
+        names = LOOP_TESTS if in_loop else sorted(TESTS, key=lambda one: one != FIRST.get(self.file))
+        return [f"tests/test_{name}.py" for name in names]
+
+
+DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "rawio/files.py", "format/commit.py", "format/layout.py"
+FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
+BACKGROUND = "run/background.py"
+RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
+SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
+MAPPED, STAGING, TORN, BEHIND, CUTTING = (
+    "rawio/mapped.py",
+    "train/staging.py",
+    "train/torn.py",
+    "train/behind.py",
+    "train/cutting.py",
+)
+CHECKPOINTER = "train/checkpointer.py"
+FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
+"""the tests that are nearest to a file"""
+
+
+def mutants() -> list[Mutant]:
+    return [
+        *_syncs(),
+        *_writes(),
+        *_commits(),
+        *_orders(),
+        *_digests(),
+        *_forms(),
+        *_retentions(),
+        *_lineages(),
+        *_slots(),
+        *_flights(),
+        *_fences(),
+    ]
+
+
+def _syncs() -> list[Mutant]:
+    return [
+        Mutant("fsync", name, file, old, new)
+        for name, file, old, new in [
+            ("fsync itself", FILES, "        os.fsync(fd)", "        pass"),
+            ("blob content", DISK, "            if self._disk._syncs_files:\n                self._file.sync()\n", ""),
+            (
+                "record content",
+                DISK,
+                "            if self._syncs_files:\n                file.sync()\n        finally",
+                "        finally",
+            ),
+            (
+                "record found in place",
+                DISK,
+                "                    if self._syncs_files:\n                        file.sync()  # who",
+                "                    if False:\n                        file.sync()  # who",
+            ),
+            ("first failure is final", FILES, "            self._sync_failed = True\n", "            pass\n"),
+            ("after a failed sync", FILES, "        if self._sync_failed:\n", "        if False:\n"),
+        ]
+    ] + [
+        Mutant("directory fsync", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "fsync of a directory itself",
+                FILES,
+                "            _flush(fd)\n        finally:\n            _close",
+                "            pass\n        finally:\n            _close",
+            ),
+            (
+                "record's name",
+                DISK,
+                "            try:\n                self._sync_folder(_folder(name))\n            except OSError as error:\n",
+                "            try:\n                pass\n            except OSError as error:\n",
+            ),
+            (
+                "record's name where it was already",
+                DISK,
+                '                self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))\n'
+                "                self._sync_folder(_folder(name))\n",
+                '                self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))\n',
+            ),
+            ("pointer's name", DISK, '            self._sync_folder("")\n', ""),
+            (
+                "removed name",
+                DISK,
+                "                self._sync_folder(folder)  # also when it was gone",
+                "                self._files.list(self._path(folder))  # also when it was gone",
+            ),
+            (
+                "removed folder's name",
+                DISK,
+                "            self._settled.discard(folder)\n            self._sync_folder(_folder(folder))\n",
+                "            self._settled.discard(folder)\n",
+            ),
+            (
+                "new folder's name",
+                DISK,
+                "        self._sync_folder(_folder(folder))\n        self._settled.add",
+                "        self._settled.add",
+            ),
+            (
+                "folder that was there",
+                DISK,
+                "        with contextlib.suppress(FileExistsError):\n            self._files.make_dir(self._path(folder))\n",
+                "        try:\n            self._files.make_dir(self._path(folder))\n"
+                "        except FileExistsError:\n            self._settled.add(folder)\n            return\n",
+            ),
+            (
+                "folder forgotten when it goes",
+                DISK,
+                "            self._settled.discard(folder)\n            self._sync",
+                "            self._sync",
+            ),
+            ("folder forgotten on abort", DISK, "            self._disk._settled.discard(folder)\n", ""),
+            (
+                "run's directory",
+                PLACES,
+                "            PosixFiles().make_dir(root)\n    PosixFiles().sync_dir(above)\n",
+                "            PosixFiles().make_dir(root)\n",
+            ),
+            (
+                "run's directory that was there",
+                PLACES,
+                "            PosixFiles().sync_dir(above)\n        return",
+                "            pass\n        return",
+            ),
+        ]
+    ]
+
+
+def _writes() -> list[Mutant]:
+    return [
+        Mutant("write", name, file, old, new)
+        for name, file, old, new in [
+            ("short-write loop", DISK, "    while done < len(mv):\n", "    if done < len(mv):\n"),
+            ("count of a short write", DISK, "        done += whole\n", "        done = len(mv)\n"),
+            ("block boundary after a short write", DISK, "else count - count % BLOCK_BYTES or count\n", "else count\n"),
+            ("write that takes nothing", DISK, "        if whole <= 0:\n", "        if False:\n"),
+            ("short-read loop", DISK, "                    got = whole\n", "                    got = extent.length\n"),
+            ("reservation", DISK, "                file.reserve(round_up(length))\n", "                pass\n"),
+            (
+                "reservation that fails cleans up",
+                DISK,
+                "            except OSError:\n                upload.abort()\n                raise\n            return upload",
+                "            except OSError:\n                raise\n            return upload",
+            ),
+            ("cut of the padded tail", DISK, "            self._file.resize(self._length)\n", ""),
+            (
+                "abort removes the file",
+                DISK,
+                "        self._close()\n        self._disk._drop(self._disk._path(self._name))\n",
+                "        self._close()\n",
+            ),
+            ("abort removes the folder", DISK, "            self._disk._drop(self._disk._path(folder))\n", ""),
+            ("failed blob is aborted", PERSIST, "        upload.abort()\n", ""),
+            (
+                "writers let go before the abort",
+                PERSIST,
+                "            job.exception()  # every",
+                "            pass  # every",
+            ),
+            (
+                "first error cancels",
+                PERSIST,
+                "        sums = [job.result() for job in jobs]\n",
+                '        sums = ["" if job.exception() else job.result() for job in jobs]\n',
+            ),
+            (
+                "chunk comes home",
+                PERSIST,
+                "                if job is None:\n                    chunk.release()",
+                "                if job is None:\n                    pass",
+            ),
+            (
+                "written chunk comes home",
+                PERSIST,
+                "    finally:\n        chunk.release()\n",
+                "    finally:\n        pass\n",
+            ),
+            ("padding is zeroed", PERSIST, "        chunk.buffer[length:padded] = bytes(padded - length)\n", ""),
+            (
+                "full disk leaves no staged record",
+                DISK,
+                "        except OSError:\n            self._drop(staged)\n            raise\n",
+                "        except OSError:\n            raise\n",
+            ),
+            (
+                "staged record is dropped",
+                DISK,
+                "                raise _unknown(path, error) from error\n            self._drop(staged)\n",
+                "                raise _unknown(path, error) from error\n",
+            ),
+            ("stale staged record", DISK, "        self._remove_if_there(staged)\n", ""),
+            ("stale staged link", DISK, '            self._remove_if_there(link + ".tmp")\n', ""),
+            (
+                "litter is cleared at opening",
+                WRITER,
+                '                    self.tier.delete(f"{home}/{name}".lstrip("/"))\n',
+                "                    pass\n",
+            ),
+            (
+                "failed save is cleared",
+                WRITER,
+                "            with contextlib.suppress(LastgoodError):\n                commit.retire(self.tier, at)\n            raise\n",
+                "            raise\n",
+            ),
+            (
+                "unfinished is cleared at opening",
+                WRITER,
+                "            commit.retire(self.tier, at)\n            self.survey.going",
+                "            self.survey.going",
+            ),
+        ]
+    ]
+
+
+def _commits() -> list[Mutant]:
+    return [
+        Mutant("commit", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "link instead of overwriting",
+                DISK,
+                "                self._files.link(staged, path)\n",
+                "                self._files.rename(staged, path)\n",
+            ),
+            ("staging: created in place", DISK, "            if not self._atomic:\n", "            if True:\n"),
+            ("blob never replaces", FILES, "os.O_CREAT | os.O_EXCL if mode", "os.O_CREAT if mode"),
+            (
+                "unknown link is read back",
+                DISK,
+                "                else:\n                    self._read_back(path, data, error)\n            try",
+                "                else:\n                    raise _unknown(path, error) from error\n            try",
+            ),
+            (
+                "unknown link is not taken for success",
+                DISK,
+                "                else:\n                    self._read_back(path, data, error)\n            try",
+                "                else:\n                    pass\n            try",
+            ),
+            ("read-back compares", DISK, "                if buffer[:found] == data:\n", "                if True:\n"),
+            (
+                "read-back reads past the end",
+                DISK,
+                "memoryview(bytearray(len(data) + 1))",
+                "memoryview(bytearray(len(data)))",
+            ),
+            (
+                "read-back loops",
+                DISK,
+                "                while (count := file.read_into(buffer[found:], found)) > 0:\n",
+                "                if (count := file.read_into(buffer[found:], found)) > 0:\n",
+            ),
+            (
+                "unknown outcome deletes nothing",
+                DISK,
+                "        raise _unknown(path, error) from error\n\n    def _remove_if_there",
+                "        self._drop(path)\n        raise _unknown(path, error) from error\n\n    def _remove_if_there",
+            ),
+            (
+                "unsynced name is unknown, not failed",
+                DISK,
+                "            try:\n                self._sync_folder(_folder(name))\n            except OSError as error:\n                raise _unknown(path, error) from error\n",
+                "            self._sync_folder(_folder(name))\n",
+            ),
+            (
+                "unknown in place",
+                DISK,
+                "                raise\n            raise _unknown(path, error) from error\n",
+                "                raise\n            raise\n",
+            ),
+            (
+                "unknown commit: nothing is retired",
+                WRITER,
+                "        except CommitUnknown:\n            with self.turn:\n                self._note_tried(at)  # this step may exist: it is not written again\n            raise\n",
+                "",
+            ),
+            (
+                "unknown commit: its step is taken",
+                WRITER,
+                "                self._note_tried(at)  # this step may exist: it is not written again\n",
+                "                pass\n",
+            ),
+            ("step ascends", WRITER, "(last and step <= last.step) or not", "not"),
+            (
+                "run that is not restored is refused",
+                WRITER,
+                "            if self.survey.generations or self.survey.broken:\n                newest",
+                "            if False:\n                newest",
+            ),
+            (
+                "taken name: nothing is retired",
+                WRITER,
+                "        except NameTaken:\n            raise  # what lies there is not of this save\n",
+                "",
+            ),
+            (
+                "parent is durable before it is continued",
+                WRITER,
+                "            commit.confirm(self.tier, parent)\n",
+                "            pass\n",
+            ),
+            ("lock", FILES, "            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n", "            pass\n"),
+            ("lock is not inherited", FILES, "        os.register_at_fork(after_in_child=self._leave)\n", ""),
+            (
+                "pointer is renamed, not rewritten",
+                DISK,
+                '            self._files.rename(path + ".tmp", path)\n',
+                '            self._remove_if_there(path)\n            self._files.rename(path + ".tmp", path)\n',
+            ),
+        ]
+    ]
+
+
+def _orders() -> list[Mutant]:
+    finish = "        sums = [job.result() for job in jobs]\n        upload.finish()\n"
+    publish = "msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)\n"
+    mark = "            commit.mark(self.tier, generation, findings)\n"
+    going = "        if layout.GOING in there:\n"
+    remove = '    tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line\n'
+    return [
+        Mutant("order", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "seal after the blobs' last byte",
+                PERSIST,
+                finish,
+                "        upload.finish()\n        sums = [job.result() for job in jobs]\n",
+            ),
+            ("seal only what is finished", PERSIST, finish, "        sums = [job.result() for job in jobs]\n"),
+            ("seal before publish", COMMIT, '    tier.put_new(f"{layout.folder(at)}/{name}", data)\n', ""),
+            (
+                "content before name",
+                DISK,
+                "            self._write_staged(staged, data)\n            try:\n                self._files.link(staged, path)\n",
+                "            self._files.open(path, 'new').close() if name.endswith('COMMIT.json') else None\n            self._write_staged(staged, data)\n            try:\n                self._files.rename(staged, path)\n",
+            ),
+            ("COMMIT goes first", COMMIT, remove, ""),
+            (
+                "COMMIT is gone before the rest, also after a kill",
+                COMMIT,
+                remove,
+                "    if layout.COMMIT in there:\n    " + remove,
+            ),
+            (
+                "GOING before COMMIT goes",
+                COMMIT,
+                '            tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))\n',
+                "            pass\n",
+            ),
+            (
+                "GOING goes last",
+                COMMIT,
+                "        if name != layout.GOING and length is not None:",
+                "        if length is not None:",
+            ),
+            ("torn GOING is made anew", COMMIT, going, "        if False:\n"),
+            (
+                "GOING is not needed on a full disk",
+                COMMIT,
+                "        with contextlib.suppress(NoSpace):\n            tier",
+                "        if True:\n            tier",
+            ),
+            ("old mark goes before the new", COMMIT, '        tier.delete(f"{home}/{old}")\n', "        pass\n"),
+            (
+                "verify before mark",
+                WRITER,
+                "                findings = read_all(self.tier, generation, arena, self._workers, stop)\n",
+                "                findings = []\n",
+            ),
+            (
+                "mark before point",
+                WRITER,
+                mark,
+                "            self._take_in(msgspec.structs.replace(generation, verified=not findings))\n            self.point()\n"
+                + mark,
+            ),
+            ("mark is written", WRITER, mark, ""),
+            (
+                "point before clean",
+                WRITER,
+                "        self.point()\n        for at in self.surplus():\n",
+                "        for at in self.surplus():\n",
+            ),
+            ("point at what is verified", WRITER, "                self.point()\n\n    def point", "\n    def point"),
+            ("pointer names a verified one", WRITER, "if one.verified and not one.damaged), None)", "), None)"),
+            (
+                "next older is verified after damage",
+                WRITER,
+                "            problem = problem or Damaged(",
+                "            raise Damaged(",
+            ),
+            ("damage is raised", WRITER, "        if problem:\n            raise problem\n", ""),
+            (
+                "deleted only from the survey",
+                WRITER,
+                "            commit.retire(self.tier, at)\n            with self.turn:\n",
+                "            with self.turn:\n",
+            ),
+            (
+                "begin is durable before it is used",
+                WRITER,
+                "        self.tier.put_new(layout.incarnation_name(record), layout.encode(record))\n",
+                "",
+            ),
+            (
+                "order ascends",
+                WRITER,
+                "        order = self.survey.order + 1\n",
+                "        order = self.survey.order or 1\n",
+            ),
+            (
+                "header is written",
+                WRITER,
+                "            self.tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=ident)))\n",
+                "",
+            ),
+            (
+                "damaged header is replaced",
+                WRITER,
+                "                self.tier.delete(layout.HEADER)  # damaged",
+                "                pass  # damaged",
+            ),
+            ("publish is called", WRITER, publish, "Generation(commit=record, root='', bytes=size)\n"),
+            (
+                "older save is given up",
+                WRITER,
+                "        if newest.step > at.step and not pinned:\n",
+                "        if False:\n",
+            ),
+            (
+                "older save that is wanted is not",
+                WRITER,
+                "        if newest.step > at.step and not pinned:\n",
+                "        if newest.step > at.step:\n",
+            ),
+            ("names the one before it", WRITER, "one.incarnation == at.incarnation and one.step < at.step)", "True)"),
+        ]
+    ]
+
+
+def _digests() -> list[Mutant]:
+    return [
+        Mutant("digest", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "record's own",
+                LAYOUT,
+                "    if digest(found[1].decode(), body) != found[2].decode():\n",
+                "    if False:\n",
+            ),
+            ("record's envelope", LAYOUT, 'or not data.endswith(b"}\\n") or', "or"),
+            ("record's algorithm", LAYOUT, " or found[1].decode() not in ALGORITHMS:", ":"),
+            (
+                "manifest against its seal",
+                COMMIT,
+                "    if digest(manifest.digest, data) != one.digest:\n",
+                "    if False:\n",
+            ),
+            (
+                "chunk",
+                FETCH,
+                "    if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:\n",
+                "    if False:\n",
+            ),
+            ("content of a tensor", FETCH, "            if piece.digest != found:\n", "            if False:\n"),
+            (
+                "header of a tensor file",
+                FETCH,
+                "        layout.validate_header(bytes(header), self._blob, self._pieces)\n",
+                "        return\n",
+            ),
+            (
+                "content check of a restore",
+                FETCH,
+                "                for name in check.see(data):\n                    sink.done(name)\n",
+                "                pass\n",
+            ),
+            (
+                "content check of a verification",
+                FETCH,
+                "                    check.see(data)\n                except",
+                "                    pass\n                except",
+            ),
+            (
+                "direct I/O into aligned memory only",
+                DISK,
+                "    return len(mv) >= round_up(length) > 0 and ctypes",
+                "    return len(mv) >= round_up(length) > 0 or ctypes",
+            ),
+            (
+                "one tensor",
+                FETCH,
+                "    if hasher.hexdigest() != piece.digest:\n        raise",
+                "    if False:\n        raise",
+            ),
+            (
+                "mark is of this commit",
+                COMMIT,
+                "    return found if found and found.root == root else None\n",
+                "    return found\n",
+            ),
+            (
+                "content covers dtype and shape",
+                LAYOUT,
+                '    return f"{dtype}{list(shape)}\\n".encode()\n',
+                '    return b""\n',
+            ),
+            (
+                "verification reads COMMIT anew",
+                READER,
+                "        found = commit.read_generation(tier, generation.id, generation.commit.run)\n",
+                "        found = generation\n",
+            ),
+            ("records are read past the cache", COMMIT, "memoryview(buffer), fresh=True)", "memoryview(buffer))"),
+            (
+                "chunks are read past the cache",
+                FETCH,
+                "length=extent.length), view, fresh=True)",
+                "length=extent.length), view)",
+            ),
+            ("length of a manifest", COMMIT, "    _need_length(name, there.get(one.manifest), one.length)\n", ""),
+            (
+                "length of a blob",
+                COMMIT,
+                '        _need_length(f"{home}/{blob.name}", there.get(blob.name), blob.length)\n',
+                "        pass\n",
+            ),
+            ("file that ends early", DISK, "                    if whole <= got:\n", "                    if False:\n"),
+        ]
+    ]
+
+
+def _forms() -> list[Mutant]:
+    return [
+        Mutant("form", name, file, old, new)
+        for name, file, old, new in [
+            ("newer version", LAYOUT, "        if version > FORMAT:\n", "        if False:\n"),
+            ("commit of this folder", LAYOUT, "    if commit.id != at:\n", "    if False:\n"),
+            ("commit of this run", LAYOUT, "    if run is not None and commit.run != run:\n", "    if False:\n"),
+            (
+                "a seal for every rank",
+                LAYOUT,
+                "    if not 0 < commit.world.ranks == len(commit.seals) or any(\n",
+                "    if any(\n",
+            ),
+            (
+                "manifest name of a seal",
+                LAYOUT,
+                "        if seal.manifest != manifest_name(seal.rank) or not",
+                "        if not",
+            ),
+            ("commit is validated", COMMIT, "    layout.validate_commit(commit, at, run)\n", ""),
+            ("manifest is validated", COMMIT, "    layout.validate_manifest(manifest, generation.id, rank)\n", ""),
+            (
+                "manifest of this place",
+                LAYOUT,
+                '    need((manifest.step, manifest.incarnation, manifest.rank) == (at.step, at.incarnation, rank), "is of another place")\n',
+                "",
+            ),
+            (
+                "name of a blob",
+                LAYOUT,
+                "        need(blob.name == blob_name(rank, part),",
+                "        need(True or blob.name == blob_name(rank, part),",
+            ),
+            (
+                "chunk length",
+                LAYOUT,
+                "        need(PAGE_BYTES <= blob.chunk_bytes <= CHUNK_LIMIT_BYTES,",
+                "        need(blob.chunk_bytes > 0 or PAGE_BYTES <= blob.chunk_bytes <= CHUNK_LIMIT_BYTES,",
+            ),
+            (
+                "count of chunks",
+                LAYOUT,
+                "        need(len(blob.chunks) == -(-blob.length // blob.chunk_bytes) > 0,",
+                "        need(True,",
+            ),
+            ("name stands once", LAYOUT, '        need(piece.name not in names, f"{piece.name!r} stands twice")\n', ""),
+            ("length by the shape", LAYOUT, "        need(extent.length == length,", "        need(True,"),
+            ("blob of the manifest", LAYOUT, "        need(extent.blob in blobs,", "        need(True,"),
+            (
+                "no hole, no overlap",
+                LAYOUT,
+                "            need(extent.offset == ends[extent.blob],",
+                "            need(True,",
+            ),
+            ("pieces end with the blob", LAYOUT, "        need(end == blob.length,", "        need(True,"),
+            (
+                "alias of something",
+                LAYOUT,
+                '    need(all(name in stored for name in manifest.aliases.values()), "an alias of nothing")\n',
+                "",
+            ),
+            ("record's length", COMMIT, "    if not 0 <= length <= limit:\n", "    if False:\n"),
+            (
+                "name inside the run",
+                DISK,
+                '        if name.startswith("/") or ".." in name.split("/"):\n',
+                "        if False:\n",
+            ),
+            (
+                "link in the way of a folder",
+                COMMIT,
+                "        if at is None or length is not None:",
+                "        if at is None:",
+            ),
+            ("link in the way of a file", FILES, "os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT", "os.O_CLOEXEC | (_DIRECT"),
+            (
+                "incarnation in its own file",
+                COMMIT,
+                '        if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # else',
+                '        if _hint(tier, f"incarnations/{name}", length, Incarnation) or True:  # else',
+            ),
+            (
+                "damaged incarnation counts by its name",
+                COMMIT,
+                "length, Incarnation) in (None, named):  # else",
+                "length, Incarnation) == named:  # else",
+            ),
+            (
+                "incarnation that is no file",
+                COMMIT,
+                "        if named is None or length is None or length < 0:\n",
+                "        if named is None:\n",
+            ),
+        ]
+    ]
+
+
+def _retentions() -> list[Mutant]:
+    return [
+        Mutant("retention", name, RETENTION, old, new)
+        for name, old, new in [
+            (
+                "counts verified ones only",
+                "    good = [one for one in chain if one.verified and not one.damaged]\n    kept",
+                "    good = [one for one in chain if not one.damaged]\n    kept",
+            ),
+            (
+                "counts undamaged ones only",
+                "    good = [one for one in chain if one.verified and not one.damaged]\n    kept",
+                "    good = [one for one in chain if one.verified]\n    kept",
+            ),
+            (
+                "keeps the last",
+                "    kept = {one.id for one in good[: keep.last]} |",
+                "    kept = {one.id for one in good[:1]} |",
+            ),
+            (
+                "keeps what is newer than the newest verified",
+                "    older = chain[chain.index(good[0]) + 1 :] if good else []\n",
+                "    older = chain[1:]\n",
+            ),
+            ("unverified ones fill up", "    kept |= set(unread[: max(keep.last - len(good), 0)])\n", ""),
+            ("keeps what is pinned", "    kept |= {one.id for one in whole if _pinned(keep, one)}\n", ""),
+            ("keeps what is pinned, read or not", "for one in whole if _pinned", "for one in good if _pinned"),
+            ("keeps the best", "    kept |= {one.id for known in (good, whole) for one in _best(keep, known)}\n", ""),
+            ("keeps the best, read or not", "for known in (good, whole)", "for known in (good,)"),
+            ("keeps the best of what was read", "for known in (good, whole)", "for known in (whole,)"),
+            (
+                "keeps the evidence",
+                "    going = [one.id for one in older if one.id not in kept and not one.damaged]\n",
+                "    going = [one.id for one in older if one.id not in kept]\n",
+            ),
+            ("abandoned ones wait", "        if newer >= keep.last and", "        if"),
+            ("abandoned ones wait for those after them", "if other.commit.order > one.commit.order)", ")"),
+            ("pinned abandoned ones stay", "not one.damaged and not _pinned(keep, one):", "not one.damaged:"),
+            (
+                "incarnations on the way stay",
+                "                needed.update(passed)\n",
+                "                needed.add(at.id)\n",
+            ),
+        ]
+    ] + [
+        Mutant(
+            "retention",
+            "keeps the newest committed",
+            RETENTION,
+            " | {one.id for one in chain[:1]}\n",
+            "\n",
+            "only what is older than the newest verified one may go at all, and that never holds the newest committed",
+        )
+    ]
+
+
+def _lineages() -> list[Mutant]:
+    return [
+        Mutant("lineage", name, file, old, new)
+        for name, file, old, new in [
+            ("bound of a rewind", RESTORE, " and (bound is None or at.step <= bound)]", "]"),
+            (
+                "newest incarnation first",
+                RESTORE,
+                "    current = max(survey.incarnations.values(), key=lambda one: one.order, default=None)\n    bound",
+                "    current = min(survey.incarnations.values(), key=lambda one: one.order, default=None)\n    bound",
+            ),
+            (
+                "newest step first",
+                RESTORE,
+                "        chain += sorted(mine, reverse=True)\n",
+                "        chain += sorted(mine)\n",
+            ),
+            (
+                "goes on with the parent",
+                RESTORE,
+                "        current = older if older is not None and older.order < current.order else None\n",
+                "        current = None\n",
+            ),
+            (
+                "circle comes to an end",
+                RESTORE,
+                "older is not None and older.order < current.order else None",
+                "older is not None else None",
+            ),
+            (
+                "damaged ones are passed over",
+                RESTORE,
+                "            passed.append((at, told(survey.generations[at].damaged)))\n        else:\n",
+                "            pass\n        if at not in survey.broken:\n",
+            ),
+            (
+                "next older after damage",
+                READER,
+                "            if intact or (step is not None and at == choice.candidates[-1]):\n",
+                "            if True:\n",
+            ),
+            (
+                "lost ones are kept",
+                RESTORE,
+                "    return {at for at in survey.incomplete - named if at.step >= unsure}\n",
+                "    return set(survey.incomplete)\n",
+            ),
+            (
+                "lost ones are reported",
+                RESTORE,
+                '    passed = [(at, "its COMMIT is gone") for at in lost]\n',
+                "    passed = []\n",
+            ),
+            (
+                "commits stand in for incarnations",
+                COMMIT,
+                "        if at.incarnation not in found.incarnations:\n",
+                "        if False:\n",
+            ),
+            (
+                "empty folder is no loss",
+                COMMIT,
+                "        elif layout.GOING in there or not there:",
+                "        elif layout.GOING in there:",
+            ),
+            (
+                "half deleted is no loss",
+                COMMIT,
+                "        elif layout.GOING in there or not there:",
+                "        elif not there:",
+            ),
+            (
+                "damaged commit is no end",
+                COMMIT,
+                "            except Damaged as error:\n                found.broken[at] = error\n",
+                "            except Damaged as error:\n                raise error\n",
+            ),
+            (
+                "damaged hint is none",
+                COMMIT,
+                "    except Damaged:\n        return None\n",
+                "    except Damaged:\n        raise\n",
+            ),
+        ]
+    ]
+
+
+def _slots() -> list[Mutant]:
+    return [
+        Mutant("slots", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "flush 1 before flush 2",
+                SLOTS,
+                "        if draft and draft.dirty:\n            self._flush(draft)\n",
+                "",
+            ),
+            (
+                "flush of a record",
+                SLOTS,
+                "            self._flush(draft)\n        except OSError:\n            with self._lock:\n",
+                "        except OSError:\n            with self._lock:\n",
+            ),
+            ("flush of the table", TABLE_FILE, "            _settled(file.sync)\n", ""),
+            (
+                "flush of the table's name",
+                TABLE_FILE,
+                '        _settled(lambda: self._files.sync_dir(self._path.rpartition("/")[0]))\n',
+                "",
+            ),
+            (
+                "flush of a new slot",
+                POOL,
+                "                self.sync(slot, file)\n            self._files",
+                "            self._files",
+            ),
+            ("flush of the slots' names", POOL, "            self._files.sync_dir(self._home)\n", ""),
+            (
+                "failed sync spoils a slot",
+                POOL,
+                "            self._spoiled.add(slot)\n            raise\n",
+                "            raise\n",
+            ),
+            (
+                "spoiled slot is not synced again",
+                SLOTS,
+                "        self._pool.need_sound(draft.slot)\n        self._pool.sync",
+                "        self._pool.sync",
+            ),
+            (
+                "spoiled slot is a new file",
+                POOL,
+                "                    self._files.remove(self._path(slot))\n                    had = None\n",
+                "                    pass\n",
+            ),
+            (
+                "doubt after a failed write of the table",
+                TABLE_FILE,
+                "            self._area_bytes = 0\n            if self.possible",
+                "            if self.possible",
+            ),
+            (
+                "unknown outcome of the table is unknown",
+                TABLE_FILE,
+                "            if self.possible[-1] is table and error.errno not in _FULL:\n",
+                "            if False:\n",
+            ),
+            (
+                "half a write of the table is of unknown outcome",
+                TABLE_FILE,
+                "                _settled(lambda: _write_all(file, page, at))\n",
+                "                _write_all(file, page, at)\n",
+            ),
+            (
+                "sync without space says nothing",
+                TABLE_FILE,
+                "        raise OSError(errno.EIO, error.strerror) from error\n",
+                "        raise\n",
+            ),
+            (
+                "overwritten table may come up",
+                TABLE_FILE,
+                "        try:\n            self.possible.append(table)\n            page",
+                "        try:\n            page",
+            ),
+            (
+                "replaced table may come up",
+                TABLE_FILE,
+                "        self.possible.append(table)\n        self._files.rename",
+                "        self._files.rename",
+            ),
+            (
+                "only while one is possible",
+                TABLE_FILE,
+                "        area_is_safe = len(self.possible) == 1 and len(data)",
+                "        area_is_safe = len(data)",
+            ),
+            ("area that fits", TABLE_FILE, " and len(data) <= self._area_bytes\n", " and self._area_bytes > 0\n"),
+            ("areas take turns", TABLE_FILE, "        self._area = 1 - self._area\n", ""),
+            (
+                "area after a new file",
+                TABLE_FILE,
+                "        self._area_bytes, self._area = area, 1\n",
+                "        self._area_bytes, self._area = area, 0\n",
+            ),
+            ("records ascend", TABLE_FILE, "        self._sequence += 1\n", ""),
+            (
+                "goes on from the number that was found",
+                TABLE_FILE,
+                "            self._sequence, self.newest = found.sequence, decode(found, self._path)\n",
+                "            self.newest = decode(found, self._path)\n",
+            ),
+            (
+                "newest whole record",
+                TABLE_FILE,
+                "return max(found, key=lambda one: one.sequence)",
+                "return min(found, key=lambda one: one.sequence)",
+            ),
+            (
+                "what was found is made durable",
+                TABLE_FILE,
+                "        self.possible = [self.newest]\n        self.write(self.newest)\n",
+                "        self.possible = [self.newest]\n",
+            ),
+            (
+                "table without a record is damage",
+                TABLE_FILE,
+                '        raise SumMismatch(\n            f"both records',
+                '        return None\n        raise SumMismatch(\n            f"both records',
+            ),
+            (
+                "table gone beside slots is damage",
+                SLOTS,
+                "        if table is None and self._pool.lengths():\n",
+                "        if False:\n",
+            ),
+            (
+                "digest of a record",
+                TABLE,
+                '    if bytes.fromhex(digest("xxh3_128", data[:_CHECKED], body)) != told:\n',
+                "    if False:\n",
+            ),
+            (
+                "length of a record",
+                TABLE,
+                "    fits = magic == MAGIC and length <= min(room - ENVELOPE.size, RECORD_LIMIT_BYTES)\n",
+                "    fits = magic == MAGIC\n",
+            ),
+            ("version of the table", TABLE, "    if record.version > VERSION:\n", "    if False:\n"),
+            (
+                "folder stands once",
+                TABLE,
+                '        need(one.folder not in folders, f"{one.folder!r} stands twice")\n',
+                "",
+            ),
+            (
+                "slot is given once",
+                TABLE,
+                '        need(one.slot not in slots, f"slot {one.slot} is given twice")\n',
+                "",
+            ),
+            (
+                "file stands once",
+                TABLE,
+                '        need(not one.extents.keys() & one.records.keys(), f"{one.folder!r} holds a file twice")\n',
+                "",
+            ),
+            (
+                "offsets and lengths of the table",
+                TABLE,
+                '            need(fits, f"{file!r} at {offset:,}, {length:,} bytes long")\n',
+                "",
+            ),
+            (
+                "slots that a crash may need",
+                SLOTS,
+                "        taken = {one.slot for table in self._tables.possible for one in table.kept}\n",
+                "        taken = {one.slot for one in self._tables.newest.kept}\n",
+            ),
+            ("slots under way", SLOTS, "        taken |= {draft.slot for draft in self._drafts.values()}\n", ""),
+            (
+                "newest verified one stays",
+                SLOTS,
+                "        return tuple([one for one in good if self._verified in one.records][-1:] or good[-1:])\n",
+                "        return tuple(good[-1:])\n",
+            ),
+            (
+                "one that is not damaged stays",
+                SLOTS,
+                "        good = [one for one in kept if self._damaged not in one.records]\n",
+                "        good = [*kept]\n",
+            ),
+            (
+                "doubt is settled where no slot is free",
+                SLOTS,
+                "            if len(self._tables.possible) > 1:\n                self._settle(self._tables.newest.kept)\n            for one",
+                "            for one",
+            ),
+            (
+                "doubtful slot is free again",
+                SLOTS,
+                "            for one in [name for name, draft in self._drafts.items() if draft.doubtful]:\n                self._drop(one)\n",
+                "",
+            ),
+            (
+                "failed commit keeps its slot",
+                SLOTS,
+                "                draft.doubtful = True\n            raise\n",
+                "                self._drop(folder)\n            raise\n",
+            ),
+            (
+                "a name is taken once",
+                SLOTS,
+                "            if kept is not None or (draft and file in draft.extents):\n",
+                "            if False:\n",
+            ),
+            (
+                "same name, same bytes",
+                SLOTS,
+                "            if there == data:\n                return\n",
+                "            return\n",
+            ),
+            (
+                "aborted file leaves its slot",
+                SLOTS,
+                "                self._slots._forget(self._folder, self._draft, self._file)\n",
+                "                pass\n",
+            ),
+            (
+                "failed record leaves its slot",
+                SLOTS,
+                "        except OSError:\n            with self._lock:\n                self._forget(folder, draft, file)\n            raise\n",
+                "        except OSError:\n            raise\n",
+            ),
+            ("pointer goes with what it names", SLOTS, "if one.to in there}\n", "}\n"),
+            (
+                "pointers are written at the end",
+                SLOTS,
+                "            if self._owned and self._pointed() != self._tables.newest.pointers:\n                self._settle(self._tables.newest.kept)\n",
+                "",
+            ),
+            (
+                "end of a file in a slot",
+                SLOTS,
+                "        if extent.offset + extent.length > length:\n",
+                "        if False:\n",
+            ),
+            (
+                "slot cut short is a short file",
+                SLOTS,
+                "(file: max(0, min(length, there - start)) for".replace("(", "{", 1),
+                "{file: length for",
+            ),
+            ("zeros before use", POOL, "                self._fill(file, had or 0, need_bytes)\n", ""),
+            ("reservation of a slot", POOL, "                grown[-1][1].reserve(need_bytes)\n", ""),
+            (
+                "slots that could not be grown go back",
+                POOL,
+                "                    self._files.remove(self._path(slot)) if had is None else file.resize(had)\n",
+                "                    pass\n",
+            ),
+            (
+                "verified mark is written at once",
+                SLOTS,
+                "        self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))\n",
+                "        pass\n",
+            ),
+            (
+                "deleted commit is gone at once",
+                SLOTS,
+                "                self._settle(tuple(rest if one is kept else one for one in table.kept if one is not kept or not gone))\n",
+                "                pass\n",
+            ),
+        ]
+    ]
+
+
+def _flights() -> list[Mutant]:
+    return [
+        Mutant("in flight", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "place is free again after a save",
+                BACKGROUND,
+                "            self._flights.remove(flight)\n        self._free_places.release()\n",
+                "            self._flights.remove(flight)\n",
+            ),
+            (
+                "place is free again where nothing began",
+                CHECKPOINTER,
+                "            if not started:\n                self._behind.leave()\n",
+                "",
+            ),
+            (
+                "older saves are overtaken",
+                BACKGROUND,
+                "            older = [one for one in self._flights if one.at < newer.at and not one.pinned]\n",
+                "            older: list[_Flight] = []\n",
+            ),
+            (
+                "newer saves are not overtaken",
+                BACKGROUND,
+                "if one.at < newer.at and not one.pinned]",
+                "if one.at != newer.at and not one.pinned]",
+            ),
+            (
+                "what retention wants is not overtaken",
+                BACKGROUND,
+                "if one.at < newer.at and not one.pinned]",
+                "if one.at < newer.at]",
+            ),
+            (
+                "what retention wants is committed late",
+                WRITER,
+                "        if newest.step > at.step and not pinned:\n",
+                "        if newest.step > at.step:\n",
+            ),
+            (
+                "overtaken one is not committed",
+                WRITER,
+                "                self._require_newest(at, pinned)\n                record",
+                "                record",
+            ),
+            (
+                "its parent is older",
+                WRITER,
+                "if one.incarnation == at.incarnation and one.step < at.step)",
+                "if one.incarnation == at.incarnation)",
+            ),
+            (
+                "the copier learns that nobody wants it",
+                BACKGROUND,
+                "            for lease in fill(lambda: flight.chunks.unwanted):\n",
+                "            for lease in fill(lambda: False):\n",
+            ),
+            (
+                "whoever waits for memory is woken",
+                BACKGROUND,
+                "        self.chunks.give_up(reason)\n        self.arena.wake()\n",
+                "        self.chunks.give_up(reason)\n",
+            ),
+            (
+                "chunks of a failed save come home",
+                BACKGROUND,
+                "            flight.give_up(error)\n            chunks.drain()\n",
+                "            flight.give_up(error)\n",
+            ),
+            (
+                "failed copy is told to the lane",
+                BACKGROUND,
+                "            flight.save.note_staged()\n            flight.chunks.close(failed)\n",
+                "            flight.save.note_staged()\n            flight.chunks.close(None)\n",
+            ),
+            (
+                "failed copy lets the loop go on",
+                BACKGROUND,
+                "            flight.save.note_staged()\n            flight.chunks.close(failed)\n",
+                "            flight.chunks.close(failed)\n            if failed is None:\n"
+                "                flight.save.note_staged()\n",
+            ),
+            (
+                "what the copier found out last stops the commit",
+                BACKGROUND,
+                "            chunks.finish()  # what the copier found out last\n",
+                "",
+            ),
+            (
+                "failure is told in the loop",
+                BACKGROUND,
+                "        if not isinstance(error, Overtaken):\n            self.problems.put(error)\n",
+                "",
+            ),
+            (
+                "overtaken one is no failure",
+                BACKGROUND,
+                "        if not isinstance(error, Overtaken):\n            self.problems.put(error)\n",
+                "        self.problems.put(error)\n",
+            ),
+            (
+                "full disk is told once",
+                CHECKPOINTER,
+                "self._full_told = True",
+                "self._full_told = False",
+            ),
+            (
+                "due save is skipped",
+                CHECKPOINTER,
+                '        if self._when_full == "skip" and not must:\n',
+                "        if False:\n",
+            ),
+            (
+                "save by hand is not skipped",
+                CHECKPOINTER,
+                '        if self._when_full == "skip" and not must:\n',
+                '        if self._when_full == "skip":\n',
+            ),
+            (
+                "upkeep gives way to saves",
+                BACKGROUND,
+                "            return bool(self._flights) and self.run.backlog() <= self._backlog_limit\n",
+                "            return False\n",
+            ),
+            (
+                "upkeep gives way no longer when too much is unread",
+                BACKGROUND,
+                "            return bool(self._flights) and self.run.backlog() <= self._backlog_limit\n",
+                "            return bool(self._flights)\n",
+            ),
+            (
+                "verifying goes before the next save",
+                BACKGROUND,
+                "            if self.run.backlog() > self._backlog_limit:\n",
+                "            if False:\n",
+            ),
+            (
+                "deleting goes before the next save",
+                BACKGROUND,
+                "            elif self.run.surplus():\n",
+                "            elif False:\n",
+            ),
+        ]
+    ]
+
+
+def _fences() -> list[Mutant]:
+    return [
+        Mutant("fence", name, file, old, new)
+        for name, file, old, new in [
+            (
+                "update waits",
+                STAGING,
+                "        self.enqueued.wait()  # waiting for an event that is not recorded yet would be no wait at all\n",
+                "",
+            ),
+            (
+                "fence ends when the copy fails",
+                STAGING,
+                "        finally:\n            self.enqueued.set()\n",
+                "        finally:\n",
+            ),
+            (
+                "hook before each step",
+                STAGING,
+                "            self._hooks[ident] = (wanted[ident], wanted[ident].register_step_pre_hook(self._before_step))\n",
+                "            self._hooks[ident] = (wanted[ident], wanted[ident].register_step_post_hook(self._before_step))\n",
+            ),
+            (
+                "hooks go at the end",
+                STAGING,
+                "        for _, handle in self._hooks.values():\n            handle.remove()\n",
+                "",
+            ),
+            (
+                "hooks of what left the state go",
+                STAGING,
+                "            self._hooks.pop(gone)[1].remove()\n",
+                "            pass\n",
+            ),
+            (
+                "snapshot holds the next update",
+                CUTTING,
+                "        self.fence.add(cut.snapshot)\n",
+                "        pass\n",
+            ),
+            (
+                "what forward may change is cloned",
+                CUTTING,
+                "        at_once = tensors.keys() - bearers.keys() if bearers is not None else ()\n",
+                "        at_once = ()\n",
+            ),
+            (
+                "blocking waits for the copy",
+                CHECKPOINTER,
+                "            if not cut.overlapped:\n                save.wait_staged()\n",
+                "",
+            ),
+            (
+                "no hook, no overlap",
+                CUTTING,
+                "        if self._wanted is None and not (found.hookable and captured.optimizers):\n            return None\n",
+                "",
+            ),
+            (
+                "FSDP1 waits for the copy",
+                BEHIND,
+                '                hookable &= type(part).__name__ != "FullyShardedDataParallel"\n',
+                "",
+            ),
+            (
+                "large average is not cloned",
+                CUTTING,
+                "        return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None\n",
+                "        return found.trained\n",
+            ),
+            (
+                "average by hand is cloned",
+                CUTTING,
+                "        if captured.optimizers and found.beside_trained_bytes <= staging.SIDE_BYTES:\n            return found.trained\n",
+                "",
+            ),
+            (
+                "what an object says itself is cloned",
+                BEHIND,
+                "captured.origins[name] is Origin.OTHER or name in found",
+                "name in found",
+            ),
+            (
+                "bearers are found anew",
+                CUTTING,
+                " or plan.origins is not captured.origins or not plan.behind.holds(captured):\n",
+                ":\n",
+            ),
+            (
+                "layout is made anew",
+                CUTTING,
+                "        if plan is None or plan.key != captured.key:\n",
+                "        if plan is None:\n",
+            ),
+            (
+                "torn: identity and version",
+                STAGING,
+                "            found = self._watch.replaced(self._cut.versions)\n",
+                "",
+            ),
+            (
+                "torn: another tensor hangs there",
+                TORN,
+                "            if container.get(key) is not tensor or tensor.data_ptr()",
+                "            if tensor.data_ptr()",
+            ),
+            (
+                "torn: it lies elsewhere",
+                TORN,
+                " or tensor.data_ptr() != address or",
+                " or",
+            ),
+            (
+                "torn: its version",
+                TORN,
+                " or tensor._version != version:\n",
+                ":\n",
+            ),
+            (
+                "torn: moved before it was read",
+                STAGING,
+                "            torn |= source.moved\n",
+                "",
+            ),
+            (
+                "torn: samples after the copy",
+                STAGING,
+                "            torn |= self._compare()\n",
+                "",
+            ),
+            (
+                "torn: samples in the copy",
+                STAGING,
+                "                torn.update(self._cut.differs_in(lease.buffer, samples))\n",
+                "                pass\n",
+            ),
+            (
+                "torn save is dropped",
+                STAGING,
+                "        if torn:\n            raise torn_error(torn)\n",
+                "",
+            ),
+            (
+                "full check compares",
+                CUTTING,
+                "            if wrong:\n                raise staging.torn_error(wrong)\n",
+                "",
+            ),
+            (
+                "twice torn, then blocking",
+                CHECKPOINTER,
+                "        if self._torn == TORN_LIMIT and self._cutter",
+                "        if False and self._cutter",
+            ),
+            (
+                "torn in a row",
+                CHECKPOINTER,
+                "                self._full_told, self._torn = False, 0\n",
+                "                self._full_told = False\n",
+            ),
+        ]
+    ]
