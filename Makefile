@@ -22,13 +22,17 @@ prove: .venv/.ready
 	$(BIN)/python prove/crash_model.py
 	$(BIN)/python prove/mutation.py
 	$(BIN)/python prove/syscalls.py
+	$(BIN)/python prove/syscalls.py --tier slots
 	$(BIN)/python prove/kills.py
+	$(BIN)/python prove/kills.py --tier slots
 
 RESULTS := benchmarks/results
 
 bench: .venv/.ready
 	$(BIN)/lastgood bench durable --out $(RESULTS)
+	$(BIN)/lastgood bench restore --out $(RESULTS)
 	$(BIN)/lastgood bench size --out $(RESULTS)
+	$(BIN)/lastgood bench tensors --out $(RESULTS)
 	$(BIN)/lastgood bench interval --out $(RESULTS) --models all --scale 0.25 --work 0.1
 	$(if $(TRACES),$(BIN)/lastgood bench goodput --out $(RESULTS) $(addprefix --trace ,$(TRACES)))
 

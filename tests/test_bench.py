@@ -377,6 +377,22 @@ def test_bench_size_runs_small(bench: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+def test_bench_restore_runs_small(bench: Any, tmp_path: Path) -> None:
+    code, text, told = bench("restore", "--out", tmp_path, "--scale", 0.002, "--rounds", 1, "--json")
+    assert code == 0, told
+    rows = json.loads(text)["rows"]
+    assert len(rows) == 11 and all(row["seconds"] > 0 for row in rows)
+    assert not list(tmp_path.glob("bench-*")), "what was saved is gone"
+
+
+def test_bench_tensors_runs_small(bench: Any, tmp_path: Path) -> None:
+    code, text, told = bench("tensors", "--out", tmp_path, "--counts", "10,100", "--rounds", 1, "--json")
+    assert code == 0, told
+    few, many = json.loads(text)["rows"]
+    assert (few["stored_tensors"], many["stored_tensors"]) == (8 + 2, 100 + 2)  # of 2 and 25 parameters, and generators
+    assert many["manifest_bytes"] > few["manifest_bytes"]
+
+
 def test_bench_gpu_says_clearly_that_there_is_none(bench: Any, tmp_path: Path) -> None:
     code, _, told = bench("gpu", "--out", tmp_path)
     assert code == 3 and "torch.cuda.is_available() is false here" in told

@@ -48,7 +48,6 @@ def durable(
     only: Annotated[list[str], typer.Option(help="A contender; may be given several times.")] = [],  # noqa: B006
     scale: Scale = 1.0,
     rounds: Rounds = 5,
-    writers: Writers = 3,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
@@ -56,7 +55,7 @@ def durable(
     from . import durable as bench
 
     _require_known(only, bench.CONTENDERS, "--only")
-    return _measured(bench, bench.Options(out, place, only, scale, rounds, writers, device), out)
+    return _measured(bench, bench.Options(out, place, only, scale, rounds, device), out)
 
 
 @app.command()
@@ -153,7 +152,6 @@ def size(
     knob_mib: Annotated[int, typer.Option(min=0, help="Size whose knobs are turned, MiB; 0: none.")] = 512,
     burst: Annotated[int, typer.Option(min=1, help="Saves in a row when knobs are turned.")] = 6,
     rounds: Rounds = 5,
-    writers: Writers = 3,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
@@ -161,7 +159,34 @@ def size(
     from . import size as bench
 
     sizes = tuple(_whole(one, "--sizes-mib") for one in sizes_mib.split(","))
-    return _measured(bench, bench.Options(out, place, sizes, knob_mib, burst, rounds, writers, device), out)
+    return _measured(bench, bench.Options(out, place, sizes, knob_mib, burst, rounds, device), out)
+
+
+@app.command()
+def restore(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Restore of one large state, verified, beside a raw direct read, torch.load and dcp.load."""
+    from . import restore as bench
+
+    return _measured(bench, bench.Options(out, place, scale, rounds), out)
+
+
+@app.command()
+def tensors(
+    out: Out,
+    place: Place = None,
+    counts: Annotated[str, typer.Option(help="Tensors of the state.")] = "10,100,1000,10000,100000",
+    rounds: Rounds = 5,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight when memory is weighed.")] = 2,
+    as_json: Json = False,
+) -> Answer:
+    """Time, metadata and memory of a save as the number of tensors grows."""
+    from . import tensors as bench
+
+    return _measured(
+        bench,
+        bench.Options(out, place, tuple(_whole(one, "--counts") for one in counts.split(",")), rounds, in_flight),
+        out,
+    )
 
 
 @app.command()

@@ -37,7 +37,6 @@ class Options:
     knob_mib: int = 512
     burst: int = 6
     rounds: int = 5
-    writers: int = 3
     device: str = "cpu"
 
     def knobs(self) -> dict[str, list[int]]:
@@ -63,7 +62,7 @@ def run(options: Options, say: Say) -> list[Row]:
 def _by_size(options: Options, mib: int, journal: Journal, say: Say) -> list[Row]:
     names = [name for name in NAMES if CONTENDERS[name].here()]
     keys: list[dict[str, Any]] = [
-        {"kind": "size", "mib": mib, "contender": name, "round": number, "writers": options.writers}
+        {"kind": "size", "mib": mib, "contender": name, "round": number}
         for number in range(options.rounds)
         for name in names[number % len(names) :] + names[: number % len(names)]
     ]
@@ -74,7 +73,7 @@ def _by_size(options: Options, mib: int, journal: Journal, say: Say) -> list[Row
             place = stack.enter_context(working_place(options))
             saves: dict[str, Save] = {}
             for name in names:
-                bench = Bench(trained, place / str(len(saves)), options.writers)
+                bench = Bench(trained, place / str(len(saves)))
                 bench.place.mkdir()
                 saves[name] = CONTENDERS[name].made(bench, stack)
                 saves[name]()
