@@ -19,7 +19,7 @@ from torch import nn
 import lastgood
 from lastgood import errors
 from lastgood.errors import LastgoodWarning
-from lastgood.train import staging
+from lastgood.train import cutting, staging
 
 
 class Net(nn.Module):
@@ -66,6 +66,7 @@ def same(run: Path, step: int, picture: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copies begin only once it is set. The fence sets it too: whoever waits there must not wait for ever."""
+    monkeypatch.setattr(cutting, "SMALL_BYTES", 0)
     opened = threading.Event()
     fill, hold = staging.Snapshot.fill, staging.Snapshot.hold
 
@@ -393,13 +394,15 @@ class OwnOptimizer:
         pass
 
 
-@pytest.mark.parametrize("what", ["no optimizer", "an optimizer of one's own", "a large buffer"])
+@pytest.mark.parametrize("what", ["no optimizer", "an optimizer of one's own", "a large buffer", "a small state"])
 def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
     loop = Loop(adamw())
     if what == "no optimizer":
         del loop.state["opt0"]
     elif what == "a large buffer":
         monkeypatch.setattr(staging, "SIDE_BYTES", 1000)
+    elif what == "a small state":
+        monkeypatch.setattr(cutting, "SMALL_BYTES", 1 << 20)
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
@@ -409,7 +412,7 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
 
 def test_hooks_go_with_the_checkpointer(tmp_path):
     loop = Loop(adamw())
-    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
         ckpt.save(1)
         assert len(loop.optimizers[0]._optimizer_step_pre_hooks) == 1
         ckpt.save(2)
@@ -417,7 +420,8 @@ def test_hooks_go_with_the_checkpointer(tmp_path):
     assert not loop.optimizers[0]._optimizer_step_pre_hooks
 
 
-def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize("how", ["overlap", "blocking"])
+def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch, how):
     """Nothing hangs: neither the fence, nor the next save, nor the end."""
     loop = Loop(adamw())
     take = staging.Snapshot._copy
@@ -425,7 +429,7 @@ def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch):
     def broken(self: staging.Snapshot, *parts: Any) -> Any:
         raise RuntimeError("the device is gone")
 
-    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+    with lastgood.Checkpointer(tmp_path, loop.state, staging=how) as ckpt:
         monkeypatch.setattr(staging.Snapshot, "_copy", broken)
         save = ckpt.save(1)
         loop.backward()
@@ -434,6 +438,23 @@ def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch):
             save.result(60)
         with pytest.raises(RuntimeError, match="the device is gone"):
             ckpt.wait()
+        monkeypatch.setattr(staging.Snapshot, "_copy", take)
+        ckpt.save(1).result(60)
+
+
+def test_ctrl_c_in_a_copy_that_the_loop_waits_for_is_raised_there_and_nothing_hangs(tmp_path, monkeypatch):
+    loop = Loop(adamw())
+    take = staging.Snapshot._copy
+
+    def interrupted(self: staging.Snapshot, *parts: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="blocking") as ckpt:
+        monkeypatch.setattr(staging.Snapshot, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1)
+        with pytest.warns(LastgoodWarning, match="interrupted"):
+            ckpt.wait(60)
         monkeypatch.setattr(staging.Snapshot, "_copy", take)
         ckpt.save(1).result(60)
 

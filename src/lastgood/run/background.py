@@ -1,6 +1,7 @@
 """Behind the training loop: saves in flight, each with its threads, and one thread that verifies, points and deletes.
 
-    training thread: admit a save -> start it             copier: state -> arena -> chunks      (one save after another)
+    training thread: admit a save -> start it             copier: state -> arena -> chunks      (one save after another;
+                                                          where the loop waits for the copy, it makes it itself)
     lane (one of `in_flight`): chunks -> writers -> COMMIT     keeper: verify -> point -> clean
 
 Torch-free. Owns the lock, the threads and the writer of a run. Whatever fails here lies in `problems` until somebody
@@ -89,10 +90,6 @@ class Save:
     def seconds(self) -> float:
         """From the call to durable, or until now."""
         return (self._ended or time.monotonic()) - self._begun
-
-    def wait_staged(self) -> None:
-        """Until the live state may change again; at once where the save has ended."""
-        self._staged.wait()
 
     def note_staged(self) -> None:
         self._staged.set()
@@ -238,12 +235,14 @@ class Background:
         approve: Callable[[Sequence[Piece]], None],
         arena: Arena,
         pinned: bool,
+        here: bool,
         options: Mapping[str, Any],
     ) -> None:
         """Begin to copy and to write one save, whose place was taken; it ends by itself, and upkeep follows it.
 
         `fill(stop)` gives the filled chunks, in order, and ends with Cancelled when `stop()`. `approve` as in
-        `RunWriter.save`. Raises Refused when the interpreter is ending.
+        `RunWriter.save`. `here`: this thread makes the copy, before the return. Raises Refused when the interpreter is
+        ending.
         """
         flight = _Flight(save, at, arena, pinned, sum(image.length for image in images))
         with self._state:
@@ -253,12 +252,18 @@ class Background:
         except RuntimeError as error:
             self._end(flight)
             raise Refused("the interpreter is ending", todo="Save before its end, and close().") from error
-        try:
-            jobs.append(self._copier.submit(self._copy, flight, fill))
-        except RuntimeError as error:
-            flight.chunks.close(error)  # the lane ends with it
         with self._state:
             self._work = [*(job for job in self._work if not job.done()), *jobs]
+        if here:
+            self._copy(flight, fill)
+            return
+        try:
+            copying = self._copier.submit(self._copy, flight, fill)
+        except RuntimeError as error:
+            flight.chunks.close(error)  # the lane ends with it
+            return
+        with self._state:
+            self._work.append(copying)
 
     def wait(self, timeout: float | None = None) -> None:
         """Until everything that was begun is done. Raises TimedOut."""
@@ -327,7 +332,7 @@ class Background:
         self._place.close()
 
     def _copy(self, flight: _Flight, fill: Callable[[Callable[[], bool]], Iterator[Lease]]) -> None:
-        """On the copier: the live state is read here, and may change again once this is over."""
+        """The live state is read here, and may change again once this is over."""
         failed: BaseException | None = None
         begun = time.monotonic()
         try:
@@ -337,8 +342,11 @@ class Background:
             self.events.put(
                 Event(kind="staged", step=flight.at.step, at_seconds=now, seconds=now - begun, bytes=flight.bytes)
             )
-        except BaseException as error:  # noqa: BLE001 - raised where the chunks are written, and told from there
+        except Exception as error:  # noqa: BLE001 - raised where the chunks are written, and told from there
             failed = error
+        except BaseException:
+            failed = Cancelled("the copy was interrupted", safe="Nothing of it was committed.")
+            raise
         finally:
             flight.save.note_staged()
             flight.chunks.close(failed)

@@ -279,10 +279,9 @@ class Checkpointer:
             pinned = wanted(self._keep, n, milestone, scores)
             options = {**cut.options, "milestone": milestone, "metrics": scores}
             started = True
-            self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, options)
+            here = not cut.overlapped
+            self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, here, options)
             self._cutter.begun(cut)
-            if not cut.overlapped:
-                save.wait_staged()
         finally:
             self._busy = False
             if not started:

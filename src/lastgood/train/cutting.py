@@ -19,6 +19,9 @@ from ..records import Piece
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin
 
+SMALL_BYTES = 1 << 20
+"""of a state that is copied in less time than it takes to watch it being copied"""
+
 Staging = Literal["overlap", "blocking"]
 TornCheck = Literal["sampled", "full"]
 
@@ -148,7 +151,9 @@ class Cutter:
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
     ) -> Mapping[str, torn.Bearer] | None:
         """What is copied behind the fence; None where the loop waits for the copy."""
-        if self._wanted == "blocking":
+        if self._wanted == "blocking" or (
+            self._wanted is None and sum(one.length for one in plan.images) <= SMALL_BYTES
+        ):
             return None
         if plan.behind is None or plan.origins is not captured.origins or not plan.behind.holds(captured):
             plan.behind, plan.origins = behind.find(state, captured), captured.origins
