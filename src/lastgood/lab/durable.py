@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 8 << 20
 RAW_CHUNKS, RAW_THREADS = 8, (1, 2, 3, 4)
-RAW, OVERWRITE, OURS, SLOTS = "raw direct write", "raw direct overwrite", "lastgood", "lastgood, slots"
+RAW, OVERWRITE = "raw direct write", "raw direct overwrite"
+OURS, SLOTS, MAPPED = "lastgood", "lastgood, slots", "lastgood, slots, mmap"
 Row = Mapping[str, Any]
 
 
@@ -167,13 +168,18 @@ def _put_all(fd: int, view: memoryview, total: int, threads: int) -> None:
 # ---- ours ------------------------------------------------------------------------------------------------------
 
 
-def _ours(place: str) -> Callable[[Bench, contextlib.ExitStack], Save]:
+def _ours(place: str, **options: Any) -> Callable[[Bench, contextlib.ExitStack], Save]:
     def made(bench: Bench, stack: contextlib.ExitStack) -> Save:
         state = {"model": bench.trained.module, "optimizer": bench.trained.optimizer}
         target = place.format(bench.place.resolve() / "run")
         ckpt = stack.enter_context(
             lastgood.Checkpointer(
-                target, state, cadence=lastgood.Every(steps=1), retention=lastgood.Keep(last=1), on_error="raise"
+                target,
+                state,
+                cadence=lastgood.Every(steps=1),
+                retention=lastgood.Keep(last=1),
+                on_error="raise",
+                **options,
             )
         )
         ckpt.restore()
@@ -331,6 +337,7 @@ CONTENDERS: dict[str, Contender] = {
     OVERWRITE: Contender(_raw_overwrite),
     OURS: Contender(_ours("{}")),
     SLOTS: Contender(_ours("slots://{}")),
+    MAPPED: Contender(_ours("slots://{}", persist="mmap")),
     "torch.save": Contender(_torch_save),
     "DCP, 1 thread": Contender(_dcp(1)),
     "DCP, 4 threads": Contender(_dcp(4)),
@@ -419,7 +426,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         notes.append("torchsnapshot does not copy tensors of 128 MiB and more: training may write into its file")
     if {OVERWRITE, SLOTS} <= set(names):
         notes.insert(0, f"{SLOTS} / {OVERWRITE}, round by round: {spread(_ratios(rows, OVERWRITE, SLOTS), '.2f')}")
-    peers = [name for name in names if name not in (RAW, OVERWRITE, OURS, SLOTS)]
+    peers = [name for name in names if name not in (RAW, OVERWRITE, OURS, SLOTS, MAPPED)]
     if peers and OURS in names:
         best = min(peers, key=lambda name: statistics.median(row["durable"] for row in _of(rows, name)))
         notes.insert(
