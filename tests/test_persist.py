@@ -14,7 +14,7 @@ from lastgood.errors import NoSpace
 from lastgood.format import layout
 
 CHUNK_BYTES = 4096
-IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES,))])[0]
+IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES - 100,))])[0]
 
 
 class Upload:
@@ -22,8 +22,10 @@ class Upload:
 
     def __init__(self, said: list[str], fails: int = -1) -> None:
         self.said, self.fails, self.failed = said, fails, threading.Event()
+        self.written: dict[int, bytes] = {}
 
     def write_at(self, mv: memoryview, offset: int) -> None:
+        self.written[offset] = bytes(mv)
         number = offset // CHUNK_BYTES
         if number == self.fails:
             self.failed.set()
@@ -42,13 +44,15 @@ class Upload:
 class Tier:
     def __init__(self, fails: int = -1, full: bool = False) -> None:
         self.said: list[str] = []
+        self.uploads: list[Upload] = []
         self._fails, self._full = fails, full
 
     def create(self, name: str, length: int) -> Upload:
         self.said.append("create")
         if self._full:
             raise NoSpace("full")
-        return Upload(self.said, self._fails)
+        self.uploads.append(Upload(self.said, self._fails))
+        return self.uploads[-1]
 
 
 def chunks(arena: Arena, said: list[str], breaks: int = -1) -> Iterator[persist.Chunk]:
@@ -112,3 +116,14 @@ def test_a_chunk_that_no_writer_took_comes_back():
     with pytest.raises(RuntimeError):
         persist.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=writers)
     assert tier.said[-1] == "abort" and arena.idle
+
+
+def test_what_fills_the_last_page_is_zeros_and_nothing_that_was_in_memory():
+    tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
+    leases = [arena.take() for _ in range(4)]
+    for lease in leases:
+        lease.buffer[:] = b"secret!!" * (CHUNK_BYTES // 8)
+        lease.release()
+    write(tier, arena)
+    start, end = IMAGE.length // CHUNK_BYTES * CHUNK_BYTES, IMAGE.length % CHUNK_BYTES
+    assert end and tier.uploads[0].written[start][end:] == bytes(CHUNK_BYTES - end)
