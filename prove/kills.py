@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from syscalls import TIERS, VICTIM, environment, progress, report
+from syscalls import VICTIM, environment, progress, report
 
-from victim import Ledger
+from victim import TIERS, Ledger
 
 IN_A_ROW = 50
 SAVES = 5

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from lastgood.format import layout
-from victim import Ledger, litter, live
+from victim import TIERS, Ledger, litter, live
 
 HERE = Path(__file__).resolve().parent
 VICTIM = [sys.executable, "-S", str(HERE.parent / "tests" / "victim.py")]
@@ -46,7 +46,6 @@ SCENARIOS: dict[str, list[str]] = {
     "recover": ["--saves=1", "--seed=12"],
 }
 """all but `fresh` start on a run of three saves; `recover` on one that crashes left in a mess"""
-TIERS = ("directory", "slots")
 MISSED = "the fault missed its call"
 TAKES_SPACE = {"openat", "pwrite64", "fallocate", "fsync", "link", "mkdir", "rename", "symlink", "ftruncate"}
 
@@ -121,7 +120,9 @@ class Sweep:
             for call, n, path in calls:
                 found.append(Fault(scenario, call, n, path, "KILL", False))
                 errors = ["EIO", "ENOSPC"] + ["EDQUOT"] * (call in TAKES_SPACE)
-                found += [Fault(scenario, call, n, path, what, sticky) for what in errors for sticky in (False, True)]
+                # All maps that fail would take the process its memory, too.
+                often = (False,) if call == "mmap" else (False, True)
+                found += [Fault(scenario, call, n, path, what, sticky) for what in errors for sticky in often]
         return found
 
     def trial(self, fault: Fault) -> Result:
@@ -205,7 +206,7 @@ class Sweep:
         """Exit code, what the victim said, its trace, and its standard error."""
         log = box.with_suffix(".trace")
         command = ["strace", "-y", "-qq", "-e", "signal=none", "-o", str(log)]
-        command += ["-e", f"trace={fault.call if fault else '%file,%desc'}"]
+        command += ["-e", f"trace={fault.call if fault else '%file,%desc,msync'}"]
         if fault:
             what = "signal=KILL" if fault.what == "KILL" else f"error={fault.what}"
             command += ["-e", f"inject={fault.call}:{what}:when={fault.n}{'+' if fault.sticky else ''}"]
@@ -228,7 +229,7 @@ def mess(run: Path, tier: str) -> None:
     """What earlier crashes may have left, all at once."""
     for name in (f"{layout.POINTER}.tmp", f"{layout.HEADER}.tmp", "incarnations/000003-33333333.json.tmp", ".probe-1"):
         (run / name).write_bytes(b"{")
-    if tier == "slots":
+    if tier != "directory":
         (run / "slots/table.tmp").write_bytes(b"{")
         return
     unfinished, going = run / "gen/000000000005-00000000", run / "gen/000000000001-11111111"
@@ -249,6 +250,8 @@ def _call(line: str) -> str:
 
 def _path(line: str, box: Path) -> str:
     """What a call is about, inside the box: the last path that it names. Names of one process lose its number."""
+    if _call(line) == "msync":  # it names an address; nothing else is mapped to be written
+        return "run/slots/*"
     found = re.findall(rf'["<]{re.escape(str(box))}/?([^">]*)[">]', line.partition(" = ")[0])
     return re.sub(r"\d+-\d+(?=\.tmp)|(?<=\.probe-)\d+", "*", found[-1].replace("(deleted)", "") or ".") if found else ""
 

@@ -387,3 +387,15 @@ def test_reading_leaves_no_trace(tmp_path):
     assert {path: seen[3] for path, seen in picture(tmp_path).items()} == {
         path: seen[3] for path, seen in before.items()
     }
+
+
+def test_what_somebody_died_over_is_cleared_at_the_next_opening_and_nothing_else(tmp_path):
+    write(tmp_path)
+    (generation,) = (tmp_path / "gen").iterdir()
+    kept = {one for one in tmp_path.rglob("*") if not one.name.startswith(".probe-")}
+    staged = ["LASTGOOD.json.1-2.tmp", "lastgood.json.1-2.tmp", "latest_ok.tmp", ".probe-7", "incarnations/x.1-2.tmp"]
+    for name in [*staged, f"gen/{generation.name}/COMMIT.json.1-2.tmp", "notes.tmp"]:
+        (tmp_path / name).write_bytes(b"half")
+    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+        RunWriter(tier, Inline())
+    assert {*tmp_path.rglob("*")} == kept | {tmp_path / "notes.tmp"}

@@ -651,6 +651,22 @@ def test_a_pointer_that_cannot_be_replaced_stays_as_it_was(tmp_path, call):
     assert (tmp_path / "LASTGOOD.json").read_bytes() == b"old"
 
 
+def test_a_pointer_moves_again_after_a_link_that_was_made_and_could_not_be_renamed(tmp_path):
+    """The staged link stayed, and every later pointer of this process failed at its name."""
+    broken = iter([False, True, False, False])
+
+    def rename(real: Callable[[], object], _: str) -> None:
+        if next(broken):
+            raise OSError(errno.EIO, "injected")
+        real()
+
+    tier = disk(str(tmp_path), Failing(rename=rename))
+    with pytest.raises(TierDown):
+        tier.point("LASTGOOD.json", b"1", "gen/none")
+    tier.point("LASTGOOD.json", b"2", HOME)
+    assert os.readlink(tmp_path / "latest_ok") == HOME
+
+
 # ---- the file system itself ------------------------------------------------------------------------------------
 
 

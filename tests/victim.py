@@ -39,6 +39,8 @@ from lastgood.run import places, reader
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
 
+TIERS = ("directory", "slots", "mmap")
+"""how a run may live at its path; mmap: slots, written through a mapping"""
 CHUNK_BYTES = 8192
 SIZES = {"w": 20_000, "b": 5, "empty": 0, "m.v": 12_345}
 """five chunks with the header, the last one ends off any block"""
@@ -116,21 +118,22 @@ def live(argv: list[str], say: Callable[[str], None]) -> int:
             tier = places.for_reading(path(options.run, options.tier))
             restored(tier, commit.survey(tier), pool, say)
         else:
-            with places.for_writing(path(options.run, options.tier), "atomic_dirsync") as tier:
+            persist = "mmap" if options.tier == "mmap" else "direct"
+            with places.for_writing(path(options.run, options.tier), "atomic_dirsync", persist=persist) as tier:
                 _write(tier, pool, options, say, telling)
     say("done")
     return codes[0] if codes else 0
 
 
 def path(run: str, tier: str) -> str:
-    return f"{places.SLOTS}{os.path.abspath(run)}" if tier == "slots" else run
+    return run if tier == "directory" else f"{places.SLOTS}{os.path.abspath(run)}"
 
 
 def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callable[[str], None], telling: Any) -> None:
     say("opening")
     if options.buffered or options.short:
         files = ShortFiles(random.Random(options.seed)) if options.short else PosixFiles()
-        kind = places.slots if options.tier == "slots" else Disk
+        kind = Disk if options.tier == "directory" else places.slots
         tier = kind(files, os.path.abspath(options.run), direct=options.short and not options.buffered)
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 
@@ -196,7 +199,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run")
     parser.add_argument("--mode", choices=("save", "restore", "gc"), default="save", help="restore: read only")
-    parser.add_argument("--tier", choices=("directory", "slots"), default="directory", help="how the run lives there")
+    parser.add_argument("--tier", choices=TIERS, default="directory", help="how the run lives there")
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the contents and of the names of incarnations")
     parser.add_argument("--last", type=int, default=2, help="verified generations to keep")
@@ -288,7 +291,7 @@ class Ledger:
         for at, error in survey.broken.items():
             self._wrong(f"{place(at)} has a COMMIT that cannot be believed: {error}")
         gone = set(self.durable) - there.keys()
-        if self.tier == "slots" and self.maybe & there.keys():  # it let go of all but one; a mark decided which
+        if self.tier != "directory" and self.maybe & there.keys():  # it let go of all but one; a mark decided which
             least = self._beside_a_commit()
             either = self.durable[self.durable.index(least[0]) :] if least else []
             gone = set() if there.keys() & {*either} else {*least}

@@ -7,6 +7,7 @@ kernel reads each page before it is overwritten. `persist="direct"` has neither.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -16,7 +17,7 @@ import threading
 
 from ..errors import Refused
 from ..ports import OpenMode
-from .files import BLOCK_BYTES, PosixFile, PosixFiles
+from .files import BLOCK_BYTES, PosixFile, PosixFiles, _close
 
 _MS_SYNC = 0x10 if sys.platform == "darwin" else 4
 _MAP_SYNC = 0x03 | 0x80000  # with MAP_SHARED_VALIDATE: refused where stores alone would not be durable
@@ -130,5 +131,6 @@ def on_pmem(folder: str) -> bool:
     except OSError:
         return False
     finally:
-        os.close(fd)
-        os.unlink(path)
+        _close(fd)
+        with contextlib.suppress(OSError):  # what stays is litter that the next opening takes
+            os.unlink(path)
