@@ -1265,19 +1265,25 @@ def _fences() -> list[Mutant]:
             (
                 "blocking waits for the copy",
                 CHECKPOINTER,
-                "            if not cut.overlapped:\n                save.wait_staged()\n",
-                "",
+                "            here = not cut.overlapped\n",
+                "            here = False\n",
             ),
             (
                 "no hook, no overlap",
                 CUTTING,
-                "        if self._wanted is None and not (found.hookable and captured.optimizers):\n            return None\n",
-                "",
+                '            self.note = FSDP1_NOTE if found.moves else ""\n            return None\n',
+                "            pass\n",
+            ),
+            (
+                "Ctrl-C in a copy is raised",
+                BACKGROUND,
+                '            failed = Cancelled("the copy was interrupted", safe="Nothing of it was committed.")\n            raise\n',
+                '            failed = Cancelled("the copy was interrupted", safe="Nothing of it was committed.")\n',
             ),
             (
                 "FSDP1 waits for the copy",
                 BEHIND,
-                '                hookable &= type(part).__name__ != "FullyShardedDataParallel"\n',
+                '                moves |= type(part).__name__ == "FullyShardedDataParallel"\n',
                 "",
             ),
             (

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lastgood
 from lastgood import errors
@@ -408,6 +410,26 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
     gate.set()
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
+
+
+def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, about one rank
+            model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+            model(torch.randn(4, 8)).sum().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        gate.set()
+        with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+            with pytest.warns(LastgoodWarning, match="FullyShardedDataParallel moves its weights"):
+                assert ckpt.save(1).staged()
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", LastgoodWarning)
+                ckpt.save(2).result(60)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_hooks_go_with_the_checkpointer(tmp_path):

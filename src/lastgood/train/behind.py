@@ -18,8 +18,10 @@ from .torn import Bearer, watchable
 class Behind:
     """What can be copied while the next forward and backward run, by its stored names."""
 
-    def __init__(self, captured: Captured, found: Mapping[str, Bearer], hookable: bool) -> None:
-        self.hookable = hookable
+    def __init__(self, captured: Captured, found: Mapping[str, Bearer], moves: bool) -> None:
+        self.moves = moves
+        """a module moves its weights about in forward and backward"""
+        self.hookable = captured.hookable and not moves
         """every optimizer of the state can be asked to wait before its step, and no module moves its weights about"""
         parameters = (Origin.OPTIMIZER, Origin.STEPPED)
         self.trained = {name: one for name, one in found.items() if captured.origins[name] in parameters}
@@ -46,7 +48,7 @@ class Behind:
 
 def find(state: Mapping[str, Any], captured: Captured) -> Behind:
     """Go through a state that was captured. Names are found by the memory that they stand for."""
-    tensors, hookable = captured.tensors, captured.hookable
+    tensors, moves = captured.tensors, False
     at = dict(zip(captured.addresses, tensors, strict=True))
     found: dict[str, Bearer] = {}
 
@@ -62,13 +64,13 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
     for thing in find_objects(state).values():
         if isinstance(thing, nn.Module):
             for part in thing.modules():
-                hookable &= type(part).__name__ != "FullyShardedDataParallel"
+                moves |= type(part).__name__ == "FullyShardedDataParallel"
                 for key, parameter in part._parameters.items():
                     note(part._parameters, key, parameter)
         elif isinstance(thing, Optimizer):
             for container, key, tensor in _held(thing):
                 note(container, key, tensor)
-    return Behind(captured, {name: found[name] for name in tensors if name in found}, hookable)
+    return Behind(captured, {name: found[name] for name in tensors if name in found}, moves)
 
 
 def _held(optimizer: Optimizer) -> Iterator[tuple[Mapping[Any, Any], Any, object]]:

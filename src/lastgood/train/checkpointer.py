@@ -276,6 +276,8 @@ class Checkpointer:
             at = self._behind.run.admit(n)
             if self._last is None:
                 self._tell_bound(cut.bytes)
+                if self._cutter.note:
+                    warnings.warn(self._cutter.note, LastgoodWarning, stacklevel=4)
             pinned = wanted(self._keep, n, milestone, scores)
             options = {**cut.options, "milestone": milestone, "metrics": scores}
             started = True

@@ -22,6 +22,10 @@ from .capture import Capture, Captured, Origin
 SMALL_BYTES = 1 << 20
 """of a state that is copied in less time than it takes to watch it being copied"""
 
+FSDP1_NOTE = (
+    "FullyShardedDataParallel moves its weights about in forward and backward: the loop waits while the state is copied"
+)
+
 Staging = Literal["overlap", "blocking"]
 TornCheck = Literal["sampled", "full"]
 
@@ -71,6 +75,8 @@ class Cutter:
         quiet: Callable[[], None],
     ) -> None:
         self.fence = staging.Fence()
+        self.note = ""
+        """why the loop waits for each copy where one would not expect it; for whoever takes and tells it"""
         self._capture = Capture(include, exclude)
         self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
         self._algorithm, self._quiet = algorithm, quiet
@@ -159,6 +165,7 @@ class Cutter:
             plan.behind, plan.origins = behind.find(state, captured), captured.origins
         found = plan.behind
         if self._wanted is None and not (found.hookable and captured.optimizers):
+            self.note = FSDP1_NOTE if found.moves else ""
             return None
         if self._torn_check == "full" and on_device:
             return None
