@@ -535,6 +535,7 @@ def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
         assert not any(offset % 4096 for offset in files.offsets)
     tier.put_new(RECORD, data)
     assert (tmp_path / RECORD).read_bytes() == data
+    tier.put_new(RECORD, data)  # it is read back, in as many pieces, and found to be the same
 
 
 def test_a_file_that_takes_no_more_bytes_is_an_error_and_not_a_loop(tmp_path):
