@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TESTS = ["persist", "plan", "places", "tiers", "layout", "slots", "hostile", "flips", "crash_model"]
-"""torch-free, quick ones first"""
+TESTS = ["persist", "plan", "places", "tiers", "slots", "layout", "crash_model", "hostile", "flips"]
+"""torch-free"""
 LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
 """for what runs in and behind a training loop; these need torch"""
 
@@ -27,7 +27,10 @@ class Mutant(NamedTuple):
 
     def tests(self) -> list[str]:
         in_loop = self.file.startswith("train/") or self.file == BACKGROUND or self.kind == "in flight"
-        names = LOOP_TESTS if in_loop else sorted(TESTS, key=lambda one: one != FIRST.get(self.file))
+        bytes_first = ("hostile", "flips") if self.kind in ("digest", "form") else ()
+        names = (
+            LOOP_TESTS if in_loop else sorted(TESTS, key=lambda one: one not in (FIRST.get(self.file), *bytes_first))
+        )
         return [f"tests/test_{name}.py" for name in names]
 
 

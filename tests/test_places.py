@@ -14,7 +14,7 @@ import pytest
 
 from harness import load, save
 from lastgood.engine.inline import Inline
-from lastgood.errors import NotARun, NotWritable, Refused, RunLocked, UnknownFormat
+from lastgood.errors import NameTaken, NotARun, NotWritable, Refused, RunLocked, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey
 from lastgood.rawio.checksum import digest
@@ -399,3 +399,15 @@ def test_what_somebody_died_over_is_cleared_at_the_next_opening_and_nothing_else
     with places.for_writing(tmp_path, "atomic_dirsync") as tier:
         RunWriter(tier, Inline())
     assert {*tmp_path.rglob("*")} == kept | {tmp_path / "notes.tmp"}
+
+
+def test_what_lies_where_a_save_would_go_is_not_the_saves_to_delete(tmp_path):
+    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline())
+        writer.begin(None)
+        taken = tmp_path / layout.folder(writer.admit(10)) / layout.blob_name(0)
+        taken.parent.mkdir(parents=True)
+        taken.write_bytes(b"somebody's")
+        with pytest.raises(NameTaken):
+            save(writer, 10, STATE)
+    assert taken.read_bytes() == b"somebody's"
