@@ -825,10 +825,11 @@ def steps_on(disk: HostileDisk) -> list[int]:
     return [at.step for at in map(layout.parse_folder, sorted(disk.root.names["gen"].names)) if at]
 
 
-def test_what_a_killed_process_published_is_durable_before_it_is_continued():
+@pytest.mark.parametrize(("links", "call"), [(True, "link"), (False, "sync")])
+def test_what_a_killed_process_published_is_durable_before_it_is_continued(links, call):
     """Story: a process died between the link of COMMIT and the sync of its folder. The next one could see the
     generation, continued it and named it as its parent; then the power failed, and a generation was lost for ever."""
-    world = killed_after(before := begun(), "link", layout.COMMIT, lambda: before.save(3))
+    world = killed_after(before := begun(links), call, layout.COMMIT, lambda: before.save(3))
     world.start()
     found, _ = load(world.tier, workers=INLINE)
     assert found.generation and found.generation.step == 3

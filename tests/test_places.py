@@ -14,7 +14,7 @@ import pytest
 
 from harness import load, save
 from lastgood.engine.inline import Inline
-from lastgood.errors import NameTaken, NotARun, NotWritable, Refused, RunLocked, UnknownFormat
+from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refused, RunLocked, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey
 from lastgood.rawio.checksum import digest
@@ -411,3 +411,12 @@ def test_what_lies_where_a_save_would_go_is_not_the_saves_to_delete(tmp_path):
         with pytest.raises(NameTaken):
             save(writer, 10, STATE)
     assert taken.read_bytes() == b"somebody's"
+
+
+def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_continues(tmp_path):
+    write(tmp_path)
+    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline())
+        with pytest.raises(NotRestored):
+            writer.admit(11)
+    assert len([*(tmp_path / "incarnations").iterdir()]) == 1, "nothing was written"
