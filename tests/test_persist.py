@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,19 @@ def write(tier: Tier, arena: Arena, breaks: int = -1) -> None:
         )
 
 
+class Later(Executor):
+    """Does a job when it is asked for its result, and not before."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        job: Future[Any] = Future()
+
+        def result(timeout: float | None = None) -> Any:
+            return fn(*args, **kwargs)
+
+        job.result = result
+        return job
+
+
 def test_space_is_had_before_the_first_chunk_is_asked_for():
     tier = Tier(full=True)
     with pytest.raises(NoSpace):
@@ -86,8 +100,9 @@ def test_space_is_had_before_the_first_chunk_is_asked_for():
 
 
 def test_every_chunk_is_written_before_the_file_is_finished():
-    tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
-    write(tier, arena)
+    tier, arena = Tier(), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
+    source = chunks(arena, tier.said)
+    persist.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=Later())
     assert tier.said.count("write") == tier.said.count("chunk") == 11
     assert tier.said[-1] == "finish" and arena.idle
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import traceback
@@ -420,3 +421,60 @@ def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_cont
         with pytest.raises(NotRestored):
             writer.admit(11)
     assert len([*(tmp_path / "incarnations").iterdir()]) == 1, "nothing was written"
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------
+
+HOLDER = """
+import os, sys, time
+from lastgood.run import places
+with places.for_writing(sys.argv[1], "atomic_dirsync"):
+    if os.fork() == 0:  # what fork does in the child is done when it speaks
+        os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of tmp_path/run, and its forked child."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        child = int(holder.stdout.readline())
+        try:
+            yield holder
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_run_that_is_open_elsewhere_is_refused_and_untouched(held: subprocess.Popen[str], tmp_path: Path) -> None:
+    before = PosixFiles().list(str(tmp_path / "run"))
+    with pytest.raises(RunLocked, match="another process"), places.for_writing(tmp_path / "run", "atomic_dirsync"):
+        raise AssertionError("two writers")
+    assert PosixFiles().list(str(tmp_path / "run")) == before
+
+
+def test_the_lock_dies_with_its_holder_though_a_forked_child_lives_on(
+    held: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    """Data-loader workers are forked while the run is open, and flock belongs to the open file that they inherit: a
+    worker that outlived its killed trainer kept the run locked for ever."""
+    held.kill()
+    held.wait()
+    write(tmp_path / "run")
+
+
+def test_a_process_that_is_just_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
+    """Between fork and exec a child of another thread has a copy of the lock's file, and no hook of Python runs in it:
+    a run that was closed and opened again in that instant was said to be open in another process."""
+    run = tmp_path / "run"
+    with places.for_writing(run, "atomic_dirsync"):
+        files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
+        (held,) = [int(one.name) for one in files if one.readlink() == run / ".lock"]
+        copy = os.dup(held)
+    try:
+        write(run)
+    finally:
+        os.close(copy)

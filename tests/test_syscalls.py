@@ -1,13 +1,12 @@
 """System calls that fail, disks that are full, writes that fall short, processes that are killed: a seeded slice.
 
-The campaigns are prove/syscalls.py and prove/kills.py; this is a part of each, chosen by a seed, and the lock.
+The campaigns are prove/syscalls.py and prove/kills.py; this is a part of each, chosen by a seed.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,9 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 import kills
 import syscalls
 
-from lastgood.errors import RunLocked
-from lastgood.rawio.files import PosixFiles
-from lastgood.run import places
 from victim import Ledger, litter, live
 
 SEED = 1
@@ -145,62 +141,3 @@ def test_a_run_that_was_killed_thirty_times_is_as_good_as_new(tmp_path: Path) ->
     result = kills.series(tmp_path, SEED, 30, kills.pause(tmp_path))
     assert result.problems == []
     assert result.ends.total() - result.ends["done"] >= 20, "lives ended before they were killed"
-
-
-# ---- the lock --------------------------------------------------------------------------------------------------
-
-HOLDER = """
-import os, sys, time
-from lastgood.run import places
-with places.for_writing(sys.argv[1], "atomic_dirsync"):
-    if os.fork() == 0:  # what fork does in the child is done when it speaks
-        os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(600)
-"""
-
-
-@pytest.fixture
-def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of tmp_path/run, and its forked child."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=syscalls.environment(tmp_path)) as holder:
-        assert holder.stdout is not None
-        child = int(holder.stdout.readline())
-        try:
-            yield holder
-        finally:
-            holder.kill()
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_run_that_is_open_elsewhere_is_refused_and_untouched(held: subprocess.Popen[str], tmp_path: Path) -> None:
-    before = PosixFiles().list(str(tmp_path / "run"))
-    with pytest.raises(RunLocked, match="another process"), places.for_writing(tmp_path / "run", "atomic_dirsync"):
-        raise AssertionError("two writers")
-    assert PosixFiles().list(str(tmp_path / "run")) == before
-
-
-def test_the_lock_dies_with_its_holder_though_a_forked_child_lives_on(
-    held: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    """Data-loader workers are forked while the run is open, and flock belongs to the open file that they inherit: a
-    worker that outlived its killed trainer kept the run locked for ever."""
-    held.kill()
-    held.wait()
-    code, lines = lived(tmp_path / "run", "--saves=1")
-    assert (code, lines[-1]) == (0, "done")
-
-
-def test_a_process_that_is_just_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
-    """Between fork and exec a child of another thread has a copy of the lock's file, and no hook of Python runs in it:
-    a run that was closed and opened again in that instant was said to be open in another process."""
-    run = tmp_path / "run"
-    with places.for_writing(run, "atomic_dirsync"):
-        files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
-        (held,) = [int(one.name) for one in files if one.readlink() == run / ".lock"]
-        copy = os.dup(held)
-    try:
-        code, lines = lived(run, "--saves=1")
-        assert (code, lines[-1]) == (0, "done")
-    finally:
-        os.close(copy)
