@@ -1026,8 +1026,20 @@ def _slots() -> list[Mutant]:
             (
                 "failed record leaves its slot",
                 SLOTS,
-                "        except OSError:\n            with self._lock:\n                self._forget(folder, draft, file)\n            raise\n",
-                "        except OSError:\n            raise\n",
+                "                self._pool.spoil(draft.slot)\n                self._forget(folder, draft, file)\n",
+                "                self._pool.spoil(draft.slot)\n",
+            ),
+            (
+                "failed write spoils a slot",
+                SLOTS,
+                "                self._slots._pool.spoil(self._draft.slot)\n                raise\n",
+                "                raise\n",
+            ),
+            (
+                "what cannot be cleared is doubtful",
+                SLOTS,
+                "                draft.doubtful |= file == self._commit  # it is given up, and should the rest of that fail\n",
+                "",
             ),
             ("pointer goes with what it names", SLOTS, "if one.to in there}\n", "}\n"),
             (
@@ -1089,6 +1101,24 @@ def _flights() -> list[Mutant]:
                 "",
             ),
             (
+                "place is free before the outcome is told",
+                BACKGROUND,
+                "        self._end(flight)  # whoever has its outcome may begin the next one\n        save.note_outcome(generation, failed)\n",
+                "        save.note_outcome(generation, failed)\n        self._end(flight)\n",
+            ),
+            (
+                "earlier try of a step has ended",
+                BACKGROUND,
+                "        for save in earlier:\n            save.wait_ended()\n",
+                "",
+            ),
+            (
+                "threads are there before they are needed",
+                BACKGROUND,
+                "        for job in [ThreadPoolExecutor.submit(pool, together.wait) for _ in range(count)]:\n            job.result()\n",
+                "        pass\n",
+            ),
+            (
                 "older saves are overtaken",
                 BACKGROUND,
                 "            older = [one for one in self._flights if one.at < newer.at and not one.pinned]\n",
@@ -1139,8 +1169,8 @@ def _flights() -> list[Mutant]:
             (
                 "chunks of a failed save come home",
                 BACKGROUND,
-                "            flight.give_up(error)\n            chunks.drain()\n",
-                "            flight.give_up(error)\n",
+                "        chunks.drain()\n        self._writers.put(writers)\n",
+                "        self._writers.put(writers)\n",
             ),
             (
                 "failed copy is told to the lane",
@@ -1250,8 +1280,20 @@ def _fences() -> list[Mutant]:
             (
                 "hooks of what left the state go",
                 STAGING,
-                "            self._hooks.pop(gone)[1].remove()\n",
+                "            self._hooks.pop(ident)[1].remove()\n",
                 "            pass\n",
+            ),
+            (
+                "older copy is waited for when hooks go",
+                STAGING,
+                "            self.wait()  # an older copy may still want to be read before their next step\n",
+                "            pass\n",
+            ),
+            (
+                "a fork waits for no copy",
+                STAGING,
+                " or self._process != os.getpid():  # in a fork nobody copies\n",
+                ":\n",
             ),
             (
                 "snapshot holds the next update",

@@ -787,11 +787,13 @@ def test_the_weaker_modes_lose_what_was_acknowledged_and_load_nothing_that_was_n
     assert judge.lost > 0
 
 
-def begun(links: bool = True) -> World:
-    """A run that keeps one generation: step 1, verified, and step 2 after it. Only kills are looked at."""
+def begun(links: bool = True, verified: bool = True) -> World:
+    """A run that keeps one generation: step 1, verified or not, and step 2 after it. Only kills are looked at."""
     world = World(HostileDisk(links=links), Ledger(keep=Keep(last=1)), Judge(random.Random(0), samples=0, carry_on=0))
     world.open()
-    world.steps(1)
+    world.save(1)
+    if verified:
+        world.look_after()
     world.save(2)
     return world
 
@@ -838,10 +840,11 @@ def test_what_a_killed_process_published_is_durable_before_it_is_continued(links
     assert after == found
 
 
-def test_a_deletion_that_was_cut_short_goes_on_only_once_the_commit_is_durably_gone():
+@pytest.mark.parametrize("verified", [True, False])  # else its mark would be the first to go, which harms nobody
+def test_a_deletion_that_was_cut_short_goes_on_only_once_the_commit_is_durably_gone(verified):
     """Story: a process died between the removal of COMMIT and the sync of its folder. The next one found no COMMIT and
     removed the tensors; then the power failed, and COMMIT was back beside nothing, with its mark of verification."""
-    before = begun()
+    before = begun(verified=verified)
     before.run.verify(UPKEEP)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.COMMIT}", before.run.clean)

@@ -14,8 +14,12 @@ import torch
 import lastgood
 from lastgood import errors
 from lastgood.errors import LastgoodWarning
+from lastgood.format import commit
 from lastgood.rawio.files import PosixFile
+from lastgood.run.background import Background, Save
 from lastgood.train import staging
+from lastgood.train.cutting import Cutter
+from lastgood.train.staging import Snapshot
 
 
 def build() -> dict[str, torch.Tensor]:
@@ -126,6 +130,69 @@ def test_a_full_house_is_an_error_when_asked_to_and_training_may_go_on(tmp_path,
         doors(2).set()
         ckpt.wait()
         assert ckpt.save(3).result(60).step == 3
+
+
+def test_whoever_has_the_outcome_of_a_save_may_begin_the_next_one(tmp_path, monkeypatch):
+    """Its place was free a moment later: `save(1).result(); save(2)` raised InFlightFull now and then."""
+    order: list[str] = []
+    end, note = Background._end, Save.note_outcome
+    monkeypatch.setattr(Background, "_end", lambda *given: (end(*given), order.append("place")))
+    monkeypatch.setattr(Save, "note_outcome", lambda *given: (order.append("outcome"), note(*given)))
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=1, when_full="raise") as ckpt:
+        ckpt.save(1).result(60)
+        ckpt.save(2).result(60)
+    assert order == ["place", "outcome"] * 2
+
+
+def test_a_step_that_ctrl_c_cut_short_is_saved_again_only_when_nothing_of_it_is_left(tmp_path, monkeypatch):
+    """The first try was still being cleared away: it deleted the second one, which had been called durable."""
+    begun_anew = threading.Event()
+    wait_ended, retire, copy = Save.wait_ended, commit.retire, Snapshot._copy
+
+    def waited(self: Save) -> None:
+        begun_anew.set()
+        wait_ended(self)
+
+    def slow(*given: object) -> None:
+        assert begun_anew.wait(60)
+        retire(*given)
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Save, "wait_ended", waited)
+    monkeypatch.setattr(commit, "retire", slow)
+    monkeypatch.setattr(Snapshot, "_copy", interrupted)
+    monkeypatch.setattr(Cutter, "interrupted", lambda self: None)  # else the next save waits for this one's memory
+    with lastgood.Checkpointer(tmp_path, build(), staging="blocking") as ckpt:
+        with pytest.raises(KeyboardInterrupt):
+            ckpt.save(1)
+        monkeypatch.setattr(Snapshot, "_copy", copy)
+        with pytest.warns(LastgoodWarning, match="interrupted"):
+            ckpt.save(1).result(60)
+            ckpt.wait()
+    assert lastgood.load(tmp_path, build()).step == 1
+
+
+def test_without_threads_to_be_had_nothing_is_opened_and_nothing_is_held(tmp_path, monkeypatch):
+    """A pool starts its threads when it needs them. Beside many loader workers there were none left, and the next
+    optimizer step waited for ever for a copy that nobody made."""
+    start, started = threading.Thread.start, []
+
+    def scarce(self: threading.Thread) -> None:
+        if len(started) == 5:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", scarce)
+    with pytest.raises(errors.Refused, match="not all threads could be started: can't start new thread"):
+        lastgood.Checkpointer(tmp_path, build())
+    assert not any(one.is_alive() for one in started)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with lastgood.Checkpointer(tmp_path, build()) as ckpt:
+        monkeypatch.setattr(threading.Thread, "start", scarce)
+        assert ckpt.save(1).result(60).step == 1, "no thread is started later"
 
 
 def test_a_place_is_free_again_whatever_ended_the_save(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ Nothing here waits for time: the copy is held at its start until the thing that 
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lastgood
 from lastgood import errors
-from lastgood.errors import LastgoodWarning
+from lastgood.errors import LastgoodWarning, NoSpace
+from lastgood.tiers.slots import Slots
 from lastgood.train import cutting, staging
 
 
@@ -430,6 +432,54 @@ def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate):
                 ckpt.save(2).result(60)
     finally:
         dist.destroy_process_group()
+
+
+def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):
+    """From the second torn save on the loop waits for the copy and needs no hook. One that was still being copied lost
+    its hook with it: the next step wrote into what was read."""
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        picture = loop.picture()
+        first = ckpt.save(1)
+        ckpt._cutter.stop_overlapping()
+        ckpt.save(2)
+        assert first.staged()
+        loop.backward()
+        loop.update()
+        first.result(60)
+    assert same(tmp_path, 1, picture)
+
+
+def test_a_fork_does_not_wait_for_a_copy_that_nobody_makes_there(tmp_path, gate):
+    loop = Loop(adamw(foreach=False))
+    loop.backward()
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        save = ckpt.save(1)
+        child = os.fork()
+        if not child:
+            ckpt.fence()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        gate.set()
+        save.result(60)
+
+
+def test_what_cannot_be_noted_at_the_end_is_told_and_the_hooks_go_all_the_same(tmp_path, monkeypatch):
+    loop = Loop(adamw())
+    close = Slots.close
+
+    def full(self: Slots) -> None:
+        close(self)
+        raise NoSpace("no space left for the pointer")
+
+    monkeypatch.setattr(Slots, "close", full)
+    ckpt = lastgood.Checkpointer(f"slots://{tmp_path}", loop.state, staging="overlap")
+    ckpt.save(1).result(60)
+    with pytest.warns(LastgoodWarning, match="no space left for the pointer"):
+        ckpt.close()
+    assert not loop.optimizers[0]._optimizer_step_pre_hooks
 
 
 def test_hooks_go_with_the_checkpointer(tmp_path):

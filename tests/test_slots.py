@@ -387,6 +387,27 @@ def test_a_table_that_had_no_space_for_a_while_costs_no_slot(tmp_path):
     assert restored(tmp_path) == (5, [])
 
 
+def test_a_save_that_could_not_even_be_cleared_away_costs_no_slot(tmp_path):
+    """While a commit is of unknown outcome nothing can be cleared, if the table cannot be written: the next save failed
+    too, and held its slot until the process ended."""
+    trainer = Trainer(tmp_path, files := Seen(), in_flight=2)
+    trainer.steps(1, 2)
+
+    def rule(call: str, name: str) -> None:
+        if call == "sync" or name.startswith("table"):
+            raise OSError(errno.EIO, "failing")
+
+    files.rule = failing("sync", "table")
+    with pytest.raises(CommitUnknown):
+        trainer.save(3)
+    files.rule = rule
+    with pytest.raises(TierDown):
+        trainer.save(4)
+    files.rule = lambda *_: None
+    saves = {step: trainer.tier.create(f"gen/{step:012d}-0000000a/x", 10) for step in (5, 6)}
+    assert len(trainer.tier._drafts) == len(saves) == 2
+
+
 def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
     trainer = Trainer(tmp_path, files := Seen())
     trainer.steps(1)
@@ -400,15 +421,16 @@ def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
     assert "000000000009-0000000a" in places.slots(PosixFiles(), str(tmp_path)).list("gen")
 
 
-def test_a_slot_whose_sync_failed_is_a_new_file_before_it_is_used_again(tmp_path):
-    """The second fsync of it would report success while the data is gone."""
+@pytest.mark.parametrize("call", ["sync", "write"])
+def test_a_slot_whose_sync_failed_is_a_new_file_before_it_is_used_again(tmp_path, call):
+    """The second fsync of it would report success while the data is gone. Through a mapping each write is a sync."""
     trainer = Trainer(tmp_path, files := Seen())
     trainer.steps(1, 2)
     free = ({0, 1, 2} - set(slots_named(trainer.tier).values())).pop()
     path = tmp_path / f"slots/{free:02d}"
     before = path.stat().st_ino, path.stat().st_size
     os.link(path, tmp_path / "kept")  # so that no new file gets its number
-    files.rule = failing("sync", f"{free:02d}")
+    files.rule = failing(call, f"{free:02d}")
     for step in (3, 4):
         with pytest.raises(TierDown):
             trainer.save(step)
@@ -431,7 +453,7 @@ def test_a_record_whose_sync_failed_is_not_committed_by_a_later_one(tmp_path):
         lambda: trainer.tier.put_new(f"{home}/manifest", b"record"),
         lambda: trainer.tier.put_new(f"{home}/COMMIT.json", b"record"),
     ):
-        with pytest.raises(TierDown, match="earlier sync"):
+        with pytest.raises(TierDown, match="earlier write or sync"):
             again()
 
 

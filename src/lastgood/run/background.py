@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
+from typing import Any, TypeVar
 
 from ..engine.arena import Arena, Lease
 from ..engine.inline import Inline
@@ -33,6 +33,8 @@ from ..tiers.disk import WriteMode
 from . import places
 from .reader import WORKERS
 from .writer import RunWriter
+
+Pool = TypeVar("Pool", bound=ThreadPoolExecutor)
 
 UPKEEP_CHUNKS = 3
 BACKLOG_LIMIT = 2
@@ -85,6 +87,10 @@ class Save:
             raise TimedOut(
                 f"step {self.step} is not durable after {timeout} s", safe="It is still under way."
             ) from None
+
+    def wait_ended(self) -> None:
+        """Until nothing more is done for it; raises nothing."""
+        self._outcome.exception()
 
     @property
     def seconds(self) -> float:
@@ -157,13 +163,30 @@ class Chunks:
 
 
 class Workers(ThreadPoolExecutor):
-    """A pool that still works when the interpreter is ending: then in the thread that asks."""
+    """A pool that still works when the interpreter is ending: then in the thread that asks. Its threads are started."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError:
             return Inline().submit(fn, *args, **kwargs)
+
+
+def _started(pool: Pool, count: int) -> Pool:
+    """A pool whose threads all run: later, beside many others, there may be none to be had. Raises Refused."""
+    together = threading.Barrier(count)
+    try:
+        for job in [ThreadPoolExecutor.submit(pool, together.wait) for _ in range(count)]:
+            job.result()
+    except RuntimeError as error:
+        together.abort()
+        pool.shutdown()
+        raise Refused(
+            f"not all threads could be started: {error}",
+            safe="Nothing was touched.",
+            todo="Raise the limit of threads of this user or container, or take fewer writers.",
+        ) from error
+    return pool
 
 
 class _Flight:
@@ -204,14 +227,21 @@ class Background:
         self._looking = threading.Lock()
         with contextlib.ExitStack() as place:
             disk = place.enter_context(places.for_writing(path, write_mode, in_flight=in_flight, persist=persist))
-            self.workers = Workers(WORKERS, "lastgood-read")
-            self._keeper = Workers(1, "lastgood-keep")
-            self._copier = ThreadPoolExecutor(1, "lastgood-copy")
-            self._lanes = ThreadPoolExecutor(in_flight, "lastgood-save")
+            pools = place.enter_context(contextlib.ExitStack())  # ended where what follows fails; else by `close`
+
+            def started(pool: Pool, count: int) -> Pool:
+                pools.callback(pool.shutdown)
+                return _started(pool, count)
+
+            self.workers = started(Workers(WORKERS, "lastgood-read"), WORKERS)
+            self._keeper = started(Workers(1, "lastgood-keep"), 1)
+            self._copier = started(ThreadPoolExecutor(1, "lastgood-copy"), 1)
+            self._lanes = started(ThreadPoolExecutor(in_flight, "lastgood-save"), in_flight)
             self._writers: queue.SimpleQueue[Workers] = queue.SimpleQueue()
             for _ in range(in_flight):
-                self._writers.put(Workers(writers, "lastgood-write"))
+                self._writers.put(started(Workers(writers, "lastgood-write"), writers))
             self.run = RunWriter(disk, self.workers, keep=keep, algorithm=algorithm, tell=self.events.put)
+            pools.pop_all()
             self._place = place.pop_all()
         self.note_latest()
         self._unheard = weakref.finalize(self, _print_unheard, self.problems, disk.place)
@@ -221,6 +251,18 @@ class Background:
     def admit(self, wait: bool) -> bool:
         """Take a place for one more save in flight; False when all are taken and `wait` is not wanted."""
         return self._free_places.acquire(blocking=wait)
+
+    def admit_step(self, step: int) -> GenerationId:
+        """Where a save of `step` will go, as `RunWriter.admit`, once an earlier try of the same has ended.
+
+        One that Ctrl-C cut short is still being cleared away, and would take the new one for its own.
+        """
+        at = self.run.admit(step)
+        with self._state:
+            earlier = [flight.save for flight in self._flights if flight.at == at]
+        for save in earlier:
+            save.wait_ended()
+        return self.run.admit(step)
 
     def leave(self) -> None:
         """Give back a place that `start` was not called for."""
@@ -296,7 +338,7 @@ class Background:
         while not self._writers.empty():
             self._writers.get().shutdown()
         self.workers.shutdown()
-        self._place.close()
+        self._leave_place()
         self._upkeep_arena = None
 
     def heard(self) -> None:
@@ -329,7 +371,14 @@ class Background:
         """After everything that was given up, wherever it stands."""
         while (job := self._unfinished()) is not None:
             job.exception()
-        self._place.close()
+        self._leave_place()
+
+    def _leave_place(self) -> None:
+        """What cannot be written at the end is hints: told, and the lock goes all the same."""
+        try:
+            self._place.close()
+        except LastgoodError as error:
+            self.problems.put(error)
 
     def _copy(self, flight: _Flight, fill: Callable[[Callable[[], bool]], Iterator[Lease]]) -> None:
         """The live state is read here, and may change again once this is over."""
@@ -366,21 +415,22 @@ class Background:
             chunks.finish()  # what the copier found out last
             approve(pieces)
 
+        generation: Generation | None = None
+        failed: BaseException | None = None
         try:
             if not chunks.unwanted:
                 self._catch_up()
             generation = self.run.save(flight.at, images, iter(chunks), approve=approved, writers=writers, **options)
             self._overtake(flight)
-            chunks.drain()
-            save.note_outcome(generation, None)
         except BaseException as error:  # noqa: BLE001 - kept, and raised in the training loop
+            failed = error
             flight.give_up(error)
-            chunks.drain()
-            save.note_outcome(None, error)
-            self._tell_end(save, error)
-        finally:
-            self._writers.put(writers)
-            self._end(flight)
+        chunks.drain()
+        self._writers.put(writers)
+        self._end(flight)  # whoever has its outcome may begin the next one
+        save.note_outcome(generation, failed)
+        if failed is not None:
+            self._tell_end(save, failed)
         # Also after one that was dropped: upkeep for the newer one may have given way to it.
         upkeep = self._keeper.submit(self._upkeep)
         with self._state:

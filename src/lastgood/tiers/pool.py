@@ -2,7 +2,7 @@
 
 Invariants
   1. A slot is as long as it was asked to be, and written once from end to end, before a save writes to it.
-  2. A slot whose sync failed is a new file before it is written again: its old one is never synced a second time.
+  2. A slot with a write or sync that failed is a new file before it is written again: its old one is never synced anew.
 """
 
 from __future__ import annotations
@@ -47,9 +47,13 @@ class Pool:
             self._spoiled.add(slot)
             raise
 
+    def spoil(self, slot: int) -> None:
+        """A write failed, which through a mapping is a sync too."""
+        self._spoiled.add(slot)
+
     def need_sound(self, slot: int) -> None:
         if slot in self._spoiled:
-            raise OSError(errno.EIO, "an earlier sync of this slot failed", self._path(slot))
+            raise OSError(errno.EIO, "an earlier write or sync of this slot failed", self._path(slot))
 
     def prepare(self, slots: Sequence[int], need_bytes: int) -> int:
         """Make the first of `slots` at least so long, and with it the others, so that no later save allocates.

@@ -52,7 +52,7 @@ class _Draft:
     dirty: bool = True
     """something in it may not be durable"""
     doubtful: bool = False
-    """its commit failed, or nobody knows"""
+    """its commit failed, or nobody knows; or it is being cleared away"""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """held while a record is written into the slot"""
 
@@ -153,6 +153,7 @@ class Slots:
             table = self._own()
             kept, draft = table.find(folder), self._drafts.get(folder)
             if draft is not None:
+                draft.doubtful |= file == self._commit  # it is given up, and should the rest of that fail
                 self._forget(folder, draft, file)
             if kept is not None and (file in kept.extents or file in kept.records):
                 rest = kept.without(file)
@@ -375,6 +376,7 @@ class Slots:
             self._flush(draft)
         except OSError:
             with self._lock:
+                self._pool.spoil(draft.slot)
                 self._forget(folder, draft, file)
             raise
 
@@ -414,7 +416,11 @@ class SlotUpload:
     def write_at(self, mv: memoryview, offset: int) -> None:
         assert offset + len(mv) <= round_up(self._extent[1]), "past the end of the blob"
         with self._slots._disk._telling(f"gen/{self._folder}/{self._file}"):
-            _write_all(self._slot, mv, self._start + offset)
+            try:
+                _write_all(self._slot, mv, self._start + offset)
+            except OSError:
+                self._slots._pool.spoil(self._draft.slot)
+                raise
 
     def finish(self) -> None:
         """Nothing to do: the folder's next record makes the slot durable."""

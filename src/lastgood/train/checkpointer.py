@@ -168,6 +168,8 @@ class Checkpointer:
         except BaseException as error:
             # Ctrl-C, or a load_state_dict that fails, may come half way too; other errors of the tree come before.
             self._half_loaded |= isinstance(error, HalfLoaded) or not isinstance(error, LastgoodError)
+            if not isinstance(error, Exception):
+                self._cutter.interrupted()
             raise
         self._half_loaded = False
         self._begin(found.generation.id if found.generation else None)
@@ -234,7 +236,11 @@ class Checkpointer:
         if self._process != os.getpid():
             return  # a fork of the process that has it open
         self._closed = True
-        self._behind.close(timeout)
+        try:
+            self._behind.close(timeout)
+        except BaseException:
+            self._cutter.fence.close()  # its memory may still be copied to
+            raise
         self._cutter.close()
         self._surface(stacklevel=3)
         self._behind.heard()
@@ -273,7 +279,7 @@ class Checkpointer:
         try:
             cut = self._cutter.cut(self._request.state)
             save = Save(n)
-            at = self._behind.run.admit(n)
+            at = self._behind.admit_step(n)
             if self._last is None:
                 self._tell_bound(cut.bytes)
                 if self._cutter.note:
@@ -283,7 +289,12 @@ class Checkpointer:
             started = True
             here = not cut.overlapped
             self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, here, options)
-            self._cutter.begun(cut)
+            if cut.overlapped:
+                self._cutter.begun(cut)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._cutter.interrupted()
+            raise
         finally:
             self._busy = False
             if not started:

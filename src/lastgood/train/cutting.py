@@ -81,6 +81,7 @@ class Cutter:
         self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
         self._algorithm, self._quiet = algorithm, quiet
         self._arena: Arena | None = None
+        self._spoiled = False
         self._pin: staging.Pin | None = None
         self._plan: _Plan | None = None
 
@@ -133,9 +134,14 @@ class Cutter:
         """The copy is on its way: no update goes before it."""
         self.fence.add(cut.snapshot)
 
+    def interrupted(self) -> None:
+        """Ctrl-C came from anywhere: a chunk may have been in hand, and be lost to the arena."""
+        self._spoiled = True
+
     def stop_overlapping(self) -> bool:
         """From now on the loop waits for the copy. False if it did so already."""
         before, self._wanted = self._wanted, "blocking"
+        self._plan = None  # what it watched may be gone, and would be kept alive
         return before != "blocking"
 
     def close(self) -> None:
@@ -146,10 +152,11 @@ class Cutter:
     def reading_arena(self, image_bytes: int, chunk_bytes: int) -> Arena:
         """Memory for a restore; nothing may be in flight."""
         bound = image_bytes if self._memory is None else min(self._memory, image_bytes)
-        if self._arena is None or self._arena.chunk_bytes != chunk_bytes or self._arena.arena_bytes < bound:
+        arena = self._fitting(bound, chunk_bytes)
+        if arena is None:
             self._drop_arena()
-            self._arena = Arena(max(bound // chunk_bytes, 1) * chunk_bytes, chunk_bytes)
-        return self._arena
+            arena = self._arena = Arena(max(bound // chunk_bytes, 1) * chunk_bytes, chunk_bytes)
+        return arena
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -188,13 +195,21 @@ class Cutter:
         chunk_bytes = most if self._memory is None else max(4096, min(most, self._memory // 4 // 4096 * 4096))
         wanted = sum(round_up(image.length, chunk_bytes) for image in images)
         wanted = wanted if self._memory is None else min(self._memory // chunk_bytes * chunk_bytes, wanted)
-        if self._arena is None or self._arena.chunk_bytes != chunk_bytes or self._arena.arena_bytes < wanted:
+        arena = self._fitting(wanted, chunk_bytes)
+        if arena is None:
             self._quiet()  # the old arena must have come home before a new one is made beside it
             self._drop_arena()
-            self._arena = Arena(max(wanted, chunk_bytes), chunk_bytes)
-        return self._arena
+            arena = self._arena = Arena(max(wanted, chunk_bytes), chunk_bytes)
+        return arena
+
+    def _fitting(self, wanted: int, chunk_bytes: int) -> Arena | None:
+        """The arena that is there, if it serves."""
+        own = self._arena
+        serves = own is not None and own.chunk_bytes == chunk_bytes and own.arena_bytes >= wanted
+        return own if serves and not self._spoiled else None
 
     def _drop_arena(self) -> None:
         if self._pin is not None:
             self._pin.release()
         self._arena = self._pin = None
+        self._spoiled = False

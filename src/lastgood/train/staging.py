@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -122,8 +123,14 @@ class Snapshot:
             self.enqueued.set()
             while waiting:
                 arrived().release()
+            self._tensors, self._at_once = {}, {}
         if torn:
             raise torn_error(torn)
+
+    @property
+    def read(self) -> bool:
+        """Whether nothing of it is still to be copied, on no device."""
+        return self.enqueued.is_set() and all(map(torch.cuda.Event.query, self._events))
 
     def hold(self) -> None:
         """Let the next update wait until what it would change has been copied."""
@@ -216,6 +223,9 @@ class Pin:
         self._arena, self._runtime = arena, runtime
         # Where the system allows no more locked memory, copies are slower and no less right.
         self._held = int(runtime.cudaHostRegister(arena.address, arena.arena_bytes, 0)) == 0
+        if not self._held:
+            with suppress(RuntimeError):  # the runtime tells of it once more, and not in somebody's next kernel
+                torch.zeros(1, device="cuda")
 
     def release(self) -> None:
         """Nothing may be copied to it any more."""
@@ -232,17 +242,21 @@ class Fence:
         self._hooks: dict[int, tuple[Optimizer, Any]] = {}
         self.waited_seconds = 0.0
         """in all, by the host"""
+        self._process = os.getpid()
 
     def hook(self, optimizers: Sequence[Optimizer]) -> None:
         """Let these optimizers, and no others, ask before each step."""
         wanted = {id(one): one for one in optimizers}
-        for gone in self._hooks.keys() - wanted.keys():
-            self._hooks.pop(gone)[1].remove()
+        gone = self._hooks.keys() - wanted.keys()
+        if gone:
+            self.wait()  # an older copy may still want to be read before their next step
+        for ident in gone:
+            self._hooks.pop(ident)[1].remove()
         for ident in wanted.keys() - self._hooks.keys():
             self._hooks[ident] = (wanted[ident], wanted[ident].register_step_pre_hook(self._before_step))
 
     def add(self, snapshot: Snapshot) -> None:
-        self._pending = [one for one in self._pending if not one.enqueued.is_set() or one._streams]
+        self._pending = [one for one in self._pending if not one.read]
         self._pending.append(snapshot)
 
     def _before_step(self, *_: object) -> None:
@@ -250,12 +264,12 @@ class Fence:
 
     def wait(self) -> None:
         """Until every copy that was begun is enqueued, and on a device ordered before what comes next."""
-        if not self._pending:
+        if not self._pending or self._process != os.getpid():  # in a fork nobody copies
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise Refused(
                 "an optimizer step is being captured into a CUDA graph while a save is copied behind it",
-                todo='Save with staging="blocking", or capture before the first save.',
+                todo='Save with staging="blocking": a captured step asks nobody before it runs again.',
             )
         begun = time.monotonic()
         held = not all(one.enqueued.is_set() for one in self._pending)

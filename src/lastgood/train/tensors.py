@@ -114,6 +114,8 @@ def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"has the layout {tensor.layout}", "Store to_dense(), or the tensors of its indices and values"
     if tensor.is_meta:
         return "is on the meta device and has no content", "Give it memory first: module.to_empty()"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"lies on the device {tensor.device}, which has not been tried", "Move it to the host first: cpu()"
     if tensor.dtype not in _NAMES:
         return f"has dtype {tensor.dtype}, which the format does not know", "Store a view of it as integers"
     return None
