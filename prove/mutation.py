@@ -120,20 +120,23 @@ def main() -> int:
         print(f"\r{done} of {len(wanted) + len(controls)}, {time.monotonic() - begun:.0f} s", end="", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(run, [*controls, *wanted]))
+        try:
+            list(pool.map(run, [*controls, *wanted]))
+        except KeyboardInterrupt:  # what is judged already is reported
+            pool.shutdown(cancel_futures=True)
     print()
     if any(known[one.name].outcome != "survived" for one in controls):
         print("the tests fail as it is, so nothing was found out")
         return 2
-    results = [(one, known[one.name]) for one in wanted]
+    results = [(one, known[one.name]) for one in wanted if one.name in known and known[one.name].of == fingerprint(one)]
     killed = sum(found.outcome == "killed" for _, found in results)
     if not options.only:
-        write(results, killed)
-    print(f"{killed} of {len(results)} killed")
-    return int(killed < len(results))
+        write(results, killed, len(wanted) - len(results))
+    print(f"{killed} of {len(results)} killed, {len(wanted) - len(results)} not judged")
+    return int(killed < len(wanted))
 
 
-def write(results: list[tuple[Mutant, Judgement]], killed: int) -> None:
+def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> None:
     sys.path.insert(0, str(HERE))
     from syscalls import report
 
@@ -146,6 +149,7 @@ def write(results: list[tuple[Mutant, Judgement]], killed: int) -> None:
     facts = {
         "mutants": len(results),
         "killed": killed,
+        "not_judged_yet": left,
         "score": f"{100 * killed / len(results):.1f} %",
         "seconds": round(sum(found.seconds for _, found in results)),
         "survived": [one.name for one, found in results if found.outcome != "killed"],
