@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -16,10 +17,11 @@ import pytest
 from harness import load, save
 from lastgood.engine.inline import Inline
 from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refused, RunLocked, UnknownFormat
-from lastgood.format import layout
+from lastgood.format import commit, layout
 from lastgood.format.commit import survey
+from lastgood.ports import OpenMode
 from lastgood.rawio.checksum import digest
-from lastgood.rawio.files import PosixFiles
+from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.run import places
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
@@ -421,6 +423,23 @@ def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_cont
         with pytest.raises(NotRestored):
             writer.admit(11)
     assert len([*(tmp_path / "incarnations").iterdir()]) == 1, "nothing was written"
+
+
+def test_on_a_full_disk_a_generation_goes_without_its_reason(tmp_path, monkeypatch):
+    """Else a disk that is full stays full."""
+    write(tmp_path, 10)
+    write(tmp_path, 11)
+    real = PosixFiles.open
+
+    def full(self: PosixFiles, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile:
+        if mode == "new":
+            raise OSError(errno.ENOSPC, "full", path)
+        return real(self, path, mode, direct=direct, fresh=fresh)
+
+    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+        monkeypatch.setattr(PosixFiles, "open", full)
+        commit.retire(tier, min(commit.survey(tier).generations))
+    assert [at.step for at in commit.survey(places.for_reading(tmp_path)).generations] == [11]
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------
