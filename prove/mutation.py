@@ -2,8 +2,8 @@
 
 A mutant that no test kills is a safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot
 matter says why, and is not run; a test that never ends has found one.
-What was done is kept by the content of the mutated file and of the tests, so a run that was stopped goes on; where only
-they have changed since, the test that killed a mutant is asked first.
+A verdict is kept for as long as the mutated file and the tests of the file that killed it (of a survivor: all tests) are
+the same, so a run that was stopped goes on; after that, the test that killed a mutant is asked first.
 """
 
 from __future__ import annotations
@@ -44,16 +44,15 @@ class Judgement(NamedTuple):
     told: str
     """by what: the first test that failed"""
     seconds: float
-    of: str
-    """what was judged: the mutant, the file it stands in, the tests"""
+    of: str = ""
+    """what was judged: the mutant, the file it stands in, the tests that decided"""
 
 
 def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
     """Run the tests on a mutant; first the one that killed it `last` time, when they were other tests."""
-    of = fingerprint(mutant)
     source = (HOME / "src/lastgood" / mutant.file).read_text()
     if source.count(mutant.old) != 1:
-        return Judgement("stale", f"its text is {source.count(mutant.old)} times in {mutant.file}", 0.0, of)
+        return Judgement("stale", f"its text is {source.count(mutant.old)} times in {mutant.file}", 0.0)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
@@ -76,20 +75,22 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
                     [*command, *tests], cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
                 )
             except subprocess.TimeoutExpired:
-                return Judgement("killed", "it never ends", time.monotonic() - begun, of)
+                return Judgement("killed", "it never ends", time.monotonic() - begun)
             found = re.search(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.M)
             if found:
-                return Judgement("killed", found[1], time.monotonic() - begun, of)
+                return Judgement("killed", found[1], time.monotonic() - begun)
     if done.returncode == 0:
-        return Judgement("survived", "", time.monotonic() - begun, of)
+        return Judgement("survived", "", time.monotonic() - begun)
     hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", done.stderr, re.M)
     told = f"{hung[1]} never ends" if hung else f"it ended with {done.returncode}"
-    return Judgement("killed", told, time.monotonic() - begun, of)
+    return Judgement("killed", told, time.monotonic() - begun)
 
 
-def fingerprint(mutant: Mutant) -> str:
+def fingerprint(mutant: Mutant, found: Judgement) -> str:
+    killer = found.told.partition("::")[0] if found.outcome == "killed" and "::" in found.told else ""
+    tests = [f"tests/test_{killer}"] if killer else mutant.tests()
     told = hashlib.sha256(repr(mutant).encode())
-    for path in [HOME / "src/lastgood" / mutant.file, *(HOME / test for test in mutant.tests())]:
+    for path in [HOME / "src/lastgood" / mutant.file, *(HOME / test for test in tests)]:
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
 
@@ -107,8 +108,9 @@ def main() -> int:
     def run(mutant: Mutant) -> None:
         nonlocal done
         last = known.get(mutant.name)
-        if last is None or last.of != fingerprint(mutant):
+        if last is None or last.of != fingerprint(mutant, last):
             judged = judge(mutant, last)
+            judged = judged._replace(of=fingerprint(mutant, judged))
             with turn:
                 known[mutant.name] = judged
                 KEPT.parent.mkdir(exist_ok=True)
@@ -128,7 +130,8 @@ def main() -> int:
     if any(known[one.name].outcome != "survived" for one in controls):
         print("the tests fail as it is, so nothing was found out")
         return 2
-    results = [(one, known[one.name]) for one in wanted if one.name in known and known[one.name].of == fingerprint(one)]
+    found = [(one, known[one.name]) for one in wanted if one.name in known]
+    results = [(one, verdict) for one, verdict in found if verdict.of == fingerprint(one, verdict)]
     killed = sum(found.outcome == "killed" for _, found in results)
     if not options.only:
         write(results, killed, len(wanted) - len(results))
