@@ -2,8 +2,8 @@
 
 A mutant that no test kills is a safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot
 matter says why, and is not run; a test that never ends has found one.
-A verdict is kept for as long as the mutated file and the tests of the file that killed it (of a survivor: all tests) are
-the same, so a run that was stopped goes on; after that, the test that killed a mutant is asked first.
+A verdict is kept for as long as the mutated file and the file of the test that killed it (of a survivor: all tests)
+are the same, so a run that was stopped goes on; after that, the test that killed a mutant is asked first.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def main() -> int:
         except KeyboardInterrupt:  # what is judged already is reported
             pool.shutdown(cancel_futures=True)
     print()
-    if any(known[one.name].outcome != "survived" for one in controls):
+    if any(one.name not in known or known[one.name].outcome != "survived" for one in controls):
         print("the tests fail as it is, so nothing was found out")
         return 2
     found = [(one, known[one.name]) for one in wanted if one.name in known]
