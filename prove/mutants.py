@@ -845,6 +845,12 @@ def _slots() -> list[Mutant]:
                 "        self._pool.sync",
             ),
             (
+                "slot that could not be made is spoiled",
+                POOL,
+                "                self._spoiled.add(slot)  # what stays of it may have no durable name\n",
+                "",
+            ),
+            (
                 "spoiled slot is a new file",
                 POOL,
                 "                    self._files.remove(self._path(slot))\n                    had = None\n",

@@ -27,7 +27,7 @@ from mutants import BACKGROUND, DISK, Mutant, mutants
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
-KEPT = HERE / "reports" / ".mutation.json"
+KEPT = HERE / "reports" / "mutation-verdicts.json"
 LIMIT_SECONDS = 900
 SAME = "from __future__ import annotations"
 TEST_SECONDS = 120
@@ -114,7 +114,7 @@ def main() -> int:
             with turn:
                 known[mutant.name] = judged
                 KEPT.parent.mkdir(exist_ok=True)
-                KEPT.write_text(json.dumps(known))
+                KEPT.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
         done += 1
         found = known[mutant.name]
         if found.outcome != ("survived" if mutant in controls else "killed"):

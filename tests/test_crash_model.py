@@ -459,8 +459,11 @@ class World:
         )
         self._note_verified()
         if not self.ledger.disturbed:
+            # A torn COMMIT, made in place, may have named anything before it: that stays.
+            unsure = max((at.step for at in self.run.survey.broken), default=0)
             for name, folder in self.disk.root.names.get("gen", Folder()).names.items():
-                _must(layout.COMMIT in folder.names, f"{name} is left behind for ever: {sorted(folder.names)}")
+                stays = layout.COMMIT in folder.names or layout.parse_folder(name).step < unsure
+                _must(stays, f"{name} is left behind for ever: {sorted(folder.names)}")
 
     def open(self, parent_step: int | None = None) -> None:
         """A new process: open the run, restore the newest (or a step of the lineage), continue from there."""

@@ -387,6 +387,30 @@ def test_a_table_that_had_no_space_for_a_while_costs_no_slot(tmp_path):
     assert restored(tmp_path) == (5, [])
 
 
+def test_a_slot_that_was_made_and_could_not_be_filled_has_a_durable_name_before_it_is_used(tmp_path):
+    """The new file could not even be removed again. The next save took it as it lay there, and a power loss brought the
+    old file back under the name that the table told."""
+    trainer = Trainer(tmp_path, files := Seen())
+    trainer.steps(1, 2)
+    free = f"{({0, 1, 2} - set(slots_named(trainer.tier).values())).pop():02d}"
+    files.rule = failing("write", free, errno.ENOSPC)
+    with pytest.raises(NoSpace):
+        trainer.save(3)
+    files.calls.clear()
+
+    def rule(call: str, name: str) -> None:
+        if name == free and call in ("write", "remove") and ("open new", free) in files.calls:
+            raise OSError(errno.ENOSPC, "full")
+
+    files.rule = rule
+    with pytest.raises(NoSpace):
+        trainer.save(4)
+    files.rule = lambda *_: None
+    files.calls.clear()
+    trainer.save(5)
+    assert files.calls.index(("sync_dir", "slots")) < files.calls.index(("write", "table"))
+
+
 def test_a_save_that_could_not_even_be_cleared_away_costs_no_slot(tmp_path):
     """While a commit is of unknown outcome nothing can be cleared, if the table cannot be written: the next save failed
     too, and held its slot until the process ended."""

@@ -2,7 +2,8 @@
 
 Invariants
   1. A slot is as long as it was asked to be, and written once from end to end, before a save writes to it.
-  2. A slot with a write or sync that failed is a new file before it is written again: its old one is never synced anew.
+  2. A slot with a write or sync that failed, or that could not be made, is a new file before it is written again: its
+     old one is never synced anew, and its name is durable before a record tells of it.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class Pool:
             for slot, file, had in grown:
                 with contextlib.suppress(OSError):  # as far as possible: it holds nothing
                     self._files.remove(self._path(slot)) if had is None else file.resize(had)
+                self._spoiled.add(slot)  # what stays of it may have no durable name
             raise
         finally:
             for _, file, _ in grown:
