@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TESTS = ["persist", "plan", "places", "tiers", "slots", "layout", "crash_model", "hostile", "flips"]
+TESTS = ["persist", "plan", "places", "writer", "tiers", "slots", "layout", "crash_model", "hostile", "flips"]
 """torch-free"""
 LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
 """for what runs in and behind a training loop; these need torch"""
@@ -1141,12 +1141,6 @@ def _flights() -> list[Mutant]:
                 BACKGROUND,
                 "if one.at < newer.at and not one.pinned]",
                 "if one.at < newer.at]",
-            ),
-            (
-                "what retention wants is committed late",
-                WRITER,
-                "        if newest.step > at.step and not pinned:\n",
-                "        if newest.step > at.step:\n",
             ),
             (
                 "overtaken one is not committed",

@@ -1,0 +1,85 @@
+"""Save, verify, point, clean, in this order: what one of them finds or fails at, and what the others do then."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from harness import save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
+from lastgood.errors import Damaged, Overtaken, TierDown
+from lastgood.format import commit, layout
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFiles
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+
+
+def writer(root: Path) -> RunWriter:
+    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), keep=Keep(last=1))
+    run.begin(None)
+    return run
+
+
+def saved(run: RunWriter, *steps: int) -> None:
+    for step in steps:
+        save(run, step, {"w": bytes([step]) * 20_000})
+
+
+def verify(run: RunWriter) -> None:
+    run.verify(Arena(3 * 8192, 8192))
+
+
+def test_damage_is_raised_and_the_next_older_one_is_verified_and_pointed_at(tmp_path):
+    run = writer(tmp_path)
+    saved(run, 1, 2, 3)
+    newest = max(run.survey.generations)
+    blob = tmp_path / layout.folder(newest) / layout.blob_name(0)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged, match="step 3 was committed and does not read back"):
+        verify(run)
+    seen = commit.survey(run.tier)
+    told = {at.step: (one.verified, bool(one.damaged)) for at, one in seen.generations.items()}
+    assert told == {1: (False, False), 2: (True, False), 3: (False, True)}
+    assert seen.pointer is not None and seen.pointer.step == 2
+
+
+def test_while_the_pointer_cannot_move_nothing_goes(tmp_path, monkeypatch):
+    run = writer(tmp_path)
+    saved(run, 1)
+    verify(run)
+    saved(run, 2)
+    rename = PosixFiles.rename
+
+    def failing(self: PosixFiles, old: str, new: str) -> None:
+        if new.endswith(layout.POINTER):
+            raise OSError(errno.EIO, "injected", new)
+        rename(self, old, new)
+
+    monkeypatch.setattr(PosixFiles, "rename", failing)
+    for what in (lambda: verify(run), run.clean):
+        with pytest.raises(TierDown):
+            what()
+    assert {at.step for at in commit.survey(run.tier).generations} == {1, 2}
+    monkeypatch.setattr(PosixFiles, "rename", rename)
+    run.clean()
+    seen = commit.survey(run.tier)
+    assert {at.step for at in seen.generations} == {2} and seen.pointer and seen.pointer.step == 2
+
+
+def test_of_two_saves_the_older_one_is_given_up_once_the_newer_one_is_committed(tmp_path):
+    run = writer(tmp_path)
+    with pytest.raises(Overtaken):
+        save(run, 1, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 2))
+    assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"], "nothing of it is left"
+
+
+def test_an_older_save_that_retention_wants_for_itself_is_committed_all_the_same_and_names_what_was_before_it(tmp_path):
+    run = writer(tmp_path)
+    saved(run, 1)
+    kept = save(run, 2, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 3), milestone=True)
+    assert kept.commit.parent == min(run.survey.generations)
+    assert {at.step for at in commit.survey(run.tier).generations} == {1, 2, 3}
