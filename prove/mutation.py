@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ class Judgement(NamedTuple):
     """What became of a mutant."""
 
     outcome: str
-    """killed, survived or stale"""
+    """killed, survived, stale, or stopped: no verdict"""
     told: str
     """by what: the first test that failed"""
     seconds: float
@@ -79,6 +80,8 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
             found = re.search(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.M)
             if found:
                 return Judgement("killed", found[1], time.monotonic() - begun)
+    if -done.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        return Judgement("stopped", "somebody ended the tests", time.monotonic() - begun)
     if done.returncode == 0:
         return Judgement("survived", "", time.monotonic() - begun)
     hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", done.stderr, re.M)
@@ -110,6 +113,8 @@ def main() -> int:
         last = known.get(mutant.name)
         if last is None or last.of != fingerprint(mutant, last):
             judged = judge(mutant, last)
+            if judged.outcome == "stopped":
+                return
             judged = judged._replace(of=fingerprint(mutant, judged))
             with turn:
                 known[mutant.name] = judged
@@ -153,7 +158,7 @@ def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> No
         "mutants": len(results),
         "killed": killed,
         "not_judged_yet": left,
-        "score": f"{100 * killed / len(results):.1f} %",
+        "score": f"{100 * killed / len(results):.1f} %{' of those judged' * bool(left)}",
         "seconds": round(sum(found.seconds for _, found in results)),
         "survived": [one.name for one, found in results if found.outcome != "killed"],
     }
