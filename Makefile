@@ -23,6 +23,7 @@ prove: .venv/.ready
 	$(BIN)/python prove/mutation.py
 	$(BIN)/python prove/syscalls.py
 	$(BIN)/python prove/syscalls.py --tier slots
+	$(BIN)/python prove/syscalls.py --tier mmap
 	$(BIN)/python prove/kills.py
 	$(BIN)/python prove/kills.py --tier slots
 

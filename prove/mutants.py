@@ -39,13 +39,7 @@ FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/wr
 BACKGROUND = "run/background.py"
 RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
 SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
-MAPPED, STAGING, TORN, BEHIND, CUTTING = (
-    "rawio/mapped.py",
-    "train/staging.py",
-    "train/torn.py",
-    "train/behind.py",
-    "train/cutting.py",
-)
+STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER = "train/checkpointer.py"
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
 """the tests that are nearest to a file"""
@@ -67,10 +61,15 @@ def mutants() -> list[Mutant]:
     ]
 
 
+def _of_kind(kind: str, rows: list[tuple[str, str, str, str]]) -> list[Mutant]:
+    """Rows: what is taken out, the file, its text, what stands there instead."""
+    return [Mutant(kind, *row) for row in rows]
+
+
 def _syncs() -> list[Mutant]:
-    return [
-        Mutant("fsync", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "fsync",
+        [
             ("fsync itself", FILES, "        os.fsync(fd)", "        pass"),
             ("blob content", DISK, "            if self._disk._syncs_files:\n                self._file.sync()\n", ""),
             (
@@ -87,10 +86,10 @@ def _syncs() -> list[Mutant]:
             ),
             ("first failure is final", FILES, "            self._sync_failed = True\n", "            pass\n"),
             ("after a failed sync", FILES, "        if self._sync_failed:\n", "        if False:\n"),
-        ]
-    ] + [
-        Mutant("directory fsync", name, file, old, new)
-        for name, file, old, new in [
+        ],
+    ) + _of_kind(
+        "directory fsync",
+        [
             (
                 "fsync of a directory itself",
                 FILES,
@@ -155,14 +154,14 @@ def _syncs() -> list[Mutant]:
                 "            PosixFiles().sync_dir(above)\n        return",
                 "            pass\n        return",
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _writes() -> list[Mutant]:
-    return [
-        Mutant("write", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "write",
+        [
             ("short-write loop", DISK, "    while done < len(mv):\n", "    if done < len(mv):\n"),
             ("count of a short write", DISK, "        done += whole\n", "        done = len(mv)\n"),
             ("block boundary after a short write", DISK, "else count - count % BLOCK_BYTES or count\n", "else count\n"),
@@ -241,14 +240,14 @@ def _writes() -> list[Mutant]:
                 "            commit.retire(self.tier, at)\n            self.survey.going",
                 "            self.survey.going",
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _commits() -> list[Mutant]:
-    return [
-        Mutant("commit", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "commit",
+        [
             (
                 "link instead of overwriting",
                 DISK,
@@ -339,8 +338,8 @@ def _commits() -> list[Mutant]:
                 '            self._files.rename(path + ".tmp", path)\n',
                 '            self._remove_if_there(path)\n            self._files.rename(path + ".tmp", path)\n',
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _orders() -> list[Mutant]:
@@ -349,9 +348,9 @@ def _orders() -> list[Mutant]:
     mark = "            commit.mark(self.tier, generation, findings)\n"
     going = "        if layout.GOING in there:\n"
     remove = '    tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line\n'
-    return [
-        Mutant("order", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "order",
+        [
             (
                 "seal after the blobs' last byte",
                 PERSIST,
@@ -466,14 +465,14 @@ def _orders() -> list[Mutant]:
                 "        if newest.step > at.step:\n",
             ),
             ("names the one before it", WRITER, "one.incarnation == at.incarnation and one.step < at.step)", "True)"),
-        ]
-    ]
+        ],
+    )
 
 
 def _digests() -> list[Mutant]:
-    return [
-        Mutant("digest", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "digest",
+        [
             (
                 "record's own",
                 LAYOUT,
@@ -558,14 +557,14 @@ def _digests() -> list[Mutant]:
                 "        pass\n",
             ),
             ("file that ends early", DISK, "                    if whole <= got:\n", "                    if False:\n"),
-        ]
-    ]
+        ],
+    )
 
 
 def _forms() -> list[Mutant]:
-    return [
-        Mutant("form", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "form",
+        [
             ("newer version", LAYOUT, "        if version > FORMAT:\n", "        if False:\n"),
             ("commit of this folder", LAYOUT, "    if commit.id != at:\n", "    if False:\n"),
             ("commit of this run", LAYOUT, "    if run is not None and commit.run != run:\n", "    if False:\n"),
@@ -655,8 +654,8 @@ def _forms() -> list[Mutant]:
                 "        if named is None or length is None or length < 0:\n",
                 "        if named is None:\n",
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _retentions() -> list[Mutant]:
@@ -716,9 +715,9 @@ def _retentions() -> list[Mutant]:
 
 
 def _lineages() -> list[Mutant]:
-    return [
-        Mutant("lineage", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "lineage",
+        [
             ("bound of a rewind", RESTORE, " and (bound is None or at.step <= bound)]", "]"),
             (
                 "newest incarnation first",
@@ -798,14 +797,14 @@ def _lineages() -> list[Mutant]:
                 "    except Damaged:\n        return None\n",
                 "    except Damaged:\n        raise\n",
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _slots() -> list[Mutant]:
-    return [
-        Mutant("slots", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "slots",
+        [
             (
                 "flush 1 before flush 2",
                 SLOTS,
@@ -1086,14 +1085,14 @@ def _slots() -> list[Mutant]:
                 "                self._settle(tuple(rest if one is kept else one for one in table.kept if one is not kept or not gone))\n",
                 "                pass\n",
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _flights() -> list[Mutant]:
-    return [
-        Mutant("in flight", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "in flight",
+        [
             (
                 "place is free again after a save",
                 BACKGROUND,
@@ -1245,14 +1244,14 @@ def _flights() -> list[Mutant]:
                 "            elif self.run.surplus():\n",
                 "            elif False:\n",
             ),
-        ]
-    ]
+        ],
+    )
 
 
 def _fences() -> list[Mutant]:
-    return [
-        Mutant("fence", name, file, old, new)
-        for name, file, old, new in [
+    return _of_kind(
+        "fence",
+        [
             (
                 "update waits",
                 STAGING,
@@ -1427,5 +1426,5 @@ def _fences() -> list[Mutant]:
                 "                self._full_told, self._torn = False, 0\n",
                 "                self._full_told = False\n",
             ),
-        ]
-    ]
+        ],
+    )

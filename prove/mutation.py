@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mutants import BACKGROUND, DISK, Mutant, mutants
+from syscalls import report
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
@@ -145,9 +146,6 @@ def main() -> int:
 
 
 def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> None:
-    sys.path.insert(0, str(HERE))
-    from syscalls import report
-
     rows = [
         f"| {one.kind} | {one.what} | `{one.file}` | {found.outcome} | {found.told.replace('|', ' ')} |"
         for one, found in results

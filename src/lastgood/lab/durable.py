@@ -412,26 +412,27 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     total = rows[0]["bytes"]
     lines = []
     for name in names:
-        mine = _of(rows, name)
+        mine = of_contender(rows, name)
         lines.append(
             [
                 name,
                 *(spread([row[one] for row in mine]) for one in Timing._fields),
                 f"{total / 1e9 / statistics.median(row['durable'] for row in mine):.2f}",
-                spread(_ratios(rows, RAW, name), ".2f"),
+                spread(ratios(rows, RAW, name, "durable"), ".2f"),
             ]
         )
     notes = ["speeds beside another's are ratios of one round's times, (least-most) over the rounds"]
     if "torchsnapshot" in names:
         notes.append("torchsnapshot does not copy tensors of 128 MiB and more: training may write into its file")
     if {OVERWRITE, SLOTS} <= set(names):
-        notes.insert(0, f"{SLOTS} / {OVERWRITE}, round by round: {spread(_ratios(rows, OVERWRITE, SLOTS), '.2f')}")
+        notes.insert(
+            0, f"{SLOTS} / {OVERWRITE}, round by round: {spread(ratios(rows, OVERWRITE, SLOTS, 'durable'), '.2f')}"
+        )
     peers = [name for name in names if name not in (RAW, OVERWRITE, OURS, SLOTS, MAPPED)]
     if peers and OURS in names:
-        best = min(peers, key=lambda name: statistics.median(row["durable"] for row in _of(rows, name)))
-        notes.insert(
-            0, f"lastgood / best durable peer ({best}), round by round: {spread(_ratios(rows, best, OURS), '.2f')}"
-        )
+        best = min(peers, key=lambda name: statistics.median(row["durable"] for row in of_contender(rows, name)))
+        times = spread(ratios(rows, best, OURS, "durable"), ".2f")
+        notes.insert(0, f"lastgood / best durable peer ({best}), round by round: {times}")
     return Report(
         name="durable" if options.device == "cpu" else "durable-gpu",
         title=f"Durable write, {total / 1e9:.2f} GB GPT-2-size AdamW state",
@@ -449,14 +450,14 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     )
 
 
-def _of(rows: Sequence[Row], name: str) -> list[Row]:
+def of_contender(rows: Sequence[Row], name: str) -> list[Row]:
     return sorted((row for row in rows if row["contender"] == name), key=lambda row: row["round"])
 
 
-def _ratios(rows: Sequence[Row], theirs: str, mine: str) -> list[float]:
+def ratios(rows: Sequence[Row], theirs: str, mine: str, value: str) -> list[float]:
     """Round by round, how many times as fast `mine` is as `theirs`."""
-    pairs = zip(_of(rows, theirs), _of(rows, mine), strict=False)
-    return [one["durable"] / two["durable"] for one, two in pairs]
+    pairs = zip(of_contender(rows, theirs), of_contender(rows, mine), strict=False)
+    return [one[value] / two[value] for one, two in pairs]
 
 
 def _draw(rows: Sequence[Row], names: Sequence[str], total: int) -> Figure:
@@ -465,12 +466,13 @@ def _draw(rows: Sequence[Row], names: Sequence[str], total: int) -> Figure:
     figure, (one,) = panels(1, wide=6.5, high=0.32 * len(names) + 1.0)
     places = range(len(names))
     middles = {
-        part: [statistics.median(row[part] for row in _of(rows, name)) for name in names] for part in Timing._fields
+        part: [statistics.median(row[part] for row in of_contender(rows, name)) for name in names]
+        for part in Timing._fields
     }
     one.barh(places, middles["durable"], color="#D9D9D9", label="+ missing fsyncs")
     one.barh(places, middles["done"], color="#56B4E9", label="done as shipped")
     one.barh(places, middles["waits"], color="#D55E00", label="caller waits")
-    durable = [[row["durable"] for row in _of(rows, name)] for name in names]
+    durable = [[row["durable"] for row in of_contender(rows, name)] for name in names]
     for place, values in zip(places, durable, strict=True):
         one.plot([min(values), max(values)], [place, place], color="#333333", linewidth=1)
     one.set_yticks(list(places), names)

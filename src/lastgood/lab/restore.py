@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 import lastgood
 
 from ..words import size
-from .durable import CHUNK_BYTES, warm_memory
+from .durable import CHUNK_BYTES, of_contender, ratios, warm_memory
 from .interval import working_place
 from .journal import Journal
 from .models import Workload
@@ -183,9 +183,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     lines = [[name, spread(_of(rows, name)), f"{total / 1e9 / _middle(rows, name):.2f}"] for name in names]
     raw = min(RAW, key=lambda name: _middle(rows, name))
     notes = [
-        f"{name} / {raw}, round by round: {spread(_ratios(rows, raw, name), '.2f')}" for name in (OURS, FRESH, SLOTS)
+        f"{name} / {raw}, round by round: {spread(ratios(rows, raw, name, 'seconds'), '.2f')}"
+        for name in (OURS, FRESH, SLOTS)
     ]
-    notes += [f"{OURS} / {name}: {spread(_ratios(rows, name, OURS), '.2f')}" for name in _PEERS]
+    notes += [f"{OURS} / {name}: {spread(ratios(rows, name, OURS, 'seconds'), '.2f')}" for name in _PEERS]
     return Report(
         name="restore",
         title=f"Restore, {total / 1e9:.2f} GB GPT-2-size AdamW state",
@@ -201,17 +202,11 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def _of(rows: Sequence[Row], name: str) -> list[float]:
-    mine = sorted((row for row in rows if row["contender"] == name), key=lambda row: row["round"])
-    return [row["seconds"] for row in mine]
+    return [row["seconds"] for row in of_contender(rows, name)]
 
 
 def _middle(rows: Sequence[Row], name: str) -> float:
     return statistics.median(_of(rows, name))
-
-
-def _ratios(rows: Sequence[Row], theirs: str, mine: str) -> list[float]:
-    """Round by round, how many times as fast `mine` is as `theirs`."""
-    return [one / two for one, two in zip(_of(rows, theirs), _of(rows, mine), strict=True)]
 
 
 def _draw(rows: Sequence[Row], names: Sequence[str], total: int) -> Figure:
