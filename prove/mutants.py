@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TESTS = ["persist", "plan", "places", "writer", "reader", "tiers", "slots", "layout", "crash_model", "hostile", "flips"]
+TESTS = [
+    "persist",
+    "plan",
+    "retention",
+    "places",
+    "writer",
+    "reader",
+    "tiers",
+    "slots",
+    "layout",
+    "crash_model",
+    "hostile",
+    "flips",
+]
 """torch-free"""
 LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
 """for what runs in and behind a training loop; these need torch"""
