@@ -840,15 +840,15 @@ def _slots() -> list[Mutant]:
             (
                 "flush of a new slot",
                 POOL,
-                "                self.sync(slot, file)\n            self._files",
+                "                file.sync()\n            self._files",
                 "            self._files",
             ),
             ("flush of the slots' names", POOL, "            self._files.sync_dir(self._home)\n", ""),
             (
                 "failed sync spoils a slot",
                 POOL,
-                "            self._spoiled.add(slot)\n            raise\n",
-                "            raise\n",
+                "        with self._spoiling(slot):\n            file.sync()\n",
+                "        file.sync()\n",
             ),
             (
                 "spoiled slot is not synced again",
@@ -867,12 +867,6 @@ def _slots() -> list[Mutant]:
                 POOL,
                 "                    self._files.remove(self._path(slot))\n                    had = None\n",
                 "                    pass\n",
-            ),
-            (
-                "doubt after a failed write of the table",
-                TABLE_FILE,
-                "            self._area_bytes = 0\n            if self.possible",
-                "            if self.possible",
             ),
             (
                 "unknown outcome of the table is unknown",
@@ -1044,14 +1038,14 @@ def _slots() -> list[Mutant]:
             (
                 "failed record leaves its slot",
                 SLOTS,
-                "                self._pool.spoil(draft.slot)\n                self._forget(folder, draft, file)\n",
-                "                self._pool.spoil(draft.slot)\n",
+                "            with self._lock:\n                self._forget(folder, draft, file)\n            raise\n",
+                "            raise\n",
             ),
             (
                 "failed write spoils a slot",
-                SLOTS,
-                "                self._slots._pool.spoil(self._draft.slot)\n                raise\n",
-                "                raise\n",
+                POOL,
+                "        with self._spoiling(slot):\n            _write_all(file, mv, offset)\n",
+                "        _write_all(file, mv, offset)\n",
             ),
             (
                 "what cannot be cleared is doubtful",

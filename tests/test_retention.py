@@ -1,9 +1,10 @@
-"""Retention by example: what stays although nobody would miss it in most runs. Rules for all runs: test_plan.py."""
+"""What stays, by example, although nobody would miss it in most runs. The rules for all runs: test_plan.py."""
 
 from __future__ import annotations
 
-from lastgood.plan.retention import Keep, surplus
-from test_plan import at, generation
+from lastgood.plan.restore import lineage, never_committed
+from lastgood.plan.retention import Keep, stale_incarnations, surplus
+from test_plan import History, at, generation
 
 
 def test_where_too_few_are_verified_the_newest_unread_ones_stay_in_their_place():
@@ -21,3 +22,26 @@ def test_the_best_that_was_read_stays_beside_a_better_one_that_nobody_has_read()
         generation(10, verified=True, metrics={"loss": 3.0}),
     ]
     assert surplus(Keep(last=1, best=("loss", "min", 1)), row, []) == [at(10)]
+
+
+def test_an_opening_whose_saves_have_all_gone_stays_while_it_leads_to_what_is_kept():
+    """Step 10 is a milestone of the first opening; all that the second one saved was deleted; the third continues it.
+    Without the second one's record nobody would find the way from 30 back to 10."""
+    past = History()
+    first = past.open(None)
+    second = past.open(at(10, first))
+    third = past.open(at(20, second))
+    for step, incarnation in ((10, first), (30, third)):
+        past.survey.generations[at(step, incarnation)] = generation(step, incarnation, verified=True)
+    assert stale_incarnations(past.survey) == []
+    assert lineage(past.survey).chain == [at(30, third), at(10, first)]
+
+
+def test_what_was_committed_once_is_no_litter_when_its_commit_is_gone():
+    """It is evidence, and its neighbours name it; only what nobody has ever named was never committed."""
+    past = History()
+    only = past.open(None)
+    past.survey.generations[at(30, only)] = generation(30, only, parent=at(20, only))
+    past.survey.incomplete |= {at(20, only), at(31, only)}
+    assert never_committed(past.survey) == {at(31, only)}
+    assert lineage(past.survey).lost == [at(20, only)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..ports import File, Files
 from ..rawio.files import BLOCK_BYTES
@@ -41,16 +41,14 @@ class Pool:
     def open(self, slot: int) -> File:
         return self._files.open(self._path(slot), "write", direct=self._direct)
 
-    def sync(self, slot: int, file: File) -> None:
-        try:
-            file.sync()
-        except OSError:
-            self._spoiled.add(slot)
-            raise
+    def write(self, slot: int, file: File, mv: memoryview, offset: int) -> None:
+        """All of `mv`. A slot where that failed is made anew before it is used: through a mapping a write is a sync."""
+        with self._spoiling(slot):
+            _write_all(file, mv, offset)
 
-    def spoil(self, slot: int) -> None:
-        """A write failed, which through a mapping is a sync too."""
-        self._spoiled.add(slot)
+    def sync(self, slot: int, file: File) -> None:
+        with self._spoiling(slot):
+            file.sync()
 
     def need_sound(self, slot: int) -> None:
         if slot in self._spoiled:
@@ -81,9 +79,9 @@ class Pool:
                 else:
                     continue
                 grown[-1][1].reserve(need_bytes)
-            for slot, file, had in grown:
+            for _, file, had in grown:
                 self._fill(file, had or 0, need_bytes)
-                self.sync(slot, file)
+                file.sync()
             self._files.sync_dir(self._home)
         except OSError:
             for slot, file, had in grown:
@@ -95,6 +93,14 @@ class Pool:
             for _, file, _ in grown:
                 file.close()
         return need_bytes
+
+    @contextlib.contextmanager
+    def _spoiling(self, slot: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._spoiled.add(slot)
+            raise
 
     def _fill(self, file: File, start: int, end: int) -> None:
         zeros = aligned(bytes(min(ZERO_BYTES, end)))

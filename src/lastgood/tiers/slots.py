@@ -29,7 +29,7 @@ from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Re
 from ..ports import File, Files, Upload
 from ..rawio.files import round_up
 from ..records import Extent
-from .disk import Disk, _write_all
+from .disk import Disk
 from .pool import Pool
 from .table import NO_SLOT, SLOT_LIMIT, Kept, Pointer, Table
 from .tablefile import TableFile, aligned
@@ -372,11 +372,10 @@ class Slots:
                 return
             slot, start = self._extend(folder, draft, file, len(data), 0)
         try:
-            _write_all(slot, aligned(data)[: round_up(len(data))], start)
+            self._pool.write(draft.slot, slot, aligned(data)[: round_up(len(data))], start)
             self._flush(draft)
         except OSError:
             with self._lock:
-                self._pool.spoil(draft.slot)
                 self._forget(folder, draft, file)
             raise
 
@@ -416,11 +415,7 @@ class SlotUpload:
     def write_at(self, mv: memoryview, offset: int) -> None:
         assert offset + len(mv) <= round_up(self._extent[1]), "past the end of the blob"
         with self._slots._disk._telling(f"gen/{self._folder}/{self._file}"):
-            try:
-                _write_all(self._slot, mv, self._start + offset)
-            except OSError:
-                self._slots._pool.spoil(self._draft.slot)
-                raise
+            self._slots._pool.write(self._draft.slot, self._slot, mv, self._start + offset)
 
     def finish(self) -> None:
         """Nothing to do: the folder's next record makes the slot durable."""

@@ -66,7 +66,6 @@ class TableFile:
             else:
                 self._replace(table, data)
         except OSError as error:
-            self._area_bytes = 0
             if self.possible[-1] is table and error.errno not in _FULL:
                 raise CommitUnknown(
                     f"{self._path}: {error.strerror or error}; it may or may not have become durable",
