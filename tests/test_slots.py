@@ -432,6 +432,19 @@ def test_a_save_that_could_not_even_be_cleared_away_costs_no_slot(tmp_path):
     assert len(trainer.tier._drafts) == len(saves) == 2
 
 
+@pytest.mark.parametrize("call", ["rename", "sync_dir"])
+def test_a_commit_in_a_new_table_that_may_have_got_its_name_is_of_unknown_outcome(tmp_path, call):
+    """After a failed sync the table is a new file; its name may be durable whatever the call says."""
+    trainer = Trainer(tmp_path, files := Seen(), in_flight=2)
+    trainer.steps(1)
+    files.rule = failing("sync", "table")
+    with pytest.raises(CommitUnknown):
+        trainer.save(2)
+    files.rule = failing(call, "table" if call == "rename" else "slots")
+    with pytest.raises(CommitUnknown, match="Nothing was deleted"):
+        trainer.save(3)
+
+
 def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
     trainer = Trainer(tmp_path, files := Seen())
     trainer.steps(1)
