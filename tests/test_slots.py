@@ -657,6 +657,17 @@ def test_the_medium_losing_the_newest_record_costs_the_newest_commit_and_no_more
         assert restored(root) == ((3, []) if verified else (2, []))
 
 
+def test_records_go_on_counting_from_one_opening_to_the_next(tmp_path):
+    """A reader that took one area from the file before, and the other from its successor, takes the newer of the two."""
+    last = 0
+    for step in (1, 2, 3):
+        Trainer(tmp_path).steps(step)
+        data, at = (tmp_path / "slots/table").read_bytes(), newest_area(tmp_path)
+        found = tables.whole(data[at : at + 48 + (tables.body_bytes(data[at:], len(data)) or 0)])
+        assert found is not None and found.sequence > last + 1
+        last = found.sequence
+
+
 def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
@@ -719,6 +730,7 @@ def kept(**changed: object) -> dict[str, object]:
         kept(surprise=1),
         {"kept": kept()["kept"] * 2, "pointers": {}},
         {"kept": [*kept()["kept"], *kept(folder="000000000010-0000000a")["kept"]], "pointers": {}},
+        {"kept": [*kept()["kept"], *kept(slot=1)["kept"]], "pointers": {}},
         {"kept": 7},
         [],
     ],
