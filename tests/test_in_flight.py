@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -15,9 +14,9 @@ import lastgood
 from lastgood import errors
 from lastgood.errors import LastgoodWarning
 from lastgood.format import commit
-from lastgood.rawio.files import PosixFile
+from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.run.background import Background, Save
-from lastgood.train import staging
+from lastgood.train import cutting, staging
 from lastgood.train.cutting import Cutter
 from lastgood.train.staging import Snapshot
 
@@ -31,30 +30,40 @@ def kinds(heard: list[lastgood.Event], *wanted: str) -> list[tuple[str, int]]:
 
 
 @pytest.fixture
-def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], threading.Event]]:
-    """`doors(step)`: the blob of that step is synced only once this is set."""
-    found: dict[int, threading.Event] = {}
-    sync = PosixFile.sync
+def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.Event]]:
+    """`doors(step)`: the blob of that step is synced only once this is set; or its manifest, or the blob reserved."""
+    found: dict[tuple[int, str], threading.Event] = {}
+    sync, reserve = PosixFile.sync, PosixFile.reserve
 
-    def door(step: int) -> threading.Event:
-        return found.setdefault(step, threading.Event())
+    def door(step: int, what: str = ".safetensors") -> threading.Event:
+        return found.setdefault((step, what), threading.Event())
+
+    def pass_through(path: str, kinds: Sequence[str]) -> None:
+        for (step, what), event in list(found.items()):
+            if f"{step:012d}-" in path and what in kinds:
+                assert event.wait(60)
 
     def held(self: PosixFile) -> None:
-        if self._path.endswith(".safetensors"):
-            step = int(Path(self._path).parent.name.split("-")[0])
-            if step in found:
-                assert found[step].wait(60)
+        pass_through(self._path, [what for what in (".safetensors", ".manifest.json") if what in self._path])
         sync(self)
 
+    def held_back(self: PosixFile, length: int) -> None:
+        pass_through(self._path, ["reserve"])
+        reserve(self, length)
+
     monkeypatch.setattr(PosixFile, "sync", held)
+    monkeypatch.setattr(PosixFile, "reserve", held_back)
     yield door
     for one in found.values():
         one.set()
 
 
-def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again(tmp_path, doors):
+def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again(tmp_path, doors, monkeypatch):
     state, heard = build(), []
     doors(1)
+    opened: list[str] = []
+    open_file = PosixFiles.open
+    monkeypatch.setattr(PosixFiles, "open", lambda *a, **k: opened.append(a[1]) or open_file(*a, **k))
     with lastgood.Checkpointer(tmp_path, state, in_flight=2, on_event=heard.append) as ckpt:
         older = ckpt.save(1)
         newer = ckpt.save(2)
@@ -67,7 +76,54 @@ def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again
         ckpt.wait()
     assert kinds(heard, "dropped", "durable") == [("durable", 2), ("dropped", 1)]
     assert [path.name[:12] for path in (tmp_path / "gen").iterdir()] == ["000000000002"]
+    assert not any("000000000001-" in path and "manifest" in path for path in opened), "nothing more is written of it"
     assert lastgood.load(tmp_path, build()).step == 2
+
+
+def test_a_save_that_is_overtaken_in_its_last_moment_is_not_committed_after_the_newer_one(tmp_path, doors):
+    doors(1, ".manifest.json")
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=2) as ckpt:
+        older = ckpt.save(1)
+        ckpt.save(2).result(60)
+        doors(1, ".manifest.json").set()
+        with pytest.raises(errors.Overtaken):
+            older.result(60)
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [2]
+
+
+def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, monkeypatch):
+    """Its copy went on for nothing, and the next update waited for it."""
+    heard: list[lastgood.Event] = []
+    reserve = PosixFile.reserve
+
+    def full(self: PosixFile, length: int) -> None:
+        if "000000000001-" in self._path and self._path.endswith(".safetensors"):
+            raise OSError(errno.ENOSPC, "full")
+        reserve(self, length)
+
+    monkeypatch.setattr(PosixFile, "reserve", full)
+    state = {"w": torch.zeros(1 << 20)}  # four times the memory: the copy cannot end before its save has failed
+    options = {"memory": 1 << 20, "chunk": 1 << 16, "on_event": heard.append}
+    with lastgood.Checkpointer(tmp_path, state, **options) as ckpt, pytest.warns(LastgoodWarning, match="NoSpace"):
+        with pytest.raises(errors.NoSpace):
+            ckpt.save(1).result(60)
+        ckpt.save(2).result(60)
+    assert kinds(heard, "staged", "refused", "durable") == [("refused", 1), ("staged", 2), ("durable", 2)]
+
+
+def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_hangs(tmp_path, doors, monkeypatch):
+    monkeypatch.setattr(cutting, "SMALL_BYTES", 0)
+    model = torch.nn.Linear(1024, 1024)
+    state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    door = doors(1, "reserve")
+    with lastgood.Checkpointer(tmp_path, state, memory=1 << 20, chunk=1 << 16) as ckpt:
+        save = ckpt.save(1)
+        (flight,) = ckpt._behind._flights
+        flight.give_up(errors.Cancelled("by hand"))
+        assert save._staged.wait(60)
+        door.set()
+        with pytest.warns(LastgoodWarning, match="by hand"):
+            ckpt.wait()
 
 
 @pytest.mark.parametrize("why", ["milestone", "every", "best"])

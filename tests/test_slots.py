@@ -52,7 +52,7 @@ from lastgood.run.writer import RunWriter
 from lastgood.tiers import table as tables
 from lastgood.tiers.slots import Slots
 from lastgood.tiers.table import Table
-from lastgood.tiers.tablefile import AREA_BYTES
+from lastgood.tiers.tablefile import AREA_BYTES, aligned
 from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)
@@ -445,6 +445,23 @@ def test_a_commit_in_a_new_table_that_may_have_got_its_name_is_of_unknown_outcom
         trainer.save(3)
 
 
+def test_a_commit_that_is_tried_again_names_what_it_was_made_for(tmp_path):
+    trainer = Trainer(tmp_path, files := Seen())
+    home, data = "gen/000000000007-00000007", aligned(b"what was saved")
+    upload = trainer.tier.create(f"{home}/{BLOB}", 14)
+    upload.write_at(data, 0)
+    upload.finish()
+    trainer.tier.put_new(f"{home}/r00000.manifest.json", b"manifest")
+    files.rule = failing("sync", "table")
+    with pytest.raises(CommitUnknown):
+        trainer.tier.put_new(f"{home}/COMMIT.json", b"commit")
+    files.rule = lambda *_: None
+    trainer.tier.put_new(f"{home}/COMMIT.json", b"commit")
+    found = memoryview(bytearray(14))
+    places.slots(PosixFiles(), str(tmp_path)).read_into(Extent(blob=f"{home}/{BLOB}", offset=0, length=14), found)
+    assert found == b"what was saved"
+
+
 def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
     trainer = Trainer(tmp_path, files := Seen())
     trainer.steps(1)
@@ -658,7 +675,7 @@ def test_the_medium_losing_the_newest_record_costs_the_newest_commit_and_no_more
 
 
 def test_records_go_on_counting_from_one_opening_to_the_next(tmp_path):
-    """A reader that took one area from the file before, and the other from its successor, takes the newer of the two."""
+    """A reader that took one area from the file before and the other from its successor takes the newer of the two."""
     last = 0
     for step in (1, 2, 3):
         Trainer(tmp_path).steps(step)

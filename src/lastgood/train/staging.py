@@ -102,7 +102,7 @@ class Snapshot:
             for number, (image, chunks) in enumerate(self._layout):
                 samples = self._samples[number] if self._samples else ()
                 for chunk, parts in enumerate(chunks):
-                    lease = self._arena.take_now()
+                    lease = None if stop() else self._arena.take_now()
                     while lease is None and waiting:
                         yield arrived()
                         lease = self._arena.take_now()
