@@ -58,6 +58,7 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.E
         one.set()
 
 
+@pytest.mark.filterwarnings("error::lastgood.errors.LastgoodWarning")
 def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again(tmp_path, doors, monkeypatch):
     state, heard = build(), []
     doors(1)
@@ -105,8 +106,10 @@ def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, monkeypatch):
     state = {"w": torch.zeros(1 << 20)}  # four times the memory: the copy cannot end before its save has failed
     options = {"memory": 1 << 20, "chunk": 1 << 16, "on_event": heard.append}
     with lastgood.Checkpointer(tmp_path, state, **options) as ckpt, pytest.warns(LastgoodWarning, match="NoSpace"):
+        failed = ckpt.save(1)
         with pytest.raises(errors.NoSpace):
-            ckpt.save(1).result(60)
+            failed.result(60)
+        assert failed.staged(), "the state may change again"
         ckpt.save(2).result(60)
     assert kinds(heard, "staged", "refused", "durable") == [("refused", 1), ("staged", 2), ("durable", 2)]
 
