@@ -118,15 +118,71 @@ def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_han
     monkeypatch.setattr(cutting, "SMALL_BYTES", 0)
     model = torch.nn.Linear(1024, 1024)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    door = doors(1, "reserve")
+    door, waits = doors(1, "reserve"), threading.Event()
+    wait = threading.Condition.wait
+
+    def seen(self: threading.Condition, timeout: float | None = None) -> bool:
+        if self is getattr(ckpt._cutter._arena, "_changed", None):
+            waits.set()
+        return wait(self, timeout)
+
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20, chunk=1 << 16) as ckpt:
+        monkeypatch.setattr(threading.Condition, "wait", seen)
         save = ckpt.save(1)
+        assert waits.wait(60)
         (flight,) = ckpt._behind._flights
         flight.give_up(errors.Cancelled("by hand"))
-        assert save._staged.wait(60)
+        assert save._staged.wait(30)
         door.set()
         with pytest.warns(LastgoodWarning, match="by hand"):
             ckpt.wait()
+
+
+def test_upkeep_gives_way_to_a_save_in_flight(tmp_path, doors):
+    doors(1)
+    heard: list[lastgood.Event] = []
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=2, on_event=heard.append) as ckpt:
+        ckpt.save(1)
+        ckpt.save(2).result(60)
+        ckpt._behind._lanes.submit(int).result(60)  # the lane of step 2 has asked for upkeep
+        ckpt._behind._keeper.submit(int).result(60)  # and that has ended
+        assert ckpt.latest() is None
+        doors(1).set()
+    assert kinds(heard, "verified") == [("verified", 2)]
+
+
+def test_what_retention_lets_go_goes_before_space_is_reserved_for_the_next_save(tmp_path, monkeypatch):
+    """A deletion that failed, or a smaller Keep: the disk may be full of it."""
+    with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=3)) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step)
+            ckpt.wait()
+    there: list[list[str]] = []
+    reserve = PosixFile.reserve
+
+    def looked(self: PosixFile, length: int) -> None:
+        there.append(sorted(path.name[:12] for path in (tmp_path / "gen").iterdir()))
+        reserve(self, length)
+
+    monkeypatch.setattr(PosixFile, "reserve", looked)
+    with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        ckpt.save(4).result(60)
+    assert there == [["000000000003", "000000000004"]]
+
+
+@pytest.mark.parametrize("last", [1, 3])
+def test_while_saves_are_always_in_flight_they_verify_and_delete_so_that_the_disk_stays_bounded(tmp_path, doors, last):
+    """Upkeep gives way to saves in flight; here there is always one."""
+    doors(1)
+    counts = []
+    with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=last), in_flight=2) as ckpt:
+        ckpt.save(1)
+        for step in range(2, 16):
+            ckpt.save(step).result(60)
+            counts.append(len(list((tmp_path / "gen").iterdir())))
+        doors(1).set()
+    assert max(counts) <= last + 2 + 2, "kept, in flight, and two more"
 
 
 @pytest.mark.parametrize("why", ["milestone", "every", "best"])

@@ -347,6 +347,21 @@ def test_a_few_elements_between_two_samples_are_what_only_the_full_check_sees(tm
         assert [one.step for one in lastgood.open(tmp_path / check).generations()] == kept
 
 
+def test_one_element_that_is_changed_in_place_between_two_samples_is_seen_by_its_version(tmp_path, gate):
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    gate.clear()
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        ckpt.save(1)
+        with torch.no_grad():
+            loop.net.two.weight.view(-1)[1] += 1
+        gate.set()
+        with pytest.warns(LastgoodWarning, match="TornSnapshot: .*two.weight"):
+            ckpt.wait()
+    assert lastgood.open(tmp_path).generations() == []
+
+
 # ---- what cannot wait at the fence -----------------------------------------------------------------------------
 
 
@@ -360,6 +375,19 @@ def test_an_average_kept_by_hand_is_copied_at_the_cut(tmp_path, gate):
         with torch.no_grad():
             for mine, live in zip(average.parameters(), loop.net.parameters(), strict=True):
                 mine.lerp_(live, 0.5).add_(1)
+        gate.set()
+    assert same(tmp_path, 1, picture)
+
+
+def test_a_parameter_that_the_state_also_holds_as_a_plain_tensor_is_copied_at_the_cut(tmp_path, gate):
+    """Whoever put it there may change it whenever they like."""
+    loop = Loop(adamw())
+    loop.state["bias"] = loop.net.two.bias.data
+    loop.update()
+    picture = loop.picture()
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        ckpt.save(1)
+        loop.state["bias"].add_(1)
         gate.set()
     assert same(tmp_path, 1, picture)
 
@@ -398,7 +426,16 @@ class OwnOptimizer:
         pass
 
 
-@pytest.mark.parametrize("what", ["no optimizer", "an optimizer of one's own", "a large buffer", "a small state"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "no optimizer",
+        "an optimizer of one's own",
+        "a large buffer",
+        "a small state",
+        "a large parameter that is kept twice",
+    ],
+)
 def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
     loop = Loop(adamw())
     if what == "no optimizer":
@@ -407,9 +444,13 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
         monkeypatch.setattr(staging, "SIDE_BYTES", 1000)
     elif what == "a small state":
         monkeypatch.setattr(cutting, "SMALL_BYTES", 1 << 20)
+    elif what == "a large parameter that is kept twice":
+        monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
+        loop.state["weight"] = loop.net.one.weight.data  # whoever put it there may change it whenever they like
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
+    monkeypatch.setattr(cutting.Cutter, "begun", lambda *_: pytest.fail("it was left to the fence"))
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 

@@ -457,10 +457,10 @@ class Background:
         return UNREAD_LIMIT if self.run.tier.newest_only else BACKLOG_LIMIT
 
     def _upkeep(self) -> None:
-        """Verify, point and clean, giving way to saves in flight, unless too much is unverified already."""
+        """Verify, point and clean, giving way to saves in flight: where too much is unverified, these see to it."""
 
         def give_way() -> bool:
-            return bool(self._flights) and self.run.backlog() <= self._backlog_limit
+            return bool(self._flights)
 
         if give_way():
             return

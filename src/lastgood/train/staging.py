@@ -102,11 +102,14 @@ class Snapshot:
             for number, (image, chunks) in enumerate(self._layout):
                 samples = self._samples[number] if self._samples else ()
                 for chunk, parts in enumerate(chunks):
-                    lease = None if stop() else self._arena.take_now()
+                    lease = self._arena.take_now()
                     while lease is None and waiting:
                         yield arrived()
                         lease = self._arena.take_now()
                     lease = lease or self._arena.take(stop)
+                    if lease is not None and stop():
+                        lease.release()
+                        lease = None
                     if lease is None:
                         raise Cancelled("the copy of the state was given up", safe="Nothing was committed.")
                     events: list[torch.cuda.Event] = []
