@@ -92,6 +92,16 @@ def test_a_save_that_is_overtaken_in_its_last_moment_is_not_committed_after_the_
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [2]
 
 
+def test_an_older_commit_does_not_overtake_the_newer_save(tmp_path, doors):
+    doors(2)
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=2) as ckpt:
+        older, newer = ckpt.save(1), ckpt.save(2)
+        older.result(60)
+        ckpt._behind._lanes.submit(int).result(60)  # its lane has done all that it does
+        doors(2).set()
+        assert newer.result(60).step == 2
+
+
 def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, monkeypatch):
     """Its copy went on for nothing, and the next update waited for it."""
     heard: list[lastgood.Event] = []
