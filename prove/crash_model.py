@@ -100,7 +100,9 @@ def main() -> int:
         print()
         total += len(states)
         rows += [
-            f"| {mode} | {name} | {by_scenario[name]:,} | {judged[name]:,} | {lost[name]:,} |" for name in by_scenario
+            f"| {mode} | {name} | {by_scenario[name]:,} | {judged[name]:,} | {lost[name]:,} |"
+            for name in by_scenario
+            if judged[name]  # slots know one way to write
         ]
         rows.append(f"| {mode} | **all** | **{len(states):,}** | {judged.total():,} | {lost.total():,} |")
     table = "\n".join(
