@@ -293,6 +293,32 @@ def test_weights_that_are_swapped_and_swapped_back_while_they_are_read_are_seen_
     assert lastgood.open(tmp_path).generations() == []
 
 
+def test_state_that_is_elsewhere_while_it_is_read_is_seen_although_it_is_back_before_anyone_looks(
+    tmp_path, gate, monkeypatch
+):
+    """What it holds there differs in one element that is no sample."""
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    moment = loop.optimizers[0].state[loop.net.two.weight]["exp_avg"]
+    home, look = moment.data, staging.Snapshot._look_again
+
+    def back(self: staging.Snapshot) -> set[str]:
+        moment.data = home
+        return look(self)
+
+    monkeypatch.setattr(staging.Snapshot, "_look_again", back)
+    gate.clear()
+    with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
+        ckpt.save(1)
+        moment.data = home.clone()
+        moment.data.view(-1)[1] += 1
+        gate.set()
+        with pytest.warns(LastgoodWarning, match="TornSnapshot: .*two.weight.exp_avg"):
+            ckpt.wait()
+    assert lastgood.open(tmp_path).generations() == []
+
+
 def test_after_two_torn_saves_in_a_row_the_loop_waits_for_the_copy_and_the_model_still_saves(tmp_path, gate):
     loop = Loop(adamw())
     loop.backward()
