@@ -548,6 +548,17 @@ def test_what_cannot_be_noted_at_the_end_is_told_and_the_hooks_go_all_the_same(t
     assert not loop.optimizers[0]._optimizer_step_pre_hooks
 
 
+def test_an_optimizer_that_has_left_the_state_is_held_no_more(tmp_path, gate):
+    loop = Loop(OPTIMIZERS["two"])
+    gate.set()
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
+        ckpt.save(1)
+        assert all(one._optimizer_step_pre_hooks for one in loop.optimizers)
+        del loop.state["opt1"]
+        ckpt.save(2)
+        assert [bool(one._optimizer_step_pre_hooks) for one in loop.optimizers] == [True, False]
+
+
 def test_hooks_go_with_the_checkpointer(tmp_path):
     loop = Loop(adamw())
     with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
