@@ -49,7 +49,7 @@ class Mutant(NamedTuple):
 
 DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "rawio/files.py", "format/commit.py", "format/layout.py"
 FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
-BACKGROUND = "run/background.py"
+BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
 RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
 SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
@@ -408,7 +408,7 @@ def _orders() -> list[Mutant]:
             (
                 "verify before mark",
                 WRITER,
-                "                findings = read_all(self.tier, generation, arena, self._workers, stop)\n",
+                "                findings = read_all(self.tier, generation, arena, self._workers, stop, also=also)\n",
                 "                findings = []\n",
             ),
             (
@@ -426,12 +426,17 @@ def _orders() -> list[Mutant]:
                 "        for at in self.surplus():\n",
             ),
             ("point at what is verified", WRITER, "                self.point()\n\n    def point", "\n    def point"),
-            ("pointer names a verified one", WRITER, "if one.verified and not one.damaged), None)", "), None)"),
+            (
+                "pointer names a verified one",
+                WRITER,
+                "for one in self.lineage() if one.good), None)",
+                "for one in self.lineage()), None)",
+            ),
             (
                 "next older is verified after damage",
                 WRITER,
-                "            problem = problem or Damaged(",
-                "            raise Damaged(",
+                "            problem = problem or _problem(generation.step, findings)\n",
+                "            raise _problem(generation.step, findings)\n",
             ),
             ("damage is raised", WRITER, "        if problem:\n            raise problem\n", ""),
             (
@@ -489,7 +494,7 @@ def _digests() -> list[Mutant]:
             (
                 "record's own",
                 LAYOUT,
-                "    if digest(found[1].decode(), body) != found[2].decode():\n",
+                "    if not believe and digest(found[1].decode(), body) != found[2].decode():\n",
                 "    if False:\n",
             ),
             ("record's envelope", LAYOUT, 'or not data.endswith(b"}\\n") or', "or"),
@@ -521,9 +526,9 @@ def _digests() -> list[Mutant]:
             ),
             (
                 "content check of a verification",
-                FETCH,
-                "                    check.see(data)\n                except",
-                "                    pass\n                except",
+                GUARD,
+                "            if piece.digest != found:\n",
+                "            if False:\n",
             ),
             (
                 "direct I/O into aligned memory only",
@@ -551,9 +556,9 @@ def _digests() -> list[Mutant]:
             ),
             (
                 "verification reads COMMIT anew",
-                READER,
-                "        found = commit.read_generation(tier, generation.id, generation.commit.run)\n",
-                "        found = generation\n",
+                GUARD,
+                "            self._generation = commit.read_generation(self._tier, self._generation.id, self._generation.commit.run)\n",
+                "            pass\n",
             ),
             ("records are read past the cache", COMMIT, "memoryview(buffer), fresh=True)", "memoryview(buffer))"),
             (
@@ -677,12 +682,12 @@ def _retentions() -> list[Mutant]:
         for name, old, new in [
             (
                 "counts verified ones only",
-                "    good = [one for one in chain if one.verified and not one.damaged]\n    kept",
+                "    good = [one for one in chain if one.good]\n    kept",
                 "    good = [one for one in chain if not one.damaged]\n    kept",
             ),
             (
                 "counts undamaged ones only",
-                "    good = [one for one in chain if one.verified and not one.damaged]\n    kept",
+                "    good = [one for one in chain if one.good]\n    kept",
                 "    good = [one for one in chain if one.verified]\n    kept",
             ),
             (
@@ -692,8 +697,8 @@ def _retentions() -> list[Mutant]:
             ),
             (
                 "keeps what is newer than the newest verified",
-                "    older = chain[chain.index(good[0]) + 1 :] if good else []\n",
-                "    older = chain[1:]\n",
+                "    newest = chain.index(good[0]) if good else len(chain)\n",
+                "    newest = 0\n",
             ),
             ("unverified ones fill up", "    kept |= set(unread[: max(keep.last - len(good), 0)])\n", ""),
             ("keeps what is pinned", "    kept |= {one.id for one in whole if _pinned(keep, one)}\n", ""),
@@ -759,8 +764,8 @@ def _lineages() -> list[Mutant]:
             (
                 "damaged ones are passed over",
                 RESTORE,
-                "            passed.append((at, told(survey.generations[at].damaged)))\n        else:\n",
-                "            pass\n        if at not in survey.broken:\n",
+                "            passed.append((at, told(survey.generations[at].damaged)))\n",
+                "            candidates.append(at)\n",
             ),
             (
                 "next older after damage",
@@ -996,7 +1001,7 @@ def _slots() -> list[Mutant]:
             (
                 "one that is not damaged stays",
                 SLOTS,
-                "        good = [one for one in kept if self._damaged not in one.records]\n",
+                "        good = [one for one in kept if self._bad.isdisjoint(one.records)]\n",
                 "        good = [*kept]\n",
             ),
             (
@@ -1352,14 +1357,14 @@ def _fences() -> list[Mutant]:
             (
                 "bearers are found anew",
                 CUTTING,
-                " or plan.origins is not captured.origins or not plan.behind.holds(captured):\n",
+                " or plan.found_in is not captured.origins or not plan.behind.holds(captured):\n",
                 ":\n",
             ),
             (
                 "layout is made anew",
                 CUTTING,
-                "        if plan is None or plan.key != captured.key:\n",
-                "        if plan is None:\n",
+                "            if plan is None or (plan.key, plan.finite) != (captured.key, must):\n",
+                "            if plan is None:\n",
             ),
             (
                 "torn: identity and version",

@@ -76,6 +76,8 @@ class Ledger:
     ending: set[GenerationId] = field(default_factory=set)
     """retention has begun to delete them"""
     rotten: set[GenerationId] = field(default_factory=set)
+    mending: set[GenerationId] = field(default_factory=set)
+    """of the rotten ones: being rebuilt from parity, so that they may be good again"""
     doubted: set[GenerationId] = field(default_factory=set)
     """marked as damaged after a read failed: good, and given up"""
     orders: dict[str, int] = field(default_factory=dict)
@@ -85,6 +87,7 @@ class Ledger:
     """incarnations newer than `current` whose record may or may not be there"""
     idents: int = 0
     attempts: int = 0
+    parity: str | None = None
     weight: int = 4700
     """bytes of the largest tensor of a save"""
     disturbed: bool = False
@@ -122,7 +125,7 @@ class Ledger:
         found = []
         for incarnation in {self.current, *self.opening}:
             line = self.line(incarnation)
-            found.append((set(line) - self.rotten, next((at for at in line if at in owed), None)))
+            found.append((set(line) - (self.rotten - self.mending), next((at for at in line if at in owed), None)))
         return found
 
     def end(self, at: GenerationId) -> None:
@@ -453,6 +456,7 @@ class World:
             self.tier,
             INLINE,
             keep=self.ledger.keep,
+            parity=self.ledger.parity,
             new_id=self._ident,
             wall_seconds=lambda: 0.0,
             monotonic_seconds=lambda: 0.0,
@@ -477,6 +481,8 @@ class World:
             _must(in_place and nothing_owed, "nothing good, and the user is asked to start over")
             self.begin(None)
             return
+        if found.generation and found.generation.id in self.ledger.mending:
+            self._mended(found.generation.id)
         self.begin(found.generation and found.generation.id)
         if found.generation and not found.generation.verified:
             self.run.conclude(found.generation, [])
@@ -559,6 +565,22 @@ class World:
         at = found.generation and found.generation.id
         _must(at is not None and at.step == newest + 1, f"saved step {newest + 1}, and {at} is found")
         _must(state == self.ledger.given[at], f"{at} is not as it was saved")
+
+    def mend(self, step: int) -> None:
+        """Read a generation again, and rebuild it from its parity."""
+        at = next(at for at in self.ledger.line(self.ledger.current) if at.step == step)
+        self.ledger.mending.add(at)
+        try:
+            _, done = self.run.read_again(self.run.survey.generations[at], UPKEEP)
+        except LastgoodError:
+            done = []
+        _must(done or self.ledger.disturbed, f"{at} could not be rebuilt")
+        if done:
+            self._mended(at)
+
+    def _mended(self, at: GenerationId) -> None:
+        self.ledger.rotten.discard(at)
+        self.ledger.mending.discard(at)
 
     def rewind(self, step: int) -> None:
         found, _ = load(self.tier, step, INLINE)
@@ -665,10 +687,7 @@ def damage_before_verification(world: World) -> None:
     world.steps(1)
     world.save(2)
     world.save(3)
-    name, offset = world.judge.rng.choice(
-        [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
-    )
-    world.rot(3, name, offset)
+    world.rot(3, *world.judge.rng.choice(_PARTS))
     world.look_after()
     world.steps(4, 5)
 
@@ -723,6 +742,37 @@ def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> No
     world._watch(call, path)
 
 
+def rebuilding_from_parity(world: World) -> None:
+    world.ledger.parity, world.ledger.keep = "2+2", Keep(last=2)
+    world.open()
+    world.steps(1, 2)
+    for name, offset in _PARTS:
+        world.rot(2, name, offset)
+    world.mend(2)
+    world.steps(3)
+    world.open()
+    world.steps(4)
+
+
+def failing_rebuilding(world: World) -> None:
+    rng = world.judge.rng
+    world.ledger.parity, world.ledger.keep = "2+2", Keep(last=2)
+    world.open()
+    world.steps(1, 2)
+    world.rot(2, *rng.choice(_PARTS))
+    for _ in range(2):
+        world.fault(rng.randrange(60), rng.choice([errno.EIO, errno.ENOSPC]), rng.random() < 0.4, rng.random() < 0.5)
+        world.mend(2)
+        world.heal()
+    world.steps(3)
+    world.open()
+    world.steps(4)
+
+
+_PARTS = [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
+"""of a generation, and a place in them"""
+
+
 def growing_states(world: World) -> None:
     world.open()
     for step in range(1, 7):
@@ -758,6 +808,8 @@ SCENARIOS: list[Scenario] = [
 SCENARIOS += [
     *map(on_slots, SCENARIOS),
     overtaken_saves,
+    rebuilding_from_parity,
+    failing_rebuilding,
     on_slots(overtaken_saves, in_flight=2),
     on_slots(saves_in_flight, in_flight=4),
     on_slots(commits_that_nobody_knows_of),

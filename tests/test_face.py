@@ -25,6 +25,8 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         "ResumableSampler",
         "Run",
         "Save",
+        "Scrub",
+        "Verdict",
         "errors",
         "load",
         "open",
@@ -40,7 +42,8 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         (
             lastgood.Checkpointer,
             "path state * cadence retention write_mode digest on_error memory include exclude on_event "
-            "staging torn_check in_flight when_full writers chunk overhead persist",
+            "staging torn_check in_flight when_full writers chunk overhead persist "
+            "parity scrub finite_also finite_except",
         ),
         (lastgood.Checkpointer.restore, "self step strict rename"),
         (lastgood.Checkpointer.step, "self n"),
@@ -57,7 +60,7 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         (lastgood.load, "path state step strict rename"),
         (lastgood.open, "path"),
         (lastgood.Run.tensor, "self name step"),
-        (lastgood.Run.verify, "self step"),
+        (lastgood.Run.verify, "self step layers"),
         (lastgood.Run.generation, "self step"),
     ],
 )
@@ -89,7 +92,11 @@ def test_every_error_says_whether_to_retry_and_how_a_program_ends(kind: type) ->
     if kind is errors.LastgoodWarning:
         return
     assert issubclass(kind, errors.LastgoodError)
-    code, retry = {"Refused": (3, False), "Damaged": (4, False), "Unavailable": (5, True), "Diverged": (6, False)}.get(
-        kind.__mro__[-5].__name__ if len(kind.__mro__) > 5 else kind.__name__, (1, False)
-    )
+    code, retry = {
+        "Refused": (3, False),
+        "Damaged": (4, False),
+        "Unavailable": (5, True),
+        "Diverged": (6, False),
+        "Unfit": (8, False),
+    }.get(kind.__mro__[-5].__name__ if len(kind.__mro__) > 5 else kind.__name__, (1, False))
     assert (kind.exit_code, kind.retry) == (code, retry)

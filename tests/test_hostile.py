@@ -193,7 +193,7 @@ def attempts(tier: Disk) -> dict[str, Any]:
         "restore": outcome(lambda: restored(tier)),
         "step": outcome(lambda: restored(tier, 20)),
         "piece": outcome(lambda: {name: bytes(reader.piece(name, 20)[1]) for name in NEW}),
-        "verify": outcome(lambda: reader.verify(20)),
+        "verify": outcome(lambda: reader.verify(20).findings),
         "write": outcome(lambda: written(tier)),
     }
 

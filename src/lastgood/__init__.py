@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from . import errors
 from .plan.cadence import Every
 from .plan.retention import Keep
-from .records import Event, Finding, Generation
+from .plan.scrub import Scrub
+from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:
     from .run.background import Save
@@ -50,6 +51,8 @@ __all__ = [
     "ResumableSampler",
     "Run",
     "Save",
+    "Scrub",
+    "Verdict",
     "errors",
     "load",
     "open",

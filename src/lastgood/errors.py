@@ -5,11 +5,13 @@
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
     |    NotARun  NotWritable  NotRestored  NameTaken
     |- Damaged       bytes are not what was committed                      an older generation   exit 4
-    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  NothingGood  HalfLoaded
+    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood  HalfLoaded
     |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
     |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull
-    `- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
-         TornSnapshot
+    |- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
+    |    TornSnapshot
+    `- Unfit         intact, and not good                                  an older generation   exit 8
+         NotFinite
 
 Anything else that is raised is a bug in this package and is not caught.
 """
@@ -149,6 +151,10 @@ class HalfLoaded(Damaged):
     """Loading failed after it had begun to write: the live state is part of one step and part of another."""
 
 
+class BeyondRepair(Damaged):
+    """More was lost than parity can stand in for, or there is no parity."""
+
+
 class NothingGood(Damaged):
     """Generations exist, and none of them is good."""
 
@@ -196,6 +202,20 @@ class Diverged(LastgoodError):
 
 class TornSnapshot(Diverged):
     """The live state changed, or was replaced, while it was copied."""
+
+
+class Unfit(LastgoodError):
+    """The bytes are what was committed, and what they say is not good."""
+
+    exit_code = 8
+
+
+class NotFinite(Unfit):
+    """A parameter, or the state of an optimizer, holds NaN or infinity."""
+
+    def __init__(self, what: str, *, tensor: str = "", safe: str = "", todo: str = "") -> None:
+        self.tensor = tensor
+        super().__init__(what, safe=safe, todo=todo)
 
 
 class LastgoodWarning(UserWarning):

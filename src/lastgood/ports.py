@@ -125,3 +125,15 @@ class Tier(Protocol):
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None: ...
     def list(self, folder: str) -> Mapping[str, int | None]: ...
     def delete(self, name: str) -> None: ...
+
+
+class Mendable(Tier, Protocol):
+    """A tier whose files can be put back as they were committed.
+
+    ========================  =============================================================================
+    replace(name, by)         `name` is the old or the new file at every instant; durable on return; the name
+                              `by` is gone
+    ========================  =============================================================================
+    """
+
+    def replace(self, name: str, by: str) -> None: ...

@@ -46,7 +46,7 @@ class Blob(Record, frozen=True, kw_only=True):
     chunks: list[str]
 
 
-class Piece(Record, frozen=True, kw_only=True, gc=False):
+class Piece(Record, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """A rectangle of a named tensor (in a world of one: all of it): where its bytes rest and what they digest to."""
 
     name: str
@@ -55,6 +55,8 @@ class Piece(Record, frozen=True, kw_only=True, gc=False):
     extent: Extent
     digest: str
     """content digest over dtype, shape and bytes, taken while staging"""
+    finite: bool = False
+    """a state in which it holds NaN or infinity is not good: a parameter, or the state of an optimizer"""
 
 
 class Manifest(Record, frozen=True, kw_only=True):
@@ -139,24 +141,67 @@ class Pointer(Record, frozen=True, kw_only=True):
     root: str
 
 
+LAYERS = ("structure", "agreement", "contents", "digests", "finite")
+"""of the guard: it opens, and its structure validates; names, shapes and dtypes are those of the manifest; the digest
+of each tensor; the digests of each chunk and record, up to the commit; no NaN or infinity where there must be none"""
+
+
 class Finding(Record, frozen=True, kw_only=True):
     """One thing that is wrong with a generation, and where."""
 
     kind: str
     """name of the error class that it would raise"""
     what: str
+    layer: str = ""
+    """of LAYERS, that found it"""
     blob: str = ""
     offset: int = 0
     chunk: int = -1
     tensor: str = ""
 
 
+def intact(findings: list[Finding]) -> bool:
+    """Whether every byte is what was committed: nothing was found, or only what is not finite."""
+    return all(one.layer == "finite" for one in findings)
+
+
 class Mark(Record, frozen=True, kw_only=True):
-    """What a reading of a generation found: no findings in `VERIFIED.json`, the evidence in `DAMAGED.json`."""
+    """What a reading of a generation found: `VERIFIED.json` nothing, `DAMAGED.json` and `UNFIT.json` the evidence."""
 
     format: int
     root: str
     findings: list[Finding] = []
+
+
+class Parity(Record, frozen=True, kw_only=True):
+    """Of one parity file: what its cells stand in for, and whatever is needed to use them when all else is gone.
+
+    Redundancy, never the truth: what comes of it is held against the digests of the manifest.
+    """
+
+    format: int
+    root: str
+    """of the generation"""
+    data: int
+    parity: int
+    index: int
+    """which of the `parity` files this is"""
+    cell_bytes: int
+    digest: str
+    """name of the digest algorithm of the cells"""
+    cells: list[str]
+    """digests of the cells of the tensor files, in order"""
+    sums: list[str]
+    """digests of the cells of this parity file"""
+    manifest_bytes: int
+    """of the copy of the manifest that follows the cells"""
+    commit: str
+    """the commit record, as it is stored"""
+
+    def alike(self, other: Parity) -> bool:
+        """Whether both are of the same cells of the same files."""
+        mine, theirs = ((one.data, one.parity, one.cell_bytes, one.digest, one.cells) for one in (self, other))
+        return mine == theirs and self.manifest_bytes == other.manifest_bytes
 
 
 class Generation(Record, frozen=True, kw_only=True):
@@ -167,6 +212,8 @@ class Generation(Record, frozen=True, kw_only=True):
     """digest of the commit record: names the whole state"""
     verified: bool = False
     damaged: list[Finding] = []
+    unfit: list[Finding] = []
+    """intact, and not good: what is not finite in it"""
     bytes: int = 0
     """what its files hold on this tier"""
 
@@ -177,6 +224,35 @@ class Generation(Record, frozen=True, kw_only=True):
     @property
     def step(self) -> int:
         return self.commit.step
+
+    @property
+    def good(self) -> bool:
+        """Whether it was read after its commit, and nothing was found."""
+        return self.verified and not self.damaged and not self.unfit
+
+
+def judged(generation: Generation, findings: list[Finding]) -> Generation:
+    """A generation after a complete reading."""
+    damaged, unfit = ([], findings) if intact(findings) else (findings, [])
+    return msgspec.structs.replace(generation, verified=not findings, damaged=damaged, unfit=unfit)
+
+
+class Verdict(Record, frozen=True, kw_only=True):
+    """What the guard says of a generation."""
+
+    at: GenerationId
+    layers: list[str]
+    """that looked"""
+    findings: list[Finding]
+
+    @property
+    def intact(self) -> bool:
+        """Whether every byte is what was committed."""
+        return intact(self.findings)
+
+    @property
+    def good(self) -> bool:
+        return not self.findings
 
 
 class Event(Record, frozen=True, kw_only=True):

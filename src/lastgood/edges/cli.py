@@ -1,4 +1,4 @@
-"""The command line: ls, show, verify, diff, gc, export, import, tune. Asks the rooms below and tells; makes no rule.
+"""The command line. Asks the rooms below and tells; makes no rule.
 
 A command returns an Answer; only `main` prints it, so that `--json`, pipes and exit codes are the same everywhere.
 torch is imported for `.pt` files only. Exit codes: docs/cli.md.
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -23,16 +24,16 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .. import __version__, words
-from ..engine import fetch
-from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NothingGood
+from ..engine import guard
+from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite, NothingGood
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..plan.retention import KEEP, Keep
-from ..records import Finding, Generation, GenerationId
+from ..records import LAYERS, Finding, Generation, GenerationId
 from ..run import places
 from ..run.reader import WORKERS
-from . import compare, exporting, importing, sweep, tuning
+from . import compare, exporting, importing, mending, sweep, tuning
 from . import show as views
 from .terminal import Watched, clean, console, progress
 
@@ -130,7 +131,8 @@ def find(survey: Survey, wanted: str) -> GenerationId:
     if not found:
         raise typer.BadParameter(f"{wanted!r} is no STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.")
     chain, lost = restore.lineage(survey)
-    known = dict.fromkeys([*chain, *views.newest_first(survey, {*survey.generations, *survey.broken}), *lost])
+    others = views.newest_first(survey, {*survey.generations, *survey.broken})
+    known = dict.fromkeys([*chain, *others, *lost, *survey.witnessed])
     for at in known:
         if at.step == int(found[1]) and found[2] in (None, at.incarnation):
             return at
@@ -194,18 +196,28 @@ def verify(
     run: Run,
     step: AnyStep = None,
     every: Annotated[bool, typer.Option("--all", help="Every generation, abandoned ones too.")] = False,
+    without: Annotated[
+        list[str],
+        typer.Option(metavar="LAYER", help=f"A layer that does not look: {', '.join(LAYERS)}.", show_default=False),
+    ] = [],  # noqa: B006 - typer's way to say "none"; it makes a list of its own
     as_json: Json = False,
 ) -> Answer:
-    """Read a generation past the page cache and check every byte. Changes nothing; exit code 4 on damage.
+    """Read a generation past the page cache and check every byte. Changes nothing.
+
+    Exit code 4 on damage, 8 where all is intact and something holds NaN or infinity that must not.
 
     Without STEP: what a restore would take, and what is newer and known to be damaged or lost.
     """
     if every and step is not None:
         raise typer.BadParameter("STEP and --all exclude each other.")
+    if unknown := set(without) - set(LAYERS):
+        raise typer.BadParameter(f"no layer {', '.join(sorted(unknown))}: there are {', '.join(LAYERS)}.")
+    layers = [one for one in LAYERS if one not in without]
     tier = places.for_reading(run)
     survey = commit.survey(tier)
-    bad = {at: [fetch.finding(error)] for at, error in survey.broken.items()}
-    bad |= {at: [Finding(kind="MissingBlob", what="its COMMIT is gone")] for at in restore.lineage(survey).lost}
+    bad = {at: [guard.finding(error)] for at, error in survey.broken.items()}
+    gone = Finding(kind="MissingBlob", what="its COMMIT is gone", layer="structure")
+    bad |= {at: [gone] for at in restore.lineage(survey).lost}
     if every:
         wanted = views.newest_first(survey, {*survey.generations, *bad})
     elif step is not None:
@@ -213,9 +225,8 @@ def verify(
     else:
         candidates, over = restore.choose(survey, None)
         wanted = [at for at, _ in over if not candidates or at.step >= candidates[0].step] + candidates[:1]
-        bad |= {
-            at: survey.generations[at].damaged for at in wanted if at in survey.generations and at not in candidates
-        }
+        known = {at: survey.generations[at] for at in wanted if at in survey.generations and at not in candidates}
+        bad |= {at: one.damaged or one.unfit for at, one in known.items()}
         if not wanted:
             raise NoSuchStep(views.NOTHING_YET)
     results = []
@@ -223,11 +234,20 @@ def verify(
     with progress("reading", total) as seen, ThreadPoolExecutor(WORKERS) as workers:
         for at in wanted:
             begun = time.monotonic()
-            findings = bad[at] if at in bad else sweep.damage(Watched(tier, seen), survey.generations[at], workers)
+            findings = (
+                bad[at] if at in bad else sweep.damage(Watched(tier, seen), survey.generations[at], workers, layers)
+            )
             read_bytes = 0 if at in bad else survey.generations[at].bytes
             results.append(views.verified(at, findings, read_bytes, time.monotonic() - begun))
-    data = {"place": tier.place, "good": not any(one["findings"] for one in results), "generations": results}
-    return Answer(data, views.verified_view(data), 0 if data["good"] else Damaged.exit_code)
+    data = {
+        "place": tier.place,
+        "good": all(one["good"] for one in results),
+        "intact": all(one["intact"] for one in results),
+        "layers": layers,
+        "generations": results,
+    }
+    code = 0 if data["good"] else NotFinite.exit_code if data["intact"] else Damaged.exit_code
+    return Answer(data, views.verified_view(data), code)
 
 
 @app.command()
@@ -271,6 +291,35 @@ def gc(
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
     data = sweep.swept(run, keep, damaged, dry_run)
     return Answer(data, sweep.swept_view(data), Damaged.exit_code if data["damaged"] else 0)
+
+
+@app.command()
+def scrub(
+    run: Run,
+    rate: Annotated[
+        int | None,
+        typer.Option(metavar="SIZE", parser=tuning.bytes_of, help="Bytes a second, at most.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Read every generation again, past the page cache; mark what is damaged, and rebuild it where there is parity.
+
+    After one that is damaged come its neighbours in time. Exit code 4 where one stays damaged, 8 where one is not good.
+    """
+    data = mending.scrubbed(run, rate or float("inf"))
+    code = 0 if data["good"] else NotFinite.exit_code if data["intact"] else Damaged.exit_code
+    return Answer(data, mending.scrubbed_view(data), code)
+
+
+@app.command()
+def repair(run: Run, step: AnyStep = None, as_json: Json = False) -> Answer:
+    """Rebuild what is damaged from parity: of STEP, or of all that is known to be. Exit code 4 where that is too much.
+
+    A damaged file stays until its replacement is durable and was read back.
+    """
+    survey = commit.survey(places.for_reading(run))
+    data = mending.repaired(run, find(survey, step) if step else None)
+    return Answer(data, mending.repaired_view(data), 0 if data["good"] else Damaged.exit_code)
 
 
 @app.command()
@@ -376,6 +425,23 @@ def tune(
     """
     data = tuning.tuned(run, state_bytes, step_seconds, memory, disk, overhead, quick)
     return Answer(data, tuning.tuned_view(data))
+
+
+@app.command()
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="What bench and lab wrote.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its heading.")] = "lastgood: what was measured",
+    as_json: Json = False,
+) -> Answer:
+    """One self-contained page with the tables and plots of every bench and lab in these folders."""
+    from . import report as pages
+
+    length = pages.write(folders, out, title)
+    data = {"file": str(out), "bytes": length, "folders": [str(one) for one in folders]}
+    return Answer(data, Text(f"{out}: {words.size(length)}"))
 
 
 def _require_kind(path: str) -> None:

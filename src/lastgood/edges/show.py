@@ -21,15 +21,23 @@ from ..format import layout, values
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
-from ..records import Finding, Generation, GenerationId, Manifest, Piece
+from ..records import Finding, Generation, GenerationId, Manifest, Piece, intact
 from ..words import size
 from .terminal import clean
 
 FINDINGS_SHOWN = 20
 NOTHING_YET = "nothing has been committed in this run yet"
-STYLES = {"verified": "green", "good": "green", "committed": "", "damaged": "bold red", "lost": "bold red"}
+STYLES = {
+    "verified": "green",
+    "good": "green",
+    "committed": "",
+    "damaged": "bold red",
+    "lost": "bold red",
+    "not good": "bold red",
+}
 MEANINGS = {
     "committed": "durable, not yet read back",
+    "not good": "intact, and holds NaN or infinity; never chosen by itself, restore(step=...) takes it",
     "abandoned": "left behind by a rewind; never chosen by itself, restore(step=...) takes it",
     "incomplete": "no COMMIT: a save that is under way, or one that a crash cut short (`lastgood gc` clears it)",
     "deleting": "a deletion that a crash cut short (`lastgood gc` ends it)",
@@ -95,6 +103,8 @@ def state_of(survey: Survey, at: GenerationId) -> tuple[str, str]:
     one = survey.generations[at]
     if one.damaged:
         return "damaged", restore.told(one.damaged)
+    if one.unfit:
+        return "not good", restore.told(one.unfit)
     if at not in chain:
         return "abandoned", ""
     return ("verified" if one.verified else "committed"), ""
@@ -112,7 +122,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
             {
                 **named(at),
                 "state": state,
-                "verified": one is not None and one.verified and not one.damaged,
+                "verified": one is not None and one.good,
                 "created": one.commit.created if one else None,
                 "bytes": one.bytes if one else weight(tier, at),
                 "milestone": one is not None and one.commit.milestone,
@@ -326,11 +336,13 @@ def told_value(value: Any) -> str:
 # ---- verify ----------------------------------------------------------------------------------------------------
 
 
-def verified(at: GenerationId, findings: Sequence[Finding], read_bytes: int, seconds: float) -> dict[str, Any]:
-    names = ("kind", "what", "tensor", "blob", "offset", "chunk")
+def verified(at: GenerationId, findings: list[Finding], read_bytes: int, seconds: float) -> dict[str, Any]:
+    names = ("layer", "kind", "what", "tensor", "blob", "offset", "chunk")
     told = [{name: getattr(one, name) for name in names} for one in findings]
     return {
         **named(at),
+        "good": not findings,
+        "intact": intact(findings),
         "bytes": read_bytes,
         "seconds": round(seconds, 3),
         "findings": told,
@@ -341,9 +353,9 @@ def verified_view(data: Mapping[str, Any]) -> RenderableType:
     lines: list[RenderableType] = []
     for row in data["generations"]:
         read = f"  {size(row['bytes'])} in {row['seconds']:.1f} s" if row["bytes"] else "  not read"
-        state = _state("damaged" if row["findings"] else "good")
+        state = _state("good" if row["good"] else "not good" if row["intact"] else "damaged")
         lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", state, read))
-        lines += [Text(f"  {one['kind']}: {clean(one['what'])}") for one in row["findings"][:FINDINGS_SHOWN]]
+        lines += [Text(f"  {one['layer']}: {clean(one['what'])}") for one in row["findings"][:FINDINGS_SHOWN]]
         if len(row["findings"]) > FINDINGS_SHOWN:
             lines.append(Text(f"  and {len(row['findings']) - FINDINGS_SHOWN:,} more (--json has them all)"))
     return Group(*lines) if lines else Text(NOTHING_YET)

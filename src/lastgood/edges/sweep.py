@@ -5,12 +5,11 @@ A dry run goes the same way without a writer: it takes no lock and changes nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -21,7 +20,7 @@ from ..format.commit import Survey
 from ..plan import restore
 from ..plan.retention import Keep, surplus
 from ..ports import Tier
-from ..records import Finding, Generation, GenerationId
+from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import places
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
@@ -61,7 +60,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
             going |= {at: "damaged" for at, one in survey.generations.items() if one.damaged}
             going |= {at: "damaged" for at, error in survey.broken.items() if isinstance(error, Damaged)}
             going |= dict.fromkeys(lost, "lost")
-            if going and not any(one.verified and not one.damaged for one in chain):
+            if going and not any(one.good for one in chain):
                 raise NothingGood(
                     "no generation of the lineage is verified, so the damaged ones are all there is",
                     safe="No generation was deleted.",
@@ -109,13 +108,13 @@ def _verify_newest(
     told = []
     for at in restore.lineage(survey).chain:
         one = survey.generations.get(at)
-        if one is None or one.damaged:
+        if one is None or one.damaged or one.unfit:
             continue
         if one.verified:
             break
         with progress(f"checking step {at.step}", one.bytes) as seen:
             findings = damage(Watched(tier, seen), one, workers)
-        survey.generations[at] = msgspec.structs.replace(one, verified=not findings, damaged=findings)
+        survey.generations[at] = judged(one, findings)
         if writer:
             writer.conclude(one, findings)
         if not findings:
@@ -124,9 +123,12 @@ def _verify_newest(
     return told
 
 
-def damage(tier: Tier, generation: Generation, workers: ThreadPoolExecutor) -> list[Finding]:
-    """Every damage in a generation, read past the page cache."""
-    findings = read_all(tier, generation, Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)
+def damage(
+    tier: Tier, generation: Generation, workers: ThreadPoolExecutor, layers: Collection[str] = LAYERS
+) -> list[Finding]:
+    """What these layers of the guard find in a generation, read past the page cache."""
+    arena = Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+    findings = read_all(tier, generation, arena, workers, layers=layers)
     there = tier.list(layout.folder(generation.id))
     # Deleted by a trainer's retention while it was read here: that is no damage.
     return [] if not there or layout.GOING in there else findings

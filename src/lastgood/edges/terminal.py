@@ -82,6 +82,7 @@ class Watched:
         self.place, self.newest_only = tier.place, tier.newest_only
         self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
         self.list, self.delete = tier.list, tier.delete
+        self.replace = getattr(tier, "replace", None)  # of a tier whose files can be put back
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         self._tier.read_into(extent, mv, fresh=fresh)

@@ -27,7 +27,7 @@ class Contents:
             end = tensors[place + 1][1] if place + 1 < len(tensors) else self._image.length
             if offset >= high and end > offset:
                 break
-            hasher, kind = self._open, tensor[1:]
+            hasher, kind = self._open, tensor[1:3]
             if hasher is None:
                 hasher = new()
                 hasher.update(preambles.get(kind) or preambles.setdefault(kind, content_preamble(*kind)))
@@ -50,6 +50,7 @@ class Contents:
                 shape=shapes.get(tensor.shape) or shapes.setdefault(tensor.shape, list(tensor.shape)),
                 extent=Extent(blob=blob, offset=offset, length=end - offset),
                 digest=found,
+                finite=tensor.finite,
             )
             for (tensor, offset), end, found in zip(self._image.tensors, ends, self.digests, strict=True)
         ]

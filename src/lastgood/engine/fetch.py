@@ -15,14 +15,15 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Protocol
 
-from ..errors import Cancelled, Damaged, LastgoodError, ManifestInvalid, SumMismatch, Unreadable
+from ..errors import Damaged, ManifestInvalid, SumMismatch
 from ..format import layout
 from ..format.layout import Image, Tensor
 from ..ports import Tier
 from ..rawio.checksum import digest
 from ..rawio.files import round_up
-from ..records import Blob, Extent, Finding, Manifest, Piece
+from ..records import Blob, Extent, Manifest, Piece
 from .contents import Contents
+from .finite import not_finite, not_finite_error
 
 READS = max(1, min(3, (os.cpu_count() or 2) // 2))
 """reads in flight; digests and copies go on beside them. On two cores one read of a whole chunk at a time is fastest:
@@ -43,13 +44,23 @@ class Sink(Protocol):
     def done(self, name: str) -> None: ...
 
 
-def stream(tier: Tier, home: str, manifest: Manifest, buffers: list[memoryview], readers: Executor, sink: Sink) -> None:
+def stream(
+    tier: Tier,
+    home: str,
+    manifest: Manifest,
+    buffers: list[memoryview],
+    readers: Executor,
+    sink: Sink,
+    *,
+    finite: bool,
+) -> None:
     """Every tensor of a rank, in one reading past the page cache. Raises Damaged or Unavailable at the first fault.
 
-    Nobody writes into the sink after it has returned or raised.
+    `finite`: raises NotFinite, too, where a tensor must be and is not. Nobody writes into the sink after it has
+    returned or raised.
     """
     for blob in manifest.blobs:
-        check = Check(manifest, blob)
+        check = Check(manifest, blob, finite)
         with contextlib.closing(
             chunks(tier, home, manifest, blob, buffers, readers, put=partial(check.hand_out, sink))
         ) as verified:
@@ -88,7 +99,8 @@ def chunks(
 
     `buffers` are page-aligned, each of a whole chunk (rounded up), and used in turn; READS are read into at once.
     `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order.
-    Raises SumMismatch, Truncated, MissingBlob; with `on_damage` it tells instead and goes on to the next chunk.
+    Raises SumMismatch, Truncated, MissingBlob. With `on_damage` it tells instead, and the chunk comes out as it was
+    read: zeros where nothing could be.
     """
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
     turn = threading.Semaphore(READS)
@@ -99,11 +111,13 @@ def chunks(
                 chunk, view, job = flying.popleft()
                 try:
                     job.result()
-                    yield view[: layout.extent_of(blob, chunk).length]
                 except Damaged as error:
                     if on_damage is None:
                         raise
                     on_damage(error)
+                    if not isinstance(error, SumMismatch):
+                        view[:] = bytes(len(view))
+                yield view[: layout.extent_of(blob, chunk).length]
             if index < count:
                 view = buffers[index % len(buffers)]
                 flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, turn, put)))
@@ -159,8 +173,8 @@ def _differing(manifest: Manifest, blob: Blob, index: int, view: memoryview) -> 
 class Check:
     """What the chunks of one blob must also show: a header that agrees, and each tensor's own digest."""
 
-    def __init__(self, manifest: Manifest, blob: Blob) -> None:
-        self._blob = blob
+    def __init__(self, manifest: Manifest, blob: Blob, finite: bool = False) -> None:
+        self._blob, self._finite = blob, finite
         self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
         tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
         self.header_bytes = min((offset for _, offset in tensors), default=blob.length)
@@ -173,7 +187,10 @@ class Check:
         """The parts of tensors that lie in a chunk; from any thread."""
         for tensor, start, at, length in self._parts[index]:
             if tensor >= 0 and length:
-                sink.put(self._pieces[tensor].name, start, data[at : at + length])
+                piece, part = self._pieces[tensor], data[at : at + length]
+                if self._finite and piece.finite and not_finite(piece.dtype, part):
+                    raise not_finite_error(piece.name)
+                sink.put(piece.name, start, part)
 
     def see(self, data: memoryview) -> list[str]:
         """The next chunk, in order, none left out: names of the tensors that end in it.
@@ -204,39 +221,6 @@ class Check:
         layout.validate_header(bytes(header), self._blob, self._pieces)
 
 
-def verify(
-    tier: Tier,
-    home: str,
-    manifest: Manifest,
-    buffers: list[memoryview],
-    readers: Executor,
-    stop: Callable[[], bool] = lambda: False,
-) -> list[Finding]:
-    """Read a rank's blobs past the page cache; every damage found.
-
-    Raises Cancelled when `stop()`, Unreadable and Unavailable where there is nothing to be found out now.
-    """
-    findings: list[Finding] = []
-
-    def tell(error: Damaged) -> None:
-        if isinstance(error, Unreadable):
-            raise error  # it may be read again later: no evidence of what the bytes are
-        findings.append(finding(error))
-
-    for blob in manifest.blobs:
-        before = len(findings)
-        check = Check(manifest, blob)
-        for data in chunks(tier, home, manifest, blob, buffers, readers, on_damage=tell):
-            if stop():
-                raise Cancelled("reading was given up")
-            if len(findings) == before:
-                try:
-                    check.see(data)
-                except Damaged as error:
-                    tell(error)
-    return findings
-
-
 def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool = False) -> bytearray:
     """The bytes of one tensor, checked against its own digest. Raises Damaged or Unavailable."""
     out = bytearray(piece.extent.length)
@@ -254,19 +238,6 @@ def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool 
             tensor=piece.name,
         )
     return out
-
-
-def finding(error: LastgoodError) -> Finding:
-    """An error as a record."""
-    where = error if isinstance(error, Damaged) else Damaged("")
-    return Finding(
-        kind=type(error).__name__,
-        what=error.what,
-        blob=where.blob,
-        offset=where.offset,
-        chunk=where.chunk,
-        tensor=where.tensor,
-    )
 
 
 def buffer_bytes(blobs: list[Blob]) -> int:

@@ -19,7 +19,7 @@ it every blob of the same folder that was finished before (docs/format.md, "What
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import (
@@ -46,9 +46,11 @@ from ..records import (
     Pointer,
     RunHeader,
     Seal,
+    intact,
 )
-from . import layout
+from . import layout, stripes
 
+MARKS = {layout.VERIFIED, layout.DAMAGED, layout.UNFIT}
 FINDINGS_LIMIT = 1000
 """kept as evidence in one mark"""
 
@@ -112,11 +114,13 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
         )
     root = layout.root_of(data)
     damage = _mark(tier, home, layout.DAMAGED, root, there)
+    unfit = _mark(tier, home, layout.UNFIT, root, there)
     return Generation(
         commit=commit,
         root=root,
         verified=_mark(tier, home, layout.VERIFIED, root, there) is not None,
         damaged=damage.findings if damage else [],
+        unfit=unfit.findings if unfit else [],
         bytes=sum(length for length in there.values() if length is not None and length > 0),
     )
 
@@ -158,6 +162,8 @@ class Survey:
     """their COMMIT is there and cannot be believed"""
     incomplete: set[GenerationId] = field(default_factory=set)
     """no COMMIT: never finished, or lost"""
+    witnessed: set[GenerationId] = field(default_factory=set)
+    """of these: a mark or parity lies there, which are made for what was committed only"""
     going: set[GenerationId] = field(default_factory=set)
     """no COMMIT, and GOING says why"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
@@ -189,6 +195,8 @@ def survey(tier: Tier) -> Survey:
             found.going.add(at)
         else:
             found.incomplete.add(at)
+            if any(one in MARKS or stripes.is_record(one) for one in there):
+                found.witnessed.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)
         if named is None or length is None or length < 0:
@@ -206,14 +214,16 @@ def survey(tier: Tier) -> Survey:
     return found
 
 
-def mark(tier: Tier, generation: Generation, findings: Sequence[Finding]) -> None:
+def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     """Note beside a generation what reading all of it found. Durable on return."""
-    name = layout.DAMAGED if findings else layout.VERIFIED
+    name = layout.VERIFIED if not findings else layout.UNFIT if intact(findings) else layout.DAMAGED
     home = layout.folder(generation.id)
-    record = Mark(format=layout.FORMAT, root=generation.root, findings=list(findings[:FINDINGS_LIMIT]))
-    for old in {layout.DAMAGED, layout.VERIFIED} & set(tier.list(home)):
-        tier.delete(f"{home}/{old}")
+    record = Mark(format=layout.FORMAT, root=generation.root, findings=findings[:FINDINGS_LIMIT])
+    if name in tier.list(home):
+        tier.delete(f"{home}/{name}")
     tier.put_new(f"{home}/{name}", layout.encode(record))
+    for old in MARKS & set(tier.list(home)) - {name}:  # last: on a full disk the old evidence stays
+        tier.delete(f"{home}/{old}")
 
 
 def _mark(tier: Tier, home: str, name: str, root: str, there: Mapping[str, int | None]) -> Mark | None:

@@ -190,6 +190,19 @@ def tensors(
 
 
 @app.command()
+def guard(
+    out: Out,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the state, MiB.")] = 1024,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> Answer:
+    """What verification costs against the reading of memory, and what parity costs."""
+    from . import guard as bench
+
+    return _measured(bench, bench.Options(out, mib, rounds), out)
+
+
+@app.command()
 def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
     """What eight minutes on a machine with a GPU can tell: durable write and interval on CUDA, a short table last."""
     import torch
@@ -239,3 +252,87 @@ def _whole(text: str, option: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise typer.BadParameter(f"{option}: {text!r} is no whole number >= 1.")
     return int(text)
+
+
+# ---- lab -------------------------------------------------------------------------------------------------------
+
+lab = typer.Typer(
+    help="Experiments: what is promised, tried on purpose, many times. They resume where they stopped.",
+    no_args_is_help=True,
+)
+Trials = Annotated[int, typer.Option(min=1, help="Of each kind.")]
+Seed = Annotated[int, typer.Option(min=0, help="Every trial follows from it.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes.")]
+
+
+@lab.command()
+def corrupt(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """Committed bytes changed on purpose: found by which layer, rebuilt or rolled back, never a wrong load."""
+    from . import corrupt as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+
+
+@lab.command()
+def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """A process killed at every step of the protocol, in all three write modes: what is left, and is it usable."""
+    from . import crash as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+
+
+@lab.command()
+def latency(out: Out, trials: Trials = 400, seed: Seed = 0, place: Place = None, as_json: Json = False) -> Answer:
+    """How long a save takes until it is done, in the three write modes, from 192 KB to 1 GB."""
+    from . import latency as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, place=place), out)
+
+
+@lab.command()
+def timeline(
+    out: Out,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 20.0,
+    place: Place = None,
+    as_json: Json = False,
+) -> Answer:
+    """What the disk does under the events of saves; a figure, and a trace file for Perfetto."""
+    from . import timeline as experiment
+
+    return _tried(experiment, experiment.Options(out, seconds, place=place), out)
+
+
+@lab.command()
+def peers(out: Out, trials: Trials = 200, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """The same damage, kills and failing writes for torch.save, DCP and this project, side by side."""
+    from . import peers as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+
+
+@lab.command()
+def powerloss(
+    out: Out,
+    trials: Annotated[int, typer.Option(min=1, help="Of each trouble, file system and write mode.")] = 40,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> Answer:
+    """ext4, xfs and btrfs in image files that lose power, fill up or turn read-only under a save. Needs root."""
+    from . import powerloss as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed), out)
+
+
+def _tried(experiment: Any, options: Any, out: Path) -> Answer:
+    """Run an experiment, write what came of it, and say it."""
+    from . import trials
+    from .report import command_line, today
+
+    out.mkdir(parents=True, exist_ok=True)
+    rows = experiment.run(options, _say)
+    found = experiment.report(rows, options)
+    summary = experiment.summary(rows)
+    files = trials.write(found, summary, out, command_line(), today())
+    told = "\n".join(f"wrote {path}" for path in files)
+    data = {"lab": found.name, "files": [str(path) for path in files], **summary}
+    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{told}"))

@@ -38,6 +38,8 @@ def lineage(survey: Survey) -> Lineage:
     while current is not None:
         mine = [at for at in committed if at.incarnation == current.id and (bound is None or at.step <= bound)]
         chain += sorted(mine, reverse=True)
+        witnessed = {one for one in survey.witnessed if one.incarnation == current.id}
+        on_the_way |= {one for one in witnessed if bound is None or one.step <= bound}
         parent = current.parent
         if parent is None:
             break
@@ -60,7 +62,7 @@ def never_committed(survey: Survey) -> set[GenerationId]:
 
     A commit that cannot be believed may have named anything before it, so that stays.
     """
-    named = {one.parent for one in survey.incarnations.values()}
+    named = {one.parent for one in survey.incarnations.values()} | survey.witnessed
     for generation in survey.generations.values():
         named |= {generation.commit.parent, generation.commit.continues}
     if survey.pointer:
@@ -94,6 +96,8 @@ def choose(survey: Survey, step: int | None) -> Choice:
             passed.append((at, str(survey.broken[at])))
         elif survey.generations[at].damaged:
             passed.append((at, told(survey.generations[at].damaged)))
+        elif survey.generations[at].unfit:
+            passed.append((at, f"intact, and not good: {told(survey.generations[at].unfit)}"))
         else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))

@@ -1,4 +1,5 @@
 """What may go. Pure. Never the newest verified generation, never the newest committed one, never one that is damaged.
+One that is intact and not good (NaN in its parameters) counts for nothing: it goes once a newer one is committed.
 
 Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists, and
 goes last where fewer than `last` are verified. One that `every`, a milestone or `best` asks for stays, verified or not:
@@ -45,15 +46,17 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     Abandoned generations (left behind by a rewind) go once the lineage has `last` verified generations that were
     committed after them.
     """
-    good = [one for one in chain if one.verified and not one.damaged]
+    good = [one for one in chain if one.good]
     kept = {one.id for one in good[: keep.last]} | {one.id for one in chain[:1]}
     whole = [one for one in chain if not one.damaged]
     kept |= {one.id for one in whole if _pinned(keep, one)}
+    whole = [one for one in whole if not one.unfit]
     # What has not been read yet may turn out to be damaged, so it takes no place from what is known to be good.
     kept |= {one.id for known in (good, whole) for one in _best(keep, known)}
-    older = chain[chain.index(good[0]) + 1 :] if good else []
+    newest = chain.index(good[0]) if good else len(chain)
+    older = [*(one for one in chain[:newest] if one.unfit), *chain[newest + 1 :]]
     # Where verification has not kept pace, unverified generations fill up what is missing to `last`.
-    unread = [one.id for one in older if not one.verified and not one.damaged]
+    unread = [one.id for one in older if not one.verified and not one.damaged and not one.unfit]
     kept |= set(unread[: max(keep.last - len(good), 0)])
     going = [one.id for one in older if one.id not in kept and not one.damaged]
     for one in abandoned:
@@ -80,11 +83,9 @@ def _best(keep: Keep, chain: Sequence[Generation]) -> list[Generation]:
 
 
 def unverified_ahead(chain: Sequence[Generation]) -> int:
-    """How many generations are newer than the newest verified one. `chain`: newest first."""
-    for count, one in enumerate(chain):
-        if one.verified and not one.damaged:
-            return count
-    return len(chain)
+    """How many unread generations are newer than the newest verified one. `chain`: newest first."""
+    newest = next((at for at, one in enumerate(chain) if one.good), len(chain))
+    return sum(1 for one in chain[:newest] if not one.unfit)
 
 
 def stale_incarnations(survey: Survey) -> list[Incarnation]:

@@ -24,14 +24,17 @@ from typing import Any, TypeVar
 
 from ..engine.arena import Arena, Lease
 from ..engine.inline import Inline
-from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
+from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
 from ..format import layout
 from ..format.layout import Image
+from ..plan.restore import told
 from ..plan.retention import Keep
+from ..plan.scrub import Scrub
 from ..records import Event, Generation, GenerationId, Piece
 from ..tiers.disk import WriteMode
 from . import places
 from .reader import WORKERS
+from .upkeep import Scrubber
 from .writer import RunWriter
 
 Pool = TypeVar("Pool", bound=ThreadPoolExecutor)
@@ -214,12 +217,18 @@ class Background:
         in_flight: int = 2,
         writers: int = WORKERS,
         persist: places.Persist = "direct",
+        parity: str | None = None,
+        scrub: Scrub | None = None,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.problems: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.latest: int | None = None
         """step of the newest verified generation"""
         self._upkeep_arena: Arena | None = None
+        self._hurried = 0
+        """who waits for the end of the work: nothing is read again for its own sake"""
+        self._scrubbing: Future[None] | None = None
+        self._scrub, self._scrubbed_at, self._busy = scrub, time.monotonic(), threading.Event()
         self._free_places = threading.BoundedSemaphore(in_flight)
         self._state = threading.Lock()
         self._flights: list[_Flight] = []
@@ -240,9 +249,17 @@ class Background:
             self._writers: queue.SimpleQueue[Workers] = queue.SimpleQueue()
             for _ in range(in_flight):
                 self._writers.put(started(Workers(writers, "lastgood-write"), writers))
-            self.run = RunWriter(disk, self.workers, keep=keep, algorithm=algorithm, tell=self.events.put)
+            self.run = RunWriter(
+                disk, self.workers, keep=keep, parity=parity, algorithm=algorithm, tell=self.events.put
+            )
             pools.pop_all()
             self._place = place.pop_all()
+        self._scrubber = Scrubber(
+            self.run,
+            self.small_arena,
+            bytes_per_second=scrub.bytes_per_second if scrub else float("inf"),
+            pause=self._busy.wait,
+        )
         self.note_latest()
         self._unheard = weakref.finalize(self, _print_unheard, self.problems, disk.place)
 
@@ -289,6 +306,7 @@ class Background:
         flight = _Flight(save, at, arena, pinned, sum(image.length for image in images))
         with self._state:
             self._flights.append(flight)
+            self._busy.set()
         try:
             jobs = [self._lanes.submit(self._persist, flight, images, approve, options)]
         except RuntimeError as error:
@@ -310,19 +328,27 @@ class Background:
     def wait(self, timeout: float | None = None) -> None:
         """Until everything that was begun is done. Raises TimedOut."""
         until = None if timeout is None else time.monotonic() + timeout
-        while (job := self._unfinished()) is not None:
-            try:
+        with self._state:
+            self._hurried += 1
+            self._busy.set()
+        try:
+            while (job := self._unfinished()) is not None:
                 job.result(None if until is None else max(0.0, until - time.monotonic()))
-            except FutureTimeout:
-                raise TimedOut(
-                    f"background work is not done after {timeout} s", safe="Every committed generation is untouched."
-                ) from None
+        except FutureTimeout:
+            raise TimedOut(
+                f"background work is not done after {timeout} s", safe="Every committed generation is untouched."
+            ) from None
+        finally:
+            with self._state:
+                self._hurried -= 1
 
     def close(self, timeout: float | None = None) -> None:
         """Wait, then let go of the run. On TimedOut what is under way is given up at its next chunk.
 
         The lock goes when the last thread has ended. A system call that hangs holds its thread, and the process too.
         """
+        with self._state:
+            self._hurried += 1
         try:
             self.wait(timeout)
         except TimedOut:
@@ -360,7 +386,8 @@ class Background:
 
     def _unfinished(self) -> Future[None] | None:
         with self._state:
-            return next((job for job in self._work if not job.done()), None)
+            work = [*self._work, *([self._scrubbing] if self._scrubbing else [])]
+            return next((job for job in work if not job.done()), None)
 
     def _end(self, flight: _Flight) -> None:
         with self._state:
@@ -470,6 +497,32 @@ class Background:
             return  # a later commit has made this one uninteresting; that one is looked after
         except BaseException as error:  # noqa: BLE001 - raised in the training loop
             self.problems.put(error)
+        if self._scrub and time.monotonic() - self._scrubbed_at >= self._scrub.seconds:
+            with self._state:
+                if not self._flights and not self._hurried:
+                    self._busy.clear()
+                    with contextlib.suppress(RuntimeError):  # the interpreter is ending: not here, and not now
+                        self._scrubbing = ThreadPoolExecutor.submit(self._keeper, self._read_an_old_one)
+
+    def _read_an_old_one(self) -> None:
+        try:
+            with self._looking:
+                done = self._scrubber.next_one(self._busy.is_set) or self._scrubber.next_one(self._busy.is_set)
+        except Cancelled:
+            return  # its turn comes again
+        except BaseException as error:  # noqa: BLE001 - raised in the training loop
+            self.problems.put(error)
+            done = None
+        self._scrubbed_at = time.monotonic()
+        if done is not None and not done.whole:
+            self.note_latest()
+            self.problems.put(
+                Damaged(
+                    f"step {done.generation.step} was good and does not read back any more: {told(done.findings)}",
+                    safe="It is marked; restore goes to a good one. Its neighbours are read next.",
+                    todo="Check the disk.",
+                )
+            )
 
     def _catch_up(self) -> None:
         """Verify and delete before the next reservation: the disk stays bounded. What is found does not stop the save.

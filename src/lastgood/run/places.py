@@ -45,7 +45,7 @@ def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) 
         root,
         commit=layout.COMMIT,
         verified=layout.VERIFIED,
-        damaged=layout.DAMAGED,
+        bad=(layout.DAMAGED, layout.UNFIT),
         in_flight=in_flight,
         direct=direct,
     )

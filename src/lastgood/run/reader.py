@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
-from ..engine import fetch
+from ..engine import fetch, guard
 from ..engine.arena import Arena
-from ..errors import Damaged, HalfLoaded, NoSuchStep, NoSuchTensor, NothingGood, Unreadable
+from ..errors import Damaged, HalfLoaded, NoSuchStep, NoSuchTensor, NotFinite, NothingGood, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
-from ..records import Finding, Generation, Manifest, Piece
+from ..records import LAYERS, Finding, Generation, Manifest, Piece, Verdict
+from ..records import intact as sound
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
@@ -41,14 +43,16 @@ def newest_good(
     load: Loader,
     examine: Callable[[Generation], list[Finding]] | None = None,
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
+    mend: Callable[[Generation], bool] = lambda _: False,
 ) -> Found:
     """Try generations until one loads: of the lineage, newest first; or only `step`.
 
-    `load` raises Damaged for what is not good. Then, where there is an `examine`, the generation is read again: with
-    findings they are handed to `mark` and the next older one is tried; without any, the fault was not in the files, and
-    it is loaded once more. What `load` has applied by then, an older one overwrites; where it would not, `load` raises
-    HalfLoaded, and no older one is tried. Raises NoSuchStep, Damaged (for an explicit step, or where intact files do
-    not load the second time either), NothingGood (with what is wrong with each), Unavailable.
+    `load` raises Damaged or NotFinite for what is not good. Then, where there is an `examine`, the generation is read
+    again: with findings they are handed to `mark` and the next older one is tried; without any, the fault was not in
+    the files, and it is loaded once more, as it is where `mend` says that it is whole again. What `load` has applied by
+    then, an older one overwrites; where it would not, `load` raises HalfLoaded, and no older one is tried. Raises
+    NoSuchStep, Damaged (for an explicit step, or where intact files do not load the second time either), NothingGood
+    (with what is wrong with each), Unavailable.
     """
     choice = restore.choose(survey, step)
     over = [(at.step, reason) for at, reason in choice.passed_over]
@@ -64,9 +68,14 @@ def newest_good(
             generation = survey.generations[at]
             try:
                 attempt(generation)
-            except Damaged:
-                findings = examine(generation) if examine else None
-                if findings == []:
+            except (Damaged, NotFinite):
+                try:
+                    findings = examine(generation) if examine else None
+                except Unreadable:
+                    if not mend(generation):
+                        raise
+                    findings = []
+                if findings is not None and (findings == [] or (not sound(findings) and mend(generation))):
                     intact = True
                     attempt(generation)
                 else:
@@ -76,7 +85,7 @@ def newest_good(
             return Found(generation, sorted(newer, reverse=True))
         except HalfLoaded:
             raise
-        except Damaged as error:
+        except (Damaged, NotFinite) as error:
             if intact or (step is not None and at == choice.candidates[-1]):
                 raise
             over.append((at.step, str(error)))
@@ -106,11 +115,21 @@ def headers_agree(tier: Tier, generation: Generation, manifest: Manifest, arena:
 
 
 def stream(
-    tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor, sink: fetch.Sink
+    tier: Tier,
+    generation: Generation,
+    manifest: Manifest,
+    arena: Arena,
+    workers: Executor,
+    sink: fetch.Sink,
+    *,
+    finite: bool = False,
 ) -> None:
-    """Hand every tensor of a generation to `sink`, verified, in one reading. Raises Damaged or Unavailable."""
+    """Hand every tensor of a generation to `sink`, verified, in one reading. Raises Damaged or Unavailable.
+
+    `finite`: NotFinite too.
+    """
     with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
-        fetch.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink)
+        fetch.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink, finite=finite)
 
 
 def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor) -> Fetch:
@@ -134,18 +153,26 @@ class _Whole:
 
 
 def read_all(
-    tier: Tier, generation: Generation, arena: Arena, workers: Executor, stop: Callable[[], bool] = lambda: False
+    tier: Tier,
+    generation: Generation,
+    arena: Arena,
+    workers: Executor,
+    stop: Callable[[], bool] = lambda: False,
+    layers: Collection[str] = LAYERS,
+    also: Callable[[memoryview], None] = lambda _: None,
 ) -> list[Finding]:
-    """Every damage in a generation, read past the page cache. Raises Cancelled when `stop()`, Unavailable."""
-    try:
-        found = commit.read_generation(tier, generation.id, generation.commit.run)
-        manifest = commit.read_manifest(tier, found)
-    except Unreadable:
-        raise
-    except Damaged as error:
-        return [fetch.finding(error)]
-    with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
-        return fetch.verify(tier, layout.folder(generation.id), manifest, buffers, workers, stop)
+    """What these layers of the guard find in a generation, read past the page cache; nothing in a good one.
+
+    `also` sees the tensor files as they are read.
+
+    Raises Cancelled when `stop()`, Unreadable and Unavailable where there is nothing to be found out now.
+    """
+    reading = guard.Examination(tier, generation, layers, stop, also)
+    manifest = reading.open()
+    if manifest is not None:
+        for blob in manifest.blobs:
+            reading.read(manifest, blob, partial(borrowed, arena), workers)
+    return reading.findings
 
 
 @contextlib.contextmanager
@@ -204,14 +231,20 @@ class RunReader:
             f"step {generation.step} holds no tensor {name!r}", todo="`lastgood show RUN` lists the names that it has."
         )
 
-    def verify(self, step: int | None = None) -> list[Finding]:
-        """Every damage of a generation, read past the page cache; default: the newest that is not marked damaged.
+    def verify(self, step: int | None = None, layers: Collection[str] = LAYERS) -> Verdict:
+        """What the guard says of a generation, read past the page cache; default: the newest that a restore would try.
 
-        Raises NoSuchStep, Unavailable.
+        `layers`: those that look, each by itself. Raises NoSuchStep, Unavailable.
         """
-        try:
-            generation = self.generation(step)
+        survey = commit.survey(self.tier)
+        candidates = restore.choose(survey, step).candidates
+        if not candidates:
+            raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
+        at = candidates[0]
+        if at in survey.broken:
+            findings = [one for one in [guard.finding(survey.broken[at])] if one.layer in layers]
+        else:
             with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-                return read_all(self.tier, generation, Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES), workers)
-        except Damaged as error:
-            return [fetch.finding(error)]
+                arena = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+                findings = read_all(self.tier, survey.generations[at], arena, workers, layers=layers)
+        return Verdict(at=at, layers=[one for one in LAYERS if one in layers], findings=findings)

@@ -17,29 +17,34 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from ..engine import persist
+from ..engine import guard, parity, persist
 from ..engine.arena import Arena
 from ..errors import (
+    BeyondRepair,
     Cancelled,
     CommitUnknown,
     Damaged,
     LastgoodError,
     NameTaken,
+    NotFinite,
     NotRestored,
     Overtaken,
     StepTaken,
+    SumMismatch,
     Unavailable,
     Unreadable,
 )
 from ..format import commit, layout
+from ..format import stripes as striping
 from ..format.layout import Image
 from ..plan import restore
 from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, unverified_ahead, wanted
-from ..ports import Tier
+from ..ports import Mendable, Tier
+from ..rawio.erasure import Code
 from ..records import (
     Commit,
     Event,
@@ -52,6 +57,8 @@ from ..records import (
     Pointer,
     RunHeader,
     World,
+    intact,
+    judged,
 )
 from .reader import read_all
 
@@ -68,6 +75,7 @@ class RunWriter:
         workers: Executor,
         *,
         keep: Keep = KEEP,
+        parity: str | None = None,
         algorithm: str = "xxh3_128",
         new_id: Callable[[], str] = lambda: os.urandom(4).hex(),
         wall_seconds: Callable[[], float] = time.time,
@@ -75,6 +83,7 @@ class RunWriter:
         tell: Callable[[Event], object] = lambda _: None,
     ) -> None:
         self.tier, self._keep, self._algorithm, self._workers = tier, keep, algorithm, workers
+        self._code = Code(*striping.parsed(parity)) if parity else None
         self._new_id, self._wall, self._monotonic, self._tell = new_id, wall_seconds, monotonic_seconds, tell
         self.survey = commit.survey(tier)
         self._incarnation: Incarnation | None = None
@@ -82,6 +91,9 @@ class RunWriter:
         """newest step that was tried and may exist"""
         self._unread = 0
         """commits since the newest verified one"""
+        self._protected: set[GenerationId] = set()
+        self.mended: dict[GenerationId, list[str]] = {}
+        """what was put back from parity"""
         self.turn = threading.RLock()
         self._settle()
 
@@ -105,6 +117,8 @@ class RunWriter:
             for name, length in self.tier.list(home).items():
                 if length is not None and layout.is_litter(home, name):
                     self.tier.delete(f"{home}/{name}".lstrip("/"))
+            for name in striping.unfinished(self.tier.list(home)):
+                self.tier.delete(f"{home}/{name}")
         for at in sorted(self.survey.going | restore.never_committed(self.survey)):
             commit.retire(self.tier, at)
             self.survey.going.discard(at)
@@ -267,18 +281,21 @@ class RunWriter:
     def verify(self, arena: Arena, stop: Callable[[], bool] = lambda: False) -> None:
         """Re-read the newest unverified generation past the page cache, mark it, and point at it.
 
-        One that is damaged is marked with the evidence, and the next older unverified one is read; the damage is raised
-        at the end. Raises Cancelled when `stop()`, Unavailable.
+        One that is not good is marked with the evidence, and the next older unverified one is read; what was found is
+        raised at the end: Damaged, or NotFinite. Raises Cancelled when `stop()`, Unavailable.
         """
-        problem: Damaged | None = None
+        problem: LastgoodError | None = None
+        known: list[str] | None = None
         for generation in self.lineage():
-            if generation.damaged:
+            if generation.damaged or generation.unfit:
                 continue
             if generation.verified:
                 break
             begun = self._monotonic()
             try:
-                findings = read_all(self.tier, generation, arena, self._workers, stop)
+                cells = self._cells(generation)
+                also = cells.see if cells else _unseen
+                findings = read_all(self.tier, generation, arena, self._workers, stop, also=also)
             except (Cancelled, Unavailable, Unreadable):
                 if problem:
                     break  # what was found already must be told
@@ -289,29 +306,170 @@ class RunWriter:
                 self.conclude(generation, findings)
             self._tell(
                 self._event(
-                    "damaged" if findings else "verified",
+                    "verified" if not findings else "unfit" if intact(findings) else "damaged",
                     generation.id,
                     seconds=self._monotonic() - begun,
                     detail=restore.told(findings),
                 )
             )
             if not findings:
+                known = cells.digests if cells else None
                 break
-            problem = problem or Damaged(
-                f"step {generation.step} was committed and does not read back: {restore.told(findings)}",
-                safe="Older generations are kept; this one is marked and will not be restored.",
-                todo="Check the disk. The evidence is in DAMAGED.json beside it.",
-            )
+            problem = problem or _problem(generation.step, findings)
         if problem:
             raise problem
+        newest = self.newest_verified()
+        if self._code is not None and newest is not None and newest.id not in self._protected:
+            self._protected.add(newest.id)  # an error is told once: scrub tries again
+            try:
+                self._protect(newest, self._code, arena, stop, known)
+            except Cancelled:
+                self._protected.discard(newest.id)
+                raise
+
+    def _cells(self, generation: Generation) -> parity.Cells | None:
+        """What is to see a generation on its way to parity; None where none was asked for, or its cells are unknown."""
+        if self._code is None:
+            return None
+        try:
+            manifest = commit.read_manifest(self.tier, generation)
+        except Unreadable:
+            raise
+        except Damaged:
+            return None  # found, and told, by the guard
+        return parity.Cells(striping.stripes(manifest.blobs, self._code.data, self._code.parity), manifest.digest)
+
+    def _protect(
+        self,
+        generation: Generation,
+        code: Code,
+        arena: Arena,
+        stop: Callable[[], bool],
+        known: list[str] | None = None,
+    ) -> None:
+        """Give a verified generation its parity, where it is not whole. `known`: the digests of its cells, just read.
+
+        Raises Cancelled when `stop()`, and what kept it from that.
+        """
+        manifest = commit.read_manifest(self.tier, generation)
+        if known is None:
+            if parity.whole(self.tier, generation, manifest, code, stop):
+                return
+            cells = parity.Cells(striping.stripes(manifest.blobs, code.data, code.parity), manifest.digest)
+            if read_all(self.tier, generation, arena, self._workers, stop, also=cells.see):
+                raise SumMismatch(f"{generation.id} was good a moment ago, and is not any more")
+            known = cells.digests
+        parity.protect(self.tier, generation, manifest, code, known, self._workers, stop)
+
+    def mend(self, at: GenerationId, arena: Arena, stop: Callable[[], bool] = lambda: False) -> list[str]:
+        """Put back what is damaged of a generation from its parity, read all of it and mark it; names of these files.
+
+        Parity that was damaged is written anew; where that fails an event says so. Raises BeyondRepair, and what keeps
+        it from writing or reading back: the damaged files are as they were then. Cancelled when `stop()`.
+        """
+        spare = None if self.tier.newest_only else parity.find(self.tier, at)
+        if spare is None:
+            raise BeyondRepair(f"{at} has no parity that can be read", safe="Nothing was changed.")
+        try:
+            names = parity.rebuild(cast(Mendable, self.tier), spare, self._workers, stop)
+        except BeyondRepair:
+            if (known := self.survey.generations.get(at)) is not None:  # the evidence stays, and it counts for nothing
+                self.conclude(known, read_all(self.tier, known, arena, self._workers))
+            raise
+        generation = commit.read_generation(self.tier, at, self._run)
+        findings = read_all(self.tier, generation, arena, self._workers)
+        with self.turn:
+            self.conclude(generation, findings)
+            self.survey.broken.pop(at, None)
+            self.survey.incomplete.discard(at)
+            self.survey.witnessed.discard(at)
+        if not intact(findings):
+            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.told(findings)}")
+        if names:
+            self.mended[at] = names
+            self._tell(self._event("repaired", at, detail=", ".join(names)))
+        try:
+            self._protect(generation, spare.code, arena, stop)
+        except LastgoodError as error:
+            self._tell(self._event("not_protected", at, detail=f"{type(error).__name__}: {error.what}"))
+        return names
+
+    def try_to_mend(self, at: GenerationId, arena: Arena, stop: Callable[[], bool] = lambda: False) -> bool:
+        """Mend a generation that has parity; False where it has none, or could not be mended: an event says why."""
+        try:
+            if self.tier.newest_only or parity.find(self.tier, at) is None:
+                return False
+            self.mend(at, arena, stop)
+        except Cancelled:
+            raise
+        except LastgoodError as error:
+            self._tell(self._event("not_repaired", at, detail=f"{type(error).__name__}: {error.what}"))
+            return False
+        return True
+
+    def mend_known(self, step: int | None, arena: Arena) -> None:
+        """Mend what a restore (of `step`) would pass over, newest first, down to what it would take."""
+        chain, lost = restore.lineage(self.survey)
+        places = {at: place for place, at in enumerate(sorted({*chain, *lost}, key=self._age, reverse=True))}
+        astray = [at for at in self.survey.broken if at not in places]
+        mended = False
+        for at in (*astray, *places):
+            one = self.survey.generations.get(at)
+            if one is not None and not one.damaged:
+                if step is None and not one.unfit:
+                    break
+                continue
+            if step in (None, at.step):
+                mended |= self.try_to_mend(at, arena)
+        if mended:
+            with self.turn:
+                self.survey = commit.survey(self.tier)  # what came back may speak of incarnations, and of what is lost
+
+    def _age(self, at: GenerationId) -> tuple[int, int]:
+        known = self.survey.incarnations.get(at.incarnation)
+        return known.order if known else 0, at.step
+
+    def read_again(
+        self,
+        generation: Generation,
+        arena: Arena,
+        stop: Callable[[], bool] = lambda: False,
+        also: Callable[[memoryview], None] = lambda _: None,
+    ) -> tuple[list[Finding], bool]:
+        """Read a generation that was read before: what was found, and whether it was damaged and is whole again.
+
+        It is marked where that is news. Parity that is damaged, or was asked for and is not there, is written. Raises
+        Cancelled when `stop()`, Unavailable.
+        """
+        try:
+            findings = read_all(self.tier, generation, arena, self._workers, stop, also=also)
+        except Unreadable as error:
+            if self.try_to_mend(generation.id, arena, stop):
+                return [guard.finding(error)], True
+            raise
+        if generation != judged(generation, findings):
+            with self.turn:
+                if generation.id not in self.survey.generations:
+                    raise Cancelled("it was let go while it was read")
+                self.conclude(generation, findings)
+        if not intact(findings):
+            return findings, self.try_to_mend(generation.id, arena, stop)
+        spare = None if self.tier.newest_only else parity.find(self.tier, generation.id)
+        code = self._code or (spare.code if spare else None)
+        if code is not None and not findings:
+            self._protect(generation, code, arena, stop)
+        return findings, False
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         """Mark what a complete reading of a generation found; the pointer follows a good one of the lineage."""
         with self.turn:
+            if findings:  # it counts for nothing any more, also where that cannot be written down
+                self._take_in(judged(generation, findings))
             commit.mark(self.tier, generation, findings)
-            self._take_in(msgspec.structs.replace(generation, verified=not findings, damaged=findings))
-            if not findings:
+            self._take_in(judged(generation, findings))
+            if intact(findings):
                 self._unread = unverified_ahead(self.lineage())
+            if not findings:
                 self.point()
 
     def point(self) -> None:
@@ -347,7 +505,7 @@ class RunWriter:
 
     def newest_verified(self) -> Generation | None:
         """The newest verified generation of the lineage."""
-        return next((one for one in self.lineage() if one.verified and not one.damaged), None)
+        return next((one for one in self.lineage() if one.good), None)
 
     def lineage(self) -> list[Generation]:
         """Committed generations of the lineage, newest first; those whose commit is not sure are not among them."""
@@ -365,3 +523,22 @@ class RunWriter:
             bytes=size,
             detail=detail,
         )
+
+
+def _problem(step: int, findings: list[Finding]) -> LastgoodError:
+    what, safe = restore.told(findings), "Older generations are kept; this one is marked and will not be restored."
+    if intact(findings):
+        return NotFinite(
+            f"step {step} is intact, and not good: {what}",
+            safe=safe,
+            todo="Go back with restore() if training does not recover. The evidence is in UNFIT.json beside it.",
+        )
+    return Damaged(
+        f"step {step} was committed and does not read back: {what}",
+        safe=safe,
+        todo="Check the disk. The evidence is in DAMAGED.json beside it.",
+    )
+
+
+def _unseen(_: memoryview) -> None:
+    """Nobody looks on."""

@@ -123,6 +123,13 @@ class Disk:
                 self._files.rename(link + ".tmp", link)
             self._sync_folder("")
 
+    def replace(self, name: str, by: str) -> None:
+        """Put a finished blob in the place of another of its folder, durably."""
+        with self._telling(name):
+            self._sync_folder(_folder(by))  # its own name first: it is all that a crash may leave of the two
+            self._files.rename(self._path(by), self._path(name))
+            self._sync_folder(_folder(name))
+
     def delete(self, name: str) -> None:
         """Remove a blob, durably, and its folder when that is empty."""
         with self._telling(name):

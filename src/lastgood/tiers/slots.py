@@ -22,7 +22,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
@@ -64,7 +64,7 @@ class _Draft:
 class Slots:
     """`ports.Tier` over slots: one writer with `in_flight` uploads under way, or any number of readers.
 
-    `commit`, `verified` and `damaged` are the names of files that mean so; no other has a meaning here. `direct`:
+    `commit`, `verified` and those in `bad` are names of files that mean so; no other has a meaning here. `direct`:
     whether the file system takes direct I/O (rawio.files.takes_direct).
     """
 
@@ -77,7 +77,7 @@ class Slots:
         *,
         commit: str,
         verified: str,
-        damaged: str,
+        bad: Collection[str],
         in_flight: int = 1,
         direct: bool = False,
     ) -> None:
@@ -87,7 +87,7 @@ class Slots:
         self._disk = Disk(files, root, direct=direct)
         self._pool = Pool(files, f"{root}/{HOME}", direct=direct)
         self._tables = TableFile(files, self._disk, TABLE, direct=direct)
-        self._commit, self._verified, self._damaged = commit, verified, damaged
+        self._commit, self._verified, self._bad = commit, verified, frozenset(bad)
         self._in_flight = in_flight
         self._lock = threading.RLock()
         self._owned = False
@@ -130,7 +130,7 @@ class Slots:
                 if file == self._commit:
                     self._publish(folder, draft, data)
                     return
-                if file in (self._verified, self._damaged):
+                if file == self._verified or file in self._bad:
                     raise MissingBlob(f"{self.place}/gen/{folder} is not there: nothing is noted beside it", blob=name)
                 draft = draft or self._take(folder, round_up(len(data)))
             with draft.turn:
@@ -317,8 +317,8 @@ class Slots:
         self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))
 
     def _spare(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
-        """What stays beside a new commit: the newest verified one; while none is, the newest that is not damaged."""
-        good = [one for one in kept if self._damaged not in one.records]
+        """What stays beside a new commit: the newest verified one; while none is, the newest that may yet be good."""
+        good = [one for one in kept if self._bad.isdisjoint(one.records)]
         return tuple([one for one in good if self._verified in one.records][-1:] or good[-1:])
 
     # ---- folders that are not committed --------------------------------------------------------------------

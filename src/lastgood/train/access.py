@@ -18,6 +18,7 @@ from ..run import places
 from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
 from . import staging
+from .capture import finite
 from .loading import Request, Restored, load_into
 from .state import capture, from_bytes
 
@@ -51,7 +52,7 @@ def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], ste
         newest = next(iter(run.lineage()), None)
         run.begin(newest.id if newest else None)
         tensors = captured.tensors
-        images = staging.lay_out(tensors)
+        images = staging.lay_out(tensors, finite(captured))
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
         chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(

@@ -128,6 +128,21 @@ class Capture:
         )
 
 
+def finite(captured: Captured, also: Sequence[str] = (), but: Sequence[str] = ()) -> frozenset[str]:
+    """Tensors in which NaN or infinity makes a state unfit: parameters, what optimizers keep, and what `also` names.
+
+    Never those named in `but`, nor what can hold neither. Patterns as in `capture`.
+    """
+    named, left = Filter(also, ()), Filter((), but)
+    return frozenset(
+        name
+        for name, tensor in captured.tensors.items()
+        if (tensor.is_floating_point() or tensor.is_complex())
+        and (captured.origins[name] is not Origin.OTHER or (also and named.keeps(name)))
+        and left.keeps(name)
+    )
+
+
 def wanted(include: Sequence[str], exclude: Sequence[str]) -> Filter:
     """The filter that a caller's patterns make."""
     names = Filter(include, exclude)

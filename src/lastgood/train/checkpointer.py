@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from .. import words
@@ -29,9 +30,11 @@ from ..errors import (
     TornSnapshot,
     Unavailable,
 )
+from ..format import stripes as striping
 from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
+from ..plan.scrub import Scrub
 from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
 from ..records import Event, Finding, Generation, GenerationId
@@ -64,6 +67,10 @@ class Checkpointer:
     `memory`: bound of all of them (default: the size of the state; smaller makes the next update wait for the disk).
     `on_error`: "warn" lets training go on when a background save failed, "raise" raises in the loop. `on_event` hears,
     on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch).
+    NaN or infinity in a parameter or in an optimizer's state makes a save intact, and not good: it is never restored by
+    itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
+    `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
+    `scrub`: lastgood.Scrub(...) reads old generations again, now and then.
     Raises Refused, NotARun, NotWritable, RunLocked; nothing has been touched then.
     """
 
@@ -89,6 +96,10 @@ class Checkpointer:
         chunk: int = CHUNK_BYTES,
         overhead: float | None = None,
         persist: places.Persist = "direct",
+        parity: str | None = None,
+        scrub: Scrub | None = None,
+        finite_also: Sequence[str] = (),
+        finite_except: Sequence[str] = (),
     ) -> None:
         _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
         _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
@@ -108,6 +119,12 @@ class Checkpointer:
             f"{retention} in slots, which keep the newest only",
             "Put what is to be kept into a directory: a second Checkpointer with a path, and its own cadence.",
         )
+        _require(
+            not slots or (parity is None and scrub is None),
+            "parity or scrub in slots, which keep the newest only",
+            "Put what is to be kept into a directory.",
+        )
+        _require(scrub is None or isinstance(scrub, Scrub), f"scrub={scrub!r}", "Give lastgood.Scrub(...).")
         auto = cadence == "auto"
         _require(auto or isinstance(cadence, Every), f"cadence={cadence!r}", 'Give lastgood.Every(...) or "auto".')
         _require(
@@ -130,9 +147,29 @@ class Checkpointer:
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
         self._behind = Background(
-            path, write_mode, retention, digest, in_flight=in_flight, writers=writers, persist=persist
+            path,
+            write_mode,
+            retention,
+            digest,
+            in_flight=in_flight,
+            writers=writers,
+            persist=persist,
+            parity=parity,
+            scrub=scrub,
         )
-        self._cutter = Cutter(include, exclude, staging, torn_check, memory, chunk, digest, self._behind.wait)
+        self._spare = striping.share(parity) if parity else 0.0
+        self._cutter = Cutter(
+            include,
+            exclude,
+            staging,
+            torn_check,
+            memory,
+            chunk,
+            digest,
+            self._behind.wait,
+            finite_also=finite_also,
+            finite_except=finite_except,
+        )
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -150,7 +187,9 @@ class Checkpointer:
         self.wait()
         run = self._behind.run
         request = Request(self._request.state, strict, rename, self._request.include, self._request.exclude)
+        run.mended.clear()
         try:
+            run.mend_known(step, self._behind.small_arena())
             found = load_into(
                 request,
                 run.tier,
@@ -160,6 +199,7 @@ class Checkpointer:
                 self._behind.workers,
                 self._examine,
                 self._mark,
+                lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
             )
         except NoSuchStep:
             if step != 0:
@@ -172,9 +212,10 @@ class Checkpointer:
                 self._cutter.interrupted()
             raise
         self._half_loaded = False
+        found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
-        if found.generation is not None and not found.generation.verified:
-            self._mark(found.generation, [])
+        if step is None and found.generation is not None and not found.generation.verified:
+            self._mark(found.generation, [])  # a step that was asked for is loaded without asking whether it is finite
         with self._hints():
             run.point()
         self._behind.note_latest()
@@ -185,6 +226,8 @@ class Checkpointer:
         if found.stepped_over:
             told = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
             warnings.warn(f"resumed from step {found.step}, stepping over\n{told}", LastgoodWarning, stacklevel=2)
+        for at, names in found.repaired:
+            warnings.warn(f"step {at} was damaged ({names}) and was rebuilt", LastgoodWarning, stacklevel=2)
         self._deliver()
         return found
 
@@ -413,6 +456,7 @@ class Checkpointer:
             what = f"({self._in_flight} in flight + 2) slots of {words.size(total)} = {most}, and a little for records"
             print(f"lastgood: {self._behind.run.tier.place} takes {what}", file=sys.stderr)
             return
+        total += round(total * self._spare)
         kept = self._keep.last + len(self._keep.milestones) + (self._keep.best[2] if self._keep.best else 0)
         more = f", and each {self._keep.every}th step" if self._keep.every else ""
         place, size, most = (

@@ -17,7 +17,7 @@ from ..format.layout import Image, Segment
 from ..rawio.files import round_up
 from ..records import Piece
 from . import behind, staging, torn
-from .capture import Capture, Captured, Origin
+from .capture import Capture, Captured, Origin, finite
 
 SMALL_BYTES = 1 << 20
 """of a state that is copied in less time than it takes to watch it being copied"""
@@ -51,9 +51,13 @@ class _Plan:
     """What holds from one cut to the next, as long as names, dtypes and shapes are the same."""
 
     key: int
+    finite: frozenset[str]
     images: list[Image]
     behind: behind.Behind | None = None
     origins: Mapping[str, Origin] | None = None
+    """when it was last asked which tensors must be finite"""
+    found_in: Mapping[str, Origin] | None = None
+    """when `behind` was found"""
     watch: torn.Watch | None = None
     chunk_bytes: int = 0
     chunks: Sequence[tuple[Image, Sequence[list[Segment]]]] = ()
@@ -73,6 +77,8 @@ class Cutter:
         chunk_bytes: int,
         algorithm: str,
         quiet: Callable[[], None],
+        finite_also: Sequence[str] = (),
+        finite_except: Sequence[str] = (),
     ) -> None:
         self.fence = staging.Fence()
         self.note = ""
@@ -80,6 +86,7 @@ class Cutter:
         self._capture = Capture(include, exclude)
         self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
         self._algorithm, self._quiet = algorithm, quiet
+        self._finite = finite_also, finite_except
         self._arena: Arena | None = None
         self._spoiled = False
         self._pin: staging.Pin | None = None
@@ -90,8 +97,11 @@ class Cutter:
         captured = self._capture.take(state)
         tensors = captured.tensors
         plan = self._plan
-        if plan is None or plan.key != captured.key:
-            plan = self._plan = _Plan(captured.key, staging.lay_out(tensors))
+        if plan is None or plan.key != captured.key or plan.origins is not captured.origins:
+            must = finite(captured, *self._finite)
+            if plan is None or (plan.key, plan.finite) != (captured.key, must):
+                plan = self._plan = _Plan(captured.key, must, staging.lay_out(tensors, must))
+            plan.origins = captured.origins
         images = plan.images
         arena = self._writing_arena(images)
         if plan.chunk_bytes != arena.chunk_bytes:
@@ -168,8 +178,8 @@ class Cutter:
             self._wanted is None and sum(one.length for one in plan.images) <= SMALL_BYTES
         ):
             return None
-        if plan.behind is None or plan.origins is not captured.origins or not plan.behind.holds(captured):
-            plan.behind, plan.origins = behind.find(state, captured), captured.origins
+        if plan.behind is None or plan.found_in is not captured.origins or not plan.behind.holds(captured):
+            plan.behind, plan.found_in = behind.find(state, captured), captured.origins
         found = plan.behind
         if self._wanted is None and not (found.hookable and captured.optimizers):
             self.note = FSDP1_NOTE if found.moves else ""

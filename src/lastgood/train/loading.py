@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..engine.arena import Arena
-from ..errors import Damaged, HalfLoaded, LastgoodError
+from ..errors import Damaged, HalfLoaded, LastgoodError, NotFinite
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
@@ -34,6 +34,8 @@ class Restored:
     bytes: int
     stepped_over: list[tuple[int, str]] = field(default_factory=list)
     """(step, reason) of what is newer and not good"""
+    repaired: list[tuple[int, str]] = field(default_factory=list)
+    """(step, files) of what was damaged, and rebuilt from its parity"""
     skipped: list[str] = field(default_factory=list)
     """with strict=False: what did not fit"""
 
@@ -58,10 +60,12 @@ def load_into(
     workers: Executor,
     examine: Callable[[Generation], list[Finding]],
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
+    mend: Callable[[Generation], bool] = lambda _: False,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
-    `arena_for(bytes, chunk bytes)` lends the memory. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
+    What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
+    memory. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
     Unavailable, each with the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
@@ -91,8 +95,10 @@ def load_into(
         arena = arena_for(*reader.reading_bytes(manifest))
         once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifest, arena)
         try:
-            fit.apply(partial(reader.stream, tier, generation, manifest, arena, workers), look_first=not once)
-        except Damaged as error:
+            finite = step is None and not generation.verified  # of its own accord nobody loads what is not good
+            reading = partial(reader.stream, tier, generation, manifest, arena, workers, finite=finite)
+            fit.apply(reading, look_first=not once)
+        except (Damaged, NotFinite) as error:
             if fit.begun and not request.strict:
                 raise _half_loaded(error, manifest.step) from error
             raise
@@ -101,7 +107,7 @@ def load_into(
         skipped[:] = fit.skipped
 
     try:
-        found = reader.newest_good(tier, survey, step, load, examine, mark)
+        found = reader.newest_good(tier, survey, step, load, examine, mark, mend)
     except LastgoodError as error:
         if half is None or isinstance(error, HalfLoaded):
             raise

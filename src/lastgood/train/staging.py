@@ -36,9 +36,11 @@ SIDE_BYTES = 32 << 20
 """what is cloned at the cut, beside the arena; a state with more of it is staged while the loop waits"""
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor]) -> list[Image]:
-    """The files that these tensors make."""
-    return images(Tensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in tensors.items())
+def lay_out(tensors: Mapping[str, torch.Tensor], finite: Collection[str] = ()) -> list[Image]:
+    """The files that these tensors make. `finite`: those that must hold no NaN or infinity."""
+    return images(
+        Tensor(name, dtype_name(one.dtype), tuple(one.shape), name in finite) for name, one in tensors.items()
+    )
 
 
 def in_chunks(files: Sequence[Image], chunk_bytes: int) -> list[tuple[Image, Sequence[list[Segment]]]]:

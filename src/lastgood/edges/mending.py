@@ -1,0 +1,117 @@
+"""What `scrub` and `repair` do: read generations again, put back what is damaged. Hold no rule of either.
+
+Both lock the run: a trainer that has it open reads old generations by itself (`scrub=`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..engine.arena import Arena
+from ..errors import Damaged, LastgoodError
+from ..format import layout
+from ..format.commit import Survey
+from ..plan import restore
+from ..records import GenerationId, intact
+from ..run import places
+from ..run.reader import WORKERS
+from ..run.upkeep import Scrubbed, Scrubber
+from ..run.writer import RunWriter
+from ..words import size
+from .show import named, plural
+from .terminal import Watched, clean, progress
+
+
+@contextmanager
+def _writing(run: str, what: str) -> Iterator[tuple[RunWriter, Arena]]:
+    """A run to be written, with a bar over what is read of it."""
+    places.for_reading(run)  # what is no run is refused here, before writing would make it one
+    with places.for_writing(run, "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+        total = sum(one.bytes for one in RunWriter(tier, workers).survey.generations.values())
+        with progress(what, total) as seen:
+            watched = Watched(tier, seen)
+            yield RunWriter(watched, workers), Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+
+
+def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
+    """Every generation that is not known to be damaged, once; raises what opening and reading raise."""
+    rows = []
+    with _writing(run, "reading again") as (writer, arena):
+        scrubber = Scrubber(writer, lambda: arena, bytes_per_second=bytes_per_second)
+        while (one := scrubber.next_one()) is not None:
+            rows.append(
+                {
+                    **named(one.generation.id),
+                    "state": _state(one),
+                    "bytes": one.generation.bytes,
+                    "seconds": round(one.seconds, 3),
+                    "repaired": writer.mended.get(one.generation.id, []) if one.repaired else [],
+                    "why": restore.told(one.findings),
+                }
+            )
+        writer.point()
+        place = writer.tier.place
+    return {
+        "place": place,
+        "intact": all(one["state"] != "damaged" for one in rows),
+        "good": all(one["state"] in ("good", "repaired") for one in rows),
+        "generations": rows,
+    }
+
+
+def _state(one: Scrubbed) -> str:
+    if one.repaired:
+        return "repaired"
+    return "damaged" if not one.whole else "not good" if one.findings else "good"
+
+
+def repaired(run: str, wanted: GenerationId | None) -> dict[str, Any]:
+    """Put back what is damaged of one generation, or of each that is known to be. Raises BeyondRepair for one."""
+    rows = []
+    with _writing(run, "repairing") as (writer, arena):
+        for at in [wanted] if wanted else damaged(writer.survey):
+            try:
+                rows.append({**named(at), "repaired": writer.mend(at, arena), "why": ""})
+            except LastgoodError as error:
+                if wanted:
+                    raise
+                rows.append({**named(at), "repaired": [], "why": error.what})
+        writer.point()
+        place = writer.tier.place
+    return {"place": place, "good": all(not one["why"] for one in rows), "generations": rows}
+
+
+def damaged(survey: Survey) -> list[GenerationId]:
+    """What is known to be damaged or lost."""
+    marked = {at for at, one in survey.generations.items() if not intact(one.damaged)}
+    broken = {at for at, error in survey.broken.items() if isinstance(error, Damaged)}
+    return sorted(marked | broken | survey.witnessed | set(restore.lineage(survey).lost))
+
+
+def scrubbed_view(data: Mapping[str, Any]) -> RenderableType:
+    lines: list[RenderableType] = []
+    for row in data["generations"]:
+        style = {"good": "green", "repaired": "yellow"}.get(row["state"], "bold red")
+        told = f"  {size(row['bytes'])} in {row['seconds']:.1f} s"
+        state = row["state"] if style == "green" else row["state"].upper()
+        lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", (state, style), told))
+        lines += [Text(f"  {clean(row['why'])}")] if row["why"] else []
+        lines += [Text(f"  put back from parity: {', '.join(row['repaired'])}")] if row["repaired"] else []
+    return Group(*lines, Text(f"{plural(len(data['generations']), 'generation')} read again", style="bold"))
+
+
+def repaired_view(data: Mapping[str, Any]) -> RenderableType:
+    lines: list[RenderableType] = []
+    for row in data["generations"]:
+        told = f"put back {', '.join(row['repaired'])}" if row["repaired"] else row["why"] or "nothing was damaged"
+        style = "bold red" if row["why"] else "green"
+        state = "BEYOND REPAIR" if row["why"] else "good"
+        lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", (state, style)))
+        lines.append(Text(f"  {clean(told)}"))
+    return Group(*lines) if lines else Text("nothing is known to be damaged; `lastgood scrub` looks")

@@ -1,0 +1,208 @@
+"""The guard: what is wrong with a generation, which layer says so, and where. Reads past the page cache; mends nothing.
+
+The layers catch different things, so each looks by itself, whatever the others have found:
+
+    structure   it opens, and is by itself what it says it is     a lost file, a header that was hit
+    agreement   names, shapes and dtypes are the manifest's       an older version of the file, a foreign one
+    contents    the digest of each tensor, taken while staging    what memory did, and what storage did to tensors
+    digests     of each chunk and record, up to the commit        what storage did, to any byte at all
+    finite      numbers, where there must be numbers              what training did: intact, and not good
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager
+
+from ..errors import (
+    Cancelled,
+    Damaged,
+    LastgoodError,
+    ManifestInvalid,
+    MissingBlob,
+    NotFinite,
+    SumMismatch,
+    Truncated,
+    Unreadable,
+)
+from ..format import commit, layout
+from ..format.layout import Image, Tensor
+from ..ports import Tier
+from ..records import Blob, Extent, Finding, Generation, Manifest
+from . import fetch
+from .contents import Contents
+from .finite import not_finite, not_finite_error
+
+Tell = Callable[[str, LastgoodError], None]
+"""layer, and what it says"""
+Lend = Callable[[int], AbstractContextManager[list[memoryview]]]
+"""buffers of at least so many bytes"""
+
+
+class Examination:
+    """One reading of a generation. `stop()` gives it up; `also` sees every byte of the tensor files, in order."""
+
+    def __init__(
+        self,
+        tier: Tier,
+        generation: Generation,
+        layers: Collection[str],
+        stop: Callable[[], bool],
+        also: Callable[[memoryview], None] = lambda _: None,
+    ) -> None:
+        self._tier, self._generation, self._layers, self._stop, self._also = tier, generation, layers, stop, also
+        self._home = layout.folder(generation.id)
+        self.findings: list[Finding] = []
+
+    def _tell(self, layer: str, error: LastgoodError) -> None:
+        if isinstance(error, Unreadable):
+            raise error  # it may be read again later: no evidence of what the bytes are
+        if layer in self._layers:
+            self.findings.append(finding(error, layer))
+
+    # ---- records -------------------------------------------------------------------------------------------
+
+    def open(self) -> Manifest | None:
+        """The records; None where the manifest cannot be read at all. One that is damaged shows more all the same."""
+        try:
+            self._generation = commit.read_generation(self._tier, self._generation.id, self._generation.commit.run)
+        except Damaged as error:
+            self._tell(layer_of(error), error)
+            return None
+        seal = self._generation.commit.seals[0]
+        try:
+            return commit.read_manifest(self._tier, self._generation)
+        except Damaged as error:
+            first = error
+        if first.blob.rpartition("/")[2] == seal.manifest:  # else it is of a tensor file, and `read` tells it
+            self._tell(layer_of(first), first)
+        name = f"{self._home}/{seal.manifest}"
+        length = self._tier.list(self._home).get(seal.manifest)
+        if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
+            return None
+        data = bytearray(length)
+        try:
+            self._tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(data), fresh=True)
+            manifest = layout.decode(bytes(data), Manifest, name, believe=True)
+            layout.validate_manifest(manifest, self._generation.id, 0)
+        except Damaged as error:
+            if str(error) != str(first):
+                self._tell("structure", error)
+            return None
+        return manifest
+
+    # ---- tensor files --------------------------------------------------------------------------------------
+
+    def read(self, manifest: Manifest, blob: Blob, lend: Lend, readers: Executor) -> None:
+        """All of one tensor file, chunk by chunk. Memory is lent for what is there, whatever the manifest says."""
+        name = f"{self._home}/{blob.name}"
+        length = self._tier.list(self._home).get(blob.name)
+        if length is None or length < 0:
+            self._tell("structure", MissingBlob(f"{name} is gone, or no file", blob=blob.name))
+            return
+        look = _Look(manifest, blob, length, self._layers, self._tell)
+        if length != blob.length:
+            what = f"{name} has {length:,} bytes, committed were {blob.length:,}"
+            self._tell("digests", Truncated(what, blob=blob.name, offset=min(length, blob.length)))
+        if length < blob.length:
+            look.shorter(self._tier, name)
+            return
+        with lend(fetch.buffer_bytes([blob])) as buffers:
+            chunks = fetch.chunks(
+                self._tier,
+                self._home,
+                manifest,
+                blob,
+                buffers,
+                readers,
+                on_damage=lambda one: self._tell("digests", one),
+            )
+            with contextlib.closing(chunks):
+                for data in chunks:
+                    if self._stop():
+                        raise Cancelled("reading was given up")
+                    self._also(data)
+                    damaged = any(one.layer == "digests" for one in self.findings)
+                    look.see(data, "digests" in self._layers and not damaged)
+
+
+class _Look:
+    """What the chunks of one tensor file show beside their own digests."""
+
+    def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], tell: Tell) -> None:
+        self._blob, self._length, self._tell = blob, length, tell
+        self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
+        tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
+        self._header_bytes = min((offset for _, offset in tensors), default=blob.length)
+        self._header = bytearray()
+        image = Image(blob.name, bytes(self._header_bytes), tensors, blob.length)
+        self._contents = Contents(image, manifest.digest) if "contents" in layers else None
+        self._parts = iter(layout.segments(image, blob.chunk_bytes))
+        self._finite = {at for at, one in enumerate(self._pieces) if one.finite and "finite" in layers}
+
+    def shorter(self, tier: Tier, name: str) -> None:
+        """The file ends before its time: its header, and the first tensor that is not all there."""
+        header = bytearray(min(self._header_bytes, self._length))
+        tier.read_into(Extent(blob=name, offset=0, length=len(header)), memoryview(header), fresh=True)
+        self._validate(bytes(header))
+        cut = next((one for one in self._pieces if one.extent.offset + one.extent.length > self._length), None)
+        if cut is not None and self._contents is not None:
+            what = f"{name} ends within tensor {cut.name}, or before it"
+            self._tell("contents", Truncated(what, blob=self._blob.name, offset=self._length, tensor=cut.name))
+
+    def see(self, data: memoryview, as_written: bool) -> None:
+        """The next chunk, in order. `as_written`: whether the file has been as committed, as far as it was read."""
+        if len(self._header) < self._header_bytes:
+            self._header += data[: self._header_bytes - len(self._header)]
+            if len(self._header) == self._header_bytes:
+                self._validate(bytes(self._header))
+        for tensor, _, at, length in next(self._parts):
+            if tensor in self._finite and not_finite(self._pieces[tensor].dtype, data[at : at + length]):
+                self._finite.discard(tensor)
+                self._tell("finite", not_finite_error(self._pieces[tensor].name))
+        if self._contents is None:
+            return
+        before = len(self._contents.digests)
+        self._contents.see(data)
+        for piece, found in zip(self._pieces[before:], self._contents.digests[before:], strict=False):
+            if piece.digest != found:
+                what = f"{self._blob.name}: the content of tensor {piece.name} differs from the digest taken at staging"
+                if as_written:
+                    what += ", although the file is as it was written: memory changed it in between"
+                self._tell(
+                    "contents",
+                    SumMismatch(what, blob=self._blob.name, offset=piece.extent.offset, tensor=piece.name),
+                )
+
+    def _validate(self, header: bytes) -> None:
+        try:
+            layout.validate_file(header, self._length, self._blob.name)
+        except ManifestInvalid as error:
+            self._tell("structure", error)
+        try:
+            layout.validate_header(header, self._blob, self._pieces)
+        except ManifestInvalid as error:
+            self._tell("agreement", error)
+
+
+def layer_of(error: LastgoodError) -> str:
+    """The layer that an error of a record or a file belongs to."""
+    if isinstance(error, NotFinite):
+        return "finite"
+    return "structure" if isinstance(error, (ManifestInvalid, MissingBlob)) else "digests"
+
+
+def finding(error: LastgoodError, layer: str = "") -> Finding:
+    """An error as a record."""
+    where = error if isinstance(error, Damaged) else Damaged("", tensor=getattr(error, "tensor", ""))
+    return Finding(
+        kind=type(error).__name__,
+        what=error.what,
+        layer=layer or layer_of(error),
+        blob=where.blob,
+        offset=where.offset,
+        chunk=where.chunk,
+        tensor=where.tensor,
+    )

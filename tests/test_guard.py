@@ -1,0 +1,257 @@
+"""The guard's layers: each finds what it is there for, names the place, and needs none of the others."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lastgood
+from harness import State, filled, load, save
+from lastgood.engine.arena import Arena
+from lastgood.engine.finite import not_finite
+from lastgood.engine.inline import Inline
+from lastgood.errors import LastgoodWarning, NotFinite, NothingGood
+from lastgood.format import layout
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFiles
+from lastgood.records import LAYERS
+from lastgood.run.reader import RunReader
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+from lastgood.train.tensors import TORCH_DTYPES
+
+CHUNK = 4096
+STATE: State = {"bias": b"four", "weight": bytes(range(250)) * 40}
+OTHER: State = {"bias": b"four", "heights": bytes(range(249, -1, -1)) * 40}
+DATA = "r00000.safetensors"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
+    save(run, 10, OTHER, chunk_bytes=CHUNK)
+    save(run, 20, STATE, chunk_bytes=CHUNK)
+    (path,) = tmp_path.glob("gen/*20-*")
+    return path
+
+
+def put(data: bytes, at: int) -> Callable[[Path], object]:
+    def damage(home: Path) -> None:
+        with open(home / DATA, "r+b") as file:
+            file.seek(at)
+            file.write(data)
+
+    return damage
+
+
+def older(home: Path) -> None:
+    (before,) = home.parent.glob("*10-*")
+    (home / DATA).write_bytes((before / DATA).read_bytes())
+
+
+def record(name: str, at: int) -> Callable[[Path], object]:
+    def damage(home: Path) -> None:
+        data = bytearray((home / name).read_bytes())
+        data[at] ^= 1
+        (home / name).write_bytes(data)
+
+    return damage
+
+
+def resized(by: int) -> Callable[[Path], object]:
+    def damage(home: Path) -> None:
+        data = (home / DATA).read_bytes()
+        (home / DATA).write_bytes(data[:by] if by < 0 else data + bytes(by))
+
+    return damage
+
+
+FOUND = {
+    "a bit of a tensor": (put(b"\xff", 9000), {"contents", "digests"}, "weight"),
+    "a bit of the header's length": (put(b"\x01", 3), {"structure", "agreement", "digests"}, ""),
+    "a name in the header": (put(b"W", 8 + 60), {"agreement", "digests"}, ""),
+    "an older version of the file": (older, {"agreement", "contents", "digests"}, "weight"),
+    "a cut tail": (resized(-100), {"structure", "contents", "digests"}, "weight"),
+    "an appended tail": (resized(5), {"structure", "digests"}, ""),
+    "a lost file": (lambda home: (home / DATA).unlink(), {"structure"}, ""),
+    "a digit of the manifest's digests": (record("r00000.manifest.json", 150), {"digests"}, ""),
+    "the form of the manifest": (record("r00000.manifest.json", -3), {"structure", "digests"}, ""),
+    "a lost manifest": (lambda home: (home / "r00000.manifest.json").unlink(), {"structure"}, ""),
+}
+
+
+@pytest.mark.parametrize(("damage", "layers", "tensor"), FOUND.values(), ids=FOUND.keys())
+def test_each_layer_finds_its_damage_by_itself_and_the_tensor_is_named(home, tmp_path, damage, layers, tensor):
+    damage(home)
+    reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
+    verdict = reader.verify(20)
+    assert not verdict.intact and {one.layer for one in verdict.findings} >= layers
+    assert {one.tensor for one in verdict.findings if one.tensor} == ({tensor} if tensor else set())
+    for layer in LAYERS:
+        alone = {one.layer for one in reader.verify(20, layers=[layer]).findings}
+        assert alone == ({layer} & {one.layer for one in verdict.findings})
+
+
+def test_a_good_generation_has_nothing_said_of_it(home, tmp_path):
+    verdict = RunReader(Disk(PosixFiles(), str(tmp_path))).verify(20)
+    assert verdict.good and verdict.intact and verdict.layers == list(LAYERS)
+
+
+def test_memory_that_changed_before_the_file_was_digested_is_told_from_a_disk_that_changed_it(home, tmp_path):
+    """Only the content digest, taken while staging, can see it: the file is just as it was written."""
+    reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
+    put(b"\xff", 9000)(home)
+    assert not any("memory changed it" in one.what for one in reader.verify(20).findings)
+
+
+FLOATS = {name for name, one in TORCH_DTYPES.items() if one.is_floating_point or one.is_complex}
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", sorted(FLOATS))
+def test_what_torch_calls_not_finite_is_found_in_every_dtype_wherever_it_stands(name):
+    dtype = TORCH_DTYPES[name]
+    if name == "float4_e2m1fn_x2":
+        assert not not_finite(name, memoryview(bytes(range(256))))  # it has neither
+        return
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+    if dtype.itemsize == 1:
+        patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    elif dtype.itemsize == 2:
+        patterns = bits
+    else:  # the upper half of a real number decides, but for the last bit of a NaN
+        half = torch.zeros(1 << 16, dtype.itemsize // (2 if dtype.is_complex else 1) // 2, dtype=torch.int32)
+        half[:, -1] = torch.arange(1 << 16)
+        patterns = half.to(torch.uint16).view(torch.uint8)
+        patterns = torch.cat([torch.zeros_like(patterns), patterns], 1) if dtype.is_complex else patterns
+    values = patterns.reshape(-1).contiguous().view(dtype)
+    wide = values.to(torch.complex128 if dtype.is_complex else torch.float64)
+    finite = torch.isfinite(wide)
+    size = dtype.itemsize
+    data = memoryview(values.view(torch.uint8).numpy())
+    for at in range(0, len(values), max(1, len(values) // 4096)):
+        assert not_finite(name, data[at * size : (at + 1) * size]) == (not finite[at]), wide[at]
+    good = values[finite].contiguous()
+    assert not not_finite(name, memoryview(good.view(torch.uint8).numpy()))
+    if not finite.all():
+        bad = torch.cat([good.view(torch.uint8), values[~finite][:1].view(torch.uint8)])
+        assert not_finite(name, memoryview(bad.numpy()))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.full((4,), float("-inf")))
+
+
+def trained(root: Path, poison: Callable[[nn.Module, torch.optim.Optimizer], object], **options: object) -> list[str]:
+    """Two good steps, one that is poisoned, and what was warned of."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with lastgood.Checkpointer(root, {"net": net, "optimizer": optimizer}, **options) as ckpt:
+            ckpt.restore()
+            for step in (1, 2, 3):
+                net.layer(torch.ones(4)).sum().backward()
+                optimizer.step()
+                if step == 3:
+                    with torch.no_grad():
+                        poison(net, optimizer)
+                ckpt.save(step)
+                ckpt.wait()
+    return [str(one.message) for one in told if issubclass(one.category, LastgoodWarning)]
+
+
+POISON = {
+    "net.layer.weight": lambda net, _: net.layer.weight[0].fill_(float("nan")),
+    "net.layer.bias": lambda net, _: net.layer.bias[3].fill_(float("inf")),
+    "optimizer.state.layer.weight.exp_avg_sq": lambda net, optimizer: optimizer.state[net.layer.weight]["exp_avg_sq"][
+        1, 1
+    ].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+def test_a_state_that_is_not_finite_is_intact_and_not_good(tmp_path, name):
+    told = trained(tmp_path, POISON[name])
+    assert any("step 3 is intact, and not good" in one and name in one for one in told)
+    run = lastgood.open(tmp_path)
+    verdict = run.verify(3)
+    assert verdict.intact and not verdict.good and [one.tensor for one in verdict.findings] == [name]
+    newest = run.generations()[-1]
+    assert newest.unfit and not newest.verified and not newest.damaged
+    assert (tmp_path / "latest_ok").resolve().name.startswith("000000000002-")
+    with lastgood.Checkpointer(tmp_path, {"net": Net()}, include=["net"]) as ckpt:
+        with pytest.warns(LastgoodWarning, match="intact, and not good"):
+            assert ckpt.restore(strict=False).step == 2
+        assert ckpt.restore(step=3, strict=False).step == 3  # it was asked for
+    assert lastgood.open(tmp_path).generations()[-1].unfit, "and is no better for it"
+    assert (tmp_path / "latest_ok").resolve().name.startswith("000000000002-")
+
+
+def test_a_mask_of_minus_infinity_is_good_unless_it_is_named(tmp_path):
+    assert trained(tmp_path / "plain", lambda *_: None) == []
+    told = trained(tmp_path / "named", lambda *_: None, finite_also=["net.mask"])
+    assert any("net.mask" in one for one in told)
+
+
+def test_what_may_be_infinite_is_named_and_then_good(tmp_path):
+    assert trained(tmp_path, POISON["net.layer.bias"], finite_except=["net.layer.bias"]) == []
+    assert lastgood.open(tmp_path).verify(3).good
+
+
+def test_a_state_that_was_never_read_back_is_not_restored_either_when_it_is_not_finite(tmp_path):
+    """The process died before it verified its last save, and that save holds NaN."""
+    trained(tmp_path, POISON["net.layer.weight"])
+    (mark,) = tmp_path.glob(f"gen/*/{layout.UNFIT}")
+    mark.unlink()
+    net = Net()
+    with (
+        lastgood.Checkpointer(tmp_path, {"net": net}, include=["net"]) as ckpt,
+        pytest.warns(LastgoodWarning, match="NaN or infinity"),
+    ):
+        assert ckpt.restore(strict=False).step == 2
+    assert torch.isfinite(net.layer.weight).all()
+
+
+def test_when_nothing_is_finite_the_error_names_each_and_asking_for_it_helps(tmp_path):
+    net = Net()
+    with torch.no_grad():
+        net.layer.weight.fill_(float("nan"))
+    with pytest.raises(NotFinite):
+        lastgood.save(tmp_path / "run", {"net": net}, 5)
+    with pytest.raises(NothingGood, match="intact, and not good"):
+        lastgood.load(tmp_path / "run", {"net": Net()})
+    assert lastgood.load(tmp_path / "run", {"net": Net()}, step=5).step == 5
+
+
+def test_what_is_not_good_counts_for_nothing_in_retention(tmp_path):
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=2))
+    nan = b"\x00\x00\xc0\x7f"
+    for step in range(1, 8):
+        image = layout.images([layout.Tensor("weight", "float32", (1,), finite=True)])
+        data = nan if step > 3 else bytes(4)
+        _save(run, step, image, data)
+        try:
+            run.verify(Arena(3 * CHUNK, CHUNK))
+        except NotFinite:
+            assert step > 3
+        run.clean()
+    assert [one.step for one in RunReader(run.tier).generations()] == [2, 3, 7]
+    assert load(run.tier)[0].generation.step == 3
+
+
+def _save(run: RunWriter, step: int, images: list[layout.Image], data: bytes) -> None:
+    arena = Arena(4 * CHUNK, CHUNK)
+    chunks = (lease for image in images for lease in filled(image, {"weight": data}, arena))
+    run.save(run.admit(step), images, chunks, chunk_bytes=CHUNK, aliases={}, values={})

@@ -1,0 +1,137 @@
+"""`lastgood scrub`, `repair` and `report`: what they say, what they leave, and with which code they end."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+
+import pytest
+
+from harness import filled, save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
+from lastgood.format import layout
+from lastgood.plan.retention import Keep
+from lastgood.run import places
+from lastgood.run.writer import RunWriter
+from test_cli import asked, call, contents, flip  # noqa: F401 - two of them are fixtures
+
+DATA = layout.blob_name(0)
+NAN = b"\x00\x00\xc0\x7f"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Steps 1 to 3, all verified and protected; 4 holds NaN."""
+    root = tmp_path / "run"
+    with places.for_writing(root, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline(), keep=Keep(last=9), parity="4+2")
+        for step in (1, 2, 3, 4):
+            data = NAN * 5000 if step == 4 else bytes([step]) * 20_000
+            images = layout.images([layout.Tensor("weight", "float32", (5000,), finite=True)])
+            arena = Arena(4 * 8192, 8192)
+            chunks = (lease for image in images for lease in filled(image, {"weight": data}, arena))
+            writer.save(writer.admit(step), images, chunks, chunk_bytes=8192, aliases={}, values={})
+            if step < 4:
+                writer.verify(Arena(1 << 16, 8192))
+    return root
+
+
+def at(root: Path, step: int) -> Path:
+    (path,) = root.glob(f"gen/{step:012d}-*")
+    return path
+
+
+def test_scrub_reads_everything_rebuilds_what_it_can_and_says_what_it_found(run, asked):  # noqa: F811
+    before = contents(run)
+    flip(at(run, 2) / DATA, 9000)
+    (at(run, 1) / DATA).unlink()
+    code, told = asked("scrub", run)
+    states = {row["step"]: (row["state"], row["repaired"]) for row in told["generations"]}
+    assert code == 4 and not told["intact"]
+    assert states == {1: ("damaged", []), 2: ("repaired", [DATA]), 3: ("good", []), 4: ("not good", [])}
+    after = contents(run)
+    mine = [name for name in before if "000000000002-" in name]
+    assert {name: after.get(name) for name in mine} == {name: before[name] for name in mine}
+    assert (at(run, 1) / layout.DAMAGED).exists() and (at(run, 4) / layout.UNFIT).exists()
+
+
+def test_scrub_deletes_nothing_whatever_the_trainer_keeps(run, asked):  # noqa: F811
+    """It once cleaned up by the default of Keep, which knew nothing of the trainer's."""
+    with places.for_writing(run, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline(), keep=Keep(last=99))
+        writer.begin(max(writer.survey.generations))
+        for step in (5, 6, 7, 8):
+            save(writer, step, {"weight": b"more"}, chunk_bytes=8192)
+            writer.verify(Arena(1 << 16, 8192))
+    assert asked("scrub", run)[0] == 8
+    assert len(list(run.glob("gen/*/COMMIT.json"))) == 8
+
+
+def test_a_run_whose_only_fault_is_that_one_save_is_not_good_ends_with_its_own_code(run, call):  # noqa: F811
+    code, out, _ = call("scrub", run)
+    assert code == 8 and "NOT GOOD" in out and "weight holds NaN or infinity" in out
+    assert call("verify", run, 4)[0] == 8 and call("verify", run, 4, "--without", "finite")[0] == 0
+    assert call("verify", run, 4, "--without", "finesse")[0] == 2
+
+
+def test_repair_puts_back_what_is_known_to_be_damaged_and_a_step_that_is_asked_for(run, asked):  # noqa: F811
+    before = contents(run)
+    flip(at(run, 3) / layout.COMMIT, 100)
+    code, told = asked("repair", run)
+    assert code == 0 and [(row["step"], row["repaired"]) for row in told["generations"]] == [(3, [layout.COMMIT])]
+    flip(at(run, 2) / DATA, 9000)  # nobody knows yet
+    assert asked("repair", run)[1]["generations"] == []
+    assert asked("repair", run, 2)[1]["generations"][0]["repaired"] == [DATA]
+    assert contents(run) == before
+
+
+def test_what_is_beyond_repair_is_said_and_left_alone(run, asked, call):  # noqa: F811
+    (at(run, 2) / DATA).unlink()
+    before = contents(run)
+    code, told = asked("repair", run, 2)
+    assert code == 4 and told["error"] == "BeyondRepair" and "too many" in told["message"]
+    after, marks = contents(run), (layout.VERIFIED, layout.DAMAGED)
+    assert all(after.get(name) == data for name, data in before.items() if not name.endswith(marks))
+    assert (at(run, 2) / layout.DAMAGED).exists()
+    call("scrub", run)
+    code, out, _ = call("repair", run)
+    assert code == 4 and "BEYOND REPAIR" in out
+
+
+# ---- report --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    lab, bench = tmp_path / "lab", tmp_path / "bench"
+    lab.mkdir()
+    bench.mkdir()
+    (lab / "report.md").write_text("# Killed & <b>left</b>\n\n| mode | usable |\n|---|---|\n| unsafe | 3 of 4 |\n")
+    (lab / "usable.svg").write_text("<svg>lab</svg>")
+    (bench / "size-2026-2core.md").write_text("# Size\n\nText.\n")
+    (bench / "size-2026-2core-seconds.svg").write_text("<svg>bench</svg>")
+    (bench / "other.svg").write_text("<svg>of another bench</svg>")
+    return [lab, bench]
+
+
+def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(folders, tmp_path, asked):  # noqa: F811
+    out = tmp_path / "page.html"
+    code, told = asked("report", *folders, "--out", out)
+    text = out.read_text()
+    assert code == 0 and told["bytes"] == len(text.encode())
+    assert "<td>3 of 4</td>" in text and "Killed &amp; &lt;b&gt;left&lt;/b&gt;" in text, "markup is shown, not obeyed"
+    drawn = [base64.b64decode(one).decode() for one in re.findall(r"base64,([^\"]+)", text)]
+    assert drawn == ["<svg>lab</svg>", "<svg>bench</svg>"]
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text
+
+
+def test_a_folder_without_a_report_is_refused_and_the_old_page_stays(folders, tmp_path, call):  # noqa: F811
+    out = tmp_path / "page.html"
+    out.write_text("old")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    code, _, err = call("report", folders[0], empty, "--out", out)
+    assert code == 3 and "holds no report" in err and out.read_text() == "old"
+    assert call("report", folders[0], "--out", tmp_path / "nowhere" / "page.html")[0] == 3

@@ -1,0 +1,235 @@
+"""Parity: what is damaged within the budget comes back to the bit; beyond it is refused, and nothing is touched."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness import State, load, save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
+from lastgood.errors import BeyondRepair, Refused
+from lastgood.format import layout, stripes
+from lastgood.rawio.erasure import Code
+from lastgood.rawio.files import PosixFiles
+from lastgood.records import Blob
+from lastgood.run.reader import RunReader
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+
+CHUNK = 8192
+UPKEEP = Arena(3 * CHUNK, CHUNK)
+CELL = 4096
+"""of the run below: 30 cells of its tensor file in 10 columns, 3 rows"""
+STATE: State = {"weight": random.Random(1).randbytes(29 * CELL - 4), "bias": b"four"}
+DATA, MANIFEST, COMMIT = "r00000.safetensors", "r00000.manifest.json", layout.COMMIT
+
+
+def opened(root: Path, parity: str | None = "10+2") -> RunWriter:
+    return RunWriter(Disk(PosixFiles(), str(root)), Inline(), parity=parity)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    run = opened(root)
+    save(run, 10, {"weight": b"older", "bias": b"good"}, chunk_bytes=CHUNK)
+    run.verify(UPKEEP)
+    save(run, 20, STATE, chunk_bytes=CHUNK)
+    run.verify(UPKEEP)
+    return root
+
+
+@pytest.fixture
+def root(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "run"))
+
+
+def home(root: Path, step: int = 20) -> Path:
+    (path,) = root.glob(f"gen/{step:012d}-*")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def changed(name: str, how: Callable[[bytearray], object]) -> Callable[[Path], object]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        how(data)
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+def zeros(start: int, length: int) -> Callable[[bytearray], object]:
+    def write(data: bytearray) -> None:
+        data[start : start + length] = bytes(len(data[start : start + length]))
+
+    return write
+
+
+def flip(at: int) -> Callable[[bytearray], object]:
+    def write(data: bytearray) -> None:
+        data[at] ^= 4
+
+    return write
+
+
+def swap(data: bytearray) -> None:
+    one, two = slice(5000, 6000), slice(9000, 10000)
+    data[one], data[two] = data[two], data[one]
+
+
+def lost(*names: str) -> Callable[[Path], object]:
+    return lambda folder: [(folder / name).unlink() for name in names]
+
+
+WITHIN: dict[str, Callable[[Path], object]] = {
+    "a flipped bit in the header": changed(DATA, flip(20)),
+    "a flipped bit in a tensor": changed(DATA, flip(70_000)),
+    "a flipped bit in the last byte": changed(DATA, flip(-1)),
+    "zeros over two columns": changed(DATA, zeros(3 * CELL, 6 * CELL)),
+    "zeros that begin and end within cells": changed(DATA, zeros(4 * CELL + 1, 5 * CELL)),
+    "a cut tail": changed(DATA, lambda data: data.__delitem__(slice(25 * CELL, None))),
+    "an appended tail": changed(DATA, lambda data: data.extend(b"more")),
+    "swapped blocks": changed(DATA, swap),
+    "a flipped bit in the manifest": changed(MANIFEST, flip(200)),
+    "a lost manifest": lost(MANIFEST),
+    "an empty manifest": changed(MANIFEST, lambda data: data.clear()),
+    "a flipped bit in the commit": changed(COMMIT, flip(100)),
+    "a lost commit": lost(COMMIT),
+    "everything but the tensor file": lost(MANIFEST, COMMIT, "r00000.parity-0", "r00000.parity-0.json"),
+    "a parity file, and one cell": lambda folder: (
+        lost("r00000.parity-1", "r00000.parity-1.json")(folder),
+        changed(DATA, flip(5))(folder),
+    ),
+    "a parity record, and one cell": lambda folder: (
+        changed("r00000.parity-0.json", flip(300))(folder),
+        changed(DATA, flip(5))(folder),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", WITHIN.values(), ids=WITHIN.keys())
+def test_damage_within_the_budget_is_rebuilt_to_the_bit_and_verified(root, damage):
+    before = contents(home(root))
+    damage(home(root))
+    run = opened(root, parity=None)  # the code that it was saved with is in its records
+    (at,) = (one for one in (*run.survey.generations, *run.survey.broken, *run.survey.incomplete) if one.step == 20)
+    run.mend(at, UPKEEP)
+    assert contents(home(root)) == before
+    found, state = load(run.tier)
+    assert found.generation is not None and found.generation.step == 20 and state == STATE
+
+
+BEYOND: dict[str, Callable[[Path], object]] = {
+    "three cells of one row": changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4, 7)]),
+    "a lost tensor file": lost(DATA),
+    "two cells, and a cell of parity": lambda folder: (
+        changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(folder),
+        changed("r00000.parity-0", flip(0))(folder),
+    ),
+    "every copy of the manifest": lambda folder: [
+        changed(name, flip(-5))(folder) for name in (MANIFEST, "r00000.parity-0", "r00000.parity-1")
+    ],
+    "all of the parity": lambda folder: (
+        changed(DATA, flip(5))(folder),
+        lost("r00000.parity-0.json", "r00000.parity-1.json")(folder),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", BEYOND.values(), ids=BEYOND.keys())
+def test_damage_beyond_the_budget_is_refused_and_nothing_is_touched(root, damage):
+    damage(home(root))
+    run = opened(root, parity=None)
+    (at,) = (one for one in run.survey.generations if one.step == 20)
+    before = contents(home(root))
+    with pytest.raises(BeyondRepair):
+        run.mend(at, UPKEEP)
+    after = contents(home(root))
+    if any(stripes.is_record(name) for name in before):  # else nobody has looked
+        assert layout.VERIFIED not in after and layout.DAMAGED in after, "it counts for nothing any more"
+    marks = (layout.VERIFIED, layout.DAMAGED)
+    assert all(after.get(name) == data for name, data in before.items() if name not in marks)
+
+
+def test_the_refusal_says_how_far_beyond(root):
+    BEYOND["three cells of one row"](home(root))
+    run = opened(root)
+    with pytest.raises(BeyondRepair, match=r"1 of 3 rows .* row 0, lost 3 of 10 cells .* 2 of 2 .* left: 1 too many"):
+        run.mend(max(run.survey.generations), UPKEEP)
+
+
+def test_a_lost_tensor_file_comes_back_where_there_is_as_much_parity_as_data(tmp_path):
+    run = opened(tmp_path, "2+2")
+    save(run, 20, STATE, chunk_bytes=CHUNK)
+    run.verify(UPKEEP)
+    before = contents(home(tmp_path))
+    lost(DATA)(home(tmp_path))
+    assert run.mend(max(run.survey.generations), UPKEEP) == [DATA] and contents(home(tmp_path)) == before
+
+
+def test_an_older_version_of_the_file_is_damage_like_any_other(root):
+    shutil.copy(home(root, 10) / DATA, home(root) / DATA)
+    run = opened(root)
+    with pytest.raises(BeyondRepair):
+        run.mend(max(run.survey.generations), UPKEEP)
+    assert not RunReader(run.tier).verify(20).intact
+
+
+def test_a_zeroed_range_that_was_zero_before_is_no_damage(tmp_path):
+    """The study counted one zeroed range in 400 as missed: nothing had changed, so there was nothing to find."""
+    run = opened(tmp_path)
+    save(run, 20, {"weight": bytes(4 * CELL) + STATE["weight"]}, chunk_bytes=CHUNK)
+    run.verify(UPKEEP)
+    before = contents(home(tmp_path))
+    changed(DATA, zeros(2 * CELL, CELL))(home(tmp_path))
+    assert contents(home(tmp_path)) == before and RunReader(run.tier).verify(20).good
+
+
+def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_way(root):
+    lost("r00000.parity-0.json", "r00000.parity-1.json")(home(root))
+    run = opened(root)
+    assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
+    run.read_again(max(run.survey.generations.values(), key=lambda one: one.step), UPKEEP)
+    assert len([name for name in contents(home(root)) if stripes.is_parity(name)]) == 4
+
+
+@pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (10, 2), (5, 3)])
+def test_any_cells_as_many_as_there_is_parity_may_be_lost(data, parity):
+    chance, code = random.Random(data), Code(data, parity)
+    cells = [chance.randbytes(64) for _ in range(data)]
+    word = [*cells, *code.encode([memoryview(cell) for cell in cells])]
+    for gone in itertools.combinations(range(data + parity), parity):
+        left = {number: memoryview(cell) for number, cell in enumerate(word) if number not in gone}
+        assert list(map(bytes, code.decode(left))) == cells, gone
+
+
+def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different_rows():
+    for length in (4096, 40960, 10 * stripes.CELL_BYTES, 10 * stripes.CELL_BYTES + 1, 77 * stripes.CELL_BYTES - 4095):
+        blobs = [
+            Blob(name=name, length=size, chunk_bytes=CHUNK, chunks=[]) for name, size in (("a", length), ("b", 4096))
+        ]
+        cut = stripes.stripes(blobs, 10, 2)
+        for blob in blobs:
+            mine = [cell for cell in cut.cells if cell.blob == blob.name]
+            ends = [cell.offset + cell.length for cell in mine]
+            assert [cell.offset for cell in mine] == [0, *ends[:-1]] and ends[-1] == blob.length
+        rows = [cut.row(row) for row in range(cut.rows)]
+        assert sorted(number for row in rows for number in row) == list(range(10 * cut.rows))
+        assert 10 * cut.rows >= len(cut.cells) > 10 * (cut.rows - 1)
+        assert cut.rows == 1 or all(number + 1 not in row for row in rows for number in row)
+
+
+@pytest.mark.parametrize("text", ["", "10", "0+2", "10+0", "200+57", "10+2+1", "a+b", "-1+3"])
+def test_parity_that_makes_no_sense_is_refused(text, tmp_path):
+    with pytest.raises(Refused, match="parity="):
+        opened(tmp_path, text or " ")
