@@ -1,0 +1,118 @@
+"""Trials: one outcome each, many of them, told as shares. Resumes where it stopped; holds no experiment.
+
+Every trial follows from its key, the seed among it, so a trial that was lost is the same one when it is done again.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .journal import Journal
+from .report import Report, Say, machine
+
+Row = dict[str, Any]
+CHUNK = 20
+"""trials that a process takes at a time"""
+Z = 1.959963984540054
+
+
+class Share(NamedTuple):
+    """`hits` of `total`, with Wilson's 95 % interval (Wilson 1927; the study printed Clopper-Pearson)."""
+
+    hits: int
+    total: int
+
+    @property
+    def value(self) -> float:
+        return self.hits / self.total if self.total else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        if not self.total:
+            return 0.0, 1.0
+        share, spread = self.value, Z * Z / self.total
+        middle = (share + spread / 2) / (1 + spread)
+        half = Z * math.sqrt((share * (1 - share) + spread / 4) / self.total) / (1 + spread)
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+    def told(self) -> str:
+        low, high = self.interval
+        return f"{self.hits:,} of {self.total:,} ({100 * low:.1f} to {100 * high:.1f} %)"
+
+    def record(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {"hits": self.hits, "total": self.total, "wilson_low": round(low, 6), "wilson_high": round(high, 6)}
+
+
+def share(rows: Iterable[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], object]) -> Share:
+    """How many of the rows are so."""
+    answers = [bool(of(row)) for row in rows]
+    return Share(sum(answers), len(answers))
+
+
+def error_bars(shares: Sequence[Share]) -> list[list[float]]:
+    """Down from each value, and up from it, to the ends of its interval."""
+    ends = [(one.value, *one.interval) for one in shares]
+    return [[max(0.0, value - low) for value, low, _ in ends], [max(0.0, high - value) for value, _, high in ends]]
+
+
+def run(
+    keys: Sequence[Row],
+    one: Callable[[Row], Row],
+    journal: Journal,
+    jobs: int,
+    say: Say,
+    begin: Callable[..., object] | None = None,
+    arguments: Sequence[Any] = (),
+) -> list[Row]:
+    """Do every trial that the journal has not; returns all of them, keys and outcomes, in the order of the keys.
+
+    `begin(*arguments)` is called once in each process before its first trial.
+    """
+    left = [key for key in keys if journal.get(**key) is None]
+    done = len(keys) - len(left)
+    if left:
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(jobs, begin, tuple(arguments)) as pool:
+            for key, found in pool.imap_unordered(
+                partial(_keyed, one), left, chunksize=min(CHUNK, -(-len(left) // jobs))
+            ):
+                journal.put(found, **key)
+                done += 1
+                if done % 100 == 0 or done == len(keys):
+                    say(f"{done:,} of {len(keys):,} trials")
+    return [{**key, **(journal.get(**key) or {})} for key in keys]
+
+
+def _keyed(one: Callable[[Row], Row], key: Row) -> tuple[Row, Row]:
+    return key, one(key)
+
+
+def write(report: Report, summary: Mapping[str, Any], out: Path, command: str, today: str) -> list[Path]:
+    """report.md, trials.csv, summary.json and the figures, into `out`; returns the files."""
+    out.mkdir(parents=True, exist_ok=True)
+    text, table, told = out / "report.md", out / "trials.csv", out / "summary.json"
+    text.write_text(report.markdown(command, today))
+    with table.open("w", newline="") as file:
+        names = list(dict.fromkeys(name for row in report.rows for name in row))
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(report.rows)
+    record = {"lab": report.name, "date": today, "machine": machine(), "command": command, **summary}
+    told.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    files = [text, table, told]
+    if report.figures:
+        from .figures import save
+
+        for name, draw in report.figures.items():
+            drawn = [out / f"{name}.{kind}" for kind in ("png", "svg")]
+            save(draw, *drawn)
+            files += drawn
+    return files
