@@ -235,7 +235,7 @@ def _fill(image: Path, at: Path, mode: WriteMode, seed: int, chance: random.Rand
         stat = os.statvfs(at)
         room = stat.f_bavail * stat.f_frsize
         with ballast.open("wb") as file, contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, max(0, room - chance.randint(100_000, 2_000_000)))
+            os.posix_fallocate(file.fileno(), 0, max(0, room - chance.randint(50_000, 500_000)))
         life = Life(at / "run", mode, seed)
         life.until(LAST)
         life.end()
