@@ -72,7 +72,7 @@ def make(kind: str, image: Path, mib: int) -> None:
     """An empty file system in a sparse file."""
     with image.open("wb") as file:
         file.truncate(mib << 20)
-    force = {"ext4": ["-F", "-q"], "xfs": ["-f", "-q"], "btrfs": ["-f", "-q"]}[kind]
+    force = {"ext4": ["-F", "-q", "-m", "0"], "xfs": ["-f", "-q"], "btrfs": ["-f", "-q"]}[kind]
     _tool(f"mkfs.{kind}", *force, str(image))
 
 
