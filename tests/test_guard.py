@@ -194,7 +194,8 @@ def test_a_state_that_is_not_finite_is_intact_and_not_good(tmp_path, name):
     with lastgood.Checkpointer(tmp_path, {"net": Net()}, include=["net"]) as ckpt:
         with pytest.warns(LastgoodWarning, match="intact, and not good"):
             assert ckpt.restore(strict=False).step == 2
-        assert ckpt.restore(step=3, strict=False).step == 3  # it was asked for
+        found = ckpt.restore(step=3, strict=False)  # it was asked for
+        assert found.step == 3 and found.unfit == [name]
     assert lastgood.open(tmp_path).generations()[-1].unfit, "and is no better for it"
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000002-")
 

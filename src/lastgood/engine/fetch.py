@@ -23,7 +23,7 @@ from ..rawio.checksum import digest
 from ..rawio.files import round_up
 from ..records import Blob, Extent, Manifest, Piece
 from .contents import Contents
-from .finite import not_finite, not_finite_error
+from .finite import not_finite
 
 READS = max(1, min(3, (os.cpu_count() or 2) // 2))
 """reads in flight; digests and copies go on beside them. On two cores one read of a whole chunk at a time is fastest:
@@ -52,15 +52,15 @@ def stream(
     readers: Executor,
     sink: Sink,
     *,
-    finite: bool,
+    unfit: Callable[[str], None] | None,
 ) -> None:
     """Every tensor of a rank, in one reading past the page cache. Raises Damaged or Unavailable at the first fault.
 
-    `finite`: raises NotFinite, too, where a tensor must be and is not. Nobody writes into the sink after it has
-    returned or raised.
+    `unfit` hears the name of each tensor that must be finite and is not, from any reader thread; what it raises is
+    raised. Nobody writes into the sink after it has returned or raised.
     """
     for blob in manifest.blobs:
-        check = Check(manifest, blob, finite)
+        check = Check(manifest, blob, unfit)
         with contextlib.closing(
             chunks(tier, home, manifest, blob, buffers, readers, put=partial(check.hand_out, sink))
         ) as verified:
@@ -173,8 +173,8 @@ def _differing(manifest: Manifest, blob: Blob, index: int, view: memoryview) -> 
 class Check:
     """What the chunks of one blob must also show: a header that agrees, and each tensor's own digest."""
 
-    def __init__(self, manifest: Manifest, blob: Blob, finite: bool = False) -> None:
-        self._blob, self._finite = blob, finite
+    def __init__(self, manifest: Manifest, blob: Blob, unfit: Callable[[str], None] | None = None) -> None:
+        self._blob, self._unfit = blob, unfit
         self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
         tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
         self.header_bytes = min((offset for _, offset in tensors), default=blob.length)
@@ -188,8 +188,8 @@ class Check:
         for tensor, start, at, length in self._parts[index]:
             if tensor >= 0 and length:
                 piece, part = self._pieces[tensor], data[at : at + length]
-                if self._finite and piece.finite and not_finite(piece.dtype, part):
-                    raise not_finite_error(piece.name)
+                if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
+                    self._unfit(piece.name)
                 sink.put(piece.name, start, part)
 
     def see(self, data: memoryview) -> list[str]:

@@ -122,14 +122,14 @@ def stream(
     workers: Executor,
     sink: fetch.Sink,
     *,
-    finite: bool = False,
+    unfit: Callable[[str], None] | None = None,
 ) -> None:
     """Hand every tensor of a generation to `sink`, verified, in one reading. Raises Damaged or Unavailable.
 
-    `finite`: NotFinite too.
+    `unfit` hears which tensors must be finite and are not.
     """
     with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
-        fetch.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink, finite=finite)
+        fetch.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink, unfit=unfit)
 
 
 def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor) -> Fetch:

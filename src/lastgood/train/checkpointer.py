@@ -18,6 +18,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from .. import words
+from ..engine import guard
+from ..engine.finite import not_finite_error
 from ..errors import (
     HalfLoaded,
     InFlightFull,
@@ -214,8 +216,8 @@ class Checkpointer:
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
-        if step is None and found.generation is not None and not found.generation.verified:
-            self._mark(found.generation, [])  # a step that was asked for is loaded without asking whether it is finite
+        if found.generation is not None and not found.generation.verified:
+            self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
         with self._hints():
             run.point()
         self._behind.note_latest()

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..engine.arena import Arena
+from ..engine.finite import not_finite_error
 from ..errors import Damaged, HalfLoaded, LastgoodError, NotFinite
 from ..format.commit import Survey
 from ..plan import restore
@@ -38,6 +39,8 @@ class Restored:
     """(step, files) of what was damaged, and rebuilt from its parity"""
     skipped: list[str] = field(default_factory=list)
     """with strict=False: what did not fit"""
+    unfit: list[str] = field(default_factory=list)
+    """of a step that was asked for: tensors that must be finite and are not"""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def load_into(
     """
     begun = time.monotonic()
     skipped: list[str] = []
+    unfit: set[str] = set()
     half: int | None = None  # step of which the live state holds a part
 
     def in_one_reading(generation: Generation) -> bool:
@@ -95,8 +99,10 @@ def load_into(
         arena = arena_for(*reader.reading_bytes(manifest))
         once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifest, arena)
         try:
-            finite = step is None and not generation.verified  # of its own accord nobody loads what is not good
-            reading = partial(reader.stream, tier, generation, manifest, arena, workers, finite=finite)
+            unfit.clear()
+            # Of its own accord nobody loads what is not good; what was verified has been asked already.
+            tell = None if generation.verified else _refuse if step is None else unfit.add
+            reading = partial(reader.stream, tier, generation, manifest, arena, workers, unfit=tell)
             fit.apply(reading, look_first=not once)
         except (Damaged, NotFinite) as error:
             if fit.begun and not request.strict:
@@ -119,7 +125,12 @@ def load_into(
         bytes=found.generation.bytes if found.generation else 0,
         stepped_over=found.stepped_over,
         skipped=skipped,
+        unfit=sorted(unfit),
     )
+
+
+def _refuse(tensor: str) -> None:
+    raise not_finite_error(tensor)
 
 
 def _half_loaded(error: LastgoodError, step: int) -> HalfLoaded:
