@@ -96,7 +96,7 @@ h2 { font-size: 1.05rem; }
 a { color: inherit; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: 0.25rem 0.6rem; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top; }
+th, td { padding: 0.25rem 0.6rem; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
 tbody tr:nth-child(even) { background: var(--stripe); }
 code { font-size: 0.9em; }
 figure { margin: 1rem 0; padding: 0.5rem; background: #fff; border-radius: 6px; border: 1px solid var(--line); }
