@@ -515,7 +515,7 @@ def _digests() -> list[Mutant]:
             (
                 "header of a tensor file",
                 FETCH,
-                "        layout.validate_header(bytes(header), self._blob, self._pieces)\n",
+                "        layout.validate_header(header, self.blob, self.pieces)\n",
                 "        return\n",
             ),
             (
@@ -526,7 +526,7 @@ def _digests() -> list[Mutant]:
             ),
             (
                 "content check of a verification",
-                GUARD,
+                FETCH,
                 "            if piece.digest != found:\n",
                 "            if False:\n",
             ),
@@ -770,7 +770,7 @@ def _lineages() -> list[Mutant]:
             (
                 "next older after damage",
                 READER,
-                "            if intact or (step is not None and at == choice.candidates[-1]):\n",
+                "            if again or (step is not None and at == choice.candidates[-1]):\n",
                 "            if True:\n",
             ),
             (

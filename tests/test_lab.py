@@ -79,7 +79,7 @@ def test_an_experiment_leaves_its_trials_its_summary_and_its_figures(tmp_path):
     key = {"mode": "unsafe", "point": "after_model", "call": 3, "half": False, "trial": 0, "seed": 0}
     found = {"killed": True, "acknowledged": False, "group": "absent", "usable": True, "restored": 10, "why": ""}
     rows = [{**key, **found}]
-    options = crash.Options(tmp_path)
+    options = trials.Options(tmp_path)
     files = trials.write(crash.report(rows, options), crash.summary(rows), tmp_path, "lastgood lab crash", "2026-11-21")
     assert {path.name for path in files} == {"report.md", "trials.csv", "summary.json", "usable.png", "usable.svg"}
     with (tmp_path / "trials.csv").open() as file:

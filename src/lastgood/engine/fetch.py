@@ -78,7 +78,7 @@ def headers_agree(tier: Tier, home: str, manifest: Manifest, buffer: memoryview)
             tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=start, length=length), buffer, fresh=True)
             header += buffer[:length]
         try:
-            check.validate(header)
+            check.validate(bytes(header))
         except ManifestInvalid:
             return False
     return True
@@ -174,20 +174,21 @@ class Check:
     """What the chunks of one blob must also show: a header that agrees, and each tensor's own digest."""
 
     def __init__(self, manifest: Manifest, blob: Blob, unfit: Callable[[str], None] | None = None) -> None:
-        self._blob, self._unfit = blob, unfit
-        self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
-        tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
+        self.blob, self._unfit = blob, unfit
+        self.pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
+        tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self.pieces]
         self.header_bytes = min((offset for _, offset in tensors), default=blob.length)
         self._header = bytearray()
         image = Image(blob.name, bytes(self.header_bytes), tensors, blob.length)
-        self._parts = list(layout.segments(image, blob.chunk_bytes))
+        self.parts = list(layout.segments(image, blob.chunk_bytes))
+        """chunk by chunk, what lies where"""
         self._contents = Contents(image, manifest.digest)
 
     def hand_out(self, sink: Sink, index: int, data: memoryview) -> None:
         """The parts of tensors that lie in a chunk; from any thread."""
-        for tensor, start, at, length in self._parts[index]:
+        for tensor, start, at, length in self.parts[index]:
             if tensor >= 0 and length:
-                piece, part = self._pieces[tensor], data[at : at + length]
+                piece, part = self.pieces[tensor], data[at : at + length]
                 if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
                     self._unfit(piece.name)
                 sink.put(piece.name, start, part)
@@ -197,37 +198,53 @@ class Check:
 
         Raises ManifestInvalid, SumMismatch.
         """
+        self.see_header(data)
+        return [piece.name for piece in self.see_contents(data)]
+
+    def see_header(self, data: memoryview) -> None:
+        """The next chunk, in order: the header is validated where it ends."""
         if len(self._header) < self.header_bytes:
             self._header += data[: self.header_bytes - len(self._header)]
             if len(self._header) == self.header_bytes:
-                self.validate(self._header)
+                self.validate(bytes(self._header))
+
+    def see_contents(self, data: memoryview) -> list[Piece]:
+        """The next chunk, in order: the tensors that end in it, each held against its digest."""
         digests = self._contents.digests
         before = len(digests)
         self._contents.see(data)
-        ended = self._pieces[before : len(digests)]
+        ended = self.pieces[before : len(digests)]
         for piece, found in zip(ended, digests[before:], strict=True):
             if piece.digest != found:
-                raise SumMismatch(
-                    f"{self._blob.name}: the content of tensor {piece.name} differs from the digest taken at staging, "
-                    "although the file is as it was written: memory changed it in between",
-                    blob=self._blob.name,
-                    offset=piece.extent.offset,
-                    tensor=piece.name,
-                )
-        return [piece.name for piece in ended]
+                self.differs(piece)
+        return ended
 
-    def validate(self, header: bytearray) -> None:
+    def validate(self, header: bytes) -> None:
         """Raises ManifestInvalid when it is another header than the one that the manifest makes."""
-        layout.validate_header(bytes(header), self._blob, self._pieces)
+        layout.validate_header(header, self.blob, self.pieces)
+
+    def differs(self, piece: Piece) -> None:
+        """A tensor is not what was staged, although its chunks agree with their digests. Raises SumMismatch."""
+        raise self.content_error(piece, as_written=True)
+
+    def content_error(self, piece: Piece, as_written: bool) -> SumMismatch:
+        what = f"{self.blob.name}: the content of tensor {piece.name} differs from the digest taken at staging"
+        if as_written:
+            what += ", although the file is as it was written: memory changed it in between"
+        return SumMismatch(what, blob=self.blob.name, offset=piece.extent.offset, tensor=piece.name)
+
+
+def some(tier: Tier, name: str, length: int, offset: int = 0, fresh: bool = True) -> bytearray:
+    """So many bytes of a blob, unchecked. Raises Damaged or Unavailable."""
+    data = bytearray(length)
+    tier.read_into(Extent(blob=name, offset=offset, length=length), memoryview(data), fresh=fresh)
+    return data
 
 
 def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool = False) -> bytearray:
     """The bytes of one tensor, checked against its own digest. Raises Damaged or Unavailable."""
-    out = bytearray(piece.extent.length)
     extent = piece.extent
-    tier.read_into(
-        Extent(blob=f"{home}/{extent.blob}", offset=extent.offset, length=extent.length), memoryview(out), fresh=fresh
-    )
+    out = some(tier, f"{home}/{extent.blob}", extent.length, extent.offset, fresh)
     hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
     hasher.update(out)
     if hasher.hexdigest() != piece.digest:

@@ -23,16 +23,13 @@ from ..errors import (
     ManifestInvalid,
     MissingBlob,
     NotFinite,
-    SumMismatch,
     Truncated,
     Unreadable,
 )
 from ..format import commit, layout
-from ..format.layout import Image, Tensor
 from ..ports import Tier
-from ..records import Blob, Extent, Finding, Generation, Manifest
+from ..records import Blob, Finding, Generation, Manifest, Piece
 from . import fetch
-from .contents import Contents
 from .finite import not_finite, not_finite_error
 
 Tell = Callable[[str, LastgoodError], None]
@@ -82,9 +79,8 @@ class Examination:
         length = self._tier.list(self._home).get(seal.manifest)
         if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
             return None
-        data = bytearray(length)
         try:
-            self._tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(data), fresh=True)
+            data = fetch.some(self._tier, name, length)
             manifest = layout.decode(bytes(data), Manifest, name, believe=True)
             layout.validate_manifest(manifest, self._generation.id, 0)
         except Damaged as error:
@@ -124,65 +120,49 @@ class Examination:
                     if self._stop():
                         raise Cancelled("reading was given up")
                     self._also(data)
-                    damaged = any(one.layer == "digests" for one in self.findings)
-                    look.see(data, "digests" in self._layers and not damaged)
+                    look.look(data, damaged=any(one.layer == "digests" for one in self.findings))
 
 
-class _Look:
-    """What the chunks of one tensor file show beside their own digests."""
+class _Look(fetch.Check):
+    """What the chunks of one tensor file show beside their own digests: told, layer by layer, and never raised."""
 
     def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], tell: Tell) -> None:
-        self._blob, self._length, self._tell = blob, length, tell
-        self._pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
-        tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self._pieces]
-        self._header_bytes = min((offset for _, offset in tensors), default=blob.length)
-        self._header = bytearray()
-        image = Image(blob.name, bytes(self._header_bytes), tensors, blob.length)
-        self._contents = Contents(image, manifest.digest) if "contents" in layers else None
-        self._parts = iter(layout.segments(image, blob.chunk_bytes))
-        self._finite = {at for at, one in enumerate(self._pieces) if one.finite and "finite" in layers}
+        super().__init__(manifest, blob)
+        self._length, self._layers, self._tell = length, layers, tell
+        self._left = iter(self.parts)
+        self._finite = {at for at, one in enumerate(self.pieces) if one.finite and "finite" in layers}
+        self._as_written = "digests" in layers
+        """whether the file is known to be as committed, as far as it was read"""
 
     def shorter(self, tier: Tier, name: str) -> None:
         """The file ends before its time: its header, and the first tensor that is not all there."""
-        header = bytearray(min(self._header_bytes, self._length))
-        tier.read_into(Extent(blob=name, offset=0, length=len(header)), memoryview(header), fresh=True)
-        self._validate(bytes(header))
-        cut = next((one for one in self._pieces if one.extent.offset + one.extent.length > self._length), None)
-        if cut is not None and self._contents is not None:
+        self.validate(bytes(fetch.some(tier, name, min(self.header_bytes, self._length))))
+        cut = next((one for one in self.pieces if one.extent.offset + one.extent.length > self._length), None)
+        if cut is not None:
             what = f"{name} ends within tensor {cut.name}, or before it"
-            self._tell("contents", Truncated(what, blob=self._blob.name, offset=self._length, tensor=cut.name))
+            self._tell("contents", Truncated(what, blob=self.blob.name, offset=self._length, tensor=cut.name))
 
-    def see(self, data: memoryview, as_written: bool) -> None:
-        """The next chunk, in order. `as_written`: whether the file has been as committed, as far as it was read."""
-        if len(self._header) < self._header_bytes:
-            self._header += data[: self._header_bytes - len(self._header)]
-            if len(self._header) == self._header_bytes:
-                self._validate(bytes(self._header))
-        for tensor, _, at, length in next(self._parts):
-            if tensor in self._finite and not_finite(self._pieces[tensor].dtype, data[at : at + length]):
+    def look(self, data: memoryview, damaged: bool) -> None:
+        """The next chunk, in order. `damaged`: whether some of the file is not as committed."""
+        self._as_written &= not damaged
+        self.see_header(data)
+        for tensor, _, at, length in next(self._left):
+            if tensor in self._finite and not_finite(self.pieces[tensor].dtype, data[at : at + length]):
                 self._finite.discard(tensor)
-                self._tell("finite", not_finite_error(self._pieces[tensor].name))
-        if self._contents is None:
-            return
-        before = len(self._contents.digests)
-        self._contents.see(data)
-        for piece, found in zip(self._pieces[before:], self._contents.digests[before:], strict=False):
-            if piece.digest != found:
-                what = f"{self._blob.name}: the content of tensor {piece.name} differs from the digest taken at staging"
-                if as_written:
-                    what += ", although the file is as it was written: memory changed it in between"
-                self._tell(
-                    "contents",
-                    SumMismatch(what, blob=self._blob.name, offset=piece.extent.offset, tensor=piece.name),
-                )
+                self._tell("finite", not_finite_error(self.pieces[tensor].name))
+        if "contents" in self._layers:
+            self.see_contents(data)
 
-    def _validate(self, header: bytes) -> None:
+    def differs(self, piece: Piece) -> None:
+        self._tell("contents", self.content_error(piece, self._as_written))
+
+    def validate(self, header: bytes) -> None:
         try:
-            layout.validate_file(header, self._length, self._blob.name)
+            layout.validate_file(header, self._length, self.blob.name)
         except ManifestInvalid as error:
             self._tell("structure", error)
         try:
-            layout.validate_header(header, self._blob, self._pieces)
+            super().validate(header)
         except ManifestInvalid as error:
             self._tell("agreement", error)
 

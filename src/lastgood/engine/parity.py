@@ -74,8 +74,8 @@ def protect(
     clear(tier, home)
     cut = striping.stripes(manifest.blobs, code.data, code.parity)
     seal = generation.commit.seals[0]
-    copy = _read(tier, f"{home}/{seal.manifest}", seal.length)
-    told = _read(tier, f"{home}/{layout.COMMIT}", tier.list(home).get(layout.COMMIT) or 0)
+    copy = fetch.some(tier, f"{home}/{seal.manifest}", seal.length)
+    told = fetch.some(tier, f"{home}/{layout.COMMIT}", tier.list(home).get(layout.COMMIT) or 0)
     sums: list[list[str]] = [[] for _ in range(code.parity)]
     size = cut.file_bytes + len(copy)
     spare = Arena(cut.cell_bytes, cut.cell_bytes).whole()  # what is written must be page-aligned
@@ -176,7 +176,7 @@ def find(tier: Tier, at: GenerationId) -> Spare | None:
         if not striping.is_record(name) or length is None or not 0 <= length <= layout.RECORD_LIMIT_BYTES:
             continue
         with contextlib.suppress(Damaged):
-            record = layout.decode(_read(tier, f"{home}/{name}", length), Parity, name)
+            record = layout.decode(bytes(fetch.some(tier, f"{home}/{name}", length)), Parity, name)
             striping.validate(record, name)
             text = record.commit.encode()
             layout.validate_commit(layout.decode(text, Commit, name), at, None)
@@ -402,15 +402,9 @@ def _stored(tier: Tier, home: str, name: str, length: int, offset: int = 0) -> b
     if (tier.list(home).get(name) or 0) < offset + length:
         return b""
     try:
-        return _read(tier, f"{home}/{name}", length, offset)
+        return bytes(fetch.some(tier, f"{home}/{name}", length, offset))
     except Damaged:
         return b""
-
-
-def _read(tier: Tier, name: str, length: int, offset: int = 0) -> bytes:
-    data = bytearray(length)
-    tier.read_into(Extent(blob=name, offset=offset, length=length), memoryview(data), fresh=True)
-    return bytes(data)
 
 
 def _put_back(tier: Mendable, home: str, name: str, data: bytes) -> None:
@@ -422,7 +416,7 @@ def _put_back(tier: Mendable, home: str, name: str, data: bytes) -> None:
         page[: len(data)] = data
         upload.write_at(page, 0)
         upload.finish()
-        if _read(tier, f"{home}/{name}{REBUILT}", len(data)) != data:
+        if fetch.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:
             raise MissingBlob(f"{home}/{name}{REBUILT} does not read back", blob=name)
     except BaseException:
         upload.abort()

@@ -269,16 +269,18 @@ Jobs = Annotated[int, typer.Option(min=1, help="Processes.")]
 def corrupt(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
     """Committed bytes changed on purpose: found by which layer, rebuilt or rolled back, never a wrong load."""
     from . import corrupt as experiment
+    from .trials import Options
 
-    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+    return _tried(experiment, Options(out, trials, seed, jobs), out)
 
 
 @lab.command()
 def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
     """A process killed at every step of the protocol, in all three write modes: what is left, and is it usable."""
     from . import crash as experiment
+    from .trials import Options
 
-    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+    return _tried(experiment, Options(out, trials, seed, jobs), out)
 
 
 @lab.command()
@@ -306,8 +308,9 @@ def timeline(
 def peers(out: Out, trials: Trials = 200, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
     """The same damage, kills and failing writes for torch.save, DCP and this project, side by side."""
     from . import peers as experiment
+    from .trials import Options
 
-    return _tried(experiment, experiment.Options(out, trials, seed, jobs), out)
+    return _tried(experiment, Options(out, trials, seed, jobs), out)
 
 
 @lab.command()

@@ -8,13 +8,11 @@ and is everything what it was before where there is parity.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +33,7 @@ from ..train.checkpointer import Checkpointer
 from . import trials
 from .journal import Journal
 from .report import Report, Say, Table
-from .trials import Row, Share, error_bars, share
+from .trials import Options, Row, Share, error_bars, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,15 +44,6 @@ PARITIES = ("none", "10+2")
 SECTOR_BYTES = 512
 CLEAN = 3
 """times as many trials in which nothing is done: false positives are rarer than anything else"""
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path
-    trials: int = 400
-    """of each kind of damage, with and without parity"""
-    seed: int = 0
-    jobs: int = 2
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------
@@ -240,12 +229,8 @@ def run(options: Options, say: Say) -> list[Row]:
         for trial in range(options.trials * (CLEAN if kind == "none" else 1))
     ]
     journal = Journal(options.out / "trials.jsonl")
-    with tempfile.TemporaryDirectory(prefix="lastgood-corrupt-", dir=_memory()) as root:
+    with tempfile.TemporaryDirectory(prefix="lastgood-corrupt-", dir=trials.memory()) as root:
         return trials.run(keys, one, journal, options.jobs, say, begin, (Path(root),))
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:

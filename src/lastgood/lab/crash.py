@@ -19,7 +19,6 @@ import re
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -37,7 +36,7 @@ from . import trials
 from .journal import Journal
 from .plain import State, load, save
 from .report import Report, Say, Table
-from .trials import Row, error_bars, share
+from .trials import Options, Row, error_bars, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,15 +49,6 @@ MODEL_BYTES, OPTIMIZER_BYTES, RNG_BYTES = 64 << 10, 128 << 10, 5 << 10
 MAIN = ("after_model", "before_manifest", "manifest_partial", "before_commit")
 """the study's four"""
 MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path
-    trials: int = 400
-    """at each of the four main points, in each mode"""
-    seed: int = 0
-    jobs: int = 2
 
 
 # ---- the calls of a save -----------------------------------------------------------------------------------------
@@ -268,27 +258,27 @@ def _read_in_place(home: Path, seed: int) -> tuple[str, str]:
 def one(key: Row) -> Row:
     """One trial: a life that is killed, and what it left."""
     mode, seed = key["mode"], random.Random(str(sorted(key.items()))).getrandbits(40)
-    with tempfile.TemporaryDirectory(prefix="lastgood-crash-", dir=_memory()) as folder:
+    with tempfile.TemporaryDirectory(prefix="lastgood-crash-", dir=trials.memory()) as folder:
         root = Path(folder)
         if mode == IN_PLACE:
             _write_in_place(root, 10, seed, "")
-            status, _ = killed(lambda _: _write_in_place(root, 20, seed, key["point"]))
+            status, _ = in_a_fork(lambda _: _write_in_place(root, 20, seed, key["point"]))
             group, why = _read_in_place(root, seed)
             told = {"killed": status, "acknowledged": False, "group": group, "usable": group != "torn"}
             return {**told, "restored": 0, "why": why}
         _begin_run(root, mode, seed)
         files = KillingFiles(root, key["call"], key["half"])
-        status, said = killed(lambda say: _go_on(root, mode, seed, files, lambda: say("durable")))
+        status, said = in_a_fork(lambda say: _go_on(root, mode, seed, files, lambda: say("durable")))
         return {"killed": status, **_left(root, mode, seed, bool(said))}
 
 
-def killed(life: Callable[[Callable[[str], None]], None]) -> tuple[bool, str]:
-    """Run a life in a fork, which it leaves by no other way: whether it was killed, and what it said before."""
+def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
+    """Run a life in a fork: whether it was killed, and what it said before."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            life(lambda text: (os.write(send, text.encode()), None)[1])
+            life(lambda text: os.write(send, text.encode()))
         finally:
             os._exit(1)
     os.close(send)
@@ -316,10 +306,6 @@ def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
     except LastgoodError as error:
         step, usable, why = -1, False, type(error).__name__
     return {"acknowledged": acknowledged, "group": group, "usable": usable, "restored": step, "why": why}
-
-
-def _memory() -> str | None:
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 # ---- all of them -------------------------------------------------------------------------------------------------

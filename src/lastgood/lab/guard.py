@@ -6,7 +6,6 @@ cells through the library alone, on one core; then making and using that of a wh
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from ..records import LAYERS, Generation
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
 from ..tiers.disk import Disk
+from . import trials
 from .journal import Journal
 from .report import Report, Say, Table, hardware, spread
 
@@ -53,7 +53,9 @@ def run(options: Options, say: Say) -> list[Row]:
     """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
     journal = Journal(options.out / "guard.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="lastgood-guard-", dir=_memory()) as folder:
+    if (memory := trials.memory()) is None:
+        raise Refused("there is no /dev/shm to work in", safe="Nothing was measured.")
+    with tempfile.TemporaryDirectory(prefix="lastgood-guard-", dir=memory) as folder:
         contenders: dict[str, Callable[[], dict[str, Any]]] | None = None
         for number in range(options.rounds):
             for name in NAMES:
@@ -65,12 +67,6 @@ def run(options: Options, say: Say) -> list[Row]:
                     say(f"round {number + 1}/{options.rounds}  {name:34} {found['seconds']:.3f} s, {told}")
                 rows.append({"contender": name, "round": number, **found})
     return rows
-
-
-def _memory() -> str:
-    if not os.access("/dev/shm", os.W_OK):
-        raise Refused("there is no /dev/shm to work in", safe="Nothing was measured.")
-    return "/dev/shm"
 
 
 WITHOUT = {layer: f"verify, without {layer}" for layer in ("contents", "finite")}

@@ -17,8 +17,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,10 +28,10 @@ from ..plan.retention import Keep
 from ..train.checkpointer import Checkpointer
 from . import trials
 from .corrupt import KINDS, advance, group, tensors_of
-from .crash import _memory, killed
+from .crash import in_a_fork
 from .journal import Journal
 from .report import Report, Say, Table
-from .trials import Row, share
+from .trials import Options, Row, share
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,15 +41,6 @@ STEPS = (10, 20, 30)
 DAMAGE = ("bitflip", "zerorange", "truncate", "garbage page", "swapped blocks", "lost file")
 OUTCOMES = ("right", "older", "error", "wrong")
 """what a resume finds: the newest state, an older one as it was saved, an error, or values that were never saved"""
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path
-    trials: int = 200
-    """of each trouble and contender"""
-    seed: int = 0
-    jobs: int = 2
 
 
 # ---- contenders --------------------------------------------------------------------------------------------------
@@ -132,10 +121,10 @@ def one(key: Row) -> Row:
     """One trial: two saves in a process that ends, trouble, and a resume in another."""
     contender, chance = CONTENDERS[key["contender"]], random.Random(str(sorted(key.items())))
     seed = chance.getrandbits(30)
-    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=_memory()) as folder, _quiet():
+    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as folder, _quiet():
         home = Path(folder)
         for step in STEPS[:2]:
-            _in_a_fork(partial(contender.save, home, step, made(seed, step)))
+            _save(contender, home, step, made(seed, step))
         told = ""
         if key["trouble"] in DAMAGE:
             path = contender.largest(home)
@@ -182,53 +171,38 @@ def _kill(contender: Contender, home: Path, seed: int, chance: random.Random) ->
     state = made(seed, STEPS[2])
     after = chance.uniform(0.0, 0.03)
 
-    def life(say: Callable[[str], None]) -> None:
+    def life(say: Callable[[str], object]) -> None:
         timer = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
         timer.start()
         contender.save(home, STEPS[2], state)
         say("returned")
         timer.join()
 
-    return killed(life)[1]
+    return in_a_fork(life)[1]
 
 
 def _fail(contender: Contender, home: Path, seed: int, chance: random.Random) -> str:
     """What the save said: the name of its error, or "returned"."""
     state = made(seed, STEPS[2])
     limit = chance.randrange(1, contender.largest(home).stat().st_size)
-    receive, send = os.pipe()
-    child = os.fork()
-    if child == 0:
+
+    def life(say: Callable[[str], object]) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # python ignores the signal of it
         try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            try:
-                contender.save(home, STEPS[2], state)
-                said = "returned"
-            except BaseException as error:  # noqa: BLE001 - told to the parent
-                said = type(error).__name__
-            os.write(send, said.encode())
-        finally:
-            os._exit(0)
-    os.close(send)
-    with os.fdopen(receive) as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return said or "died"
+            contender.save(home, STEPS[2], state)
+        except BaseException as error:  # noqa: BLE001 - told
+            say(type(error).__name__)
+        else:
+            say("returned")
+
+    return in_a_fork(life)[1] or "died"
 
 
-def _in_a_fork(life: Callable[[], None]) -> None:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            life()
-            code = 0
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    if status:
-        raise RuntimeError(f"a save without trouble failed: status {status}")
+def _save(contender: Contender, home: Path, step: int, state: dict[str, Any]) -> None:
+    """A save without trouble, in a process that ends."""
+    _, said = in_a_fork(lambda say: (contender.save(home, step, state), say("saved")))
+    if not said:
+        raise RuntimeError(f"a save without trouble failed: step {step} in {home}")
 
 
 @contextmanager

@@ -119,7 +119,7 @@ def _open(root: Path, mode: WriteMode) -> RunWriter:
     return RunWriter(tier, Inline(), keep=Keep(last=2))
 
 
-def live(root: Path, mode: WriteMode, seed: int, say: Callable[[str], None]) -> None:
+def live(root: Path, mode: WriteMode, seed: int, say: Callable[[str], object]) -> None:
     """Save one step after another, and say of each when it is durable; of a failure, its name."""
     run = _open(root, mode)
     newest = next(iter(run.lineage()), None)
@@ -143,7 +143,7 @@ class Life:
         self.child = os.fork()
         if self.child == 0:
             with contextlib.suppress(BaseException):  # its disk may be gone: others judge what is left
-                live(root, mode, seed, lambda line: (os.write(send, f"{line}\n".encode()), None)[1])
+                live(root, mode, seed, lambda line: os.write(send, f"{line}\n".encode()))
             os._exit(0)
         os.close(send)
         self._lines = os.fdopen(receive)

@@ -65,12 +65,16 @@ class Report:
         text.write_text(self.markdown(command, today))
         record = {"bench": self.name, "date": today, "machine": machine(), "command": command, "rows": list(self.rows)}
         data.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-        files = [text, data]
+        return [text, data, *self.draw(out, f"{stem}-")]
+
+    def draw(self, out: Path, prefix: str = "") -> list[Path]:
+        """Write the figures into `out`; returns the files."""
+        files: list[Path] = []
         if self.figures:
             from .figures import save
 
             for name, draw in self.figures.items():
-                drawn = [out / f"{stem}-{name}.{kind}" for kind in ("png", "svg")]
+                drawn = [out / f"{prefix}{name}.{kind}" for kind in ("png", "svg")]
                 save(draw, *drawn)
                 files += drawn
         return files

@@ -9,7 +9,9 @@ import csv
 import json
 import math
 import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,22 @@ Row = dict[str, Any]
 CHUNK = 20
 """trials that a process takes at a time"""
 Z = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of an experiment whose trials are independent of each other."""
+
+    out: Path
+    trials: int = 400
+    """of each kind; what a kind is, the experiment says"""
+    seed: int = 0
+    jobs: int = 2
+
+
+def memory() -> str | None:
+    """A folder in memory, where there is one, for what needs no disk."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 class Share(NamedTuple):
@@ -107,12 +125,4 @@ def write(report: Report, summary: Mapping[str, Any], out: Path, command: str, t
         writer.writerows(report.rows)
     record = {"lab": report.name, "date": today, "machine": machine(), "command": command, **summary}
     told.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    files = [text, table, told]
-    if report.figures:
-        from .figures import save
-
-        for name, draw in report.figures.items():
-            drawn = [out / f"{name}.{kind}" for kind in ("png", "svg")]
-            save(draw, *drawn)
-            files += drawn
-    return files
+    return [text, table, told, *report.draw(out)]

@@ -15,8 +15,7 @@ from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
-from ..records import LAYERS, Finding, Generation, Manifest, Piece, Verdict
-from ..records import intact as sound
+from ..records import LAYERS, Finding, Generation, GenerationId, Manifest, Piece, Verdict, intact
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
@@ -61,7 +60,7 @@ def newest_good(
         load(generation, commit.read_manifest(tier, generation))
 
     for at in choice.candidates:
-        intact = False
+        again = False
         try:
             if at in survey.broken:
                 raise survey.broken[at]
@@ -75,8 +74,8 @@ def newest_good(
                     if not mend(generation):
                         raise
                     findings = []
-                if findings is not None and (findings == [] or (not sound(findings) and mend(generation))):
-                    intact = True
+                if findings is not None and (findings == [] or (not intact(findings) and mend(generation))):
+                    again = True
                     attempt(generation)
                 else:
                     mark(generation, findings or [])
@@ -86,7 +85,7 @@ def newest_good(
         except HalfLoaded:
             raise
         except (Damaged, NotFinite) as error:
-            if intact or (step is not None and at == choice.candidates[-1]):
+            if again or (step is not None and at == choice.candidates[-1]):
                 raise
             over.append((at.step, str(error)))
     if not over:
@@ -207,13 +206,18 @@ class RunReader:
 
     def generation(self, step: int | None = None) -> Generation:
         """The generation of `step`, or the newest undamaged one of the lineage. Raises NoSuchStep, Damaged."""
+        survey, at = self._first(step)
+        if at in survey.broken:
+            raise survey.broken[at]
+        return survey.generations[at]
+
+    def _first(self, step: int | None) -> tuple[Survey, GenerationId]:
+        """What a restore (of `step`) would try first. Raises NoSuchStep."""
         survey = commit.survey(self.tier)
         candidates = restore.choose(survey, step).candidates
         if not candidates:
             raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
-        if candidates[0] in survey.broken:
-            raise survey.broken[candidates[0]]
-        return survey.generations[candidates[0]]
+        return survey, candidates[0]
 
     def manifest(self, generation: Generation) -> Manifest:
         """Pieces and values of a generation. Raises Damaged or Unavailable."""
@@ -236,11 +240,7 @@ class RunReader:
 
         `layers`: those that look, each by itself. Raises NoSuchStep, Unavailable.
         """
-        survey = commit.survey(self.tier)
-        candidates = restore.choose(survey, step).candidates
-        if not candidates:
-            raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
-        at = candidates[0]
+        survey, at = self._first(step)
         if at in survey.broken:
             findings = [one for one in [guard.finding(survey.broken[at])] if one.layer in layers]
         else:

@@ -410,10 +410,10 @@ class RunWriter:
     def mend_known(self, step: int | None, arena: Arena) -> None:
         """Mend what a restore (of `step`) would pass over, newest first, down to what it would take."""
         chain, lost = restore.lineage(self.survey)
-        places = {at: place for place, at in enumerate(sorted({*chain, *lost}, key=self._age, reverse=True))}
-        astray = [at for at in self.survey.broken if at not in places]
+        known = sorted({*chain, *lost}, key=self._age, reverse=True)
+        astray = self.survey.broken.keys() - set(known)
         mended = False
-        for at in (*astray, *places):
+        for at in (*astray, *known):
             one = self.survey.generations.get(at)
             if one is not None and not one.damaged:
                 if step is None and not one.unfit:
