@@ -13,6 +13,9 @@ from collections.abc import Callable
 
 from ..rawio.files import round_up
 
+HUGE_BYTES = 2 << 20
+"""memory is mapped in steps of it: a small state then lies in one page, and is written faster than from 512"""
+
 
 class Lease:
     """One chunk of the arena: `buffer` is page-aligned and as long as a chunk, `address` is that of its first byte."""
@@ -39,7 +42,7 @@ class Arena:
         self.chunk_bytes = round_up(max(chunk_bytes, 1))
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
         # Private: the first touch of shared memory is two to four times as slow.
-        memory = mmap.mmap(-1, self.arena_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, round_up(self.arena_bytes, HUGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_DONTFORK"):
             memory.madvise(mmap.MADV_DONTFORK)
         if hasattr(mmap, "MADV_HUGEPAGE"):

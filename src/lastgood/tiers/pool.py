@@ -61,9 +61,11 @@ class Pool:
         Then they are filled with zeros: to write a block first that is only reserved takes a transaction of the
         journal. Returns the length of the first.
         """
+        if slots[0] not in self._spoiled:
+            with contextlib.suppress(FileNotFoundError), contextlib.closing(self.open(slots[0])) as file:
+                if (had_bytes := file.size()) >= need_bytes:
+                    return had_bytes
         there = self.lengths()
-        if there.get(slots[0], -1) >= need_bytes and slots[0] not in self._spoiled:
-            return there[slots[0]]
         grown: list[tuple[int, File, int | None]] = []
         try:
             for slot in slots:

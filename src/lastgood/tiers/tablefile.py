@@ -147,6 +147,6 @@ def _settled(call: Callable[[], None]) -> None:
 
 def aligned(data: bytes) -> memoryview:
     """A copy that direct I/O takes: page-aligned, and filled up with zeros to whole pages."""
-    memory = mmap.mmap(-1, max(round_up(len(data)), BLOCK_BYTES))
+    memory = mmap.mmap(-1, max(round_up(len(data)), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[: len(data)] = data
     return memoryview(memory)

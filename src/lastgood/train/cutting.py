@@ -19,7 +19,7 @@ from ..records import Piece
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 4 << 20
 """of a state that is copied in less time than it takes to watch it being copied"""
 
 FSDP1_NOTE = (
