@@ -508,8 +508,14 @@ def _digests() -> list[Mutant]:
             (
                 "chunk",
                 FETCH,
-                "    if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:\n",
-                "    if False:\n",
+                "        if digest(manifest.digest, data) != blob.chunks[index]:\n",
+                "        if False:\n",
+            ),
+            (
+                "chunk of a verification",
+                GUARD,
+                "                    if error is None and found and found != blob.chunks[index]:\n",
+                "                    if False:\n",
             ),
             ("content of a tensor", FETCH, "            if piece.digest != found:\n", "            if False:\n"),
             (
@@ -526,9 +532,9 @@ def _digests() -> list[Mutant]:
             ),
             (
                 "content check of a verification",
-                FETCH,
-                "            if piece.digest != found:\n",
-                "            if False:\n",
+                GUARD,
+                '            self._tell("contents", self.content_error(piece, self._as_written))\n',
+                "            pass\n",
             ),
             (
                 "direct I/O into aligned memory only",
@@ -564,8 +570,8 @@ def _digests() -> list[Mutant]:
             (
                 "chunks are read past the cache",
                 FETCH,
-                "length=extent.length), view, fresh=True)",
-                "length=extent.length), view)",
+                "            tier.read_into(at, view, fresh=True)\n",
+                "            tier.read_into(at, view)\n",
             ),
             ("length of a manifest", COMMIT, "    _need_length(name, there.get(one.manifest), one.length)\n", ""),
             (

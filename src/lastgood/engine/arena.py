@@ -48,7 +48,7 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without: it is small pages then
                 memory.madvise(mmap.MADV_HUGEPAGE)  # direct I/O of 8 MiB is a quarter faster on 4 pages than on 2,048
-        self._view = memoryview(memory)
+        self._view = memoryview(memory)[: self.arena_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._free: list[int] = []
         self._untouched = 0

@@ -93,63 +93,78 @@ def chunks(
     readers: Executor,
     *,
     put: Callable[[int, memoryview], None] = lambda *_: None,
-    on_damage: Callable[[Damaged], None] | None = None,
 ) -> Generator[memoryview, None, None]:
     """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
 
+    `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order. Raises
+    SumMismatch, Truncated, MissingBlob. Buffers as in `unverified`.
+    """
+
+    def verify(index: int, data: memoryview) -> None:
+        if digest(manifest.digest, data) != blob.chunks[index]:
+            raise chunk_error(home, manifest, blob, index, data)
+        put(index, data)
+
+    with contextlib.closing(unverified(tier, home, blob, buffers, readers, verify)) as found:
+        for data, error in found:
+            if error is not None:
+                raise error
+            yield data
+
+
+def unverified(
+    tier: Tier,
+    home: str,
+    blob: Blob,
+    buffers: list[memoryview],
+    readers: Executor,
+    then: Callable[[int, memoryview], None] = lambda *_: None,
+) -> Generator[tuple[memoryview, Damaged | None], None, None]:
+    """Every chunk of a blob, in order, as it was read; or what is wrong with it: then its bytes mean nothing.
+
     `buffers` are page-aligned, each of a whole chunk (rounded up), and used in turn; READS are read into at once.
-    `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order.
-    Raises SumMismatch, Truncated, MissingBlob. With `on_damage` it tells instead, and the chunk comes out as it was
-    read: zeros where nothing could be.
+    `then(index, data)` follows in the reader's thread. Raises what is no damage: Unavailable.
     """
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
     turn = threading.Semaphore(READS)
     count = len(blob.chunks)
+
+    def read(index: int, view: memoryview) -> None:
+        extent = layout.extent_of(blob, index)
+        at = Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length)
+        with turn:
+            tier.read_into(at, view, fresh=True)
+        then(index, view[: extent.length])
+
     try:
         for index in range(count + len(buffers)):
             if index >= len(buffers) and flying:
                 chunk, view, job = flying.popleft()
+                error: Damaged | None = None
                 try:
                     job.result()
-                except Damaged as error:
-                    if on_damage is None:
-                        raise
-                    on_damage(error)
-                    if not isinstance(error, SumMismatch):
-                        view[:] = bytes(len(view))
-                yield view[: layout.extent_of(blob, chunk).length]
+                except Damaged as damage:
+                    error = damage
+                yield view[: layout.extent_of(blob, chunk).length], error
             if index < count:
                 view = buffers[index % len(buffers)]
-                flying.append((index, view, readers.submit(_read, tier, home, manifest, blob, index, view, turn, put)))
+                flying.append((index, view, readers.submit(read, index, view)))
     finally:
         for _, _, job in flying:
-            job.exception()  # nobody writes into the buffers, or puts anything, after this
+            job.exception()  # nobody writes into the buffers after this
 
 
-def _read(
-    tier: Tier,
-    home: str,
-    manifest: Manifest,
-    blob: Blob,
-    index: int,
-    view: memoryview,
-    turn: threading.Semaphore,
-    put: Callable[[int, memoryview], None],
-) -> None:
-    extent = layout.extent_of(blob, index)
-    with turn:
-        tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length), view, fresh=True)
-    if digest(manifest.digest, view[: extent.length]) != blob.chunks[index]:
-        tensor = _differing(manifest, blob, index, view)
-        raise SumMismatch(
-            f"{home}/{blob.name} differs from its digest in chunk {index} "
-            f"(offset {extent.offset:,}, {'tensor ' + tensor if tensor else 'header'})",
-            blob=blob.name,
-            offset=extent.offset,
-            chunk=index,
-            tensor=tensor,
-        )
-    put(index, view[: extent.length])
+def chunk_error(home: str, manifest: Manifest, blob: Blob, index: int, data: memoryview) -> SumMismatch:
+    """Of a chunk that differs from its digest: the tensor in it that does too, where that can be told."""
+    tensor, offset = _differing(manifest, blob, index, data), index * blob.chunk_bytes
+    return SumMismatch(
+        f"{home}/{blob.name} differs from its digest in chunk {index} "
+        f"(offset {offset:,}, {'tensor ' + tensor if tensor else 'header'})",
+        blob=blob.name,
+        offset=offset,
+        chunk=index,
+        tensor=tensor,
+    )
 
 
 def _differing(manifest: Manifest, blob: Blob, index: int, view: memoryview) -> str:

@@ -52,8 +52,10 @@ def not_finite(dtype: str, data: memoryview) -> bool:
     mask, least = (np.array(bits, dtype=pattern.kind) for bits in (pattern.mask, pattern.least))
     elements = np.frombuffer(data, dtype=pattern.kind)
     step = BLOCK_BYTES // elements.itemsize
+    room = np.empty(min(step, len(elements)), dtype=pattern.kind)
     for start in range(0, len(elements), step):
-        seen = elements[start : start + step] & mask
+        block = elements[start : start + step]
+        seen = np.bitwise_and(block, mask, out=room[: len(block)])
         if (seen == least).any() if pattern.single else seen.max() >= least:
             return True
     return False

@@ -28,9 +28,13 @@ from ..errors import (
 )
 from ..format import commit, layout
 from ..ports import Tier
+from ..rawio.checksum import ALGORITHMS
 from ..records import Blob, Finding, Generation, Manifest, Piece
 from . import fetch
 from .finite import not_finite, not_finite_error
+
+BLOCK_BYTES = 1 << 20
+"""seen at once, by one layer after the other: whoever comes last still finds it in the processor's cache"""
 
 Tell = Callable[[str, LastgoodError], None]
 """layer, and what it says"""
@@ -106,21 +110,18 @@ class Examination:
             look.shorter(self._tier, name)
             return
         with lend(fetch.buffer_bytes([blob])) as buffers:
-            chunks = fetch.chunks(
-                self._tier,
-                self._home,
-                manifest,
-                blob,
-                buffers,
-                readers,
-                on_damage=lambda one: self._tell("digests", one),
-            )
+            chunks = fetch.unverified(self._tier, self._home, blob, buffers, readers)
             with contextlib.closing(chunks):
-                for data in chunks:
+                for index, (data, error) in enumerate(chunks):
                     if self._stop():
                         raise Cancelled("reading was given up")
-                    self._also(data)
-                    look.look(data, damaged=any(one.layer == "digests" for one in self.findings))
+                    if error is not None:
+                        self._tell("digests", error)
+                        data[:] = bytes(len(data))
+                    found = look.look(data, self._also)
+                    if error is None and found and found != blob.chunks[index]:
+                        self._tell("digests", fetch.chunk_error(self._home, manifest, blob, index, data))
+                    look.tell(data, damaged=any(one.layer == "digests" for one in self.findings))
 
 
 class _Look(fetch.Check):
@@ -128,11 +129,13 @@ class _Look(fetch.Check):
 
     def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], tell: Tell) -> None:
         super().__init__(manifest, blob)
-        self._length, self._layers, self._tell = length, layers, tell
+        self._length, self._layers, self._tell, self._algorithm = length, layers, tell, manifest.digest
         self._left = iter(self.parts)
         self._finite = {at for at, one in enumerate(self.pieces) if one.finite and "finite" in layers}
         self._as_written = "digests" in layers
         """whether the file is known to be as committed, as far as it was read"""
+        self._not_finite: list[Piece] = []
+        self._differing: list[Piece] = []
 
     def shorter(self, tier: Tier, name: str) -> None:
         """The file ends before its time: its header, and the first tensor that is not all there."""
@@ -142,19 +145,39 @@ class _Look(fetch.Check):
             what = f"{name} ends within tensor {cut.name}, or before it"
             self._tell("contents", Truncated(what, blob=self.blob.name, offset=self._length, tensor=cut.name))
 
-    def look(self, data: memoryview, damaged: bool) -> None:
-        """The next chunk, in order. `damaged`: whether some of the file is not as committed."""
+    def look(self, data: memoryview, also: Callable[[memoryview], None]) -> str:
+        """The next chunk, in order; its digest, if that is wanted. What else it shows is kept for `tell`."""
+        parts, place, hasher = next(self._left), 0, ALGORITHMS[self._algorithm]()
+        for low in range(0, len(data), BLOCK_BYTES):
+            block, high = data[low : low + BLOCK_BYTES], low + BLOCK_BYTES
+            also(block)
+            if "digests" in self._layers:
+                hasher.update(block)
+            if "contents" in self._layers:
+                self.see_contents(block)
+            while place < len(parts):
+                tensor, _, at, length = parts[place]
+                part = data[max(at, low) : min(at + length, high)]
+                if tensor in self._finite and not_finite(self.pieces[tensor].dtype, part):
+                    self._finite.discard(tensor)
+                    self._not_finite.append(self.pieces[tensor])
+                if at + length > high:
+                    break
+                place += 1
+        return hasher.hexdigest() if "digests" in self._layers else ""
+
+    def tell(self, data: memoryview, damaged: bool) -> None:
+        """What was found in this chunk. `damaged`: whether some of the file is not as committed."""
         self._as_written &= not damaged
         self.see_header(data)
-        for tensor, _, at, length in next(self._left):
-            if tensor in self._finite and not_finite(self.pieces[tensor].dtype, data[at : at + length]):
-                self._finite.discard(tensor)
-                self._tell("finite", not_finite_error(self.pieces[tensor].name))
-        if "contents" in self._layers:
-            self.see_contents(data)
+        for piece in self._not_finite:
+            self._tell("finite", not_finite_error(piece.name))
+        for piece in self._differing:
+            self._tell("contents", self.content_error(piece, self._as_written))
+        self._not_finite, self._differing = [], []
 
     def differs(self, piece: Piece) -> None:
-        self._tell("contents", self.content_error(piece, self._as_written))
+        self._differing.append(piece)
 
     def validate(self, header: bytes) -> None:
         try:

@@ -24,7 +24,7 @@ from ..format import stripes as striping
 from ..plan.retention import Keep
 from ..rawio.erasure import Code
 from ..rawio.files import PosixFiles
-from ..records import LAYERS, Generation
+from ..records import LAYERS, Extent, Generation
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
 from ..tiers.disk import Disk
@@ -34,7 +34,7 @@ from .report import Report, Say, Table, hardware, spread
 
 Row = Mapping[str, Any]
 CODE = "10+2"
-MEMORY, VERIFY = "memory, read by one core", "verify, all layers"
+MEMORY, FILE, VERIFY = "memory, read by one core", "the same file, read by one core", "verify, all layers"
 ENCODE, DECODE = f"encode {CODE}, one core", f"decode {CODE}, two lost, one core"
 PROTECT, REPAIR = f"make parity {CODE}", f"repair, a tenth lost ({CODE})"
 TENSOR_BYTES = 16 << 20
@@ -70,7 +70,7 @@ def run(options: Options, say: Say) -> list[Row]:
 
 
 WITHOUT = {layer: f"verify, without {layer}" for layer in ("contents", "finite")}
-NAMES = (MEMORY, VERIFY, *WITHOUT.values(), ENCODE, DECODE, PROTECT, REPAIR)
+NAMES = (MEMORY, FILE, VERIFY, *WITHOUT.values(), ENCODE, DECODE, PROTECT, REPAIR)
 
 
 def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -108,6 +108,13 @@ def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any
 
     known = digests()
 
+    def read() -> None:
+        home, page = layout.folder(generation.id), arena.whole()
+        for blob in manifest.blobs:
+            for one in (layout.extent_of(blob, index) for index in range(len(blob.chunks))):
+                where = Extent(blob=f"{home}/{one.blob}", offset=one.offset, length=one.length)
+                tier.read_into(where, page, fresh=True)
+
     def protect() -> dict[str, Any]:
         made: list[int] = []
         told = timed(lambda: made.append(parity.protect(tier, generation, manifest, code, known, workers)), size)
@@ -128,6 +135,7 @@ def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any
     in_cells = rounds * code.data * len(cells[0])
     return {
         MEMORY: lambda: timed(lambda: np.bitwise_or.reduce(words.view(np.uint64)), size),
+        FILE: lambda: timed(read, size),
         VERIFY: verify(*LAYERS),
         **{name: verify(*(one for one in LAYERS if one != layer)) for layer, name in WITHOUT.items()},
         ENCODE: lambda: timed(lambda: [code.encode(cells) for _ in range(rounds)], in_cells),
@@ -170,8 +178,11 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         mine = [row for row in rows if row["contender"] == name]
         rates = [row["bytes"] / row["seconds"] / 1e9 for row in mine]
         lines.append([name, spread([row["seconds"] for row in mine]), spread(rates, ".2f")])
-    pairs = zip(_of(rows, MEMORY), _of(rows, VERIFY), strict=True)
-    ratios = [one["seconds"] / other["seconds"] for one, other in pairs]
+
+    def against(other: str) -> str:
+        pairs = zip(_of(rows, other), _of(rows, VERIFY), strict=True)
+        return f"{VERIFY} / {other}, round by round: {spread([a['seconds'] / b['seconds'] for a, b in pairs], '.2f')}"
+
     made = _of(rows, PROTECT)[0]
     return Report(
         name="guard",
@@ -180,7 +191,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         tables=[Table("", ["what", "seconds", "GB/s"], lines)],
         rows=rows,
         notes=[
-            f"{VERIFY} / {MEMORY}, round by round: {spread(ratios, '.2f')}",
+            against(MEMORY),
+            against(FILE),
             f"Parity takes {made['parity_bytes'] / made['bytes']:.4f} of the state, copies of the manifest included.",
         ],
     )

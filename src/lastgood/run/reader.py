@@ -19,7 +19,7 @@ from ..records import LAYERS, Finding, Generation, GenerationId, Manifest, Piece
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
-BUFFERS = fetch.READS + 1
+BUFFERS = fetch.READS + 2
 """chunks in memory while a run is read: those that are being read, and one that is looked at and copied. Few, so that
 they stay in the processor's cache from the digest to the copy"""
 
