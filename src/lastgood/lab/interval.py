@@ -13,6 +13,7 @@ import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -131,6 +132,7 @@ def _segment(
     steps: list[float] = []
     waits: list[float] = []
     fences: list[float] = []
+    spent = _behind_seconds()
     already, memory, stored = len(policy.saved), 0, 0
 
     def weigh() -> None:
@@ -141,6 +143,7 @@ def _segment(
         step = _period(workload, policy, interval, step, steps, waits, fences, weigh)
     policy.wait()
     saves = [one.seconds for one in policy.saved[already:]]
+    behind = {name: (now - spent.get(name, 0.0)) / len(waits) for name, now in _behind_seconds().items()}
     after = [_plain_step(workload) for _ in range(PLAIN_STEPS)]
     plain = statistics.mean(before + after)
     with_saves = sum(steps) / (len(waits) * interval)
@@ -154,6 +157,7 @@ def _segment(
         "save_seconds": statistics.median(saves or [alone]),
         "saves": len(saves),
         "alone_seconds": alone,
+        "behind_seconds": {name: one for name, one in behind.items() if one > 0.001},
         "memory_bytes": max(0, memory - memory_before),
         "stored_bytes": stored,
         "last_step": step,
@@ -187,6 +191,17 @@ def _period(
         weigh()
         begun = time.perf_counter()
     return step
+
+
+def _behind_seconds() -> dict[str, float]:
+    """Processor time of the threads that Python has started beside this one, by name."""
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.ident is not None:
+            name = thread.name.partition("_")[0]
+            seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 def _plain_step(workload: Workload) -> float:
@@ -285,6 +300,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         "slowdown: seconds of a step with saves / without, minus 1, both from one process and one minute; "
         "`no saves` shows what the machine does to that ratio by itself"
     )
+    notes.append(
+        "processor: seconds of one core that the threads behind a save take (verification and deletion included): "
+        + "; ".join(_parts(rows, name) for name in options.policies)
+    )
     notes.append("memory: anonymous and shared pages beyond the training loop's, the peer's included; no page cache")
     if options.kills:
         notes.append(
@@ -333,6 +352,7 @@ def _tables(rows: Sequence[Row], options: Options, model: str) -> list[Table]:
                 f"{1000 * statistics.median(waits):.1f} / {1000 * quantile(waits, 0.99):.1f}",
                 f"{1000 * quantile(fences, 0.99):.1f}",
                 spread([row["save_seconds"] for row in mine]),
+                spread([sum(row["behind_seconds"].values()) for row in mine], ".2f"),
                 size(max(row["memory_bytes"] for row in mine)),
                 size(max(row["stored_bytes"] for row in mine)),
             ]
@@ -341,10 +361,26 @@ def _tables(rows: Sequence[Row], options: Options, model: str) -> list[Table]:
         Table(f"{model}: slowdown (a step without saves: {plain} s)", head, slow),
         Table(
             f"{model}: what a save costs",
-            ["policy", "call, ms: median / p99", "fence, ms: p99", "until durable, s", "memory", "storage"],
+            [
+                "policy",
+                "call, ms: median / p99",
+                "fence, ms: p99",
+                "until durable, s",
+                "processor, s",
+                "memory",
+                "storage",
+            ],
             costs,
         ),
     ]
+
+
+def _parts(rows: Sequence[Row], policy: str) -> str:
+    """What the threads of a policy take for a save, one by one."""
+    mine = [row["behind_seconds"] for row in select(rows, policy=policy)]
+    names = sorted({name for row in mine for name in row})
+    parts = [f"{name} {statistics.median([row.get(name, 0.0) for row in mine]):.2f}" for name in names]
+    return f"{policy}: {', '.join(parts) or 'none'}"
 
 
 def _recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
