@@ -1,6 +1,6 @@
-"""A million crash states of the real code on a disk that keeps nothing it was not asked to keep (tests/crash_disk.py).
+"""A million crash states of the real code on a disk that keeps nothing it was not asked to keep (lab/hostile.py).
 
-Every scenario of tests/test_crash_model.py is played with one seed after another until so many states have been
+Every scenario of lab/scenarios.py is played with one seed after another until so many states have been
 judged. A state is counted once, by the digest of everything on the disk. It stops at the fifth violation and prints the
 seeds that play them again. Writes prove/reports/crash_model.*
 """
@@ -24,7 +24,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src")]
 
 from syscalls import report  # noqa: E402
 
-from test_crash_model import SCENARIOS, Judge, Violation, play  # noqa: E402
+from lastgood.lab.crashmodel import Judge, Violation  # noqa: E402
+from lastgood.lab.scenarios import SCENARIOS, play  # noqa: E402
 
 Play = tuple[int, str, int]
 
@@ -45,13 +46,13 @@ def one(what: Play) -> Played:
     scenario = SCENARIOS[place]
     # The weaker modes are not carried on: what they leave need not be a run that can be.
     carry_on = Judge.carry_on if mode == "atomic_dirsync" else 0.0
-    judge = Judge(random.Random(f"{scenario.__name__} {mode} {seed}"), carry_on=carry_on)
+    judge = Judge(random.Random(f"{scenario.name} {mode} {seed}"), carry_on=carry_on)
     violation = ""
     try:
         play(scenario, judge, mode)
     except Violation as error:
-        violation = f"{scenario.__name__}, {mode}, seed {seed}: {error}"
-    return Played(scenario.__name__, mode, judge.states, len(judge.judged), judge.lost, violation)
+        violation = f"{scenario.name}, {mode}, seed {seed}: {error}"
+    return Played(scenario.name, mode, judge.states, len(judge.judged), judge.lost, violation)
 
 
 def plays(mode: str, seed: int) -> Iterator[Play]:

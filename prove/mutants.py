@@ -21,6 +21,8 @@ TESTS = [
 """torch-free"""
 LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
 """for what runs in and behind a training loop; these need torch"""
+MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
+"""for what looks at, rebuilds and reads again"""
 
 
 class Mutant(NamedTuple):
@@ -44,6 +46,8 @@ class Mutant(NamedTuple):
         names = (
             LOOP_TESTS if in_loop else sorted(TESTS, key=lambda one: one not in (FIRST.get(self.file), *bytes_first))
         )
+        if self.kind in MENDING_KINDS:
+            names = [*MENDING_TESTS, *names]
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -54,6 +58,9 @@ RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "
 SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER = "train/checkpointer.py"
+PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
+STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
+MENDING_KINDS = ("guard", "parity", "repair", "scrub")
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
 """the tests that are nearest to a file"""
 
@@ -71,6 +78,7 @@ def mutants() -> list[Mutant]:
         *_slots(),
         *_flights(),
         *_fences(),
+        *_mending(),
     ]
 
 
@@ -1440,3 +1448,419 @@ def _fences() -> list[Mutant]:
             ),
         ],
     )
+
+
+def _mending() -> list[Mutant]:
+    return [
+        *_of_kind(
+            "guard",
+            [
+                (
+                    "what is shorter is told",
+                    GUARD,
+                    "        if length < blob.length:\n            look.shorter(self._tier, name)\n            return\n",
+                    "        if length < blob.length:\n            return\n",
+                ),
+                (
+                    "what is longer is told",
+                    GUARD,
+                    "        if length != blob.length:\n",
+                    "        if length < blob.length:\n",
+                ),
+                (
+                    "a file that is gone is told",
+                    GUARD,
+                    '            self._tell("structure", MissingBlob(f"{name} is gone, or no file", blob=blob.name))\n',
+                    "",
+                ),
+                ("what cannot be read is told", GUARD, '                        self._tell("digests", error)\n', ""),
+                (
+                    "what cannot be read now is no evidence",
+                    GUARD,
+                    "        if isinstance(error, Unreadable):\n            raise error",
+                    "        if False:\n            raise error",
+                ),
+                ("only wanted layers speak", GUARD, "        if layer in self._layers:\n", "        if True:\n"),
+                (
+                    "finite is looked at",
+                    GUARD,
+                    "                if tensor in self._finite and not_finite(",
+                    "                if False and not_finite(",
+                ),
+                (
+                    "finite in every block",
+                    GUARD,
+                    "                part = data[max(at, low) : min(at + length, high)]\n",
+                    "                part = data[max(at, low) : min(at + length, high)] if low == 0 else data[:0]\n",
+                ),
+                (
+                    "the header against the manifest",
+                    GUARD,
+                    '            self._tell("agreement", error)\n',
+                    "            pass\n",
+                ),
+                (
+                    "the header by itself",
+                    GUARD,
+                    "            layout.validate_file(header, self._length, self.blob.name)\n",
+                    "            pass\n",
+                ),
+                (
+                    "reading can be given up",
+                    GUARD,
+                    "                    if self._stop():\n",
+                    "                    if False:\n",
+                ),
+                (
+                    "NaN of float32",
+                    FINITE,
+                    '    "float32": _Pattern("u4", 0x7FFF_FFFF, 0x7F80_0000),\n',
+                    '    "float32": _Pattern("u4", 0x7FFF_FFFF, 0x7F80_0001),\n',
+                ),
+                ("the sign does not matter", FINITE, "np.bitwise_and(block, mask, out", "np.bitwise_or(block, 0, out"),
+                ("single patterns", FINITE, "if pattern.single else", "if False else"),
+                (
+                    "not finite while loading",
+                    FETCH,
+                    "                    self._unfit(piece.name)\n",
+                    "                    pass\n",
+                ),
+            ],
+        ),
+        *_of_kind(
+            "parity",
+            [
+                (
+                    "cells are those that were verified",
+                    PARITY,
+                    "    return view if digest(algorithm, view[: extent.length]) == digests[number] else None\n",
+                    "    return view\n",
+                ),
+                (
+                    "the padding of a cell is zeros",
+                    PARITY,
+                    "    view[extent.length :] = bytes(len(view) - extent.length)\n",
+                    "",
+                ),
+                ("cells that do not exist are zeros", PARITY, "        view[:] = bytes(len(view))\n", ""),
+                (
+                    "its sums",
+                    PARITY,
+                    "                    digests.append(digest(algorithm, cell))\n",
+                    '                    digests.append("0" * 32)\n',
+                ),
+                ("a copy of the manifest", PARITY, "        tail[: len(copy)] = copy\n", ""),
+                (
+                    "it is durable",
+                    PARITY,
+                    "            upload.write_at(tail, cut.file_bytes)\n            upload.finish()\n",
+                    "            upload.write_at(tail, cut.file_bytes)\n",
+                ),
+                ("nothing of a failure stays", PARITY, "            undo.callback(uploads[index].abort)\n", ""),
+                (
+                    "it can be given up",
+                    PARITY,
+                    '                if stop():\n                    raise Cancelled("parity was given up")\n',
+                    "",
+                ),
+                ("older parity is cleared first", PARITY, "    clear(tier, home)\n    cut", "    cut"),
+                (
+                    "records go first",
+                    PARITY,
+                    'key=lambda one: not one.endswith(".json")',
+                    'key=lambda one: one.endswith(".json")',
+                ),
+                (
+                    "neighbours in different rows",
+                    STRIPES,
+                    "        return [column * self.rows + row for column in range(self.data)]\n",
+                    "        return [row * self.data + column for column in range(self.data)]\n",
+                ),
+                ("a record makes sense by itself", STRIPES, "        not fits\n", "        False\n"),
+                (
+                    "its cells have a bound",
+                    STRIPES,
+                    "        or not PAGE_BYTES <= record.cell_bytes <= CELL_LIMIT_BYTES\n",
+                    "",
+                ),
+                (
+                    "its sums are as many as its rows",
+                    STRIPES,
+                    "        or len(record.sums) != -(-len(record.cells) // record.data)\n",
+                    "",
+                ),
+                ("it fits the files", STRIPES, "    if count != len(record.cells) or", "    if"),
+                (
+                    "the limit of a code",
+                    STRIPES,
+                    "    if data < 1 or parity < 1 or data + parity > CELLS_LIMIT:\n",
+                    "    if data < 1 or parity < 1:\n",
+                ),
+                (
+                    "its record is of this generation",
+                    PARITY,
+                    "            if layout.root_of(text) == record.root:\n",
+                    "            if True:\n",
+                ),
+                (
+                    "a commit that is there decides",
+                    PARITY,
+                    "        found = {root: found[root]} if root in found else {}\n",
+                    "",
+                ),
+                (
+                    "the seal and the copy are of one length",
+                    PARITY,
+                    "    if len(told.seals) != 1 or told.seals[0].length != first.manifest_bytes:\n",
+                    "    if len(told.seals) != 1:\n",
+                ),
+                (
+                    "only records that agree",
+                    PARITY,
+                    "(one for one in others if one.alike(first))",
+                    "(one for one in others)",
+                ),
+                (
+                    "asked for, and made",
+                    WRITER,
+                    "        if self._code is not None and newest is not None and newest.id not in self._protected:\n",
+                    "        if False:\n",
+                ),
+                (
+                    "made of what was verified",
+                    WRITER,
+                    '    ) -> None:\n        """Give a verified generation its parity',
+                    '    ) -> None:\n        return\n        """Give a verified generation its parity',
+                ),
+                (
+                    "whole parity is let be",
+                    WRITER,
+                    "            if parity.whole(self.tier, generation, manifest, code, stop):\n                return\n",
+                    "",
+                ),
+            ],
+        ),
+        *_of_kind(
+            "repair",
+            [
+                (
+                    "what was rebuilt is read back",
+                    PARITY,
+                    "            _need_good(tier, home, manifest, blob, readers)\n",
+                    "",
+                ),
+                (
+                    "it is durable before it takes the place",
+                    PARITY,
+                    "        for upload in uploads.values():\n            upload.finish()\n",
+                    "",
+                ),
+                (
+                    "it takes the place",
+                    PARITY,
+                    '        tier.replace(f"{home}/{blob.name}", f"{home}/{blob.name}{REBUILT}")\n',
+                    "        pass\n",
+                ),
+                ("nothing of a failure stays", PARITY, "            undo.callback(uploads[blob.name].abort)\n", ""),
+                ("beyond the budget is refused", PARITY, "        if left < len(missing):\n", "        if False:\n"),
+                (
+                    "files of another length are written anew",
+                    PARITY,
+                    " or lengths.get(one.name) != one.length]\n",
+                    "]\n",
+                ),
+                (
+                    "parity that is damaged stands in for nothing",
+                    PARITY,
+                    "    return data if data and digest(record.digest, data) == record.sums[row] else None\n",
+                    "    return data if data else None\n",
+                ),
+                (
+                    "the manifest that was sealed",
+                    PARITY,
+                    "        if digest(spare.records[0].digest, data) == seal.digest:\n",
+                    "        if data:\n",
+                ),
+                (
+                    "copies of the manifest",
+                    PARITY,
+                    "    places += [(striping.parity_name(0, one.index), len(one.sums) * one.cell_bytes) for one in spare.records]\n",
+                    "",
+                ),
+                (
+                    "records are put back",
+                    PARITY,
+                    "            _put_back(tier, home, name, data)\n            done.append(name)\n",
+                    "",
+                ),
+                (
+                    "the commit comes last",
+                    PARITY,
+                    "    records = {seal.manifest: _manifest(tier, spare), layout.COMMIT: spare.commit}\n",
+                    "    records = {layout.COMMIT: spare.commit, seal.manifest: _manifest(tier, spare)}\n",
+                ),
+                (
+                    "a record is read back",
+                    PARITY,
+                    '        if fetch.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:\n',
+                    "        if False:\n",
+                ),
+                (
+                    "a record that was not put back leaves nothing",
+                    PARITY,
+                    "    except BaseException:\n        upload.abort()\n        raise\n",
+                    "    except ZeroDivisionError:\n        raise\n",
+                ),
+                (
+                    "what died over it is cleared",
+                    PARITY,
+                    '            tier.delete(f"{home}/{blob.name}{REBUILT}")  # somebody may have died over it\n',
+                    "",
+                ),
+                (
+                    "a record that died over it is cleared",
+                    PARITY,
+                    '    tier.delete(f"{home}/{name}{REBUILT}")\n    upload',
+                    "    upload",
+                ),
+                (
+                    "looking can be given up",
+                    PARITY,
+                    '            if stop():\n                raise Cancelled("repair was given up")\n',
+                    "",
+                ),
+                (
+                    "all of it is read afterwards",
+                    WRITER,
+                    "        findings = read_all(self.tier, generation, arena, self._workers)\n        with self.turn:\n",
+                    "        findings: list[Finding] = []\n        with self.turn:\n",
+                ),
+                (
+                    "what does not read back is told",
+                    WRITER,
+                    "        if not intact(findings):\n            raise BeyondRepair",
+                    "        if False:\n            raise BeyondRepair",
+                ),
+                ("it is no more broken", WRITER, "            self.survey.broken.pop(at, None)\n", ""),
+                (
+                    "what is beyond is marked",
+                    WRITER,
+                    "                self.conclude(known, read_all(self.tier, known, arena, self._workers))\n            raise\n",
+                    "                pass\n            raise\n",
+                ),
+                (
+                    "it is told",
+                    WRITER,
+                    '            self._tell(self._event("repaired", at, detail=", ".join(names)))\n',
+                    "",
+                ),
+                (
+                    "a failure is told",
+                    WRITER,
+                    '            self._tell(self._event("not_repaired", at, detail=f"{type(error).__name__}: {error.what}"))\n',
+                    "",
+                ),
+                (
+                    "a restore mends only what it would pass over",
+                    WRITER,
+                    "            if one is not None and not one.damaged:\n                if step is None and not one.unfit:\n                    break\n                continue\n",
+                    "",
+                ),
+                (
+                    "what came back is surveyed",
+                    WRITER,
+                    "                self.survey = commit.survey(self.tier)  # what came back",
+                    "                pass  # what came back",
+                ),
+                (
+                    "another is tried where the first does not load",
+                    READER,
+                    "                    if not mend(generation):\n                        raise\n",
+                    "                    raise\n",
+                ),
+            ],
+        ),
+        *_of_kind(
+            "scrub",
+            [
+                (
+                    "longest ago first",
+                    SCRUB,
+                    "        return read_at.get(one.id, 0.0), one.commit.order, one.id\n",
+                    "        return 0.0, one.commit.order, one.id\n",
+                ),
+                (
+                    "neighbours of damage first",
+                    SCRUB,
+                    "(apart(one) if damaged else 0, longest_ago(one))",
+                    "(0, longest_ago(one))",
+                ),
+                ("the nearest first", SCRUB, "        return min(abs(", "        return max(abs("),
+                (
+                    "a round reads what was there",
+                    UPKEEP,
+                    "        mine = [one for one in there if one.id in self._left]\n",
+                    "        mine = there\n",
+                ),
+                (
+                    "a round ends",
+                    UPKEEP,
+                    "            self._left = None\n            self._damaged.clear()\n",
+                    "            self._damaged.clear()\n",
+                ),
+                ("damage of one round is forgotten in the next", UPKEEP, "            self._damaged.clear()\n", ""),
+                ("its pace", UPKEEP, "                self._pause(ahead)\n", "                pass\n"),
+                ("what gave way comes again", UPKEEP, "            self._left.add(generation.id)\n", ""),
+                ("what gave way was not read", UPKEEP, "            del self._read_at[generation.id]\n", ""),
+                ("damage is noted", UPKEEP, "            self._damaged.add(generation.id)\n", "            pass\n"),
+                (
+                    "news is marked",
+                    WRITER,
+                    "        if generation != judged(generation, findings):\n",
+                    "        if False:\n",
+                ),
+                (
+                    "damage is mended",
+                    WRITER,
+                    "            return findings, self.try_to_mend(generation.id, arena, stop)\n",
+                    "            return findings, False\n",
+                ),
+                (
+                    "parity is looked after",
+                    WRITER,
+                    "        if code is not None and not findings:\n            self._protect(generation, code, arena, stop)\n        return findings, False\n",
+                    "        return findings, False\n",
+                ),
+                (
+                    "what cannot be read is mended",
+                    WRITER,
+                    "            if self.try_to_mend(generation.id, arena, stop):\n                return [guard.finding(error)], True\n            raise\n",
+                    "            raise\n",
+                ),
+                (
+                    "damage is told in the loop",
+                    BACKGROUND,
+                    "        if done is not None and not done.whole:\n",
+                    "        if False:\n",
+                ),
+                (
+                    "it waits for its turn",
+                    BACKGROUND,
+                    "        if self._scrub and time.monotonic() - self._scrubbed_at >= self._scrub.seconds:\n",
+                    "        if self._scrub:\n",
+                ),
+                (
+                    "not beside a save",
+                    BACKGROUND,
+                    "                if not self._flights and not self._hurried:\n",
+                    "                if not self._hurried:\n",
+                ),
+                (
+                    "not while somebody waits for the end",
+                    BACKGROUND,
+                    "                if not self._flights and not self._hurried:\n",
+                    "                if not self._flights:\n",
+                ),
+            ],
+        ),
+    ]

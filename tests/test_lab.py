@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
+import subprocess
 
 import pytest
+import torch
 
-from lastgood.lab import corrupt, crash, trials
+from lastgood.errors import Refused
+from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, timeline, trials
 from lastgood.lab.journal import Journal
 from lastgood.lab.trials import Share
 
@@ -87,3 +92,85 @@ def test_an_experiment_leaves_its_trials_its_summary_and_its_figures(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["usable"]["unsafe"] == {"hits": 1, "total": 1, "wilson_low": 0.206549, "wilson_high": 1.0}
     assert "1 of 1 (20.7 to 100.0 %)" in (tmp_path / "report.md").read_text()
+
+
+def test_latency_times_every_mode_at_every_size_and_goes_on_where_it_stopped(tmp_path):
+    options = latency.Options(tmp_path, trials=1, sizes=(latency.GROUP_BYTES, 1_000_000))
+    rows = latency.run(options, lambda _: None)
+    assert len(rows) == 2 * len(latency.MODES) * latency.LEAST and all(row["seconds"] > 0 for row in rows)
+    assert latency.run(options, pytest.fail) == rows, "nothing is left to do"
+    summary, files = latency.summary(rows), latency.report(rows, options).draw(tmp_path)
+    assert set(summary["seconds"]) == {f"{size} bytes, {mode}" for size in options.sizes for mode in latency.MODES}
+    assert {path.name for path in files} == {"cdf.png", "cdf.svg", "sizes.png", "sizes.svg"}
+
+
+def test_a_timeline_puts_the_disk_beside_the_events_and_makes_a_trace_that_others_can_read(tmp_path):
+    options = timeline.Options(tmp_path, seconds=1.0, width=64, every=2)
+    try:
+        rows = timeline.run(options, lambda _: None)
+    except Refused as error:
+        pytest.skip(f"{error}")  # the folder of the tests lies in memory
+    assert {"disk", "staged", "written", "durable"} <= {row["kind"] for row in rows}
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    saved = [one["name"] for one in events if one.get("cat") == "durable"]
+    assert saved[:2] == ["step 2", "step 4"] and all(one["dur"] > 0 for one in events if one["ph"] == "X")
+    assert timeline.summary(rows)["events"]["durable"] == len(saved)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+def test_a_timeline_of_no_disk_is_refused(tmp_path):
+    with pytest.raises(Refused, match="block device"):
+        timeline.run(timeline.Options(tmp_path, place="/dev/shm"), lambda _: None)
+
+
+@pytest.fixture
+def one_thread():
+    """A fork has none of the threads that torch computes with."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("trouble", ["bitflip", "lost file", "killed", "a file that may not grow"])
+def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_values_nor_hides_an_error(trouble):
+    for name in peers.CONTENDERS:
+        row = peers.one({"contender": name, "trouble": trouble, "trial": 0, "seed": 0})
+        assert row["outcome"] in peers.OUTCOMES
+        if name == "lastgood":
+            assert row["outcome"] == ("right" if trouble not in peers.DAMAGE else "older")
+            assert not row["acknowledged"] or row["found"] == peers.STEPS[2]
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A mounted xfs, which can clone what lies in it."""
+    if os.geteuid() == 0 and not shutil.which("mkfs.xfs") and shutil.which("apt-get"):
+        subprocess.run(["apt-get", "install", "-y", "-qq", "xfsprogs"], stdout=subprocess.DEVNULL, check=False)
+    folder = tmp_path_factory.mktemp("powerloss")
+    try:
+        powerloss.here()
+        powerloss.make("xfs", folder / "holder.img", 1024)
+        with powerloss.mounted(folder / "holder.img", folder / "images") as at:
+            yield at
+    except Refused as error:
+        pytest.skip(f"{error}")
+
+
+@pytest.mark.parametrize("trouble", powerloss.TROUBLES)
+@pytest.mark.parametrize("kind", powerloss.KINDS)
+def test_what_was_durable_is_there_after_trouble_on_a_real_file_system(images, kind, trouble):
+    if not shutil.which(f"mkfs.{kind}"):
+        pytest.skip(f"needs mkfs.{kind}: apt-get install {'btrfs-progs' if kind == 'btrfs' else 'e2fsprogs'}")
+    row = powerloss.one({"fs": kind, "mode": "atomic_dirsync", "trouble": trouble, "trial": 0, "seed": 0}, images)
+    assert row["kept"] and row["goes_on"] and not row["why"], row
+
+
+def test_the_bench_of_the_guard_measures_looking_and_parity_and_says_what_bounds_them(tmp_path):
+    options = guard.Options(tmp_path, mib=8, rounds=1)
+    rows = guard.run(options, lambda _: None)
+    assert [row["contender"] for row in rows] == list(guard.NAMES)
+    told = guard.report(rows, options).markdown("lastgood bench guard", "2026-11-21")
+    assert f"{guard.VERIFY} / {guard.FILE}, round by round" in told and "Parity takes 0.2" in told
+    assert guard.run(options, pytest.fail) == rows, "nothing is left to do"

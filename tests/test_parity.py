@@ -9,15 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from harness import State, load, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import BeyondRepair, Refused
+from lastgood.errors import BeyondRepair, LastgoodError, Refused
 from lastgood.format import layout, stripes
+from lastgood.rawio.checksum import digest
 from lastgood.rawio.erasure import Code
 from lastgood.rawio.files import PosixFiles
-from lastgood.records import Blob
+from lastgood.records import Blob, Parity
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
@@ -201,6 +203,92 @@ def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_w
     assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
     run.read_again(max(run.survey.generations.values(), key=lambda one: one.step), UPKEEP)
     assert len([name for name in contents(home(root)) if stripes.is_parity(name)]) == 4
+
+
+# ---- records that were made to harm ------------------------------------------------------------------------------
+
+
+def forged(folder: Path, fields: Callable[[Parity], dict[str, object]], *indices: int) -> None:
+    for index in indices:
+        path = folder / stripes.record_name(0, index)
+        record = layout.decode(path.read_bytes(), Parity, path.name)
+        path.write_bytes(layout.encode(structs.replace(record, **fields(record)), record.digest))
+
+
+FORGED: dict[str, Callable[[Parity], dict[str, object]]] = {
+    "no data": lambda one: {"data": 0},
+    "more columns than a code has": lambda one: {"data": 300},
+    "negative parity": lambda one: {"parity": -1},
+    "a code that is not theirs": lambda one: {"data": 9},
+    "the index of the other": lambda one: {"index": 1 - one.index},
+    "an index beyond all": lambda one: {"index": 7},
+    "an unknown digest": lambda one: {"digest": "md5"},
+    "cells of no whole page": lambda one: {"cell_bytes": 100},
+    "cells of no bytes": lambda one: {"cell_bytes": 0},
+    "cells larger than any memory": lambda one: {"cell_bytes": 1 << 50},
+    "cells of another size": lambda one: {"cell_bytes": 2 * CELL},
+    "a cell too few": lambda one: {"cells": one.cells[:-1]},
+    "a row too many": lambda one: {"cells": one.cells * 2, "sums": one.sums * 2},
+    "no cells": lambda one: {"cells": [], "sums": []},
+    "a sum too few": lambda one: {"sums": one.sums[:-1]},
+    "digests of no length": lambda one: {"cells": [""] * len(one.cells)},
+    "a manifest longer than any memory": lambda one: {"manifest_bytes": 1 << 50},
+    "a manifest of negative length": lambda one: {"manifest_bytes": -1},
+    "a manifest of another length": lambda one: {"manifest_bytes": one.manifest_bytes + 1},
+    "no commit": lambda one: {"commit": ""},
+    "another commit": lambda one: {"commit": one.commit.replace('"step":20', '"step":10')},
+    "the root of another": lambda one: {"root": "0" * 32},
+}
+
+
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
+def test_forged_parity_mends_nothing_and_makes_nothing_look_good(root, fields):
+    changed(DATA, flip(5))(home(root))
+    forged(home(root), fields, 0, 1)
+    refused(root)
+
+
+def test_parity_that_calls_the_damage_whole_mends_nothing_and_makes_nothing_look_good(root):
+    changed(DATA, flip(5))(home(root))
+    data = (home(root) / DATA).read_bytes()
+
+    def cells(record: Parity) -> dict[str, object]:
+        return {"cells": [digest(record.digest, data[at : at + CELL]) for at in range(0, len(data), CELL)]}
+
+    forged(home(root), cells, 0, 1)
+    refused(root)
+
+
+def refused(root: Path) -> None:
+    """Mending ends in an error, no file is another one, and a restore goes to the older generation."""
+    run = opened(root, parity=None)
+    (at,) = (one for one in run.survey.generations if one.step == 20)
+    before = contents(home(root))
+    with pytest.raises(LastgoodError):
+        run.mend(at, UPKEEP)
+    after = contents(home(root))
+    for there in (before, after):
+        for mark in (layout.VERIFIED, layout.DAMAGED):
+            there.pop(mark, None)
+    assert after == before
+    found, _ = load(run.tier)
+    assert found.generation is not None and found.generation.step == 10
+
+
+@pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
+def test_beside_a_forged_record_the_honest_one_mends_or_nothing_is_touched(root, fields):
+    whole = (home(root) / DATA).read_bytes()
+    changed(DATA, flip(5))(home(root))
+    damaged = (home(root) / DATA).read_bytes()
+    forged(home(root), fields, 0)
+    run = opened(root, parity=None)
+    (at,) = (one for one in run.survey.generations if one.step == 20)
+    try:
+        run.mend(at, UPKEEP)
+    except LastgoodError:
+        assert (home(root) / DATA).read_bytes() == damaged
+    else:
+        assert (home(root) / DATA).read_bytes() == whole
 
 
 @pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (10, 2), (5, 3)])

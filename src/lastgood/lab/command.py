@@ -318,12 +318,14 @@ def powerloss(
     out: Out,
     trials: Annotated[int, typer.Option(min=1, help="Of each trouble, file system and write mode.")] = 40,
     seed: Seed = 0,
+    jobs: Jobs = 2,
+    plays: Annotated[int, typer.Option(min=1, help="Of each scenario of the crash model, in each write mode.")] = 3,
     as_json: Json = False,
 ) -> Answer:
-    """ext4, xfs and btrfs in image files that lose power, fill up or turn read-only under a save. Needs root."""
+    """Every state that a crash may leave in a model of a disk; then, as root, ext4, xfs and btrfs in image files."""
     from . import powerloss as experiment
 
-    return _tried(experiment, experiment.Options(out, trials, seed), out)
+    return _tried(experiment, experiment.Options(out, trials, seed, jobs, plays), out)
 
 
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:

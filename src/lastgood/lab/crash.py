@@ -28,12 +28,13 @@ from ..engine.inline import Inline
 from ..errors import LastgoodError
 from ..format import layout
 from ..plan.retention import Keep
-from ..ports import OpenMode
-from ..rawio.files import PosixFile, PosixFiles
+from ..ports import File
+from ..rawio.files import PosixFiles
 from ..run.writer import RunWriter
 from ..tiers.disk import Disk, WriteMode
 from . import trials
 from .journal import Journal
+from .noting import NotingFiles
 from .plain import State, load, save
 from .report import Report, Say, Table
 from .trials import Options, Row, error_bars, share
@@ -54,74 +55,24 @@ MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
 # ---- the calls of a save -----------------------------------------------------------------------------------------
 
 
-class KillingFiles(PosixFiles):
-    """Notes each call that changes something, and kills its own process before one of them, or half way through it."""
+class KillingFiles(NotingFiles):
+    """Kills its own process before one of the calls that change something, or half way through a write."""
 
     def __init__(self, root: Path, at: int = -1, half: bool = False) -> None:
         self.calls: list[str] = []
         self._root, self._at, self._half = str(root), at, half
 
-    def note(self, call: str, path: str) -> bool:
-        """Whether this call is to be cut short half way."""
+    def note(self, call: str, path: str) -> None:
         self.calls.append(f"{call} {_told(path.removeprefix(self._root))}")
-        here = len(self.calls) - 1 == self._at
-        if here and not self._half:
+        if len(self.calls) - 1 == self._at and not self._half:
             die()
-        return here
 
-    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> Any:
-        if mode == "read":
-            return super().open(path, mode, direct=direct, fresh=fresh)
-        self.note("open", path)
-        return _KillingFile(self, super().open(path, mode, direct=direct, fresh=fresh), path)
-
-    def make_dir(self, path: str) -> None:
-        self.note("make_dir", path)
-        super().make_dir(path)
-
-    def link(self, old: str, new: str) -> None:
-        self.note("link", new)
-        super().link(old, new)
-
-    def rename(self, old: str, new: str) -> None:
-        self.note("rename", new)
-        super().rename(old, new)
-
-    def symlink(self, target: str, path: str) -> None:
-        self.note("symlink", path)
-        super().symlink(target, path)
-
-    def remove(self, path: str) -> None:
-        self.note("remove", path)
-        super().remove(path)
-
-    def sync_dir(self, path: str) -> None:
-        self.note("sync_dir", path)
-        super().sync_dir(path)
-
-
-class _KillingFile:
-    def __init__(self, files: KillingFiles, file: PosixFile, path: str) -> None:
-        self._files, self._file, self._path = files, file, path
-        self.size, self.read_into, self.close = file.size, file.read_into, file.close
-
-    def write_at(self, mv: memoryview, offset: int) -> int:
-        if self._files.note("write", self._path):
-            self._file.write_at(mv[: len(mv) // 2], offset)
+    def write(self, file: File, path: str, mv: memoryview, offset: int) -> int:
+        half = self._half and len(self.calls) == self._at
+        taken = super().write(file, path, mv[: len(mv) // 2] if half else mv, offset)
+        if half:
             die()
-        return self._file.write_at(mv, offset)
-
-    def reserve(self, length: int) -> None:
-        self._files.note("reserve", self._path)
-        self._file.reserve(length)
-
-    def resize(self, length: int) -> None:
-        self._files.note("resize", self._path)
-        self._file.resize(length)
-
-    def sync(self) -> None:
-        self._files.note("sync", self._path)
-        self._file.sync()
+        return taken
 
 
 def _told(path: str) -> str:

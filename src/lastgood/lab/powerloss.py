@@ -1,13 +1,18 @@
-"""`lastgood lab powerloss`: real file systems in image files that lose power, fill up, or turn read-only under a save.
+"""`lastgood lab powerloss`: what a loss of power leaves, in a model of a disk and on real file systems in image files.
 
-A life saves on one file system after another (ext4, xfs, btrfs; those whose mkfs is there) and says what is durable.
-*Power loss*: the image is cloned at a random instant, in one step (FICLONE, on an xfs that holds the images), mounted
-again, its journal replayed: what the page cache had not written down is gone. *Killed*: SIGKILL, unmount, mount again.
-*Disk full*: saves until there is no space, then space is made. *Read-only*: the mount turns read-only under a save.
-Each time a run must come up with the newest state that was said to be durable, or a newer one, to the bit.
+The crash model: the real code on a disk in memory that keeps nothing it was not asked to keep, and may reorder and tear
+the rest. Each state that a crash may leave is loaded, held against what was promised, and continued; how many, by the
+call that the crash came before (`lab/crashmodel.py`; prove/crash_model.py judges a million).
 
-What it is not: a drive that loses what it had in its own cache, or reorders it. That is enumerated, on the real code
-over a model of a disk, by the crash model (prove/crash_model.py). Needs root, Linux, loop devices and mkfs.
+Then, as root, real disks: a life saves on one file system after another (ext4, xfs, btrfs; those whose mkfs is there)
+and says what is durable. *Power loss*: the image is cloned at a random instant, in one step (FICLONE, on an xfs that
+holds the images), mounted again, its journal replayed: what the page cache had not written down is gone. *Killed*:
+SIGKILL, unmount, mount again. *Disk full*: saves until there is no space, then space is made. *Read-only*: the mount
+turns read-only under a save. Each time a run must come up with the newest state that was said to be durable, or a newer
+one, to the bit.
+
+What these are not: a drive that loses what it had in its own cache, or reorders it. That is the model's. They need
+root, Linux, loop devices and mkfs, and are left out with a word otherwise.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -34,10 +40,13 @@ from ..plan.retention import Keep
 from ..rawio.files import PosixFiles, takes_direct
 from ..run.writer import RunWriter
 from ..tiers.disk import Disk, WriteMode
+from . import trials
 from .crash import content
+from .crashmodel import Judge, Violation
 from .journal import Journal
 from .plain import load, save
 from .report import Report, Say, Table
+from .scenarios import SCENARIOS, play
 from .trials import Row, share
 
 KINDS = ("ext4", "xfs", "btrfs")
@@ -57,6 +66,10 @@ class Options:
     trials: int = 40
     """of each trouble, file system and write mode"""
     seed: int = 0
+    jobs: int = 2
+    """processes of the crash model; the real disks have one after another"""
+    plays: int = 3
+    """of each scenario of the crash model in each write mode"""
 
 
 # ---- file systems ------------------------------------------------------------------------------------------------
@@ -260,11 +273,62 @@ def _turn_read_only(image: Path, at: Path, mode: WriteMode, seed: int, steps: in
         return life.durable, _resumed(at / "run", mode, seed)
 
 
+# ---- the crash model ---------------------------------------------------------------------------------------------
+
+
+def play_one(key: Row) -> Row:
+    """One life in the model: how many states were judged, by the call that a crash came before."""
+    scenario = next(one for one in SCENARIOS if one.name == key["scenario"])
+    # The weaker modes are not carried on: what they leave need not be a run that can be.
+    carry_on = Judge.carry_on if key["mode"] == "atomic_dirsync" else 0.0
+    judge = Judge(random.Random(str(sorted(key.items()))), carry_on=carry_on)
+    violation = ""
+    try:
+        play(scenario, judge, key["mode"])
+    except Violation as error:
+        violation = str(error)
+    return {"states": dict(judge.by_step), "lost": judge.lost, "violation": violation}
+
+
+def _model(options: Options, say: Say) -> list[Row]:
+    """A row for each scenario, mode and step."""
+    keys = [
+        {"scenario": one.name, "mode": mode, "play": number, "seed": options.seed}
+        for number in range(options.plays)
+        for one in SCENARIOS
+        for mode in MODES
+        if not one.in_flight or mode == "atomic_dirsync"  # slots know one way to write
+    ]
+    say("the crash model")
+    played = trials.run(keys, play_one, Journal(options.out / "model.jsonl"), options.jobs, say)
+    found: dict[tuple[str, str, str], Counter[str]] = {}
+    for row in played:
+        for step, states in row["states"].items():
+            found.setdefault((row["scenario"], row["mode"], step), Counter()).update(states=states)
+        if row["violation"]:
+            found.setdefault((row["scenario"], row["mode"], row["violation"]), Counter()).update(violations=1)
+        if row["lost"]:
+            found.setdefault((row["scenario"], row["mode"], "anywhere"), Counter()).update(lost=row["lost"])
+    return [
+        {"scenario": scenario, "mode": mode, "step": step}
+        | {name: counts[name] for name in ("states", "violations", "lost")}
+        for (scenario, mode, step), counts in found.items()
+    ]
+
+
 # ---- all of them -------------------------------------------------------------------------------------------------
 
 
 def run(options: Options, say: Say) -> list[Row]:
-    kinds = here()
+    rows = _model(options, say)
+    try:
+        return rows + _on_disks(here(), options, say)
+    except Refused as error:
+        say(f"real file systems are left out: {error}")
+        return rows
+
+
+def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
     journal = Journal(options.out / "trials.jsonl")
     keys = [
         {"fs": kind, "mode": mode, "trouble": trouble, "trial": trial, "seed": options.seed}
@@ -288,7 +352,23 @@ def run(options: Options, say: Say) -> list[Row]:
     return [{**key, **(journal.get(**key) or {})} for key in keys]
 
 
+def _steps(rows: Sequence[Row]) -> list[list[str]]:
+    """Of the default mode: step, states, violations."""
+    states, violations = Counter[str](), Counter[str]()
+    for row in rows:
+        if row["mode"] == "atomic_dirsync" and "scenario" in row:
+            states[row["step"]] += row["states"]
+            violations[row["step"]] += row["violations"]
+    told = [[step, f"{count:,}", str(violations[step])] for step, count in states.most_common()]
+    return [*told, ["all", f"{states.total():,}", str(violations.total())]]
+
+
 def report(rows: Sequence[Row], options: Options) -> Report:
+    weaker = Counter[str]()
+    for row in rows:
+        if "scenario" in row and row["mode"] != "atomic_dirsync":
+            weaker.update(states=row["states"], lost=row["lost"], violations=row["violations"])
+    model, rows = rows, [row for row in rows if "fs" in row]
     lines = []
     for trouble in TROUBLES:
         for kind in dict.fromkeys(row["fs"] for row in rows):
@@ -309,22 +389,31 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     head = ["trouble", "file system", "mode", "durable is there (Wilson 95 %)", "wrong loads", "saves again", "why not"]
     return Report(
         name="powerloss",
-        title="Real file systems that lose power, fill up, or turn read-only",
-        about="Each trial is a fresh file system in an image. Durable: what the life had called so before the trouble.",
-        tables=[Table("", head, lines)],
-        rows=rows,
+        title="What a loss of power leaves",
+        about="The model: the real code on a disk that keeps nothing it was not asked to keep. Each trial on a real "
+        "file system is a fresh one in an image. Durable: what the life had called so before the trouble.",
+        tables=[
+            Table("The crash model, before which call a crash came", ["call", "states", "violations"], _steps(model)),
+            *([Table("Real file systems", head, lines)] if lines else []),
+        ],
+        rows=model,
         notes=[
+            f"The weaker modes in the model: {weaker['states']:,} states, in {weaker['lost']:,} of them something that "
+            f"was called done is gone, {weaker['violations']} in which something loads that was not saved.",
             "The weaker modes promise no durability: their rows show what leaving out syncs costs on this kernel.",
             "Power loss: the image is cloned in one step; what the page cache had not written is gone, what the drive "
-            "was given is not. Losing and reordering that is enumerated by the crash model (prove/crash_model.py).",
+            "was given is not. Losing and reordering that is the model's.",
         ],
     )
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """For summary.json."""
+    model, rows = [row for row in rows if "scenario" in row], [row for row in rows if "fs" in row]
     mine = [row for row in rows if row["mode"] == "atomic_dirsync"]
     return {
+        "model_states": sum(row["states"] for row in model),
+        "model_violations": sum(row["violations"] for row in model),
         "trials": len(rows),
         "kept": {
             trouble: share([row for row in mine if row["trouble"] == trouble], itemgetter("kept")).record()

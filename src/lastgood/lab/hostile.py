@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
-from lastgood.ports import OpenMode
-from lastgood.rawio.files import BLOCK_BYTES, round_up
+from ..ports import OpenMode
+from ..rawio.files import BLOCK_BYTES, round_up
 
 ROOT = "/run"
 SECTOR_BYTES = 512
@@ -196,7 +196,12 @@ class HostileDisk:
     def crashes(self, rng: random.Random, most: int) -> Iterator[HostileDisk]:
         """The states that a power loss may leave now: every one where they are few, else about `most` of them."""
         ways: list[int] = []
-        yield self.crashed(lambda _, count: ways.append(count) or 0)
+
+        def now(_: str, count: int) -> int:
+            ways.append(count)
+            return 0
+
+        yield self.crashed(now)
         path: list[list[int]] = []
         for _ in range(most if math.prod(ways) <= most else 0):
             steps = itertools.count()
@@ -383,7 +388,7 @@ class HostileFile:
     def resize(self, length: int) -> None:
         late = self._disk._enter("resize", self._path)
         self._grow(length)
-        del self._node.data[length:]  # type: ignore[attr-defined]
+        del self._node.data[length:]  # type: ignore[union-attr]
         self._node.touched(0, 0)
         if late:
             raise late

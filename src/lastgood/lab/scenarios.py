@@ -1,0 +1,240 @@
+"""What is done to a run while the crash model looks on: lives of it, each with its faults, drawn from a seed."""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ..errors import LastgoodError
+from ..format import layout
+from ..plan.retention import Keep
+from ..tiers.disk import WriteMode
+from .crashmodel import Judge, Ledger, World
+from .hostile import HostileDisk
+
+
+class Scenario(NamedTuple):
+    live: Callable[[World], None]
+    in_flight: int = 0
+    """saves that the slots are announced; 0: the run lives in directories"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.live.__name__}_on_slots" if self.in_flight else self.live.__name__
+
+
+def first_save(world: World) -> None:
+    world.open()
+    world.steps(1)
+
+
+def saves_and_retention(world: World) -> None:
+    world.open()
+    world.steps(1, 2, 3, 4, 5)
+
+
+def verification_falls_behind(world: World) -> None:
+    world.open()
+    world.steps(1)
+    for burst in (2, 3, 4), (5, 6):
+        for step in burst:
+            world.save(step)
+        world.look_after()
+
+
+def restarts(world: World) -> None:
+    for step in (1, 2, 3, 4):
+        world.open()
+        world.steps(step)
+
+
+def rewind_in_place(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    world.save(3)
+    world.rewind(2)
+    world.steps(3, 4, 5)
+
+
+def rewind_after_restart(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    world.save(3)
+    world.open(parent_step=2)
+    world.steps(3, 4, 5)
+
+
+def start_over(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    world.begin(None)
+    world.steps(1, 2, 3)
+
+
+def failing_calls(world: World) -> None:
+    rng = world.judge.rng
+    world.open()
+    world.steps(1, 2)
+    for step in (3, 4, 5):
+        code = rng.choice([errno.EIO, errno.ENOSPC])
+        world.fault(rng.randrange(60), code, rng.random() < 0.4, code == errno.EIO and rng.random() < 0.5)
+        world.steps(step)
+        world.heal()
+    world.steps(6)
+
+
+def failing_recovery(world: World) -> None:
+    rng = world.judge.rng
+    world.open()
+    world.steps(1, 2)
+    world.save(3)
+    for _ in range(2):
+        world.fault(rng.randrange(40), rng.choice([errno.EIO, errno.ENOSPC]), rng.random() < 0.4, rng.random() < 0.5)
+        try:
+            world.open()
+        except LastgoodError:
+            continue
+        finally:
+            world.heal()
+    world.open()
+    world.steps(4)
+
+
+def damage_before_verification(world: World) -> None:
+    world.open()
+    world.steps(1)
+    world.save(2)
+    world.save(3)
+    world.rot(3, *world.judge.rng.choice(_PARTS))
+    world.look_after()
+    world.steps(4, 5)
+
+
+def damage_after_verification(world: World) -> None:
+    world.ledger.keep = Keep(last=2)
+    world.open()
+    world.steps(1, 2, 3)
+    world.rot(3)
+    world.open()
+    world.steps(4, 5)
+
+
+def saves_in_flight(world: World) -> None:
+    """The inner save ends first; then the outer one is the newest. One more is under way, and never ends."""
+    world.open()
+    world.steps(1)
+    world.run.tier.create("gen/000000000009-00000009/r00000.safetensors", 9000)
+    world.save(3, meanwhile=lambda: world.save(2))
+    world.look_after()
+    world.save(6, meanwhile=lambda: world.save(5, meanwhile=lambda: world.save(4)))
+    world.look_after()
+    world.steps(7)
+
+
+def overtaken_saves(world: World) -> None:
+    """The inner save ends first, and is newer: the outer one is given up, unless retention wants it for itself."""
+    world.open()
+    world.steps(1)
+    for older in (2, 5):
+        world.save(older, meanwhile=functools.partial(world.save, older + 1))
+        world.save(older + 2)
+        world.look_after()
+    world.steps(8)
+
+
+def commits_that_nobody_knows_of(world: World) -> None:
+    world.open()
+    world.steps(1, 2)
+    for step in (3, 4, 5, 6):
+        world.disk.watch = functools.partial(_fail_at, world, "table", world.judge.rng.random() < 0.5)
+        world.save(step)
+        world.disk.watch = world._watch
+        world.heal()
+        world.look_after()
+    world.steps(7)
+
+
+def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> None:
+    if path.endswith(name) and call in ("write", "sync", "rename") and not world.disk.fault:
+        world.fault(world.judge.rng.randrange(2), errno.EIO, applied=applied)
+    world._watch(call, path)
+
+
+def rebuilding_from_parity(world: World) -> None:
+    world.ledger.parity, world.ledger.keep = "2+2", Keep(last=2)
+    world.open()
+    world.steps(1, 2)
+    for name, offset in _PARTS:
+        world.rot(2, name, offset)
+    world.mend(2)
+    world.steps(3)
+    world.open()
+    world.steps(4)
+
+
+def failing_rebuilding(world: World) -> None:
+    rng = world.judge.rng
+    world.ledger.parity, world.ledger.keep = "2+2", Keep(last=2)
+    world.open()
+    world.steps(1, 2)
+    world.rot(2, *rng.choice(_PARTS))
+    for _ in range(2):
+        world.fault(rng.randrange(60), rng.choice([errno.EIO, errno.ENOSPC]), rng.random() < 0.4, rng.random() < 0.5)
+        world.mend(2)
+        world.heal()
+    world.steps(3)
+    world.open()
+    world.steps(4)
+
+
+_PARTS = [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
+"""of a generation, and a place in them"""
+
+
+def growing_states(world: World) -> None:
+    world.open()
+    for step in range(1, 7):
+        world.ledger.weight = step * 1500
+        world.steps(step)
+
+
+LIVES = [
+    first_save,
+    saves_and_retention,
+    verification_falls_behind,
+    restarts,
+    rewind_in_place,
+    rewind_after_restart,
+    start_over,
+    failing_calls,
+    failing_recovery,
+    damage_before_verification,
+    damage_after_verification,
+]
+SCENARIOS = [
+    *(Scenario(life) for life in LIVES),
+    *(Scenario(life, in_flight=1) for life in LIVES),
+    Scenario(overtaken_saves),
+    Scenario(rebuilding_from_parity),
+    Scenario(failing_rebuilding),
+    Scenario(overtaken_saves, in_flight=2),
+    Scenario(saves_in_flight, in_flight=4),
+    Scenario(commits_that_nobody_knows_of, in_flight=1),
+    Scenario(growing_states, in_flight=2),
+]
+KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
+
+
+def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -> None:
+    """One run of a scenario, its variant drawn from the judge's seed. Raises Violation."""
+    rng = judge.rng
+    disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 5000, 700]))
+    direct = disk.most_bytes != 700 and rng.random() < 0.3
+    ledger = Ledger(keep=rng.choice(KEEPS), mode=mode, direct=direct, in_flight=scenario.in_flight)
+    if ledger.in_flight and mode != "atomic_dirsync":
+        return  # slots know one way to write
+    world = World(disk, ledger, judge)
+    scenario.live(world)
+    judge.crash(world)
