@@ -29,11 +29,12 @@ from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite,
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
+from ..plan import sizing as sums
 from ..plan.retention import KEEP, Keep
 from ..records import LAYERS, Finding, Generation, GenerationId
 from ..run import places
 from ..run.reader import WORKERS
-from . import compare, exporting, importing, mending, sweep, tuning
+from . import compare, exporting, importing, mending, sizing, sweep, tuning
 from . import show as views
 from .terminal import Watched, clean, console, progress
 
@@ -425,6 +426,73 @@ def tune(
     """
     data = tuning.tuned(run, state_bytes, step_seconds, memory, disk, overhead, quick)
     return Answer(data, tuning.tuned_view(data))
+
+
+@app.command()
+def plan(
+    parameters: Annotated[
+        float | None, typer.Option(metavar="COUNT", parser=tuning.positive, help="1e12.", show_default=False)
+    ] = None,
+    bytes_per_parameter: Annotated[
+        float,
+        typer.Option(metavar="BYTES", parser=tuning.positive, help="14: bf16 weights, fp32 master and two moments."),
+    ] = 14.0,
+    state_bytes: Annotated[
+        int | None,
+        typer.Option(metavar="SIZE", parser=tuning.bytes_of, help="Instead of these two.", show_default=False),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="That share the state evenly.")] = 1,
+    copy_rate: Annotated[
+        int | None,
+        typer.Option(metavar="SIZE", parser=tuning.bytes_of, help="Bytes a second, each rank's snapshot."),
+    ] = None,
+    write_rate: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=tuning.bytes_of, help="Bytes a second, all ranks together.")
+    ] = None,
+    restore_rate: Annotated[
+        list[str], typer.Option(metavar="NAME=SIZE", help="Of a tier, bytes a second; several times.")
+    ] = [],  # noqa: B006
+    mtbf_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", parser=tuning.positive, help="M, of the whole job.")
+    ] = None,
+    device_days: Annotated[
+        float | None, typer.Option(metavar="DAYS", parser=tuning.positive, help="Mean days until one device fails.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many of them (default: --ranks).")] = None,
+    stall_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", parser=tuning.positive, help="C, instead of shard / copy rate.")
+    ] = None,
+    write_seconds: Annotated[
+        float | None, typer.Option(metavar="SECONDS", parser=tuning.positive, help="Tw, instead of state / write rate.")
+    ] = None,
+    in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    restart_seconds: Annotated[float, typer.Option(min=0, help="R, from a failure until training goes on.")] = 0.0,
+    minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",
+    run_days: Annotated[
+        float | None, typer.Option(metavar="DAYS", parser=tuning.positive, help="Length of the run.")
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Size a job on paper: its state, a save, how often to save, what failures cost. Nothing is measured."""
+    mtbf = mtbf_seconds or (sums.mtbf_seconds(device_days, devices or ranks) if device_days else None)
+    held = state_bytes or (sums.state_bytes(parameters, bytes_per_parameter) if parameters else None)
+    if mtbf is None and held is None:
+        raise typer.BadParameter("give the state (--parameters or --state-bytes), failures (--mtbf-seconds), or both.")
+    data = sizing.sized(
+        state_bytes=held,
+        ranks=ranks,
+        copy_rate=copy_rate,
+        write_rate=write_rate,
+        tiers=[sizing.tier(one) for one in restore_rate],
+        mtbf_seconds=mtbf,
+        stall_seconds=stall_seconds,
+        write_seconds=write_seconds,
+        in_flight=in_flight,
+        restart_seconds=restart_seconds,
+        intervals=[60 * tuning.positive(one) for one in minutes.split(",") if minutes],
+        run_days=run_days,
+    )
+    return Answer(data, sizing.sized_view(data))
 
 
 @app.command()
