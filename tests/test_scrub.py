@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import sys
 import warnings
@@ -17,7 +18,7 @@ from harness import State, load, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import Cancelled, LastgoodWarning, Refused, Unreadable
-from lastgood.format import layout
+from lastgood.format import commit, layout
 from lastgood.plan.retention import Keep
 from lastgood.plan.scrub import Scrub, next_to_read
 from lastgood.rawio.files import PosixFile, PosixFiles
@@ -123,6 +124,43 @@ def test_a_reading_that_was_given_up_has_its_turn_again(tmp_path):
     with pytest.raises(Cancelled):
         rounds.next_one(stop=lambda: True)
     assert [one.generation.step for one in iter(rounds.next_one, None)] == [1, 2]
+
+
+def test_a_reading_that_gives_way_goes_on_where_it_was(tmp_path, monkeypatch):
+    """Story: beside frequent saves a large generation was begun anew each time, and never read to its end."""
+    run, asked, read = run_of(tmp_path, 1), itertools.count(), []
+    read_into = run.tier.read_into
+
+    def noted(extent, mv, **options):
+        if extent.blob.endswith(DATA):
+            read.append(extent.offset)
+        read_into(extent, mv, **options)
+
+    monkeypatch.setattr(run.tier, "read_into", noted)
+    rounds, gave_way, one = scrubber(run, Clock()), 0, None
+    while one is None:
+        try:
+            one = rounds.next_one(stop=lambda: next(asked) % 2 == 1)
+        except Cancelled:
+            gave_way += 1
+    assert one.generation.step == 1 and one.whole and gave_way >= len(read) > 2
+    assert read == sorted(set(read)), "no chunk is read twice"
+
+
+def test_what_was_put_aside_and_has_gone_meanwhile_is_let_go_and_so_is_its_memory(tmp_path):
+    run, asked = run_of(tmp_path, 3), itertools.count()
+    arena = Arena(3 * CHUNK, CHUNK)
+    rounds = Scrubber(run, lambda: arena)
+    with pytest.raises(Cancelled):
+        rounds.next_one(stop=lambda: next(asked) == 2)
+    assert not arena.idle
+    commit.retire(run.tier, run.survey.generations.pop(min(run.survey.generations)).id)
+    assert [one.generation.step for one in iter(rounds.next_one, None)] == [2, 3] and arena.idle
+    asked = itertools.count()
+    with pytest.raises(Cancelled):
+        rounds.next_one(stop=lambda: next(asked) == 2)
+    rounds.close()
+    assert arena.idle
 
 
 def test_damage_is_rebuilt_where_there_is_parity_and_damaged_parity_is_written_anew(tmp_path):

@@ -12,12 +12,11 @@ The layers catch different things, so each looks by itself, whatever the others 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 
 from ..errors import (
-    Cancelled,
     Damaged,
     LastgoodError,
     ManifestInvalid,
@@ -43,17 +42,16 @@ Lend = Callable[[int], AbstractContextManager[list[memoryview]]]
 
 
 class Examination:
-    """One reading of a generation. `stop()` gives it up; `also` sees every byte of the tensor files, in order."""
+    """One reading of a generation. `also` sees every byte of the tensor files, in order."""
 
     def __init__(
         self,
         tier: Tier,
         generation: Generation,
         layers: Collection[str],
-        stop: Callable[[], bool],
-        also: Callable[[memoryview], None] = lambda _: None,
+        also: Callable[[memoryview], None],
     ) -> None:
-        self._tier, self._generation, self._layers, self._stop, self._also = tier, generation, layers, stop, also
+        self._tier, self._generation, self._layers, self._also = tier, generation, layers, also
         self._home = layout.folder(generation.id)
         self.findings: list[Finding] = []
 
@@ -95,8 +93,8 @@ class Examination:
 
     # ---- tensor files --------------------------------------------------------------------------------------
 
-    def read(self, manifest: Manifest, blob: Blob, lend: Lend, readers: Executor) -> None:
-        """All of one tensor file, chunk by chunk. Memory is lent for what is there, whatever the manifest says."""
+    def read(self, manifest: Manifest, blob: Blob, lend: Lend, readers: Executor) -> Generator[None, None, None]:
+        """All of one tensor file, a chunk at a time. Memory is lent for what is there, whatever the manifest says."""
         name = f"{self._home}/{blob.name}"
         length = self._tier.list(self._home).get(blob.name)
         if length is None or length < 0:
@@ -113,8 +111,7 @@ class Examination:
             chunks = fetch.unverified(self._tier, self._home, blob, buffers, readers)
             with contextlib.closing(chunks):
                 for index, (data, error) in enumerate(chunks):
-                    if self._stop():
-                        raise Cancelled("reading was given up")
+                    yield
                     if error is not None:
                         self._tell("digests", error)
                         data[:] = bytes(len(data))

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from typing import Any, TypeVar
 
 from ..engine.arena import Arena, Lease
@@ -256,7 +257,7 @@ class Background:
             self._place = place.pop_all()
         self._scrubber = Scrubber(
             self.run,
-            self.small_arena,
+            partial(Arena, UPKEEP_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES),  # it may be put aside
             bytes_per_second=scrub.bytes_per_second if scrub else float("inf"),
             pause=self._busy.wait,
         )
@@ -402,6 +403,7 @@ class Background:
 
     def _leave_place(self) -> None:
         """What cannot be written at the end is hints: told, and the lock goes all the same."""
+        self._scrubber.close()
         try:
             self._place.close()
         except LastgoodError as error:

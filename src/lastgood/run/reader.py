@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ..engine import fetch, guard
 from ..engine.arena import Arena
-from ..errors import Damaged, HalfLoaded, NoSuchStep, NoSuchTensor, NotFinite, NothingGood, Unreadable
+from ..errors import Cancelled, Damaged, HalfLoaded, NoSuchStep, NoSuchTensor, NotFinite, NothingGood, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
@@ -151,6 +151,41 @@ class _Whole:
         """Nobody asks before everything is there."""
 
 
+Reading = Generator[None, None, list[Finding]]
+"""of a generation, chunk by chunk: it may be put aside before any, and taken up again; it keeps its memory meanwhile"""
+
+
+def reading(
+    tier: Tier,
+    generation: Generation,
+    arena: Arena,
+    workers: Executor,
+    layers: Collection[str] = LAYERS,
+    also: Callable[[memoryview], None] = lambda _: None,
+) -> Reading:
+    """What these layers of the guard find in a generation, read past the page cache; nothing in a good one.
+
+    `also` sees the tensor files as they are read. Raises Unreadable and Unavailable where there is nothing to be found
+    out now.
+    """
+    looking = guard.Examination(tier, generation, layers, also)
+    manifest = looking.open()
+    if manifest is not None:
+        for blob in manifest.blobs:
+            yield from looking.read(manifest, blob, partial(borrowed, arena), workers)
+    return looking.findings
+
+
+def read_on(one: Reading, stop: Callable[[], bool]) -> list[Finding]:
+    """To the end of a reading. Raises Cancelled when `stop()`: it stands where it was; and what a reading raises."""
+    while not stop():
+        try:
+            next(one)
+        except StopIteration as end:
+            return cast(list[Finding], end.value)
+    raise Cancelled("reading was put aside")
+
+
 def read_all(
     tier: Tier,
     generation: Generation,
@@ -160,18 +195,9 @@ def read_all(
     layers: Collection[str] = LAYERS,
     also: Callable[[memoryview], None] = lambda _: None,
 ) -> list[Finding]:
-    """What these layers of the guard find in a generation, read past the page cache; nothing in a good one.
-
-    `also` sees the tensor files as they are read.
-
-    Raises Cancelled when `stop()`, Unreadable and Unavailable where there is nothing to be found out now.
-    """
-    reading = guard.Examination(tier, generation, layers, stop, also)
-    manifest = reading.open()
-    if manifest is not None:
-        for blob in manifest.blobs:
-            reading.read(manifest, blob, partial(borrowed, arena), workers)
-    return reading.findings
+    """A reading in one go. Raises Cancelled when `stop()`, and what a reading raises."""
+    with contextlib.closing(reading(tier, generation, arena, workers, layers, also)) as one:
+        return read_on(one, stop)
 
 
 @contextlib.contextmanager

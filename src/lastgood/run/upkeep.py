@@ -5,13 +5,16 @@ One at a time, in the order of plan/scrub.py; what is damaged is rebuilt from pa
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from ..engine.arena import Arena
 from ..errors import Cancelled
 from ..plan import scrub
 from ..records import Finding, Generation, GenerationId, Record, intact
+from .reader import Reading
 from .writer import RunWriter
 
 
@@ -30,8 +33,24 @@ class Scrubbed(Record, frozen=True, kw_only=True):
         return intact(self.findings) or self.repaired
 
 
+class _UnderWay(NamedTuple):
+    """A generation that is being read, in memory of its own."""
+
+    generation: Generation
+    arena: Arena
+    reading: Reading
+
+    @property
+    def put_aside(self) -> bool:
+        return inspect.getgeneratorstate(self.reading) != inspect.GEN_CLOSED
+
+
 class Scrubber:
-    """Rounds through a run. `pause(seconds)` is how it waits for the next chunk, and ends early when it must."""
+    """Rounds through a run. `pause(seconds)` is how it waits for the next chunk, and ends early when it must.
+
+    A reading that has to give way is put aside, and goes on where it was: else a large generation would never be read
+    to its end beside frequent saves. It keeps its memory (`arena()`, once for each generation) until then.
+    """
 
     def __init__(
         self,
@@ -45,43 +64,72 @@ class Scrubber:
         self._run, self._arena, self._rate = run, arena, bytes_per_second
         self._pause, self._now = pause, monotonic_seconds
         self._read_at: dict[GenerationId, float] = {}
-        self._left: set[GenerationId] | None = None
+        self._left: set[GenerationId] = set()
         """of this round, which reads what was there when it began"""
+        self._round_over = True
         self._damaged: set[GenerationId] = set()
+        self._under_way: _UnderWay | None = None
+        self._begun, self._seen = 0.0, 0
 
     def next_one(self, stop: Callable[[], bool] = lambda: False) -> Scrubbed | None:
         """Read the generation whose turn it is; None where the round has ended, and the next call begins another.
 
         One that is known to be damaged is read too: it may be whole again but for its mark. Raises Cancelled when
-        `stop()`: its turn comes again; Unreadable and Unavailable: it does not, in this round.
+        `stop()`: it goes on with the next call; Unreadable and Unavailable: its turn is over, in this round.
         """
         with self._run.turn:
-            there = list(self._run.survey.generations.values())
-        if self._left is None:
-            self._left = {one.id for one in there}
-        mine = [one for one in there if one.id in self._left]
-        generation = scrub.next_to_read(mine, self._read_at, self._damaged)
-        if generation is None:
-            self._left = None
-            self._damaged.clear()
-            return None
-        begun, seen = self._now(), 0
-
-        def slowly(data: memoryview) -> None:
-            nonlocal seen
-            seen += len(data)
-            ahead = seen / self._rate - (self._now() - begun)
-            if ahead > 0:
-                self._pause(ahead)
-
-        self._left.discard(generation.id)
-        self._read_at[generation.id] = self._now()
+            there = dict(self._run.survey.generations)
+        one = self._under_way
+        if one is not None and one.generation.id not in there:
+            self.close()
+            one = None
+        if one is None:
+            generation = self._choose(there)
+            if generation is None:
+                return None
+            arena = self._arena()
+            one = self._under_way = _UnderWay(generation, arena, self._run.reading(generation, arena, self._slowly))
+        generation = one.generation
+        self._begun, self._seen = self._now(), 0
         try:
-            findings, repaired = self._run.read_again(generation, self._arena(), stop, slowly)
+            findings, repaired = self._run.read_again(generation, one.arena, stop, one.reading)
         except Cancelled:
-            self._left.add(generation.id)
-            del self._read_at[generation.id]
+            if not one.put_aside:  # it was read, and what came after gave way: all of it comes again
+                self._left.add(generation.id)
+                del self._read_at[generation.id]
+                self.close()
             raise
+        except BaseException:
+            self.close()
+            raise
+        self.close()
         if not intact(findings):
             self._damaged.add(generation.id)
-        return Scrubbed(generation=generation, findings=findings, repaired=repaired, seconds=self._now() - begun)
+        return Scrubbed(generation=generation, findings=findings, repaired=repaired, seconds=self._now() - self._begun)
+
+    def close(self) -> None:
+        """Give up what is under way, and its memory."""
+        if self._under_way is not None:
+            self._under_way.reading.close()
+            self._under_way = None
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _choose(self, there: Mapping[GenerationId, Generation]) -> Generation | None:
+        if self._round_over:
+            self._left, self._round_over = set(there), False
+        mine = [one for at, one in there.items() if at in self._left]
+        generation = scrub.next_to_read(mine, self._read_at, self._damaged)
+        if generation is None:
+            self._round_over = True
+            self._damaged.clear()
+        else:
+            self._left.discard(generation.id)
+            self._read_at[generation.id] = self._now()
+        return generation
+
+    def _slowly(self, data: memoryview) -> None:
+        self._seen += len(data)
+        ahead = self._seen / self._rate - (self._now() - self._begun)
+        if ahead > 0:
+            self._pause(ahead)
