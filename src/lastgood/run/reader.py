@@ -33,6 +33,8 @@ class Found(NamedTuple):
 
     generation: Generation | None
     stepped_over: list[tuple[int, str]]
+    misread: str = ""
+    """what the first reading of this generation found, and the second did not: memory or cable, and not the files"""
 
 
 def newest_good(
@@ -60,16 +62,17 @@ def newest_good(
         load(generation, commit.read_manifest(tier, generation))
 
     for at in choice.candidates:
-        again = False
+        again, misread = False, ""
         try:
             if at in survey.broken:
                 raise survey.broken[at]
             generation = survey.generations[at]
             try:
                 attempt(generation)
-            except (Damaged, NotFinite):
+            except (Damaged, NotFinite) as error:
                 try:
                     findings = examine(generation) if examine else None
+                    misread = str(error) if findings == [] else ""
                 except Unreadable:
                     if not mend(generation):
                         raise
@@ -81,7 +84,7 @@ def newest_good(
                     mark(generation, findings or [])
                     raise
             newer = [one for one in over if one[0] >= at.step]
-            return Found(generation, sorted(newer, reverse=True))
+            return Found(generation, sorted(newer, reverse=True), misread)
         except HalfLoaded:
             raise
         except (Damaged, NotFinite) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 
 from ..engine.arena import Arena
-from ..errors import LastgoodWarning
 from ..format import commit, layout
 from ..records import Finding, Generation
 from ..run import places
@@ -19,7 +17,7 @@ from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
 from . import staging
 from .capture import finite
-from .loading import Request, Restored, load_into
+from .loading import Request, Restored, load_into, warn_of
 from .state import capture, from_bytes
 
 
@@ -87,7 +85,5 @@ def load_once(
             return read_all(tier, generation, small, workers)
 
         found = load_into(Request(state, strict, rename), tier, commit.survey(tier), step, Arena, workers, examine)
-    if found.stepped_over:
-        told = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
-        warnings.warn(f"loaded step {found.step}, stepping over\n{told}", LastgoodWarning, stacklevel=2)
+    warn_of(found, "loaded")
     return found

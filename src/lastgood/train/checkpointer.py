@@ -44,7 +44,7 @@ from ..run import places, reader
 from ..run.background import Background, Save
 from ..tiers.disk import WriteMode
 from .cutting import Cutter, Staging, TornCheck
-from .loading import Request, Restored, load_into
+from .loading import Request, Restored, load_into, warn_of
 from .pacing import Pace
 from .sampler import ResumableSampler
 
@@ -225,11 +225,7 @@ class Checkpointer:
         self._advanced = self._saved_step = found.step
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
-        if found.stepped_over:
-            told = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
-            warnings.warn(f"resumed from step {found.step}, stepping over\n{told}", LastgoodWarning, stacklevel=2)
-        for at, names in found.repaired:
-            warnings.warn(f"step {at} was damaged ({names}) and was rebuilt", LastgoodWarning, stacklevel=2)
+        warn_of(found, "resumed from")
         self._deliver()
         return found
 

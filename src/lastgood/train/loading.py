@@ -8,6 +8,7 @@ docs/decisions/0006). Values, optimizers and random number generators follow whe
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from typing import Any
 
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
-from ..errors import Damaged, HalfLoaded, LastgoodError, NotFinite
+from ..errors import Damaged, HalfLoaded, LastgoodError, LastgoodWarning, NotFinite
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
@@ -35,6 +36,8 @@ class Restored:
     bytes: int
     stepped_over: list[tuple[int, str]] = field(default_factory=list)
     """(step, reason) of what is newer and not good"""
+    misread: str = ""
+    """what was found in its first reading, and not in the second: a fault of memory or cable, and not of the files"""
     repaired: list[tuple[int, str]] = field(default_factory=list)
     """(step, files) of what was damaged, and rebuilt from its parity"""
     skipped: list[str] = field(default_factory=list)
@@ -124,9 +127,25 @@ def load_into(
         seconds=time.monotonic() - begun,
         bytes=found.generation.bytes if found.generation else 0,
         stepped_over=found.stepped_over,
+        misread=found.misread,
         skipped=skipped,
         unfit=sorted(unfit),
     )
+
+
+def warn_of(found: Restored, verb: str) -> None:
+    """Tell the caller's caller what was stepped over, misread, or rebuilt."""
+    if found.stepped_over:
+        told = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
+        warnings.warn(f"{verb} step {found.step}, stepping over\n{told}", LastgoodWarning, stacklevel=3)
+    if found.misread:
+        warnings.warn(
+            f"step {found.step} is good, and was misread at first: {found.misread} Check memory, cable, controller.",
+            LastgoodWarning,
+            stacklevel=3,
+        )
+    for at, names in found.repaired:
+        warnings.warn(f"step {at} was damaged ({names}) and was rebuilt", LastgoodWarning, stacklevel=3)
 
 
 def _refuse(tensor: str) -> None:
