@@ -217,7 +217,8 @@ class Workload:
         with torch.device(device):
             self.module: nn.Module = MODELS[name].build(scale)
             self._batch = MODELS[name].batch(scale, work)
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-5)
+        # It must not learn its one batch: gradients and moments become denormal then, and a step four times as long.
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-8)
         self.device = torch.device(device)
         self.step(lambda: None)  # the optimizer's state comes into being here
 
