@@ -1237,14 +1237,14 @@ def _flights() -> list[Mutant]:
             (
                 "due save is skipped",
                 CHECKPOINTER,
-                '        if self._when_full == "skip" and not must:\n',
-                "        if False:\n",
+                '        if (self._when_full == "skip" and not must and not patient) or not',
+                "        if not",
             ),
             (
                 "save by hand is not skipped",
                 CHECKPOINTER,
-                '        if self._when_full == "skip" and not must:\n',
-                '        if self._when_full == "skip":\n',
+                'self._when_full == "skip" and not must and not patient)',
+                'self._when_full == "skip" and not patient)',
             ),
             (
                 "upkeep gives way to saves",

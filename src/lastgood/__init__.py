@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .train.audit import Audit
     from .train.checkpointer import Checkpointer
     from .train.loading import Restored
+    from .train.preemption import Preempted, Preemption
     from .train.sampler import ResumableSampler
 
 __version__ = "0.1.0"
@@ -30,6 +31,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "Audit": ("train.audit", "Audit"),
     "Checkpointer": ("train.checkpointer", "Checkpointer"),
+    "Preempted": ("train.preemption", "Preempted"),
+    "Preemption": ("train.preemption", "Preemption"),
     "ResumableSampler": ("train.sampler", "ResumableSampler"),
     "Restored": ("train.loading", "Restored"),
     "Run": ("train.access", "Run"),
@@ -47,6 +50,8 @@ __all__ = [
     "Finding",
     "Generation",
     "Keep",
+    "Preempted",
+    "Preemption",
     "Restored",
     "ResumableSampler",
     "Run",

@@ -266,9 +266,11 @@ class Background:
 
     # ---- from the training thread --------------------------------------------------------------------------
 
-    def admit(self, wait: bool) -> bool:
-        """Take a place for one more save in flight; False when all are taken and `wait` is not wanted."""
-        return self._free_places.acquire(blocking=wait)
+    def admit(self, patience_seconds: float | None) -> bool:
+        """Take a place for one more save in flight, waiting so long at most (None: for ever); False if none is free."""
+        if patience_seconds is not None and patience_seconds <= 0:
+            return self._free_places.acquire(blocking=False)
+        return self._free_places.acquire(timeout=patience_seconds)
 
     def admit_step(self, step: int) -> GenerationId:
         """Where a save of `step` will go, as `RunWriter.admit`, once an earlier try of the same has ended.

@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from .. import words
 from ..engine import guard
@@ -46,6 +46,7 @@ from ..tiers.disk import WriteMode
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, warn_of
 from .pacing import Pace
+from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
 
 CADENCE = Every(seconds=300)
@@ -102,6 +103,7 @@ class Checkpointer:
         scrub: Scrub | None = None,
         finite_also: Sequence[str] = (),
         finite_except: Sequence[str] = (),
+        preemption: Preemption | None = None,
     ) -> None:
         _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
         _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
@@ -127,6 +129,11 @@ class Checkpointer:
             "Put what is to be kept into a directory.",
         )
         _require(scrub is None or isinstance(scrub, Scrub), f"scrub={scrub!r}", "Give lastgood.Scrub(...).")
+        _require(
+            preemption is None or isinstance(preemption, Preemption),
+            f"preemption={preemption!r}",
+            "Give Preemption(...).",
+        )
         auto = cadence == "auto"
         _require(auto or isinstance(cadence, Every), f"cadence={cadence!r}", 'Give lastgood.Every(...) or "auto".')
         _require(
@@ -172,6 +179,11 @@ class Checkpointer:
             finite_also=finite_also,
             finite_except=finite_except,
         )
+        try:
+            self._asked = Asked(preemption) if preemption else None
+        except BaseException:
+            self._behind.close()
+            raise
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -232,10 +244,13 @@ class Checkpointer:
     def step(self, n: int) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
 
-        Raises or warns of what failed in the background since the last call.
+        Raises or warns of what failed in the background since the last call; Preempted after a signal that asks for it,
+        when a last save is durable or the grace is over.
         """
         n = self._advance(n)
         self._surface(stacklevel=3)
+        if self._asked is not None and self.preempted:
+            self._leave(n, self._asked)
         return self._save(n, False, None, must=False) if self._due(n) else None
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
@@ -269,6 +284,11 @@ class Checkpointer:
         """Step of the newest verified generation of the lineage."""
         return self._behind.latest
 
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal has asked for the end, for loops that end themselves: the next `step()` raises Preempted."""
+        return self._asked is not None and self._asked.at is not None
+
     def close(self, timeout: float | None = None) -> None:
         """Wait for saves in flight, then let go of the run. Raises TimedOut, and surfaces what failed.
 
@@ -277,6 +297,8 @@ class Checkpointer:
         if self._process != os.getpid():
             return  # a fork of the process that has it open
         self._closed = True
+        if self._asked is not None:
+            self._asked.close()
         try:
             self._behind.close(timeout)
         except BaseException:
@@ -294,13 +316,39 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close(EXIT_SECONDS)
+            self.close(error.left_seconds if isinstance(error, Preempted) else EXIT_SECONDS)
         except Exception as second:  # noqa: BLE001 - the loop's own exception goes first; this one is told beside it
             print(f"lastgood: while leaving: {type(second).__name__}: {second}", file=sys.stderr)
 
     # ---- on the training thread ----------------------------------------------------------------------------
 
-    def _save(self, n: int, milestone: bool, metrics: Mapping[str, float] | None, must: bool) -> Save | None:
+    def _leave(self, n: int, asked: Asked) -> NoReturn:
+        """The last save, where it can be durable in time, and the end of the run."""
+        last = self._last
+        if last is None or last.step < n or last.failed():
+            took = last.seconds if last is not None and last.durable() else 0.0
+            if took <= asked.left_seconds:
+                last = self._save(n, False, None, must=False, patience_seconds=asked.left_seconds) or last
+        problem = ""
+        try:
+            if last is not None:
+                last.result(asked.left_seconds)
+        except LastgoodError as error:
+            problem = f" {type(error).__name__}: {error}"
+        newest = next(iter(self._behind.run.lineage()), None)
+        durable = newest.step if newest else None
+        told = f"step {durable} is durable" if newest else "nothing is durable"
+        print(f"lastgood: asked to end at step {n}: {told}, exit {asked.wish.exit_code}.{problem}", file=sys.stderr)
+        raise Preempted(asked.wish.exit_code, durable, asked.left_seconds)
+
+    def _save(
+        self,
+        n: int,
+        milestone: bool,
+        metrics: Mapping[str, float] | None,
+        must: bool,
+        patience_seconds: float | None = None,
+    ) -> Save | None:
         self._require_open()
         _require(
             not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
@@ -313,7 +361,7 @@ class Checkpointer:
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
         scores = _finite(metrics or {})
-        waited = self._wait_for_a_place(n, must)
+        waited = self._wait_for_a_place(n, must, patience_seconds)
         if waited is None:
             return None
         self._busy, started, begun = True, False, time.monotonic()
@@ -354,21 +402,24 @@ class Checkpointer:
             self._tell("tuned", n, detail=why)
         return self._cadence.auto.due(n, self._saved_step)
 
-    def _wait_for_a_place(self, n: int, must: bool) -> float | None:
-        """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped."""
-        if self._behind.admit(wait=False):
+    def _wait_for_a_place(self, n: int, must: bool, patience_seconds: float | None) -> float | None:
+        """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped.
+
+        With `patience_seconds` it waits so long, whatever `when_full` says.
+        """
+        if self._behind.admit(0.0):
             return 0.0
-        if self._when_full == "raise":
+        patient = patience_seconds is not None
+        if self._when_full == "raise" and not patient:
             raise InFlightFull(
                 f"step {n} was not saved: {self._in_flight} saves are in flight",
                 safe="They go on.",
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
-        if self._when_full == "skip" and not must:
+        begun = time.monotonic()
+        if (self._when_full == "skip" and not must and not patient) or not self._behind.admit(patience_seconds):
             self._tell("skipped", n)
             return None
-        begun = time.monotonic()
-        self._behind.admit(wait=True)
         waited = time.monotonic() - begun
         self._tell("waited", n, seconds=waited)
         return waited
