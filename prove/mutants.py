@@ -1805,8 +1805,8 @@ def _mending() -> list[Mutant]:
                 ),
                 ("damage of one round is forgotten in the next", UPKEEP, "            self._damaged.clear()\n", ""),
                 ("its pace", UPKEEP, "            self._pause(ahead)\n", "            pass\n"),
-                ("what gave way comes again", UPKEEP, "            self._left.add(generation.id)\n", ""),
-                ("what gave way was not read", UPKEEP, "            del self._read_at[generation.id]\n", ""),
+                ("what gave way comes again", UPKEEP, "        self._left.add(at)\n", ""),
+                ("what gave way was not read", UPKEEP, "        self._read_at.pop(at, None)\n", ""),
                 ("damage is noted", UPKEEP, "            self._damaged.add(generation.id)\n", "            pass\n"),
                 (
                     "news is marked",
@@ -1823,8 +1823,8 @@ def _mending() -> list[Mutant]:
                 (
                     "parity is looked after",
                     WRITER,
-                    "        if code is not None and not findings:\n            self._protect(generation, code, arena, stop)\n        return findings, False\n",
-                    "        return findings, False\n",
+                    "                self._protect(generation, code, arena, stop)\n        return findings, False\n",
+                    "                pass\n        return findings, False\n",
                 ),
                 (
                     "what cannot be read is mended",

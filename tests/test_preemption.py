@@ -7,17 +7,26 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import lastgood
-from lastgood.errors import Refused
-from lastgood.rawio.files import PosixFile
+from lastgood.errors import Refused, TornSnapshot
 from lastgood.run import places
 from lastgood.train.preemption import EXIT_CODE, Asked, Preempted, Preemption
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A run that ends by a signal keeps its handlers."""
+    before = {one: signal.getsignal(one) for one in Preemption().signals}
+    yield
+    for one, handler in before.items():
+        signal.signal(one, handler)
+
 
 LOOP = """
 import sys, torch, lastgood
@@ -99,18 +108,26 @@ def test_the_same_request_twice_is_one_and_the_grace_runs_from_the_first():
         asked.close()
 
 
-def test_a_worker_that_was_forked_dies_of_the_signal_as_ever():
-    """Story: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 7)])
+def test_a_worker_that_was_forked_dies_of_sigterm_as_ever_and_of_no_other_signal(number, code):
+    """Stories: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever. And a
+    SIGUSR1 to the whole group killed the workers, whose death ended the loop before its last save."""
     asked = Asked(Preemption())
     try:
         child = os.fork()
         if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+            os.kill(os.getpid(), number)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
         assert asked.at is None
     finally:
         asked.close()
+
+
+def test_a_handler_that_came_later_is_let_be(tmp_path):
+    with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(2)}, preemption=Preemption()):
+        signal.signal(signal.SIGTERM, later := lambda *_: None)
+    assert signal.getsignal(signal.SIGTERM) is later
 
 
 def test_whoever_handled_the_signals_does_so_again_after_the_end(tmp_path):
@@ -137,7 +154,9 @@ def test_outside_of_the_main_thread_it_is_refused_and_the_run_is_let_go(tmp_path
         pass
 
 
-@pytest.mark.parametrize("wrong", [{"signals": ()}, {"grace_seconds": 0}, {"exit_code": 256}])
+@pytest.mark.parametrize(
+    "wrong", [{"signals": ()}, {"signals": [signal.SIGKILL]}, {"grace_seconds": 0}, {"exit_code": 256}]
+)
 def test_a_preemption_that_makes_no_sense_is_refused(wrong):
     with pytest.raises(Refused):
         Preemption(**wrong)
@@ -172,25 +191,70 @@ def test_a_save_that_could_not_be_durable_in_time_is_not_begun(tmp_path):
     assert ended.value.durable == 1 and [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
 
-@pytest.mark.parametrize("when_full", ["wait", "skip", "raise"])
+HANGS = """
+import os, signal, sys, threading, torch, lastgood
+from lastgood.rawio.files import PosixFile, PosixFiles
+root, where, when_full, in_flight = sys.argv[1:]
+wish = lastgood.Preemption(grace_seconds=1.0)
+ckpt = lastgood.Checkpointer(root, {"w": torch.zeros(2)}, cadence=lastgood.Every(steps=10**6), on_error="raise",
+                             in_flight=int(in_flight), when_full=when_full, preemption=wish)
+ckpt.save(1).result()
+ckpt.wait()
+hang = lambda *_: threading.Event().wait()
+setattr(*{"sync": (PosixFile, "sync"), "write": (PosixFile, "write_at"), "commit": (PosixFiles, "link")}[where], hang)
+ckpt.save(2)
+os.kill(os.getpid(), signal.SIGUSR1)
+ckpt.step(3)
+"""
+
+
+@pytest.mark.parametrize("where", ["sync", "write", "commit"])
+@pytest.mark.parametrize(("when_full", "in_flight"), [("wait", 1), ("skip", 1), ("raise", 1), ("wait", 2)])
 def test_a_disk_that_hangs_does_not_outlast_the_grace_and_costs_nothing_that_was_durable(
-    tmp_path, monkeypatch, when_full, capsys
+    tmp_path, where, when_full, in_flight
 ):
-    hangs, sync = threading.Event(), PosixFile.sync
-    monkeypatch.setattr(PosixFile, "sync", lambda self: (hangs.wait(), sync(self))[1])
-    hangs.set()
-    ckpt = opened(tmp_path / "run", grace_seconds=0.3, in_flight=1, when_full=when_full)
-    try:
-        ckpt.save(1).result()
-        ckpt.wait()
-        hangs.clear()
-        ckpt.save(2)
+    """Story: the last save waited for the memory of one that hung, and the end for the lock of a commit that hung."""
+    arguments = [str(tmp_path / "run"), where, when_full, str(in_flight)]
+    done = subprocess.run([sys.executable, "-c", HANGS, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == EXIT_CODE and "the grace is over: leaving at once" in done.stderr
+    assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
+
+
+def test_a_last_save_that_was_torn_is_made_once_more(tmp_path, monkeypatch):
+    with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
+        real, torn = ckpt._save, iter([True])
+
+        def failing(*arguments: object, **options: object) -> object:
+            if next(torn, False):
+                raise TornSnapshot("the state changed while it was copied")
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(ckpt, "_save", failing)
         ask(ckpt)
-        begun = time.monotonic()
-        with pytest.raises(Preempted) as ended:
-            ckpt.step(3)
-        assert time.monotonic() - begun < 20 and ended.value.durable == 1
-        assert "step 1 is durable" in capsys.readouterr().err
-    finally:
-        hangs.set()
-        ckpt.close()
+        ckpt.step(1)
+    assert ended.value.durable == 1
+
+
+def test_what_keeps_it_from_saving_is_told_and_the_end_comes_all_the_same(tmp_path, capsys):
+    state = {"w": torch.zeros(2)}
+    cadence = lastgood.Every(steps=10**6)
+    with (
+        pytest.raises(Preempted) as ended,
+        lastgood.Checkpointer(tmp_path / "run", state, cadence=cadence, preemption=Preemption()) as ckpt,
+    ):
+        ckpt.save(1).result()
+        state["odd"] = object()
+        ask(ckpt)
+        ckpt.step(2)
+    assert ended.value.durable == 1 and ended.value.code == EXIT_CODE
+    assert "step 1 is durable, exit 75. Unstorable: " in capsys.readouterr().err
+
+
+def test_the_same_signal_once_more_while_it_ends_changes_nothing(tmp_path):
+    """Story: the handlers were given back before the last save had ended, and a launcher's second SIGTERM killed it."""
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(Preempted), opened(tmp_path / "run") as ckpt:
+        ask(ckpt)
+        ckpt.step(1)
+    assert signal.getsignal(signal.SIGUSR1) is not before
+    os.kill(os.getpid(), signal.SIGUSR1)

@@ -108,6 +108,7 @@ def test_no_interval_is_better_than_the_best_and_dalys_is_nearer_to_it_than_youn
 
 def test_an_interval_beyond_all_hope_is_no_overflow():
     assert Job(mtbf=1, stall=1).useful(1e6) == 0
+    assert Job(mtbf=1, stall=60).best == pytest.approx(1) and Job(mtbf=1, stall=60).daly == 1
 
 
 @pytest.mark.parametrize(

@@ -322,10 +322,11 @@ def _model(options: Options, say: Say) -> list[Row]:
 def run(options: Options, say: Say) -> list[Row]:
     rows = _model(options, say)
     try:
-        return rows + _on_disks(here(), options, say)
+        kinds = here()
     except Refused as error:
         say(f"real file systems are left out: {error}")
         return rows
+    return rows + _on_disks(kinds, options, say)
 
 
 def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:

@@ -76,6 +76,8 @@ class Job:
         low, high = 0.0, self.mtbf
         for _ in range(200):
             tau = (low + high) / 2
+            if tau >= self.mtbf:  # a stall of many M: no float lies between it and M
+                break
             if math.log1p(-tau / self.mtbf) + (tau + self.stall) / self.mtbf > 0:
                 low = tau
             else:

@@ -80,8 +80,8 @@ class Scrubber:
         with self._run.turn:
             there = dict(self._run.survey.generations)
         one = self._under_way
-        if one is not None and one.generation.id not in there:
-            self.close()
+        if one is not None and there.get(one.generation.id) != one.generation:  # it has gone, or was judged meanwhile
+            self._again(one.generation.id)
             one = None
         if one is None:
             generation = self._choose(there)
@@ -94,10 +94,8 @@ class Scrubber:
         try:
             findings, repaired = self._run.read_again(generation, one.arena, stop, one.reading)
         except Cancelled:
-            if not one.put_aside:  # it was read, and what came after gave way: all of it comes again
-                self._left.add(generation.id)
-                del self._read_at[generation.id]
-                self.close()
+            if not one.put_aside:  # it was read, and what came after gave way
+                self._again(generation.id)
             raise
         except BaseException:
             self.close()
@@ -114,6 +112,12 @@ class Scrubber:
             self._under_way = None
 
     # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _again(self, at: GenerationId) -> None:
+        """Its turn comes again, from the beginning."""
+        self.close()
+        self._left.add(at)
+        self._read_at.pop(at, None)
 
     def _choose(self, there: Mapping[GenerationId, Generation]) -> Generation | None:
         if self._round_over:

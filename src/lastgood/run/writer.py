@@ -464,7 +464,8 @@ class RunWriter:
         spare = None if self.tier.newest_only else parity.find(self.tier, generation.id)
         code = self._code or (spare.code if spare else None)
         if code is not None and not findings:
-            self._protect(generation, code, arena, stop)
+            with contextlib.suppress(Cancelled):  # it was read to its end; its parity has its turn again with it
+                self._protect(generation, code, arena, stop)
         return findings, False
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:

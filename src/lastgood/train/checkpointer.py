@@ -248,9 +248,9 @@ class Checkpointer:
         when a last save is durable or the grace is over.
         """
         n = self._advance(n)
-        self._surface(stacklevel=3)
         if self._asked is not None and self.preempted:
             self._leave(n, self._asked)
+        self._surface(stacklevel=3)
         return self._save(n, False, None, must=False) if self._due(n) else None
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
@@ -297,14 +297,14 @@ class Checkpointer:
         if self._process != os.getpid():
             return  # a fork of the process that has it open
         self._closed = True
-        if self._asked is not None:
-            self._asked.close()
         try:
             self._behind.close(timeout)
         except BaseException:
             self._cutter.fence.close()  # its memory may still be copied to
             raise
         self._cutter.close()
+        if self._asked is not None:
+            self._asked.close()
         self._surface(stacklevel=3)
         self._behind.heard()
 
@@ -316,30 +316,34 @@ class Checkpointer:
             self.close()
             return
         try:
-            self.close(error.left_seconds if isinstance(error, Preempted) else EXIT_SECONDS)
+            self.close(self._asked.left_seconds if self._asked and self.preempted else EXIT_SECONDS)
         except Exception as second:  # noqa: BLE001 - the loop's own exception goes first; this one is told beside it
             print(f"lastgood: while leaving: {type(second).__name__}: {second}", file=sys.stderr)
 
     # ---- on the training thread ----------------------------------------------------------------------------
 
     def _leave(self, n: int, asked: Asked) -> NoReturn:
-        """The last save, where it can be durable in time, and the end of the run."""
-        last = self._last
-        if last is None or last.step < n or last.failed():
-            took = last.seconds if last is not None and last.durable() else 0.0
-            if took <= asked.left_seconds:
-                last = self._save(n, False, None, must=False, patience_seconds=asked.left_seconds) or last
-        problem = ""
-        try:
-            if last is not None:
-                last.result(asked.left_seconds)
-        except LastgoodError as error:
-            problem = f" {type(error).__name__}: {error}"
-        newest = next(iter(self._behind.run.lineage()), None)
-        durable = newest.step if newest else None
-        told = f"step {durable} is durable" if newest else "nothing is durable"
-        print(f"lastgood: asked to end at step {n}: {told}, exit {asked.wish.exit_code}.{problem}", file=sys.stderr)
-        raise Preempted(asked.wish.exit_code, durable, asked.left_seconds)
+        """The last save, where it can be durable in time, and the end of the run; `asked` has a timer for all of it."""
+        problem: Exception | None = None
+        for _ in range(2):  # one that was torn, or failed, is made once more: the state rests now
+            try:
+                last = self._last
+                if last is None or last.step < n or last.failed():
+                    took = last.seconds if last is not None and last.durable() else 0.0
+                    if took <= asked.left_seconds:
+                        last = self._save(n, False, None, must=False, patience_seconds=asked.left_seconds) or last
+                if last is not None:
+                    last.result(asked.left_seconds)
+                problem = None
+                break
+            except Exception as error:  # noqa: BLE001 - told; the end comes all the same
+                problem = error
+        newest = next((one for one in self._behind.run.lineage() if not one.damaged and not one.unfit), None)
+        told = f"step {newest.step} is durable" if newest else "nothing is durable"
+        more = f" {type(problem).__name__}: {problem}" if problem else ""
+        with contextlib.suppress(OSError):
+            print(f"lastgood: asked to end at step {n}: {told}, exit {asked.wish.exit_code}.{more}", file=sys.stderr)
+        raise Preempted(asked.wish.exit_code, newest.step if newest else None)
 
     def _save(
         self,

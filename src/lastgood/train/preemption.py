@@ -1,11 +1,13 @@
 """Preemption: a signal asks for a last save at the next step, and for the end of the run. Saves nothing itself.
 
-A handler notes the time and no more; the rest is done in the training loop, by `Checkpointer.step`. Until that is
-called nothing can be saved: whoever sent the signal ends a loop that hangs.
+A handler notes the time and sets a timer; the rest is done in the training loop, by `Checkpointer.step`. When the grace
+is over the timer ends the process, wherever it is: in a loop that comes to no step, on a disk that hangs. That is as
+safe as any kill.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -34,8 +36,16 @@ class Preemption:
     exit_code: int = EXIT_CODE
 
     def __post_init__(self) -> None:
-        if not (self.signals and 0 < self.grace_seconds < float("inf") and 0 <= self.exit_code < 256):
-            raise Refused(f"{self}", todo="Give signals, seconds above 0, and an exit code from 0 to 255.")
+        heard = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        if not (
+            self.signals
+            and set(self.signals) <= heard
+            and 0 < self.grace_seconds <= threading.TIMEOUT_MAX
+            and 0 <= self.exit_code < 256
+        ):
+            raise Refused(
+                f"{self}", todo="Give signals that can be heard, seconds above 0, and an exit code from 0 to 255."
+            )
 
 
 class Preempted(SystemExit):
@@ -44,9 +54,9 @@ class Preempted(SystemExit):
     Not caught, the process ends with the exit code of `Preemption`.
     """
 
-    def __init__(self, code: int, durable: int | None, left_seconds: float) -> None:
+    def __init__(self, code: int, durable: int | None) -> None:
         super().__init__(code)
-        self.durable, self.left_seconds = durable, left_seconds
+        self.durable = durable
 
 
 class Asked:
@@ -58,7 +68,11 @@ class Asked:
         self.wish, self._now, self._process = wish, monotonic_seconds, os.getpid()
         self.at: float | None = None
         """when the first signal came"""
-        self._before = {one: signal.signal(one, self._hear) for one in wish.signals}
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        self._before = {one: signal.getsignal(one) for one in wish.signals}
+        for one in self._before:
+            signal.signal(one, self._hear)
 
     @property
     def left_seconds(self) -> float:
@@ -66,17 +80,35 @@ class Asked:
         return max(0.0, self.wish.grace_seconds - (self._now() - (self.at or self._now())))
 
     def close(self) -> None:
-        """Whoever handled these signals before does so again."""
-        for one, handler in self._before.items():
-            signal.signal(one, handler)
-        self._before = {}
+        """The run has been let go of. Whoever handled these signals before does so again, unless the process is ending:
+        then the same signal may still come once more."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        elif threading.current_thread() is threading.main_thread():
+            for one, handler in self._before.items():
+                if signal.getsignal(one) == self._hear:  # else somebody else handles it by now
+                    signal.signal(one, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a worker that was forked: it is asked for nothing, and ended as ever
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            if number == signal.SIGTERM:
+                _die_of(number)
+        elif self.at is None and self._closed:
+            _die_of(number)
         elif self.at is None:
             self.at = self._now()
+            self._timer = threading.Timer(self.wish.grace_seconds, self._leave, ["the grace is over"])
+            self._timer.start()
         elif self._now() - self.at > SAME_SECONDS:
-            os.write(2, b"lastgood: a second signal: leaving at once; what is durable stays\n")
-            os._exit(self.wish.exit_code)
+            self._leave("a second signal")
+
+    def _leave(self, why: str) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, f"lastgood: {why}: leaving at once; what is durable stays\n".encode())
+        os._exit(self.wish.exit_code)
+
+
+def _die_of(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
