@@ -135,6 +135,7 @@ def test_a_person_reads_the_table_and_what_is_doubtful_in_it(capsys):
         (["--ranks=8"], "--mtbf-seconds"),
         (["--state-bytes=1GB", "--restore-rate=fast"], "NAME=SIZE"),
         (["--mtbf-seconds=9", "--minutes=x"], "no number above zero"),
+        (["--mtbf-seconds=9", "--minutes=5"], "--stall-seconds"),
     ],
 )
 def test_a_plan_of_nothing_or_of_nonsense_is_told_how_to_ask(wrong, answer, capsys):

@@ -492,6 +492,10 @@ def plan(
         intervals=[60 * tuning.positive(one) for one in minutes.split(",") if minutes],
         run_days=run_days,
     )
+    if minutes and not data["intervals"]:
+        raise typer.BadParameter(
+            "--minutes needs M (--mtbf-seconds, or --device-days) and C (--stall-seconds, or --copy-rate and a state)."
+        )
     return Answer(data, sizing.sized_view(data))
 
 
