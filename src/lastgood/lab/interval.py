@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -376,11 +378,17 @@ def _tables(rows: Sequence[Row], options: Options, model: str) -> list[Table]:
 
 
 def _parts(rows: Sequence[Row], policy: str) -> str:
-    """What the threads of a policy take for a save, one by one."""
-    mine = [row["behind_seconds"] for row in select(rows, policy=policy)]
-    names = sorted({name for row in mine for name in row})
-    parts = [f"{name} {statistics.median([row.get(name, 0.0) for row in mine]):.2f}" for name in names]
-    return f"{policy}: {', '.join(parts) or 'none'}"
+    """What the threads of a policy take for a save, by their names; those of nameless pools together."""
+    found: dict[str, list[float]] = {}
+    mine = select(rows, policy=policy)
+    for row in mine:
+        of_row = Counter[str]()
+        for name, seconds in row["behind_seconds"].items():
+            of_row[re.sub(r"^ThreadPoolExecutor-\d+$", "pools", name).removeprefix("lastgood-")] += seconds
+        for name, total in of_row.items():
+            found.setdefault(name, []).append(total)
+    parts = [f"{name} {sum(seconds) / len(mine):.2f}" for name, seconds in sorted(found.items())]
+    return f"{policy}: {', '.join(parts) or 'none in Python'}"
 
 
 def _recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
