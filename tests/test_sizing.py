@@ -119,13 +119,15 @@ def test_what_no_job_has_is_refused(wrong):
         Job(**{"mtbf": 100, "stall": 1, **wrong})
 
 
-def test_a_person_reads_the_table_and_what_is_doubtful_in_it(capsys):
+def test_a_person_reads_the_table_and_what_is_doubtful_in_it(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "--device-days=180", "--devices=2048", "--stall-seconds=120", "--minutes=5,240"]) == 0
     out = capsys.readouterr().out
     assert "1,350 s (22.5 min)" in out and "17.8 %" in out and "Young" in out
-    assert out.count("first order breaks down") == 2
+    assert [line.split()[0] for line in out.splitlines() if line.rstrip().endswith("~")] == ["300", "14,400"]
+    assert "~ here the first order breaks down" in out
     assert main(["plan", "--mtbf-seconds=1800", "--stall-seconds=0.07", "--write-seconds=28", "--minutes=0.1"]) == 0
-    assert "below Tw / N: saves queue up" in capsys.readouterr().out
+    assert "! below Tw / N: saves queue up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -86,20 +86,19 @@ def sized_view(data: Mapping[str, Any]) -> RenderableType:
         facts.add_row(name, value)
     parts: list[RenderableType] = [facts]
     if data["intervals"]:
-        right = ("tau", "stalled", "lost", "wasted, first order", "useful, exactly")
+        right = ("tau", "stalled", "lost", "wasted", "useful")
         rows = new_table(*right, "", right=right)
         for one in data["intervals"]:
             told = [f"{100 * one[name]:.1f} %" for name in ("stalled", "lost", "wasted_first_order", "useful")]
-            notes = ["first order breaks down"] * one["breaks_down"] + ["below Tw / N: saves queue up"] * one[
-                "too_short"
-            ]
-            chosen = [
-                word
-                for word, name in (("Young", "young_seconds"), ("Daly", "daly_seconds"), ("best", "best_seconds"))
-                if one["interval_seconds"] == data[name]
-            ]
-            rows.add_row(_time(one["interval_seconds"]), *told, ", ".join(chosen + notes))
-        parts += [Text(), rows]
+            words = ["~"] * one["breaks_down"] + ["!"] * one["too_short"]
+            for word, name in (("Young", "young_seconds"), ("Daly", "daly_seconds"), ("best", "best_seconds")):
+                words += [word] * (one["interval_seconds"] == data[name])
+            rows.add_row(_time(one["interval_seconds"]), *told, " ".join(words))
+        parts += [Text(), rows, Text(), Text("wasted: to first order; useful: by the exact expectation")]
+        if any(one["breaks_down"] for one in data["intervals"]):
+            parts.append(Text("~ here the first order breaks down", style="yellow"))
+        if any(one["too_short"] for one in data["intervals"]):
+            parts.append(Text("! below Tw / N: saves queue up", style="yellow"))
     return Group(*parts)
 
 
