@@ -12,14 +12,16 @@ import pytest
 from msgspec import structs
 
 from harness import State, load, save
+from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import BeyondRepair, LastgoodError, Refused
+from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown
 from lastgood.format import layout, stripes
+from lastgood.format.commit import read_manifest
 from lastgood.rawio.checksum import digest
 from lastgood.rawio.erasure import Code
 from lastgood.rawio.files import PosixFiles
-from lastgood.records import Blob, Parity
+from lastgood.records import Blob, GenerationId, Parity
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
@@ -203,6 +205,63 @@ def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_w
     assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
     run.read_again(max(run.survey.generations.values(), key=lambda one: one.step), UPKEEP)
     assert len([name for name in contents(home(root)) if stripes.is_parity(name)]) == 4
+
+
+def the_newest(run: RunWriter) -> GenerationId:
+    return next(one for one in (*run.survey.generations, *run.survey.broken, *run.survey.incomplete) if one.step == 20)
+
+
+def test_a_repair_that_fails_leaves_nothing_of_what_it_wrote(root, monkeypatch):
+    changed(DATA, flip(5))(home(root))
+    before, run = contents(home(root)), opened(root, parity=None)
+
+    def failing(*_: object) -> None:
+        raise SumMismatch("it does not read back")
+
+    monkeypatch.setattr(parity, "_need_good", failing)
+    with pytest.raises(SumMismatch):
+        run.mend(the_newest(run), UPKEEP)
+    assert contents(home(root)) == before
+
+
+def test_the_commit_is_put_back_last_so_that_nobody_takes_the_rest_for_more_than_it_is(root, monkeypatch):
+    lost(MANIFEST, COMMIT)(home(root))
+    run, put_back = opened(root, parity=None), parity._put_back
+
+    def failing(tier: Disk, folder: str, name: str, data: bytes) -> None:
+        if name == MANIFEST:
+            raise TierDown("the disk failed")
+        put_back(tier, folder, name, data)
+
+    monkeypatch.setattr(parity, "_put_back", failing)
+    with pytest.raises(TierDown):
+        run.mend(the_newest(run), UPKEEP)
+    assert not (home(root) / COMMIT).exists()
+
+
+def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch):
+    lost(MANIFEST)(home(root))
+    run, some = opened(root, parity=None), parity.fetch.some
+
+    def misread(tier: Disk, name: str, *rest: int) -> bytearray:
+        return bytearray(b"other") if name.endswith(MANIFEST + parity.REBUILT) else some(tier, name, *rest)
+
+    monkeypatch.setattr(parity.fetch, "some", misread)
+    with pytest.raises(LastgoodError, match="does not read back"):
+        run.mend(the_newest(run), UPKEEP)
+    assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
+
+
+def test_parity_that_is_given_up_half_way_leaves_nothing(root):
+    run = opened(root)
+    generation = run.survey.generations[the_newest(run)]
+    spare = parity.find(run.tier, generation.id)
+    assert spare is not None
+    manifest, cells = read_manifest(run.tier, generation), spare.records[0].cells
+    parity.clear(run.tier, layout.folder(generation.id))
+    with pytest.raises(Cancelled):
+        parity.protect(run.tier, generation, manifest, spare.code, cells, Inline(), lambda: True)
+    assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
 
 
 # ---- records that were made to harm ------------------------------------------------------------------------------
