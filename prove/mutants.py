@@ -1237,14 +1237,14 @@ def _flights() -> list[Mutant]:
             (
                 "due save is skipped",
                 CHECKPOINTER,
-                '        if (self._when_full == "skip" and not must and not patient) or not',
+                '        if (self._when_full == "skip" and not must) or not',
                 "        if not",
             ),
             (
                 "save by hand is not skipped",
                 CHECKPOINTER,
-                'self._when_full == "skip" and not must and not patient)',
-                'self._when_full == "skip" and not patient)',
+                'self._when_full == "skip" and not must)',
+                'self._when_full == "skip")',
             ),
             (
                 "upkeep gives way to saves",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lastgood
-from harness import State, filled, load, save
+from harness import State, load, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.finite import not_finite
 from lastgood.engine.inline import Inline
@@ -240,9 +240,8 @@ def test_what_is_not_good_counts_for_nothing_in_retention(tmp_path):
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=2))
     nan = b"\x00\x00\xc0\x7f"
     for step in range(1, 8):
-        image = layout.images([layout.Tensor("weight", "float32", (1,), finite=True)])
-        data = nan if step > 3 else bytes(4)
-        _save(run, step, image, data)
+        weight = layout.Tensor("weight", "float32", (1,), finite=True)
+        save(run, step, {"weight": nan if step > 3 else bytes(4)}, tensors=[weight], chunk_bytes=CHUNK)
         try:
             run.verify(Arena(3 * CHUNK, CHUNK))
         except NotFinite:
@@ -250,9 +249,3 @@ def test_what_is_not_good_counts_for_nothing_in_retention(tmp_path):
         run.clean()
     assert [one.step for one in RunReader(run.tier).generations()] == [2, 3, 7]
     assert load(run.tier)[0].generation.step == 3
-
-
-def _save(run: RunWriter, step: int, images: list[layout.Image], data: bytes) -> None:
-    arena = Arena(4 * CHUNK, CHUNK)
-    chunks = (lease for image in images for lease in filled(image, {"weight": data}, arena))
-    run.save(run.admit(step), images, chunks, chunk_bytes=CHUNK, aliases={}, values={})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import filled, save
+from harness import save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.format import layout
@@ -29,10 +29,8 @@ def run(tmp_path: Path) -> Path:
         writer = RunWriter(tier, Inline(), keep=Keep(last=9), parity="4+2")
         for step in (1, 2, 3, 4):
             data = NAN * 5000 if step == 4 else bytes([step]) * 20_000
-            images = layout.images([layout.Tensor("weight", "float32", (5000,), finite=True)])
-            arena = Arena(4 * 8192, 8192)
-            chunks = (lease for image in images for lease in filled(image, {"weight": data}, arena))
-            writer.save(writer.admit(step), images, chunks, chunk_bytes=8192, aliases={}, values={})
+            weight = layout.Tensor("weight", "float32", (5000,), finite=True)
+            save(writer, step, {"weight": data}, tensors=[weight])
             if step < 4:
                 writer.verify(Arena(1 << 16, 8192))
     return root

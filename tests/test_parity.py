@@ -150,15 +150,20 @@ BEYOND: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", BEYOND.values(), ids=BEYOND.keys())
-def test_damage_beyond_the_budget_is_refused_and_nothing_is_touched(root, damage):
-    damage(home(root))
+def mended_in_vain(root: Path, kind: type[LastgoodError]) -> tuple[RunWriter, dict[str, bytes], dict[str, bytes]]:
+    """Mending the newest ends in this error: the run, and what lay in its folder before and after."""
     run = opened(root, parity=None)
     (at,) = (one for one in run.survey.generations if one.step == 20)
     before = contents(home(root))
-    with pytest.raises(BeyondRepair):
+    with pytest.raises(kind):
         run.mend(at, UPKEEP)
-    after = contents(home(root))
+    return run, before, contents(home(root))
+
+
+@pytest.mark.parametrize("damage", BEYOND.values(), ids=BEYOND.keys())
+def test_damage_beyond_the_budget_is_refused_and_nothing_is_touched(root, damage):
+    damage(home(root))
+    _, before, after = mended_in_vain(root, BeyondRepair)
     if any(stripes.is_record(name) for name in before):  # else nobody has looked
         assert layout.VERIFIED not in after and layout.DAMAGED in after, "it counts for nothing any more"
     marks = (layout.VERIFIED, layout.DAMAGED)
@@ -203,7 +208,8 @@ def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_w
     lost("r00000.parity-0.json", "r00000.parity-1.json")(home(root))
     run = opened(root)
     assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
-    run.read_again(max(run.survey.generations.values(), key=lambda one: one.step), UPKEEP)
+    newest = max(run.survey.generations.values(), key=lambda one: one.step)
+    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
     assert len([name for name in contents(home(root)) if stripes.is_parity(name)]) == 4
 
 
@@ -320,12 +326,7 @@ def test_parity_that_calls_the_damage_whole_mends_nothing_and_makes_nothing_look
 
 def refused(root: Path) -> None:
     """Mending ends in an error, no file is another one, and a restore goes to the older generation."""
-    run = opened(root, parity=None)
-    (at,) = (one for one in run.survey.generations if one.step == 20)
-    before = contents(home(root))
-    with pytest.raises(LastgoodError):
-        run.mend(at, UPKEEP)
-    after = contents(home(root))
+    run, before, after = mended_in_vain(root, LastgoodError)
     for there in (before, after):
         for mark in (layout.VERIFIED, layout.DAMAGED):
             there.pop(mark, None)

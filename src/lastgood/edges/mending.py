@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError
-from ..format import layout
+from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..records import GenerationId, intact
@@ -33,14 +33,14 @@ def _writing(run: str, what: str) -> Iterator[tuple[RunWriter, Arena]]:
     """A run to be written, with a bar over what is read of it."""
     places.for_reading(run)  # what is no run is refused here, before writing would make it one
     with places.for_writing(run, "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-        total = sum(one.bytes for one in RunWriter(tier, workers).survey.generations.values())
+        total = sum(one.bytes for one in commit.survey(tier).generations.values())
         with progress(what, total) as seen:
             watched = Watched(tier, seen)
             yield RunWriter(watched, workers), Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
 
 
 def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
-    """Every generation that is not known to be damaged, once; raises what opening and reading raise."""
+    """Every generation, once; raises what opening and reading raise."""
     rows = []
     with _writing(run, "reading again") as (writer, arena):
         scrubber = Scrubber(writer, lambda: arena, bytes_per_second=bytes_per_second)

@@ -604,7 +604,8 @@ class World:
         at = next(at for at in self.ledger.line(self.ledger.current) if at.step == step)
         self.ledger.mending.add(at)
         try:
-            _, done = self.run.read_again(self.run.survey.generations[at], UPKEEP)
+            generation = self.run.survey.generations[at]
+            _, done = self.run.read_again(generation, UPKEEP, self.run.reading(generation, UPKEEP))
         except LastgoodError:
             done = False
         _must(done or self.ledger.disturbed, f"{at} could not be rebuilt")

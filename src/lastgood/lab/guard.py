@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..engine import parity
-from ..engine.arena import Arena, Lease
+from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
 from ..format import stripes as striping
@@ -30,6 +30,7 @@ from ..run.writer import RunWriter
 from ..tiers.disk import Disk
 from . import trials
 from .journal import Journal
+from .plain import save
 from .report import Report, Say, Table, hardware, spread
 
 Row = Mapping[str, Any]
@@ -150,23 +151,9 @@ def _saved(writer: RunWriter, words: np.ndarray) -> Generation:
     data = memoryview(words.view(np.uint8).data)
     count = -(-len(data) // TENSOR_BYTES)
     lengths = [min(TENSOR_BYTES, len(data) - at * TENSOR_BYTES) for at in range(count)]
-    images = layout.images(
-        layout.Tensor(f"w{at:05d}", "float32", (length // 4,), finite=True) for at, length in enumerate(lengths)
-    )
-    arena = Arena(4 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-
-    def chunks() -> Iterator[Lease]:
-        for image in images:
-            for parts in layout.segments(image, arena.chunk_bytes):
-                lease = arena.take()
-                assert lease is not None
-                for tensor, start, at, length in parts:
-                    first = int(image.tensors[tensor][0].name[1:]) * TENSOR_BYTES if tensor >= 0 else 0
-                    source = memoryview(image.header) if tensor < 0 else data[first:]
-                    lease.buffer[at : at + length] = source[start : start + length]
-                yield lease
-
-    return writer.save(writer.admit(1), images, chunks(), aliases={}, values={})
+    state = {f"w{at:05d}": data[at * TENSOR_BYTES :][:length] for at, length in enumerate(lengths)}
+    tensors = [layout.Tensor(name, "float32", (len(part) // 4,), finite=True) for name, part in state.items()]
+    return save(writer, 1, state, tensors=tensors, chunk_bytes=layout.CHUNK_BYTES)
 
 
 # ---- the report ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -10,6 +10,7 @@ from ..engine.arena import Arena, Lease
 from ..format import layout
 from ..format.commit import survey
 from ..ports import Tier
+from ..rawio.checksum import Buffer
 from ..rawio.files import round_up
 from ..records import Generation, Manifest
 from ..run import reader
@@ -18,7 +19,7 @@ from ..run.writer import RunWriter
 State = dict[str, bytes]
 
 
-def filled(image: layout.Image, state: Mapping[str, bytes], arena: Arena) -> Iterator[Lease]:
+def filled(image: layout.Image, state: Mapping[str, Buffer], arena: Arena) -> Iterator[Lease]:
     for parts in layout.segments(image, arena.chunk_bytes):
         lease = arena.take()
         assert lease is not None
@@ -31,14 +32,15 @@ def filled(image: layout.Image, state: Mapping[str, bytes], arena: Arena) -> Ite
 def save(
     run: RunWriter,
     step: int,
-    state: State,
+    state: Mapping[str, Buffer],
     *,
+    tensors: Iterable[layout.Tensor] | None = None,
     chunk_bytes: int = 8192,
     meanwhile: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> Generation:
-    """`meanwhile` is done when the first chunk has been taken."""
-    images = layout.images(layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
+    """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken."""
+    images = layout.images(tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()))
     arena = Arena(4 * chunk_bytes, chunk_bytes)
 
     def chunks() -> Iterator[Lease]:

@@ -61,13 +61,10 @@ LAST = 400
 
 
 @dataclass(frozen=True)
-class Options:
-    out: Path
+class Options(trials.Options):
+    """`trials` of each trouble, file system and write mode, one after another; `jobs` are those of the crash model."""
+
     trials: int = 40
-    """of each trouble, file system and write mode"""
-    seed: int = 0
-    jobs: int = 2
-    """processes of the crash model; the real disks have one after another"""
     plays: int = 3
     """of each scenario of the crash model in each write mode"""
 

@@ -268,8 +268,6 @@ class Background:
 
     def admit(self, patience_seconds: float | None) -> bool:
         """Take a place for one more save in flight, waiting so long at most (None: for ever); False if none is free."""
-        if patience_seconds is not None and patience_seconds <= 0:
-            return self._free_places.acquire(blocking=False)
         return self._free_places.acquire(timeout=patience_seconds)
 
     def admit_step(self, step: int) -> GenerationId:

@@ -92,7 +92,7 @@ class Scrubber:
         generation = one.generation
         self._begun, self._seen = self._now(), 0
         try:
-            findings, repaired = self._run.read_again(generation, one.arena, stop, one.reading)
+            findings, repaired = self._run.read_again(generation, one.arena, one.reading, stop)
         except Cancelled:
             if not one.put_aside:  # it was read, and what came after gave way
                 self._again(generation.id)

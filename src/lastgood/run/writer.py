@@ -430,7 +430,9 @@ class RunWriter:
         known = self.survey.incarnations.get(at.incarnation)
         return known.order if known else 0, at.step
 
-    def reading(self, generation: Generation, arena: Arena, also: Callable[[memoryview], None]) -> Reading:
+    def reading(
+        self, generation: Generation, arena: Arena, also: Callable[[memoryview], None] = lambda _: None
+    ) -> Reading:
         """Of a generation, for `read_again`: it may be put aside while it is under way."""
         return reader.reading(self.tier, generation, arena, self._workers, also=also)
 
@@ -438,18 +440,16 @@ class RunWriter:
         self,
         generation: Generation,
         arena: Arena,
+        begun: Reading,
         stop: Callable[[], bool] = lambda: False,
-        begun: Reading | None = None,
     ) -> tuple[list[Finding], bool]:
         """Read a generation that was read before: what was found, and whether it was damaged and is whole again.
 
         It is marked where that is news. Parity that is damaged, or was asked for and is not there, is written. `begun`:
-        a reading of it that was put aside. Raises Cancelled when `stop()`, Unavailable.
+        its reading, from the start or where it was put aside. Raises Cancelled when `stop()`, Unavailable.
         """
         try:
-            findings = (
-                read_all(self.tier, generation, arena, self._workers, stop) if begun is None else read_on(begun, stop)
-            )
+            findings = read_on(begun, stop)
         except Unreadable as error:
             if self.try_to_mend(generation.id, arena, stop):
                 return [guard.finding(error)], True

@@ -331,7 +331,7 @@ class Checkpointer:
                 if last is None or last.step < n or last.failed():
                     took = last.seconds if last is not None and last.durable() else 0.0
                     if took <= asked.left_seconds:
-                        last = self._save(n, False, None, must=False, patience_seconds=asked.left_seconds) or last
+                        last = self._save(n, False, None, must=True, patience_seconds=asked.left_seconds) or last
                 if last is not None:
                     last.result(asked.left_seconds)
                 problem = None
@@ -413,15 +413,14 @@ class Checkpointer:
         """
         if self._behind.admit(0.0):
             return 0.0
-        patient = patience_seconds is not None
-        if self._when_full == "raise" and not patient:
+        if self._when_full == "raise" and patience_seconds is None:
             raise InFlightFull(
                 f"step {n} was not saved: {self._in_flight} saves are in flight",
                 safe="They go on.",
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
         begun = time.monotonic()
-        if (self._when_full == "skip" and not must and not patient) or not self._behind.admit(patience_seconds):
+        if (self._when_full == "skip" and not must) or not self._behind.admit(patience_seconds):
             self._tell("skipped", n)
             return None
         waited = time.monotonic() - begun
