@@ -22,7 +22,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src")]
 
-from syscalls import report  # noqa: E402
+from telling import report  # noqa: E402
 
 from lastgood.lab.crashmodel import Judge, Violation  # noqa: E402
 from lastgood.lab.scenarios import SCENARIOS, play  # noqa: E402

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from syscalls import VICTIM, environment, progress, report
+from syscalls import VICTIM, environment, progress
+from telling import report
 
 from victim import TIERS, Ledger
 

@@ -433,7 +433,12 @@ def _orders() -> list[Mutant]:
                 "        self.point()\n        for at in self.surplus():\n",
                 "        for at in self.surplus():\n",
             ),
-            ("point at what is verified", WRITER, "                self.point()\n\n    def point", "\n    def point"),
+            (
+                "point at what is verified",
+                WRITER,
+                "                self.point()\n\n    def point",
+                "                pass\n\n    def point",
+            ),
             (
                 "pointer names a verified one",
                 WRITER,
@@ -1642,7 +1647,7 @@ def _mending() -> list[Mutant]:
                     "what was rebuilt is read back",
                     PARITY,
                     "            _need_good(tier, home, manifest, blob, readers)\n",
-                    "",
+                    "            pass\n",
                 ),
                 (
                     "it is durable before it takes the place",
@@ -1686,7 +1691,7 @@ def _mending() -> list[Mutant]:
                     "records are put back",
                     PARITY,
                     "            _put_back(tier, home, name, data)\n            done.append(name)\n",
-                    "",
+                    "            done.append(name)\n",
                 ),
                 (
                     "the commit comes last",

@@ -4,6 +4,7 @@ A mutant that no test kills is a safeguard that nothing guards: a test is missin
 matter says why, and is not run; a test that never ends has found one.
 A verdict is kept for as long as the mutated file and the file of the test that killed it (of a survivor: all tests)
 are the same, so a run that was stopped goes on; after that, the test that killed a mutant is asked first.
+The tests run in children of a process that has torch and the test runner imported, and nothing of lastgood.
 """
 
 from __future__ import annotations
@@ -11,31 +12,37 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import re
+import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
+import pytest
 from mutants import BACKGROUND, DISK, Mutant, mutants
-from syscalls import report
+from telling import report
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
 KEPT = HERE / "reports" / "mutation-verdicts.json"
 LIMIT_SECONDS = 900
 SAME = "from __future__ import annotations"
-TEST_SECONDS = 120
+TEST_SECONDS = 60
 """after which a test that has not ended counts as failed"""
 MEMORY_BYTES = 8 << 30
 """of address space: a mutant that never ends may also never stop to grow"""
+
+
+CHILDREN = multiprocessing.get_context("forkserver")
 
 
 class Judgement(NamedTuple):
@@ -55,6 +62,11 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
     source = (HOME / "src/lastgood" / mutant.file).read_text()
     if source.count(mutant.old) != 1:
         return Judgement("stale", f"its text is {source.count(mutant.old)} times in {mutant.file}", 0.0)
+    mutated = source.replace(mutant.old, mutant.new)
+    try:
+        compile(mutated, mutant.file, "exec")
+    except SyntaxError as error:
+        return Judgement("stale", f"it is no Python: {error}", 0.0)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
@@ -62,32 +74,49 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
         shutil.copytree(HOME / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         shutil.copytree(HOME / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(HOME / "pyproject.toml", copy)
-        (copy / "src/lastgood" / mutant.file).write_text(source.replace(mutant.old, mutant.new))
-        env = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(scratch)}
-        env["CI"] = "1"  # hypothesis: no deadlines, the same examples every time
+        (copy / "src/lastgood" / mutant.file).write_text(mutated)
         rounds = [mutant.tests()]
         if last and last.outcome == "killed" and "::" in last.told:
             rounds.insert(0, [f"tests/test_{last.told}"])
         for tests in rounds:
-            limited = ["prlimit", f"--as={MEMORY_BYTES}", sys.executable, "-m", "pytest"]
-            command = [*limited, "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            command += ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
-            try:
-                done = subprocess.run(
-                    [*command, *tests], cwd=copy, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS
-                )
-            except subprocess.TimeoutExpired:
+            child = CHILDREN.Process(target=run_tests, args=(copy, scratch, tests))
+            child.start()
+            child.join(LIMIT_SECONDS)
+            if child.exitcode is None:
+                child.kill()
+                child.join()
                 return Judgement("killed", "it never ends", time.monotonic() - begun)
-            found = re.search(r"^(?:FAILED|ERROR) tests/test_(\S+)", done.stdout, re.M)
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # what a mutant left running
+            told = Path(scratch, "told").read_text(errors="replace")
+            found = re.search(r"^(?:FAILED|ERROR) tests/test_(.+?)(?: - .*)?$", told, re.M)
             if found:
                 return Judgement("killed", found[1], time.monotonic() - begun)
-    if -done.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    if -child.exitcode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         return Judgement("stopped", "somebody ended the tests", time.monotonic() - begun)
-    if done.returncode == 0:
+    if child.exitcode == 0:
         return Judgement("survived", "", time.monotonic() - begun)
-    hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", done.stderr, re.M)
-    told = f"{hung[1]} never ends" if hung else f"it ended with {done.returncode}"
+    hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", told, re.M)
+    told = f"{hung[1]} never ends" if hung else f"it ended with {child.exitcode}"
     return Judgement("killed", told, time.monotonic() - begun)
+
+
+def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
+    """In a child of its own: the tests of a copy on the code of that copy; all they say goes to `scratch`/told."""
+    assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), "the code is the copy's, or nobody's"
+    os.setsid()
+    os.chdir(copy)
+    os.environ.update(PYTHONPATH=str(copy / "src"), TMPDIR=str(scratch))
+    sys.path.insert(0, str(copy / "src"))
+    tempfile.tempdir = None  # what it found before is another's
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    with Path(scratch, "told").open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    limits = ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
+    code = pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *limits, *tests])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
@@ -104,6 +133,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose kind or name holds this")
     options = parser.parse_args()
+    os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples every time
+    CHILDREN.set_forkserver_preload(["hypothesis", "pytest", "torch"])
     known = {name: Judgement(*one) for name, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in mutants() if options.only in one.name and not one.equivalent]
     controls = [Mutant("control", f"nothing in {file}", file, SAME, SAME) for file in (DISK, BACKGROUND)]

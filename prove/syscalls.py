@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import datetime
-import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -31,6 +28,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from telling import report
 
 from lastgood.format import layout
 from victim import TIERS, Ledger, litter, live
@@ -367,24 +366,6 @@ def full_disks(at: Path, step_bytes: int, tier: str = "directory") -> Iterator[t
 
 
 # ---- the campaign ----------------------------------------------------------------------------------------------
-
-
-def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], tier: str = "directory") -> None:
-    """prove/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine and command."""
-    stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
-    cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}, Linux {platform.release()}",
-        "python": platform.python_version(),
-        "command": f"python prove/{name}.py {' '.join(sys.argv[1:])}".strip(),
-        **facts,
-    }
-    (HERE / "reports").mkdir(exist_ok=True)
-    (HERE / "reports" / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
-    plain = {key.replace("_", " "): value for key, value in facts.items() if not isinstance(value, (list, dict))}
-    short = "\n".join(f"- {key}: {value}" for key, value in plain.items())
-    (HERE / "reports" / f"{stem}.md").write_text(f"# {title}\n\n{short}\n" + "".join(f"\n{one}\n" for one in tables))
 
 
 def progress(total: int) -> Callable[[int, int], None]:

@@ -15,14 +15,14 @@ from harness import State, load, save
 from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown
+from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
 from lastgood.format import layout, stripes
 from lastgood.format.commit import read_manifest
 from lastgood.rawio.checksum import digest
 from lastgood.rawio.erasure import Code
 from lastgood.rawio.files import PosixFiles
-from lastgood.records import Blob, GenerationId, Parity
-from lastgood.run.reader import RunReader
+from lastgood.records import Blob, Event, Finding, Generation, GenerationId, Parity
+from lastgood.run.reader import RunReader, newest_good, read_all
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
 
@@ -51,7 +51,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "run"))
+    return Path(shutil.copytree(original, tmp_path / "run", symlinks=True))
 
 
 def home(root: Path, step: int = 20) -> Path:
@@ -227,6 +227,86 @@ def test_a_repair_that_fails_leaves_nothing_of_what_it_wrote(root, monkeypatch):
     monkeypatch.setattr(parity, "_need_good", failing)
     with pytest.raises(SumMismatch):
         run.mend(the_newest(run), UPKEEP)
+    assert contents(home(root)) == before
+
+
+def test_what_is_mended_is_restored_by_whoever_mended_it(root):
+    changed(COMMIT, flip(100))(home(root))
+    run = opened(root)
+    (at,) = run.survey.broken
+    run.mend(at, UPKEEP)
+    tried: list[int] = []
+    newest_good(run.tier, run.survey, None, lambda generation, _: tried.append(generation.step))
+    assert tried == [20]
+
+
+def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
+    lost(DATA)(home(root))
+    told: list[Event] = []
+    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), tell=told.append)
+    assert not run.try_to_mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
+    assert [(one.kind, one.step, one.detail.partition(":")[0]) for one in told] == [
+        ("not_repaired", 20, "BeyondRepair")
+    ]
+
+
+def test_a_restore_mends_nothing_that_is_older_than_what_it_takes(root):
+    run = opened(root)
+    older = next(one for one in run.survey.generations.values() if one.step == 10)
+    changed(DATA, flip(-1))(home(root, 10))
+    run.conclude(older, read_all(run.tier, older, UPKEEP, Inline()))
+    before = contents(home(root, 10))
+    run.mend_known(None, UPKEEP)
+    assert contents(home(root, 10)) == before
+    run.mend_known(10, UPKEEP)
+    assert contents(home(root, 10)) != before
+
+
+def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_still_knew(root):
+    run = opened(root)
+    run.begin(next(at for at in run.survey.generations if at.step == 20))
+    save(run, 30, STATE, chunk_bytes=CHUNK)
+    run.verify(UPKEEP)
+    (record,) = (root / "incarnations").glob("000002-*")
+    record.unlink()
+    changed(COMMIT, flip(100))(home(root, 30))
+    run = opened(root)
+    run.mend_known(None, UPKEEP)
+    assert [one.step for one in run.lineage()] == [30, 20, 10]
+
+
+def test_what_cannot_be_read_and_is_rebuilt_is_loaded(root):
+    run, tried = opened(root), list[int]()
+
+    def load(generation: Generation, _: object) -> None:
+        tried.append(generation.step)
+        if len(tried) == 1:
+            raise SumMismatch("differs")
+
+    def examine(_: Generation) -> list[Finding]:
+        raise Unreadable("the medium does not answer")
+
+    found = newest_good(run.tier, run.survey, None, load, examine, mend=lambda _: True)
+    assert tried == [20, 20] and found.generation is not None and found.generation.step == 20
+
+
+def test_what_an_earlier_repair_died_over_does_not_stand_in_the_way(root):
+    before = contents(home(root))
+    changed(DATA, flip(5))(home(root))
+    lost(MANIFEST)(home(root))
+    run = opened(root)
+    for name in (DATA, MANIFEST):  # after the opening, which clears it too: a repair of this process failed
+        (home(root) / f"{name}{parity.REBUILT}").write_bytes(b"half")
+    run.mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
+    assert contents(home(root)) == before
+
+
+def test_a_repair_is_given_up_while_it_looks_and_nothing_is_touched(root):
+    changed(DATA, flip(5))(home(root))
+    before = contents(home(root))
+    run = opened(root)
+    with pytest.raises(Cancelled):
+        run.mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP, stop=lambda: True)
     assert contents(home(root)) == before
 
 
