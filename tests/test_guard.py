@@ -200,6 +200,17 @@ def test_a_state_that_is_not_finite_is_intact_and_not_good(tmp_path, name):
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000002-")
 
 
+@pytest.mark.parametrize("element", [0, 300_000, 750_000, 799_999])
+def test_one_value_that_is_not_finite_is_found_wherever_it_stands_in_a_file(tmp_path, element):
+    weights = torch.zeros(800_000)
+    weights[element] = float("nan")
+    state: State = {"weight": weights.numpy().tobytes()}
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
+    save(run, 10, state, tensors=[layout.Tensor("weight", "float32", (800_000,), True)], chunk_bytes=layout.CHUNK_BYTES)
+    (found,) = RunReader(run.tier).verify(10).findings
+    assert (found.layer, found.tensor) == ("finite", "weight")
+
+
 def test_a_mask_of_minus_infinity_is_good_unless_it_is_named(tmp_path):
     assert trained(tmp_path / "plain", lambda *_: None) == []
     told = trained(tmp_path / "named", lambda *_: None, finite_also=["net.mask"])

@@ -293,6 +293,26 @@ def test_weights_that_are_swapped_and_swapped_back_while_they_are_read_are_seen_
     assert lastgood.open(tmp_path).generations() == []
 
 
+def test_what_changes_after_its_copy_and_before_the_last_look_is_reported(tmp_path, monkeypatch):
+    """Nobody can say what else whoever wrote it has changed, and when."""
+    loop = Loop(adamw())
+    loop.backward()
+    loop.update()
+    weight, look = loop.net.two.weight, staging.Snapshot._look_again
+
+    def late(self: staging.Snapshot) -> set[str]:
+        weight.data.view(-1)[0] += 1
+        return look(self)
+
+    monkeypatch.setattr(staging.Snapshot, "_look_again", late)
+    with (
+        pytest.warns(LastgoodWarning, match="TornSnapshot: .*two.weight"),
+        lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt,
+    ):
+        ckpt.save(1)
+    assert lastgood.open(tmp_path).generations() == []
+
+
 def test_state_that_is_elsewhere_while_it_is_read_is_seen_although_it_is_back_before_anyone_looks(
     tmp_path, gate, monkeypatch
 ):

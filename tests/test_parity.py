@@ -177,6 +177,21 @@ def test_the_refusal_says_how_far_beyond(root):
         run.mend(max(run.survey.generations), UPKEEP)
 
 
+@pytest.mark.parametrize(
+    "length", [29 * CELL - 100, 27 * CELL], ids=["its last cell is short", "it has two cells less"]
+)
+def test_what_a_row_has_no_bytes_for_is_zeros_and_not_what_its_memory_held_before(tmp_path, length):
+    """There it had something when parity was made, and something else when it was used."""
+    run = opened(tmp_path)
+    save(run, 20, {"weight": random.Random(1).randbytes(length)}, chunk_bytes=CHUNK)
+    run.verify(UPKEEP)
+    before = contents(home(tmp_path))
+    changed(DATA, flip(28 * CELL - 1))(home(tmp_path))  # of the first row, where the short one of the last row is read
+    changed(DATA, flip(2 * CELL))(home(tmp_path))  # of the last row
+    run.mend(next(iter(run.survey.generations)), UPKEEP)
+    assert contents(home(tmp_path)) == before
+
+
 def test_a_lost_tensor_file_comes_back_where_there_is_as_much_parity_as_data(tmp_path):
     run = opened(tmp_path, "2+2")
     save(run, 20, STATE, chunk_bytes=CHUNK)
@@ -336,6 +351,14 @@ def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch)
     with pytest.raises(LastgoodError, match="does not read back"):
         run.mend(the_newest(run), UPKEEP)
     assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
+
+
+def test_parity_goes_records_first_so_that_none_ever_speaks_of_cells_that_are_gone(root, monkeypatch):
+    run, gone, delete = opened(root), list[str](), Disk.delete
+    monkeypatch.setattr(Disk, "delete", lambda self, name: (gone.append(name), delete(self, name))[1])
+    parity.clear(run.tier, f"gen/{home(root).name}")
+    records = [name.endswith(".json") for name in gone]
+    assert records == [True, True, False, False]
 
 
 def test_parity_that_is_given_up_half_way_leaves_nothing(root):
