@@ -21,7 +21,7 @@ from lastgood.format.commit import read_manifest
 from lastgood.rawio.checksum import digest
 from lastgood.rawio.erasure import Code
 from lastgood.rawio.files import PosixFiles
-from lastgood.records import Blob, Event, Finding, Generation, GenerationId, Parity
+from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
 from lastgood.run.reader import RunReader, newest_good, read_all
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
@@ -452,6 +452,50 @@ def test_beside_a_forged_record_the_honest_one_mends_or_nothing_is_touched(root,
         assert (home(root) / DATA).read_bytes() == damaged
     else:
         assert (home(root) / DATA).read_bytes() == whole
+
+
+def test_a_record_that_does_not_name_its_own_commit_counts_for_nothing_where_the_commit_is_lost(root):
+    forged(home(root), FORGED["the root of another"], 0, 1)
+    lost(COMMIT)(home(root))
+    run = opened(root, parity=None)
+    with pytest.raises(BeyondRepair, match="no parity that can be read"):
+        run.mend(next(at for at in run.survey.incomplete if at.step == 20), UPKEEP)
+
+
+def test_the_commit_that_is_there_says_whose_parity_counts(root):
+    before = contents(home(root))
+    changed(DATA, flip(5))(home(root))
+
+    def of_another(record: Parity) -> dict[str, object]:
+        told = layout.decode(record.commit.encode(), Commit, "")
+        text = layout.encode(structs.replace(told, created=told.created + 1), "xxh3_128")
+        return {"commit": text.decode(), "root": layout.root_of(text)}
+
+    forged(home(root), of_another, 0)
+    run = opened(root)
+    run.mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
+    assert contents(home(root)) == before
+
+
+def test_parity_of_another_code_stands_in_for_nothing(root, tmp_path):
+    other = Path(shutil.copytree(root, tmp_path / "other", symlinks=True))
+    run = opened(other, parity="5+2")
+    newest = next(one for one in run.survey.generations.values() if one.step == 20)
+    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    for name in ("r00000.parity-1", "r00000.parity-1.json"):
+        shutil.copy(home(other) / name, home(root) / name)
+    changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(home(root))
+    run = opened(root, parity=None)
+    with pytest.raises(BeyondRepair, match="1 too many"):
+        run.mend(newest.id, UPKEEP)
+
+
+def test_parity_that_is_whole_is_not_written_again(root):
+    inodes = {path.name: path.stat().st_ino for path in home(root).iterdir()}
+    run = opened(root)
+    newest = next(one for one in run.survey.generations.values() if one.step == 20)
+    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    assert {path.name: path.stat().st_ino for path in home(root).iterdir()} == inodes
 
 
 @pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (10, 2), (5, 3)])

@@ -22,6 +22,7 @@ from lastgood.format import commit, layout
 from lastgood.plan.retention import Keep
 from lastgood.plan.scrub import Scrub, next_to_read
 from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.records import Finding
 from lastgood.run.reader import RunReader
 from lastgood.run.upkeep import Scrubber
 from lastgood.run.writer import RunWriter
@@ -97,14 +98,14 @@ def test_a_round_reads_each_once_and_after_damage_its_neighbours(tmp_path):
     assert [one.step for one in run.survey.generations.values() if one.damaged] == [1, 5]
     assert len(list(tmp_path.glob(f"gen/*/{layout.DAMAGED}"))) == 2
     again = [one.generation.step for one in iter(rounds.next_one, None)]
-    assert sorted(again) == [1, 2, 3, 4, 5, 6], "a new round; what is damaged may be whole again but for its mark"
+    assert again == [1, 2, 3, 4, 5, 6], "a new round: what is damaged may be whole again, and turns no order any more"
 
 
 def test_damage_in_the_middle_turns_the_order_towards_it(tmp_path):
     run, clock = run_of(tmp_path, 6), Clock()
     rounds = scrubber(run, clock)
     list(iter(rounds.next_one, None))
-    rounds._read_at = {one: float(abs(one.step - 4)) for one in run.survey.generations}
+    rounds._read_at = {one: 0.0 if one.step == 4 else 9.0 - abs(one.step - 4) for one in run.survey.generations}
     hit(tmp_path, 4)
     assert [one.generation.step for one in iter(rounds.next_one, None)][:3] == [4, 3, 5]
 
@@ -145,6 +146,19 @@ def test_a_reading_that_gives_way_goes_on_where_it_was(tmp_path, monkeypatch):
             gave_way += 1
     assert one.generation.step == 1 and one.whole and gave_way >= len(read) > 2
     assert read == sorted(set(read)), "no chunk is read twice"
+
+
+def test_what_was_judged_by_others_while_it_was_put_aside_is_read_from_the_beginning_in_its_turn(tmp_path):
+    run, asked, clock = run_of(tmp_path, 3), itertools.count(), Clock()
+    clock.now = 5.0
+    rounds = scrubber(run, clock)
+    with pytest.raises(Cancelled):
+        rounds.next_one(stop=lambda: next(asked) == 2)
+    first = run.survey.generations[min(run.survey.generations)]
+    run.conclude(first, [Finding(kind="SumMismatch", what="somebody says so", layer="digests")])
+    seen = [(one.generation.step, one.whole) for one in iter(rounds.next_one, None)]
+    assert seen == [(1, True), (2, True), (3, True)]
+    assert not run.survey.generations[first.id].damaged, "and its mark is news"
 
 
 def test_what_was_put_aside_and_has_gone_meanwhile_is_let_go_and_so_is_its_memory(tmp_path):
@@ -191,6 +205,55 @@ def test_a_training_run_reads_its_old_generations_beside_its_saves(tmp_path):
     assert any(event.kind == "repaired" and event.step == 1 for event in events)
     assert lastgood.open(tmp_path).verify(1).good
     assert not [one for one in told if issubclass(one.category, LastgoodWarning)]
+
+
+def looped(root: Path, scrub: Scrub) -> list[str]:
+    """Eight saves, the first of which rots after the second; what was warned of."""
+    net = nn.Linear(100, 100)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with lastgood.Checkpointer(root, {"net": net}, retention=Keep(last=9), scrub=scrub) as ckpt:
+            ckpt.restore()
+            for step in range(1, 9):
+                ckpt.save(step).result()
+                ckpt._behind._keeper.submit(int).result()  # upkeep is done
+                ckpt._behind._keeper.submit(int).result()  # and what it began
+                if step == 2:
+                    hit(root, 1)
+    return [str(one.message) for one in told if issubclass(one.category, LastgoodWarning)]
+
+
+def test_damage_that_is_found_beside_training_is_told_in_the_loop(tmp_path):
+    told = looped(tmp_path, Scrub(seconds=0.0, bytes_per_second=1e12))
+    assert told and all("step 1 was good and does not read back any more" in one for one in told)
+
+
+def test_nothing_is_read_again_before_its_time(tmp_path):
+    assert looped(tmp_path, Scrub(seconds=1e9, bytes_per_second=1e12)) == []
+    assert not lastgood.open(tmp_path).verify(1).good
+
+
+def test_nothing_is_read_again_while_a_save_is_under_way_or_somebody_waits_for_the_end(tmp_path):
+    with lastgood.Checkpointer(tmp_path, {"net": nn.Linear(2, 2)}, scrub=Scrub(seconds=0.0)) as ckpt:
+        ckpt.save(1)
+        ckpt.wait()
+        behind = ckpt._behind
+        behind._scrubbing, look = None, behind._look_after
+
+        def beside_a_save(*args: object) -> None:
+            look(*args)
+            behind._flights.append(None)
+
+        behind._look_after = beside_a_save
+        behind._upkeep()
+        assert behind._scrubbing is None
+        behind._flights.clear()
+        behind._look_after, behind._hurried = look, 1
+        behind._upkeep()
+        assert behind._scrubbing is None
+        behind._hurried = 0
+        behind._upkeep()
+        assert behind._scrubbing is not None
 
 
 def test_a_restore_rebuilds_the_newest_by_itself_and_says_so(tmp_path):
