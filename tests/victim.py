@@ -228,6 +228,8 @@ class Ledger:
     durable: list[str] = field(default_factory=list)
     """acknowledged, and not announced to be going"""
     verified: set[str] = field(default_factory=set)
+    perhaps: set[str] = field(default_factory=set)
+    """the newest when looking after it failed: its mark may be there, and what is older let go"""
     cut_short: set[str] = field(default_factory=set)
     """going while the disk was full, so without their reason: they may be taken for lost"""
     reported: list[str] = field(default_factory=list)
@@ -270,6 +272,8 @@ class Ledger:
                 if saving and at != "CommitUnknown":
                     self.maybe.discard(saving)
                     self.refused.add(saving)
+                if not saving and self.tier != "directory":
+                    self.perhaps |= {*self.durable[-1:]}
                 saving = ""
             elif word in ("stepped_over", "unread"):
                 self.reported.append(line)
@@ -295,7 +299,8 @@ class Ledger:
             least = self._beside_a_commit()
             either = self.durable[self.durable.index(least[0]) :] if least else []
             gone = set() if there.keys() & {*either} else {*least}
-        for at in sorted(gone):
+        newer = max(self.perhaps & there.keys(), default="")
+        for at in sorted(one for one in gone if one >= newer):
             self._wrong(f"{at} was acknowledged and is gone")
         for at in sorted(self.refused & there.keys()):
             self._wrong(f"{at} exists, although its save was refused")
