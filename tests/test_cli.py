@@ -516,7 +516,7 @@ def test_what_is_imported_is_verified_and_equal_to_the_file(run: Path, asked: An
     code, told = asked("import", link, tmp_path / "new", "--under", "model", "--step", 7)
     assert code == 0 and told["verified"] and (told["step"], told["tensors"]) == (7, 2)
     reader = RunReader(places.for_reading(tmp_path / "new"))
-    assert reader.generation().verified and reader.piece("model.h.0.weight")[1] == STATE["model.h.0.weight"]
+    assert reader.generation().verified and reader.bytes_of("model.h.0.weight")[1] == STATE["model.h.0.weight"]
     assert asked("verify", tmp_path / "new")[0] == 0
 
 
@@ -609,7 +609,7 @@ def test_a_pt_runs_no_code_and_its_dicts_are_flattened(
         ]
         assert told["aliases"] == {"model.again": "model.tied"}
         assert told["values"] == {"rng": {}, "epoch": 3, "opt": {"groups": [{"lr": 0.1}]}}
-        stored = RunReader(places.for_reading(tmp_path / name[:3])).piece("model.h.0.weight")[1]
+        stored = RunReader(places.for_reading(tmp_path / name[:3])).bytes_of("model.h.0.weight")[1]
         assert np.frombuffer(stored, "f4").tolist() == weight.T.flatten().tolist()
 
 

@@ -104,7 +104,8 @@ def restored(tier: Disk, step: int | None = None) -> tuple[int, State, dict[int,
     """Step, state and what was stepped over, with an arena of 16 pages."""
     state: State = {}
 
-    def take(generation, manifest) -> None:
+    def take(generation, manifests) -> None:
+        (manifest,) = manifests
         fetch = opened(tier, generation, manifest, Arena(65536, 4096), Inline())
         state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
 
@@ -192,7 +193,7 @@ def attempts(tier: Disk) -> dict[str, Any]:
     return {
         "restore": outcome(lambda: restored(tier)),
         "step": outcome(lambda: restored(tier, 20)),
-        "piece": outcome(lambda: {name: bytes(reader.piece(name, 20)[1]) for name in NEW}),
+        "piece": outcome(lambda: {name: bytes(reader.bytes_of(name, 20)[1]) for name in NEW}),
         "verify": outcome(lambda: reader.verify(20).findings),
         "write": outcome(lambda: written(tier)),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -63,9 +64,15 @@ CARRIED = sorted(name for name, (_, native) in DTYPES.items() if not native)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 names = text.filter(lambda name: name != "__metadata__")
 shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
-tensor_lists = st.lists(
-    st.builds(Tensor, names, st.sampled_from(sorted(DTYPES)), shapes), max_size=12, unique_by=lambda one: one.name
-)
+
+
+def tensors_of(dtypes: list[str]) -> st.SearchStrategy[Tensor]:
+    """Whole ones."""
+    whole = st.just(())
+    return st.builds(Tensor, names, st.sampled_from(dtypes), shapes, st.booleans(), whole, whole, st.just(False))
+
+
+tensor_lists = st.lists(tensors_of(sorted(DTYPES)), max_size=12, unique_by=lambda one: one.name)
 
 
 def whole(tensors: list[Tensor]) -> layout.Image:
@@ -169,7 +176,7 @@ def test_any_safetensors_reader_opens_the_file(tmp_path_factory, tensors):
         assert (low, high) == (offset - len(image.header), offset - len(image.header) + tensor.length)
 
 
-@given(st.lists(st.builds(Tensor, names, st.sampled_from(NUMPY), shapes), max_size=8, unique_by=lambda one: one.name))
+@given(st.lists(tensors_of(NUMPY), max_size=8, unique_by=lambda one: one.name))
 def test_native_types_come_back_through_safetensors_as_they_are(tmp_path_factory, tensors):
     path = tmp_path_factory.getbasetemp() / "native.safetensors"
     path.write_bytes(file_of(whole(tensors)))
@@ -523,3 +530,45 @@ def test_the_run_of_version_1_can_be_continued(v1):
     found, state = load(v1)
     assert found.generation.step == 40 and state == {"weight": b"after"}
     assert load(v1, 30)[1]["model.bias"].hex() == "803f0040401e"
+
+
+PARTS = {
+    "before the tensor": ([-1, 0], [2, 3], [4, 3]),
+    "beyond the tensor": ([3, 0], [2, 3], [4, 3]),
+    "all of it": ([0, 0], [4, 3], [4, 3]),
+    "of no element": ([0, 0], [0, 3], [4, 3]),
+    "of another number of dimensions": ([0], [2, 3], [4, 3]),
+    "of a tensor of another number of dimensions": ([0, 0], [2, 3], [4]),
+    "of nothing": ([0, 0], [2, 3], []),
+    "that does not say where": ([], [2, 3], [4, 3]),
+}
+
+
+@pytest.mark.parametrize("case", PARTS.values(), ids=PARTS.keys())
+def test_a_part_lies_within_its_tensor_and_is_less_than_it(case):
+    offsets, shape, of = case
+    at = GenerationId(step=1, incarnation="0a0a0a0a")
+    good = layout.Tensor("w", "uint8", (2, 3), offsets=(1, 0), whole=(4, 3))
+    (image,) = layout.images([good], rank=1)
+    blob = Blob(name=image.blob, length=image.length, chunk_bytes=4096, chunks=["0" * 32] * -(-image.length // 4096))
+
+    def sealed(offsets: list[int], shape: list[int], of: list[int]) -> Manifest:
+        extent = Extent(blob=image.blob, offset=image.tensors[0][1], length=math.prod(shape))
+        piece = Piece(name="w", dtype="uint8", shape=shape, extent=extent, digest="", offsets=offsets, whole=of)
+        return Manifest(
+            format=1,
+            step=1,
+            incarnation="0a0a0a0a",
+            rank=1,
+            digest="xxh3_128",
+            blobs=[blob],
+            pieces=[piece],
+            aliases={},
+            values={},
+        )
+
+    layout.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1, ranks=2)
+    with pytest.raises(ManifestInvalid):
+        layout.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1)
+    with pytest.raises(ManifestInvalid, match="is no part"):
+        layout.validate_manifest(sealed(offsets, shape, of), at, 1, ranks=2)

@@ -34,14 +34,14 @@ def test_no_flipped_byte_is_handed_out_as_one_tensor_and_the_others_are_still_to
         for name, extent in extents.items():
             if extent.offset <= at < extent.offset + extent.length:
                 with pytest.raises(Damaged, match=f"tensor {name} differs"):
-                    reader.piece(name)
+                    reader.bytes_of(name)
             else:
-                assert reader.piece(name)[1] == STATE[name]
+                assert reader.bytes_of(name)[1] == STATE[name]
 
 
 def test_a_tensor_that_is_not_there_is_refused_by_its_name(blob, tmp_path):
     with pytest.raises(NoSuchTensor, match="'gain'"):
-        RunReader(Disk(PosixFiles(), str(tmp_path))).piece("gain")
+        RunReader(Disk(PosixFiles(), str(tmp_path))).bytes_of("gain")
 
 
 @pytest.mark.parametrize("name", [layout.VERIFIED, layout.DAMAGED])

@@ -509,7 +509,7 @@ def test_only_a_tensor_that_is_no_run_of_memory_is_gathered_and_one_at_a_time() 
     shape = {name: ("float32", (1000,)) for name in "abc"}
     live = {name: torch.zeros(2000)[::2] for name in "ab"} | {"c": torch.zeros(1000)}
     assert [Place.of(one) is None for one in live.values()] == [True, True, False]
-    filling = Filling(shape, {"c": [Place(live["c"])]}, {name: [live[name].copy_] for name in "ab"})
+    filling = Filling(shape, {"c": [Place(live["c"])]}, {name: [live[name].copy_] for name in "ab"}, {})
     held = []
     for name in "abc":
         data = torch.full((1000,), 7.0).numpy().tobytes()

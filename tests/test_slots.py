@@ -762,7 +762,7 @@ def test_a_reader_beside_a_writer_gets_what_was_saved_or_an_error(tmp_path):
     with pytest.raises((MissingBlob, SumMismatch)):
         reader.manifest(old)
     assert reader.generation().step == 5
-    assert bytes(reader.piece("w")[1]) == state(5)["w"]
+    assert bytes(reader.bytes_of("w")[1]) == state(5)["w"]
 
 
 # ---- through a mapping ------------------------------------------------------------------------------------------
@@ -904,7 +904,7 @@ def test_a_run_in_slots_is_opened_by_its_path(tmp_path, persist):
         run.clean()
     reader = RunReader(places.for_reading(path))
     assert reader.generation().verified and reader.verify().good and reader.tier.place == path
-    assert bytes(reader.piece("w")[1]) == state(1)["w"]
+    assert bytes(reader.bytes_of("w")[1]) == state(1)["w"]
     assert lengths(tmp_path / "run").keys() == {"table", "00", "01", "02", "03"}
 
 

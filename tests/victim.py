@@ -170,7 +170,8 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
 def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[str], None]) -> reader.Found:
     """What a restore finds, each bit of it looked at."""
 
-    def load(generation: Generation, manifest: Manifest) -> None:
+    def load(generation: Generation, manifests: list[Manifest]) -> None:
+        (manifest,) = manifests
         state = _bytes_of(tier, generation, manifest, pool)
         if problem := differs(generation, manifest, state):
             say(f"wrong {problem}")

@@ -15,6 +15,7 @@ from .plan.scrub import Scrub
 from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:
+    from .edges import dcp
     from .run.background import Save
     from .train.access import Run
     from .train.access import load_once as load
@@ -58,6 +59,7 @@ __all__ = [
     "Save",
     "Scrub",
     "Verdict",
+    "dcp",
     "errors",
     "load",
     "open",
@@ -66,8 +68,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in (*_LAZY, "dcp"):
         raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
+    if name == "dcp":
+        return importlib.import_module(".edges.dcp", __name__)
     room, attribute = _LAZY[name]
     return getattr(importlib.import_module(f".{room}", __name__), attribute)
 

@@ -9,7 +9,7 @@
     |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
     |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull
     |- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
-    |    TornSnapshot
+    |    TornSnapshot  RankFailed  StepDiffers  ReplicaDiffers
     `- Unfit         intact, and not good                                  an older generation   exit 8
          NotFinite
 
@@ -198,6 +198,18 @@ class Diverged(LastgoodError):
     """The cut, or what should be equal, disagrees."""
 
     exit_code = 6
+
+
+class RankFailed(Diverged):
+    """A rank failed, was not heard of in time, or did not answer; what it was part of ended on all ranks."""
+
+
+class StepDiffers(Diverged):
+    """Ranks are at different steps, or make different plans."""
+
+
+class ReplicaDiffers(Diverged):
+    """Ranks that should hold the same hold something else."""
 
 
 class TornSnapshot(Diverged):

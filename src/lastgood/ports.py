@@ -70,6 +70,25 @@ class Files(Protocol):
     def sync_dir(self, path: str) -> None: ...
 
 
+class Store(Protocol):
+    """What the ranks of a job share: small values by name, seen by all of them.
+
+    ======================  ====================================================================
+    call                    required behaviour
+    ======================  ====================================================================
+    set(key, data)          seen by whoever asks from now on
+    get(key, seconds)       waits until it is there; raises TimedOut, or TierDown when it is gone
+    has(key)                whether it is there now
+    delete(key)             no-op when it is not there
+    ======================  ====================================================================
+    """
+
+    def set(self, key: str, data: bytes) -> None: ...
+    def has(self, key: str) -> bool: ...
+    def get(self, key: str, seconds: float) -> bytes: ...
+    def delete(self, key: str) -> None: ...
+
+
 class Upload(Protocol):
     """A blob that is being written; it has no meaning until `finish` returned.
 

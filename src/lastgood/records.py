@@ -47,7 +47,7 @@ class Blob(Record, frozen=True, kw_only=True):
 
 
 class Piece(Record, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """A rectangle of a named tensor (in a world of one: all of it): where its bytes rest and what they digest to."""
+    """A rectangle of a named tensor, mostly all of it: where its bytes rest and what they digest to."""
 
     name: str
     dtype: str
@@ -57,6 +57,17 @@ class Piece(Record, frozen=True, kw_only=True, gc=False, omit_defaults=True):
     """content digest over dtype, shape and bytes, taken while staging"""
     finite: bool = False
     """a state in which it holds NaN or infinity is not good: a parameter, or the state of an optimizer"""
+    offsets: list[int] = []
+    """of this rectangle, where it is a part of the tensor"""
+    whole: list[int] = []
+    """shape of the tensor, where this is a part of it"""
+    own: bool = False
+    """this rank's own: other ranks hold something else under the same name"""
+
+    @property
+    def key(self) -> str:
+        """Its name in its file: a part says where it begins."""
+        return f"{self.name}@{','.join(map(str, self.offsets))}" if self.offsets else self.name
 
 
 class Manifest(Record, frozen=True, kw_only=True):

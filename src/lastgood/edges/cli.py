@@ -33,6 +33,7 @@ from ..plan import sizing as sums
 from ..plan.retention import KEEP, Keep
 from ..records import LAYERS, Finding, Generation, GenerationId
 from ..run import places
+from ..run.content import Content
 from ..run.reader import WORKERS
 from . import compare, exporting, importing, mending, sizing, sweep, tuning
 from . import show as views
@@ -187,8 +188,7 @@ def show(
     """What a generation holds: names, types, shapes, bytes, aliases, values. Reads no tensor."""
     tier = places.for_reading(run)
     survey = commit.survey(tier)
-    generation = pick(survey, step)
-    data = views.contents(tier, survey, generation, commit.read_manifest(tier, generation))
+    data = views.contents(survey, Content(tier, pick(survey, step)), tier.place)
     return Answer(data, views.contents_view(data, depth))
 
 

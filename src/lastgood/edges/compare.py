@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..engine import fetch
-from ..format import commit, layout
+from ..format import layout
 from ..ports import Tier
-from ..records import Generation, Manifest
-from .show import is_place, leaves_of, natural, new_table, pieces_of, plural, shape_text, told_value
+from ..records import Generation
+from ..run.content import Content
+from .show import is_place, leaves_of, natural, new_table, plural, shape_text, told_value
 from .terminal import clean
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 def compared(tier: Tier, first: Generation, second: Generation) -> dict[str, Any]:
     """Every tensor and every value of two generations. Equal content digests are equal tensors, and are not read."""
-    one, two = commit.read_manifest(tier, first), commit.read_manifest(tier, second)
-    ours, theirs = pieces_of(one), pieces_of(two)
+    one, two = Content(tier, first), Content(tier, second)
+    ours, theirs = one.names(), two.names()
     rows = []
     for name in sorted(ours.keys() | theirs.keys(), key=natural):
         if name in one.aliases and one.aliases.get(name) == two.aliases.get(name):
@@ -39,11 +39,10 @@ def compared(tier: Tier, first: Generation, second: Generation) -> dict[str, Any
             row["status"] = "only in the second" if a is None else "only in the first"
         elif (a.dtype, a.shape) != (b.dtype, b.shape):
             row |= {"status": "other type or shape", "first": [a.dtype, a.shape], "second": [b.dtype, b.shape]}
-        elif one.digest == two.digest and a.digest == b.digest:
+        elif one.algorithm == two.algorithm and one.digest(name) == two.digest(name):
             row["status"] = "same"
         else:
-            x = fetch.tensor(tier, layout.folder(first.id), one, a)
-            y = fetch.tensor(tier, layout.folder(second.id), two, b)
+            x, y = one.tensor(name)[1], two.tensor(name)[1]
             found = differences(x, y, a.dtype)
             row |= {"status": "differs" if found["differing"] else "same", "dtype": a.dtype, "shape": a.shape, **found}
         rows.append(row)
@@ -92,8 +91,8 @@ def compared_view(data: Mapping[str, Any]) -> RenderableType:
     return Group(*parts, Text(end, style="bold"))
 
 
-def _leaves(manifest: Manifest) -> dict[str, Any]:
-    return {path: leaf for path, leaf in leaves_of(manifest.values) if not is_place(leaf)}
+def _leaves(content: Content) -> dict[str, Any]:
+    return {path: leaf for path, leaf in leaves_of(content.values()) if not is_place(leaf)}
 
 
 def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, Any]:

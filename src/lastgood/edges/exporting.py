@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, cast
 
-from ..engine import fetch
 from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
-from ..format import commit, layout
+from ..format import layout
 from ..format.layout import Tensor
 from ..ports import File, Tier
 from ..rawio.files import PosixFiles
-from ..records import Extent, Generation, Manifest, Piece
-from .show import named, pieces_of
+from ..records import Generation
+from ..run.content import Content
+from .show import named
 
 
 def export(tier: Tier, generation: Generation, to: str, only: str | None, force: bool) -> dict[str, Any]:
@@ -26,21 +26,21 @@ def export(tier: Tier, generation: Generation, to: str, only: str | None, force:
 
     Memory: 8 MiB, whatever the size of a tensor; for `.pt` all that is written. Raises Refused, NoSuchTensor, Damaged.
     """
-    manifest = commit.read_manifest(tier, generation)
-    chosen = _chosen(manifest, only)
+    content = Content(tier, generation)
+    chosen = _chosen(content, only)
     target = os.path.abspath(to)
     _require_free(target, force)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
-    files, home = PosixFiles(), layout.folder(generation.id)
+    files = PosixFiles()
     with telling(target):
         file = files.open(staged, "new")
         try:
             try:
                 sink = _Sink(file)
                 if target.endswith(".safetensors"):
-                    _write_safetensors(tier, home, manifest, chosen, sink)
+                    _write_safetensors(content, chosen, sink)
                 else:
-                    _write_pt(tier, home, manifest, chosen, sink)
+                    _write_pt(content, chosen, sink)
                 file.sync()
             finally:
                 file.close()
@@ -50,7 +50,8 @@ def export(tier: Tier, generation: Generation, to: str, only: str | None, force:
             files.remove(staged)
             raise
         files.sync_dir(os.path.dirname(target))
-    foreign = {name: piece.dtype for name, piece in chosen.items() if not layout.DTYPES[piece.dtype][1]}
+    dtypes = {name: content.tensors()[stored].dtype for name, stored in chosen.items()}
+    foreign = {name: dtype for name, dtype in dtypes.items() if not layout.DTYPES[dtype][1]}
     return {
         "file": target,
         **named(generation.id),
@@ -60,17 +61,18 @@ def export(tier: Tier, generation: Generation, to: str, only: str | None, force:
     }
 
 
-def _chosen(manifest: Manifest, only: str | None) -> dict[str, Piece]:
-    """Name in the file -> piece."""
-    everything = pieces_of(manifest)
+def _chosen(content: Content, only: str | None) -> dict[str, str]:
+    """Name in the file -> name under which the tensor is stored."""
+    everything = {name: content.aliases.get(name, name) for name in content.names()}
     if only is None:
         chosen = everything
     else:
         prefix = only.rstrip(".") + "."
-        chosen = {name.removeprefix(prefix): piece for name, piece in everything.items() if name.startswith(prefix)}
+        chosen = {name.removeprefix(prefix): stored for name, stored in everything.items() if name.startswith(prefix)}
     if not chosen:
         tops = ", ".join(sorted({name.partition(".")[0] for name in everything})) or "none"
-        what = f"step {manifest.step} has no tensor under {only!r}" if only else f"step {manifest.step} has no tensor"
+        step = content.generation.step
+        what = f"step {step} has no tensor under {only!r}" if only else f"step {step} has no tensor"
         raise NoSuchTensor(what, safe="Nothing was written.", todo=f"Its tensors are under: {tops}.")
     return chosen
 
@@ -81,46 +83,41 @@ def _require_free(target: str, force: bool) -> None:
         raise Refused(f"{target} exists already", safe="It is untouched.", todo=todo)
 
 
-def _write_safetensors(tier: Tier, home: str, manifest: Manifest, chosen: Mapping[str, Piece], sink: _Sink) -> None:
-    images = layout.images(Tensor(name, one.dtype, tuple(one.shape)) for name, one in chosen.items())
+def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
+    tensors = {name: content.tensors()[stored] for name, stored in chosen.items()}
+    images = layout.images(Tensor(name, one.dtype, one.shape) for name, one in tensors.items())
     if len(images) > 1 or layout.METADATA in chosen:
         raise Refused("these names do not fit the header of one .safetensors file", todo="Take fewer with --only.")
     sink.reserve(images[0].length)
     sink.write(images[0].header)
-    buffer = memoryview(bytearray(layout.CHUNK_BYTES))
     for one, _ in images[0].tensors:
-        piece = chosen[one.name]
-        hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
-        for start in range(0, one.length, layout.CHUNK_BYTES):
-            part = buffer[: min(layout.CHUNK_BYTES, one.length - start)]
-            at = Extent(blob=f"{home}/{piece.extent.blob}", offset=piece.extent.offset + start, length=len(part))
-            tier.read_into(at, part)
-            hasher.update(part)
-            sink.write(part)
-        if hasher.hexdigest() != piece.digest:
+        try:
+            for part in content.parts(chosen[one.name], layout.CHUNK_BYTES):
+                sink.write(part)
+        except SumMismatch as error:
             raise SumMismatch(
-                f"{home}/{piece.extent.blob}: tensor {piece.name} differs from its digest",
-                blob=piece.extent.blob,
-                offset=piece.extent.offset,
-                tensor=piece.name,
+                error.what,
+                blob=error.blob,
+                offset=error.offset,
+                tensor=error.tensor,
                 safe="Nothing was written.",
-                todo=f"`lastgood verify RUN {manifest.step}` says what is damaged; export another step.",
-            )
+                todo=f"`lastgood verify RUN {content.generation.step}` says what is damaged; export another step.",
+            ) from error
 
 
-def _write_pt(tier: Tier, home: str, manifest: Manifest, chosen: Mapping[str, Piece], sink: _Sink) -> None:
+def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
     import torch
 
     from ..train.tensors import from_bytes
 
     stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
-    for piece in chosen.values():
-        if piece.name not in stored:
-            data = fetch.tensor(tier, home, manifest, piece)
+    for name in chosen.values():
+        if name not in stored:
+            tensor, data = content.tensor(name)
             raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            stored[piece.name] = from_bytes(raw, piece.dtype, piece.shape)
+            stored[name] = from_bytes(raw, tensor.dtype, tensor.shape)
     try:
-        torch.save({name: stored[piece.name] for name, piece in chosen.items()}, cast(IO[bytes], sink))
+        torch.save({name: stored[of] for name, of in chosen.items()}, cast(IO[bytes], sink))
     except RuntimeError:
         if sink.failed is not None:  # torch closes its archive all the same, and raises that it cannot
             raise sink.failed from None

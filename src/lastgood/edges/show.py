@@ -21,7 +21,8 @@ from ..format import layout, values
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
-from ..records import Finding, Generation, GenerationId, Manifest, Piece, intact
+from ..records import Finding, GenerationId, intact
+from ..run.content import Content
 from ..words import size
 from .terminal import clean
 
@@ -177,12 +178,14 @@ def listing_view(data: Mapping[str, Any]) -> RenderableType:
 # ---- show ------------------------------------------------------------------------------------------------------
 
 
-def contents(tier: Tier, survey: Survey, generation: Generation, manifest: Manifest) -> dict[str, Any]:
+def contents(survey: Survey, content: Content, place: str) -> dict[str, Any]:
+    generation = content.generation
     at, record = generation.id, generation.commit
     return {
-        "place": tier.place,
+        "place": place,
         **named(at),
         "state": state_of(survey, at)[0],
+        "ranks": record.world.ranks,
         "created": record.created,
         "parent": record.parent and named(record.parent),
         "root": generation.root,
@@ -190,20 +193,21 @@ def contents(tier: Tier, survey: Survey, generation: Generation, manifest: Manif
         "milestone": record.milestone,
         "metrics": record.metrics,
         "tensors": [
-            {"name": p.name, "dtype": p.dtype, "shape": p.shape, "bytes": p.extent.length, "digest": p.digest}
-            for p in sorted(manifest.pieces, key=lambda piece: natural(piece.name))
+            {"name": name, "dtype": one.dtype, "shape": one.shape, "bytes": one.bytes, "digest": content.digest(name)}
+            for name, one in sorted(content.tensors().items(), key=lambda entry: natural(entry[0]))
         ],
-        "aliases": manifest.aliases,
-        "values": manifest.values,
+        "aliases": content.aliases,
+        "values": content.values(),
     }
 
 
 def contents_view(data: Mapping[str, Any], depth: int | None = None) -> RenderableType:
     tensors = {row["name"]: row for row in data["tensors"]}
     rows = tensors | {alias: {"bytes": 0, "alias": of} for alias, of in data["aliases"].items()}
+    of = f" of {data['ranks']} ranks" if data["ranks"] > 1 else ""
     head = Text.assemble(
         (f"step {data['step']}", "bold"), f" ({data['incarnation']})  ", _state(data["state"]),
-        f"  {when(data['created'])}  {size(data['bytes'])}\nroot {data['root']}",
+        f"  {when(data['created'])}  {size(data['bytes'])}{of}\nroot {data['root']}",
     )  # fmt: skip
     for name, metric in sorted(data["metrics"].items()):
         head.append(f"\n{clean(name)} {metric:.6g}")
@@ -272,12 +276,6 @@ def _grow_values(tree: Tree, entries: Iterable[tuple[str, Any]], depth: int) -> 
         branch = tree.add(label)
         if parts and depth > 1:
             _grow_values(branch, parts, depth - 1)
-
-
-def pieces_of(manifest: Manifest) -> dict[str, Piece]:
-    """Every name that a tensor has, its aliases too."""
-    pieces = {piece.name: piece for piece in manifest.pieces}
-    return pieces | {alias: pieces[name] for alias, name in manifest.aliases.items()}
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:

@@ -51,6 +51,9 @@ class Contents:
                 extent=Extent(blob=blob, offset=offset, length=end - offset),
                 digest=found,
                 finite=tensor.finite,
+                offsets=list(tensor.offsets),
+                whole=list(tensor.whole),
+                own=tensor.own,
             )
             for (tensor, offset), end, found in zip(self._image.tensors, ends, self.digests, strict=True)
         ]

@@ -10,14 +10,14 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Protocol
 
 from ..errors import Damaged, ManifestInvalid, SumMismatch
 from ..format import layout
-from ..format.layout import Image, Tensor
+from ..format.layout import Image
 from ..ports import Tier
 from ..rawio.checksum import digest
 from ..rawio.files import round_up
@@ -31,7 +31,7 @@ there several at once only make each other wait (docs/decisions/0006)"""
 
 
 class Sink(Protocol):
-    """Where the bytes of tensors go.
+    """Where the bytes of tensors go; `name` is the key of a piece.
 
     ======================  =====================================================================================
     put(name, start, data)  a verified part of a tensor, never empty, each byte once; from any reader thread, several
@@ -53,20 +53,33 @@ def stream(
     sink: Sink,
     *,
     unfit: Callable[[str], None] | None,
+    wanted: Collection[str] | None = None,
 ) -> None:
     """Every tensor of a rank, in one reading past the page cache. Raises Damaged or Unavailable at the first fault.
 
     `unfit` hears the name of each tensor that must be finite and is not, from any reader thread; what it raises is
-    raised. Nobody writes into the sink after it has returned or raised.
+    raised. Nobody writes into the sink after it has returned or raised. `wanted`: keys of pieces; chunks in which none
+    of them lies are not read, and what the rest of them vouches for is their own digests, not those of whole tensors.
     """
     for blob in manifest.blobs:
         check = Check(manifest, blob, unfit)
-        with contextlib.closing(
-            chunks(tier, home, manifest, blob, buffers, readers, put=partial(check.hand_out, sink))
-        ) as verified:
+        needed = None if wanted is None else check.needed(wanted)
+        if needed is not None and not needed:
+            continue
+        if needed is not None and len(needed) == len(blob.chunks):
+            needed = None
+        if needed is not None:
+            check.validate(bytes(some(tier, f"{home}/{blob.name}", check.header_bytes)))
+        put = partial(check.hand_out, sink)
+        with contextlib.closing(chunks(tier, home, manifest, blob, buffers, readers, put=put, only=needed)) as verified:
             for data in verified:
-                for name in check.see(data):
-                    sink.done(name)
+                if needed is None:
+                    for name in check.see(data):
+                        sink.done(name)
+        if needed is not None and wanted is not None:
+            for piece in check.pieces:
+                if piece.key in wanted:
+                    sink.done(piece.key)
 
 
 def headers_agree(tier: Tier, home: str, manifest: Manifest, buffer: memoryview) -> bool:
@@ -93,8 +106,11 @@ def chunks(
     readers: Executor,
     *,
     put: Callable[[int, memoryview], None] = lambda *_: None,
+    only: Sequence[int] | None = None,
 ) -> Generator[memoryview, None, None]:
     """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
+
+    `only`: these chunks.
 
     `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order. Raises
     SumMismatch, Truncated, MissingBlob. Buffers as in `unverified`.
@@ -105,7 +121,7 @@ def chunks(
             raise chunk_error(home, manifest, blob, index, data)
         put(index, data)
 
-    with contextlib.closing(unverified(tier, home, blob, buffers, readers, verify)) as found:
+    with contextlib.closing(unverified(tier, home, blob, buffers, readers, verify, only)) as found:
         for data, error in found:
             if error is not None:
                 raise error
@@ -119,6 +135,7 @@ def unverified(
     buffers: list[memoryview],
     readers: Executor,
     then: Callable[[int, memoryview], None] = lambda *_: None,
+    only: Sequence[int] | None = None,
 ) -> Generator[tuple[memoryview, Damaged | None], None, None]:
     """Every chunk of a blob, in order, as it was read; or what is wrong with it: then its bytes mean nothing.
 
@@ -127,7 +144,7 @@ def unverified(
     """
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
     turn = threading.Semaphore(READS)
-    count = len(blob.chunks)
+    order = range(len(blob.chunks)) if only is None else only
 
     def read(index: int, view: memoryview) -> None:
         extent = layout.extent_of(blob, index)
@@ -137,8 +154,8 @@ def unverified(
         then(index, view[: extent.length])
 
     try:
-        for index in range(count + len(buffers)):
-            if index >= len(buffers) and flying:
+        for number in range(len(order) + len(buffers)):
+            if number >= len(buffers) and flying:
                 chunk, view, job = flying.popleft()
                 error: Damaged | None = None
                 try:
@@ -146,8 +163,8 @@ def unverified(
                 except Damaged as damage:
                     error = damage
                 yield view[: layout.extent_of(blob, chunk).length], error
-            if index < count:
-                view = buffers[index % len(buffers)]
+            if number < len(order):
+                index, view = order[number], buffers[number % len(buffers)]
                 flying.append((index, view, readers.submit(read, index, view)))
     finally:
         for _, _, job in flying:
@@ -191,7 +208,7 @@ class Check:
     def __init__(self, manifest: Manifest, blob: Blob, unfit: Callable[[str], None] | None = None) -> None:
         self.blob, self._unfit = blob, unfit
         self.pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
-        tensors = [(Tensor(p.name, p.dtype, tuple(p.shape)), p.extent.offset) for p in self.pieces]
+        tensors = [(layout.tensor_of(one), one.extent.offset) for one in self.pieces]
         self.header_bytes = min((offset for _, offset in tensors), default=blob.length)
         self._header = bytearray()
         image = Image(blob.name, bytes(self.header_bytes), tensors, blob.length)
@@ -206,15 +223,22 @@ class Check:
                 piece, part = self.pieces[tensor], data[at : at + length]
                 if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
                     self._unfit(piece.name)
-                sink.put(piece.name, start, part)
+                sink.put(piece.key, start, part)
+
+    def needed(self, wanted: Collection[str]) -> list[int]:
+        """The chunks in which these pieces lie."""
+        places = {at for at, piece in enumerate(self.pieces) if piece.key in wanted}
+        return [
+            chunk for chunk, parts in enumerate(self.parts) if any(one.tensor in places and one.length for one in parts)
+        ]
 
     def see(self, data: memoryview) -> list[str]:
-        """The next chunk, in order, none left out: names of the tensors that end in it.
+        """The next chunk, in order, none left out: keys of the pieces that end in it.
 
         Raises ManifestInvalid, SumMismatch.
         """
         self.see_header(data)
-        return [piece.name for piece in self.see_contents(data)]
+        return [piece.key for piece in self.see_contents(data)]
 
     def see_header(self, data: memoryview) -> None:
         """The next chunk, in order: the header is validated where it ends."""
@@ -263,13 +287,30 @@ def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool 
     hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
     hasher.update(out)
     if hasher.hexdigest() != piece.digest:
-        raise SumMismatch(
-            f"{home}/{extent.blob}: tensor {piece.name} differs from its digest",
-            blob=extent.blob,
-            offset=extent.offset,
-            tensor=piece.name,
-        )
+        raise tensor_error(home, piece)
     return out
+
+
+def parts(tier: Tier, home: str, manifest: Manifest, piece: Piece, part_bytes: int) -> Iterator[memoryview]:
+    """The bytes of one tensor in order, some at a time; each is valid until the next. Raises SumMismatch at the end."""
+    extent, buffer = piece.extent, memoryview(bytearray(min(part_bytes, piece.extent.length)))
+    hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
+    for start in range(0, extent.length, part_bytes):
+        part = buffer[: min(part_bytes, extent.length - start)]
+        tier.read_into(Extent(blob=f"{home}/{extent.blob}", offset=extent.offset + start, length=len(part)), part)
+        hasher.update(part)
+        yield part
+    if hasher.hexdigest() != piece.digest:
+        raise tensor_error(home, piece)
+
+
+def tensor_error(home: str, piece: Piece) -> SumMismatch:
+    return SumMismatch(
+        f"{home}/{piece.extent.blob}: tensor {piece.name} differs from its digest",
+        blob=piece.extent.blob,
+        offset=piece.extent.offset,
+        tensor=piece.name,
+    )
 
 
 def buffer_bytes(blobs: list[Blob]) -> int:

@@ -28,7 +28,7 @@ from ..errors import (
 from ..format import commit, layout
 from ..ports import Tier
 from ..rawio.checksum import ALGORITHMS
-from ..records import Blob, Finding, Generation, Manifest, Piece
+from ..records import Blob, Finding, Generation, Manifest, Piece, Seal
 from . import fetch
 from .finite import not_finite, not_finite_error
 
@@ -63,16 +63,19 @@ class Examination:
 
     # ---- records -------------------------------------------------------------------------------------------
 
-    def open(self) -> Manifest | None:
-        """The records; None where the manifest cannot be read at all. One that is damaged shows more all the same."""
+    def open(self, ranks: Collection[int] | None = None) -> list[Manifest]:
+        """The records (`ranks`: of these), but for manifests that cannot be read at all: a damaged one shows more."""
         try:
             self._generation = commit.read_generation(self._tier, self._generation.id, self._generation.commit.run)
         except Damaged as error:
             self._tell(layer_of(error), error)
-            return None
-        seal = self._generation.commit.seals[0]
+            return []
+        wanted = (seal for seal in self._generation.commit.seals if ranks is None or seal.rank in ranks)
+        return [manifest for seal in wanted if (manifest := self._manifest(seal)) is not None]
+
+    def _manifest(self, seal: Seal) -> Manifest | None:
         try:
-            return commit.read_manifest(self._tier, self._generation)
+            return commit.read_manifest(self._tier, self._generation, seal.rank)
         except Damaged as error:
             first = error
         if first.blob.rpartition("/")[2] == seal.manifest:  # else it is of a tensor file, and `read` tells it
@@ -84,7 +87,8 @@ class Examination:
         try:
             data = fetch.some(self._tier, name, length)
             manifest = layout.decode(bytes(data), Manifest, name, believe=True)
-            layout.validate_manifest(manifest, self._generation.id, 0)
+            ranks = self._generation.commit.world.ranks
+            layout.validate_manifest(manifest, self._generation.id, seal.rank, ranks)
         except Damaged as error:
             if str(error) != str(first):
                 self._tell("structure", error)

@@ -30,7 +30,6 @@ from ..errors import (
     NoSpace,
     SumMismatch,
     Truncated,
-    UnknownFormat,
 )
 from ..ports import Tier
 from ..rawio.checksum import digest
@@ -106,12 +105,6 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
     data = _read(tier, f"{home}/{layout.COMMIT}", there.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{home}/{layout.COMMIT}")
     layout.validate_commit(commit, at, run)
-    if commit.world.ranks != 1:
-        raise UnknownFormat(
-            f"{home} was saved by {commit.world.ranks} ranks; this version reads a world of one",
-            safe="Nothing was changed.",
-            todo="Install a newer lastgood.",
-        )
     root = layout.root_of(data)
     damage = _mark(tier, home, layout.DAMAGED, root, there)
     unfit = _mark(tier, home, layout.UNFIT, root, there)
@@ -130,18 +123,28 @@ def read_manifest(tier: Tier, generation: Generation, rank: int = 0) -> Manifest
 
     So nobody reserves memory, or opens a file, on the word of a manifest alone. Raises Damaged or Unavailable.
     """
-    home, one = layout.folder(generation.id), generation.commit.seals[rank]
+    return sealed_manifest(tier, generation.id, generation.commit.seals[rank], generation.commit.world.ranks)
+
+
+def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int) -> Manifest:
+    """As `read_manifest`, of a generation that may still be committed."""
+    home = layout.folder(at)
     name = f"{home}/{one.manifest}"
     there = tier.list(home)
     _need_length(name, there.get(one.manifest), one.length)
     data = _read(tier, name, one.length, limit=one.length)
     manifest = layout.decode(data, Manifest, name)
-    layout.validate_manifest(manifest, generation.id, rank)
+    layout.validate_manifest(manifest, at, one.rank, ranks)
     if digest(manifest.digest, data) != one.digest:
         raise SumMismatch(f"{name} is not the manifest that was sealed", blob=name)
     for blob in manifest.blobs:
         _need_length(f"{home}/{blob.name}", there.get(blob.name), blob.length)
     return manifest
+
+
+def read_manifests(tier: Tier, generation: Generation) -> list[Manifest]:
+    """Those of all ranks, in order. Raises Damaged or Unavailable."""
+    return [read_manifest(tier, generation, seal.rank) for seal in generation.commit.seals]
 
 
 def _need_length(name: str, length: int | None, committed: int) -> None:

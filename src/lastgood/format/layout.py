@@ -181,10 +181,26 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     finite: bool = False
     """whether NaN or infinity in it makes a state unfit"""
+    offsets: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    """where it is a part of a tensor: where it begins, and the shape of the tensor"""
+    own: bool = False
+    """one rank's own"""
 
     @property
     def length(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype][0] // 8
+
+    @property
+    def key(self) -> str:
+        """Its name in a tensor file: a part says where it begins."""
+        return f"{self.name}@{','.join(map(str, self.offsets))}" if self.offsets else self.name
+
+
+def tensor_of(piece: Piece) -> Tensor:
+    """What the image was made of."""
+    whole = tuple(piece.offsets), tuple(piece.whole), piece.own
+    return Tensor(piece.name, piece.dtype, tuple(piece.shape), piece.finite, *whole)
 
 
 class Image(NamedTuple):
@@ -197,28 +213,30 @@ class Image(NamedTuple):
     length: int
 
 
-def images(tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_LIMIT_BYTES) -> list[Image]:
-    """Lay tensors out in as few safetensors files as their headers allow.
+def images(
+    tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_LIMIT_BYTES, first: int = 0
+) -> list[Image]:
+    """Lay tensors out in as few safetensors files as their headers allow; `first`: how many the rank has already.
 
     Within a file: wide types first, so that every tensor is aligned to its element; then by name. Raises Unstorable for
     the one name that safetensors keeps to itself.
     """
     tensors = list(tensors)
-    if any(one.name == METADATA for one in tensors):
+    if any(one.key == METADATA for one in tensors):
         raise Unstorable(
             f"a tensor cannot be named {METADATA}", safe="Nothing was saved.", todo="Rename this entry of the state."
         )
-    ordered = sorted(tensors, key=lambda one: (-DTYPES[one.dtype][0], one.name))
+    ordered = sorted(tensors, key=lambda one: (-DTYPES[one.dtype][0], one.name, one.offsets))
     groups: list[list[Tensor]] = [[]]
     room = header_limit - 2 * PAGE_BYTES
     for one in ordered:
-        entry = len(_quoted(one.name)) + 120 + 21 * len(one.shape)  # above the longest entry of this name
+        entry = len(_quoted(one.key)) + 120 + 21 * len(one.shape)  # above the longest entry of this name
         if room < entry and groups[-1]:
             groups.append([])
             room = header_limit - 2 * PAGE_BYTES
         room -= entry
         groups[-1].append(one)
-    return [_image(group, blob_name(rank, part)) for part, group in enumerate(groups)]
+    return [_image(group, blob_name(rank, part)) for part, group in enumerate(groups, first)]
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -235,7 +253,7 @@ def _image(tensors: Sequence[Tensor], blob: str) -> Image:
     places = list(accumulate(lengths, initial=0))
     for one, length, place in zip(tensors, lengths, places, strict=False):
         native = DTYPES[one.dtype][1]
-        entries[one.name] = _Entry(native or "U8", one.shape if native else (length,), (place, place + length))
+        entries[one.key] = _Entry(native or "U8", one.shape if native else (length,), (place, place + length))
     text = msgspec.json.encode(entries)
     text += b" " * (-(len(text) + 8) % PAGE_BYTES)
     header = len(text).to_bytes(8, "little") + text
@@ -308,8 +326,11 @@ def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
             )
 
 
-def validate_manifest(manifest: Manifest, at: GenerationId, rank: int) -> None:
-    """Names, counts, shapes, lengths and places must fit together. Raises ManifestInvalid."""
+def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: int = 1) -> None:
+    """Names, counts, shapes, lengths and places must fit together. Raises ManifestInvalid.
+
+    With several `ranks` what one of them refers to may be with another: that is asked of all of them (plan/reshard.py).
+    """
     where = f"{folder(at)}/{manifest_name(rank)}"
 
     def need(holds: bool, what: str) -> None:
@@ -329,11 +350,12 @@ def validate_manifest(manifest: Manifest, at: GenerationId, rank: int) -> None:
         blobs[blob.name] = blob
     names, ends = set(manifest.aliases), dict.fromkeys(blobs, -1)
     for piece in manifest.pieces:
-        need(piece.name not in names, f"{piece.name!r} stands twice")
-        names.add(piece.name)
+        need(piece.key not in names, f"{piece.key!r} stands twice")
+        names.add(piece.key)
         need(piece.dtype in DTYPES, f"{piece.name} has unknown dtype {piece.dtype!r}")
         need(len(piece.shape) <= DIMENSION_LIMIT, f"{piece.name} has {len(piece.shape):,} dimensions")
         need(all(size >= 0 for size in piece.shape), f"{piece.name} has a negative size")
+        need(_is_part(piece) or not (piece.offsets or piece.whole), f"{piece.name} is no part of {piece.whole}")
         extent, length = piece.extent, Tensor(piece.name, piece.dtype, tuple(piece.shape)).length
         need(extent.offset % (DTYPES[piece.dtype][0] // 8) == 0, f"{piece.name} is not aligned to its elements")
         need(extent.length == length, f"{piece.name} has {extent.length} bytes, its shape says {length}")
@@ -347,7 +369,16 @@ def validate_manifest(manifest: Manifest, at: GenerationId, rank: int) -> None:
         end = ends[blob.name] if ends[blob.name] >= 0 else min(blob.length, HEADER_LIMIT_BYTES)  # a header alone
         need(end == blob.length, f"{blob.name} has {blob.length:,} bytes, its pieces end elsewhere")
     stored = names - manifest.aliases.keys()
-    need(all(name in stored for name in manifest.aliases.values()), "an alias of nothing")
+    need(ranks > 1 or all(name in stored for name in manifest.aliases.values()), "an alias of nothing")
+    need(ranks > 1 or not any(piece.offsets or piece.own for piece in manifest.pieces), "a part, in a world of one")
+
+
+def _is_part(piece: Piece) -> bool:
+    """Whether it lies within its tensor, and is less than all of it."""
+    if not len(piece.offsets) == len(piece.whole) == len(piece.shape) <= DIMENSION_LIMIT or piece.shape == piece.whole:
+        return False
+    sides = zip(piece.offsets, piece.shape, piece.whole, strict=True)
+    return all(offset >= 0 and size > 0 and offset + size <= whole for offset, size, whole in sides)
 
 
 def validate_file(header: bytes, length: int, blob: str) -> None:
@@ -382,7 +413,7 @@ def validate_file(header: bytes, length: int, blob: str) -> None:
 
 def validate_header(header: bytes, blob: Blob, pieces: Sequence[Piece]) -> None:
     """The safetensors header must be the one that this manifest makes. `pieces`: those of this blob."""
-    if header != _image([Tensor(p.name, p.dtype, tuple(p.shape)) for p in pieces], blob.name).header:
+    if header != _image([tensor_of(piece) for piece in pieces], blob.name).header:
         raise ManifestInvalid(f"{blob.name}: its header does not agree with the manifest", blob=blob.name)
 
 

@@ -19,7 +19,7 @@ from ..engine.arena import Arena
 from ..engine.inline import Inline
 from ..errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
 from ..format import layout
-from ..format.commit import read_manifest, survey
+from ..format.commit import read_manifests, survey
 from ..plan.retention import Keep
 from ..ports import Tier, Upload
 from ..rawio.files import round_up
@@ -272,7 +272,7 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
     good = {at for at, one in seen.generations.items() if at not in ledger.rotten and not one.damaged}
     newest = [next((at for at in ledger.line(one) if at in good), None) for one in {ledger.current, *ledger.opening}]
 
-    def read(generation: Generation, _: Manifest) -> None:
+    def read(generation: Generation, _: list[Manifest]) -> None:
         bits(tier, generation)
 
     try:
@@ -284,7 +284,7 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
 
 
 def bits(tier: Tier, generation: Generation) -> State:
-    manifest = read_manifest(tier, generation)
+    (manifest,) = read_manifests(tier, generation)
     size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
     fetch = reader.opened(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
     return {piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces}

@@ -57,7 +57,8 @@ def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -
     """What a restore finds, and the bytes it would load. Raises what a restore raises."""
     state: State = {}
 
-    def take(generation: Generation, manifest: Manifest) -> None:
+    def take(generation: Generation, manifests: list[Manifest]) -> None:
+        (manifest,) = manifests
         state.clear()
         size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
         arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))

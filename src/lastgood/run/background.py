@@ -34,7 +34,10 @@ from ..plan.scrub import Scrub
 from ..records import Event, Generation, GenerationId, Piece
 from ..tiers.disk import WriteMode
 from . import places
+from .follower import Follower, Leader
+from .ranks import Ranks
 from .reader import WORKERS
+from .sharing import Approve, Files
 from .upkeep import Scrubber
 from .writer import RunWriter
 
@@ -82,6 +85,10 @@ class Save:
     def failed(self) -> bool:
         """Whether it ended without a generation."""
         return self._outcome.done() and self._outcome.exception() is not None
+
+    def error(self) -> BaseException | None:
+        """What it ended with; None while it is under way, and when it is durable."""
+        return self._outcome.exception() if self._outcome.done() else None
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait until it is durable. Raises what made it fail, or TimedOut after `timeout` seconds."""
@@ -220,7 +227,9 @@ class Background:
         persist: places.Persist = "direct",
         parity: str | None = None,
         scrub: Scrub | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self.ranks = ranks
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.problems: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.latest: int | None = None
@@ -236,7 +245,19 @@ class Background:
         self._work: list[Future[None]] = []
         self._looking = threading.Lock()
         with contextlib.ExitStack() as place:
-            disk = place.enter_context(places.for_writing(path, write_mode, in_flight=in_flight, persist=persist))
+            opening = ranks.topic("open") if ranks else None
+            if opening and ranks and not ranks.coordinates:
+                opening.agree(None, lambda _: None)  # it is ours, it may be written, and it is settled
+            try:
+                disk = place.enter_context(
+                    places.for_sharing(path, write_mode)
+                    if ranks and not ranks.coordinates
+                    else places.for_writing(path, write_mode, in_flight=in_flight, persist=persist)
+                )
+            except BaseException as error:
+                if opening:
+                    opening.fail(error)
+                raise
             pools = place.enter_context(contextlib.ExitStack())  # ended where what follows fails; else by `close`
 
             def started(pool: Pool, count: int) -> Pool:
@@ -250,9 +271,16 @@ class Background:
             self._writers: queue.SimpleQueue[Workers] = queue.SimpleQueue()
             for _ in range(in_flight):
                 self._writers.put(started(Workers(writers, "lastgood-write"), writers))
-            self.run = RunWriter(
-                disk, self.workers, keep=keep, parity=parity, algorithm=algorithm, tell=self.events.put
-            )
+            try:
+                self.run = _writer(ranks)(
+                    disk, self.workers, keep=keep, parity=parity, algorithm=algorithm, tell=self.events.put
+                )
+            except BaseException as error:
+                if opening:
+                    opening.fail(error)
+                raise
+            if opening and ranks and ranks.coordinates:
+                opening.agree(None, lambda _: None)
             pools.pop_all()
             self._place = place.pop_all()
         self._scrubber = Scrubber(
@@ -292,7 +320,7 @@ class Background:
         at: GenerationId,
         images: Sequence[Image],
         fill: Callable[[Callable[[], bool]], Iterator[Lease]],
-        approve: Callable[[Sequence[Piece]], None],
+        approve: Approve,
         arena: Arena,
         pinned: bool,
         here: bool,
@@ -433,16 +461,16 @@ class Background:
         self,
         flight: _Flight,
         images: Sequence[Image],
-        approve: Callable[[Sequence[Piece]], None],
+        approve: Approve,
         options: Mapping[str, Any],
     ) -> None:
         """On a lane: one save from its chunks to its commit. The handle hears its outcome, the loop its failure."""
         save, chunks, writers = flight.save, flight.chunks, self._writers.get()
 
-        def approved(pieces: Sequence[Piece]) -> None:
+        def approved(pieces: Sequence[Piece]) -> Files:
             save.note_written()
             chunks.finish()  # what the copier found out last
-            approve(pieces)
+            return approve(pieces)
 
         generation: Generation | None = None
         failed: BaseException | None = None
@@ -547,6 +575,12 @@ class Background:
             finally:
                 self.note_latest()
             self.run.clean()
+
+
+def _writer(ranks: Ranks | None) -> Callable[..., RunWriter]:
+    if ranks is None:
+        return RunWriter
+    return partial(Leader if ranks.coordinates else Follower, ranks=ranks)
 
 
 def _print_unheard(problems: queue.SimpleQueue[BaseException], place: str) -> None:

@@ -101,6 +101,19 @@ def for_writing(
         lock.close()
 
 
+@contextlib.contextmanager
+def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]:
+    """The tier of a run that another process of the same job has open for writing. Raises NotARun, NotWritable."""
+    root, _ = _parsed(path)
+    if _look(root, False) is None:
+        raise NotARun(
+            f"there is nothing at {root} here, though rank 0 has opened it",
+            safe="Nothing was touched.",
+            todo="All ranks must see the same directory: mount it on every node.",
+        )
+    yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
+
+
 def in_slots(path: str | os.PathLike[str]) -> bool:
     """Whether a path means a run that lives in slots."""
     return os.fspath(path).startswith(SLOTS)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, cast
 
 from ..engine import fetch, guard
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, HalfLoaded, NoSuchStep, NoSuchTensor, NotFinite, NothingGood, Unreadable
+from ..engine.scatter import Scatter
+from ..errors import Cancelled, Damaged, HalfLoaded, ManifestInvalid, NoSuchStep, NotFinite, NothingGood, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..plan import restore
+from ..plan import reshard, restore
 from ..ports import Tier
-from ..records import LAYERS, Finding, Generation, GenerationId, Manifest, Piece, Verdict, intact
+from ..records import LAYERS, Blob, Finding, Generation, GenerationId, Manifest, Verdict, intact
+from .content import Content
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
@@ -23,9 +25,9 @@ BUFFERS = fetch.READS + 2
 """chunks in memory while a run is read: those that are being read, and one that is looked at and copied. Few, so that
 they stay in the processor's cache from the digest to the copy"""
 
-Loader = Callable[[Generation, Manifest], None]
 Fetch = Callable[[str], memoryview]
-"""stored name of a tensor -> its bytes, verified; valid until the next call"""
+"""key of a piece -> its bytes, verified; valid until the next call"""
+Loader = Callable[[Generation, list[Manifest]], None]
 
 
 class Found(NamedTuple):
@@ -45,6 +47,7 @@ def newest_good(
     examine: Callable[[Generation], list[Finding]] | None = None,
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
+    together: Callable[[Callable[[], None]], None] = lambda attempt: attempt(),
 ) -> Found:
     """Try generations until one loads: of the lineage, newest first; or only `step`.
 
@@ -59,7 +62,7 @@ def newest_good(
     over = [(at.step, reason) for at, reason in choice.passed_over]
 
     def attempt(generation: Generation) -> None:
-        load(generation, commit.read_manifest(tier, generation))
+        together(lambda: load(generation, commit.read_manifests(tier, generation)))
 
     for at in choice.candidates:
         again, misread = False, ""
@@ -104,16 +107,22 @@ def newest_good(
     )
 
 
-def reading_bytes(manifest: Manifest) -> tuple[int, int]:
+def _blobs(manifests: Sequence[Manifest]) -> list[Blob]:
+    return [blob for manifest in manifests for blob in manifest.blobs]
+
+
+def reading_bytes(manifests: Sequence[Manifest]) -> tuple[int, int]:
     """Memory in which a generation is read: all of it, and one buffer's."""
-    buffer = max(fetch.buffer_bytes(manifest.blobs), 1)
-    return buffer * min(BUFFERS, sum(len(blob.chunks) for blob in manifest.blobs)), buffer
+    blobs = _blobs(manifests)
+    buffer = max(fetch.buffer_bytes(blobs), 1)
+    return buffer * min(BUFFERS, sum(len(blob.chunks) for blob in blobs)), buffer
 
 
-def headers_agree(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena) -> bool:
+def headers_agree(tier: Tier, generation: Generation, manifests: Sequence[Manifest], arena: Arena) -> bool:
     """Whether each tensor file begins as its manifest says; little else is read. Raises Damaged or Unavailable."""
-    with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
-        return fetch.headers_agree(tier, layout.folder(generation.id), manifest, buffers[0])
+    home = layout.folder(generation.id)
+    with borrowed(arena, fetch.buffer_bytes(_blobs(manifests))) as buffers:
+        return all(fetch.headers_agree(tier, home, manifest, buffers[0]) for manifest in manifests)
 
 
 def stream(
@@ -126,7 +135,7 @@ def stream(
     *,
     unfit: Callable[[str], None] | None = None,
 ) -> None:
-    """Hand every tensor of a generation to `sink`, verified, in one reading. Raises Damaged or Unavailable.
+    """Hand every tensor of a rank to `sink`, verified, in one reading. Raises Damaged or Unavailable.
 
     `unfit` hears which tensors must be finite and are not.
     """
@@ -135,7 +144,7 @@ def stream(
 
 
 def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor) -> Fetch:
-    """All of a generation in memory, verified; hands out its tensors by name. Raises Damaged or Unavailable."""
+    """All of a rank in memory, verified; hands out its tensors by name. Raises Damaged or Unavailable."""
     whole = _Whole(manifest)
     stream(tier, generation, manifest, arena, workers, whole)
     return whole.tensors.__getitem__
@@ -145,13 +154,37 @@ class _Whole:
     """`fetch.Sink` into memory of its own."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self.tensors = {piece.name: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}
+        self.tensors = {piece.key: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}
 
     def put(self, name: str, start: int, data: memoryview) -> None:
         self.tensors[name][start : start + len(data)] = data
 
     def done(self, name: str) -> None:
         """Nobody asks before everything is there."""
+
+
+def scatter(
+    tier: Tier,
+    generation: Generation,
+    manifests: Sequence[Manifest],
+    arena: Arena,
+    workers: Executor,
+    into: Scatter,
+    *,
+    unfit: Callable[[str], None] | None = None,
+) -> None:
+    """Hand what is wanted of a generation to where it belongs; chunks of which nobody wants anything are not read.
+
+    Raises Damaged or Unavailable. `unfit` as in `stream`.
+    """
+    home = layout.folder(generation.id)
+    with borrowed(arena, fetch.buffer_bytes(_blobs(manifests))) as buffers:
+        for manifest in manifests:
+            wanted = into.wanted(manifest.rank)
+            if wanted:
+                sink = into.sink(manifest.rank)
+                fetch.stream(tier, home, manifest, buffers, workers, sink, unfit=unfit, wanted=wanted)
+    into.end()
 
 
 Reading = Generator[None, None, list[Finding]]
@@ -172,10 +205,15 @@ def reading(
     out now.
     """
     looking = guard.Examination(tier, generation, layers, also)
-    manifest = looking.open()
-    if manifest is not None:
+    manifests = looking.open()
+    for manifest in manifests:
         for blob in manifest.blobs:
             yield from looking.read(manifest, blob, partial(borrowed, arena), workers)
+    if not looking.findings and "agreement" in layers:
+        try:
+            reshard.tensors(manifests)
+        except ManifestInvalid as error:
+            looking.findings.append(guard.finding(error, "agreement"))
     return looking.findings
 
 
@@ -248,21 +286,17 @@ class RunReader:
             raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
         return survey, candidates[0]
 
-    def manifest(self, generation: Generation) -> Manifest:
-        """Pieces and values of a generation. Raises Damaged or Unavailable."""
-        return commit.read_manifest(self.tier, generation)
+    def manifest(self, generation: Generation, rank: int = 0) -> Manifest:
+        """Pieces and values of a rank. Raises Damaged or Unavailable."""
+        return commit.read_manifest(self.tier, generation, rank)
 
-    def piece(self, name: str, step: int | None = None) -> tuple[Piece, bytearray]:
-        """One tensor's record and its bytes, checked; nothing else is read. Raises NoSuchTensor, Damaged."""
-        generation = self.generation(step)
-        manifest = self.manifest(generation)
-        stored = manifest.aliases.get(name, name)
-        for piece in manifest.pieces:
-            if piece.name == stored:
-                return piece, fetch.tensor(self.tier, layout.folder(generation.id), manifest, piece)
-        raise NoSuchTensor(
-            f"step {generation.step} holds no tensor {name!r}", todo="`lastgood show RUN` lists the names that it has."
-        )
+    def bytes_of(self, name: str, step: int | None = None) -> tuple[reshard.Tensor, bytearray]:
+        """One tensor and its bytes, checked; nothing else is read. Raises NoSuchStep, NoSuchTensor, Damaged."""
+        return self.content(step).tensor(name)
+
+    def content(self, step: int | None = None) -> Content:
+        """A generation as one state, whoever wrote it. Raises NoSuchStep, Damaged, Unavailable."""
+        return Content(self.tier, self.generation(step))
 
     def verify(self, step: int | None = None, layers: Collection[str] = LAYERS) -> Verdict:
         """What the guard says of a generation, read past the page cache; default: the newest that a restore would try.

@@ -52,7 +52,6 @@ from ..records import (
     Generation,
     GenerationId,
     Incarnation,
-    Manifest,
     Piece,
     Pointer,
     RunHeader,
@@ -60,14 +59,17 @@ from ..records import (
     intact,
     judged,
 )
-from . import reader
+from . import reader, sharing
+from .ranks import Topic
 from .reader import Reading, read_all, read_on
+from .sharing import Approve, Files, Share, nothing_more
 
 
 class RunWriter:
     """Torch-free writer of one run on one tier.
 
-    `new_id` makes 8 hex digits, `wall_seconds` is the time for people, `tell` hears of events.
+    `new_id` makes 8 hex digits, `wall_seconds` is the time for people, `tell` hears of events. `resumes`: a generation
+    that an earlier opening has admitted, whose files are there and which this one is to commit.
     """
 
     def __init__(
@@ -82,12 +84,16 @@ class RunWriter:
         wall_seconds: Callable[[], float] = time.time,
         monotonic_seconds: Callable[[], float] = time.monotonic,
         tell: Callable[[Event], object] = lambda _: None,
+        resumes: GenerationId | None = None,
     ) -> None:
         self.tier, self._keep, self._algorithm, self._workers = tier, keep, algorithm, workers
         self._code = Code(*striping.parsed(parity)) if parity else None
         self._new_id, self._wall, self._monotonic, self._tell = new_id, wall_seconds, monotonic_seconds, tell
         self.survey = commit.survey(tier)
-        self._incarnation: Incarnation | None = None
+        self.rank = 0
+        self._incarnation = self.survey.incarnations.get(resumes.incarnation) if resumes else None
+        if resumes:
+            self.survey.incomplete.discard(resumes)
         self._last: GenerationId | None = None
         """newest step that was tried and may exist"""
         self._unread = 0
@@ -172,85 +178,132 @@ class RunWriter:
         values: Mapping[str, Any],
         milestone: bool = False,
         metrics: Mapping[str, float] | None = None,
-        approve: Callable[[Sequence[Piece]], None] = lambda _: None,
+        approve: Approve = nothing_more,
         writers: Executor | None = None,
+        together: Topic | None = None,
     ) -> Generation:
         """Bring a generation that was admitted into being from chunks that arrive in order. Durable on return.
 
-        `approve` sees the pieces once all are written, and raises where they must not be published. `writers`: the
-        threads of this save. Raises Overtaken where a newer one of this incarnation was committed meanwhile, unless
-        retention wants this one for itself. On an error nothing of it is left (but for CommitUnknown, where everything
-        is), and the error is raised.
+        `approve`: as in `share`. `writers`: the threads of this save. `together`: where the ranks agree, and what
+        fails on one of them fails on all. Raises Overtaken where a newer one of this incarnation was committed
+        meanwhile, unless retention wants this one for itself. On an error nothing of it is left (but for CommitUnknown,
+        where everything is), and the error is raised.
         """
         assert self._incarnation is not None
-        incarnation, home, begun = self._incarnation, layout.folder(at), self._monotonic()
+        begun = self._monotonic()
         pinned = wanted(self._keep, at.step, milestone, metrics or {})
         with self.turn:
             self._require_newest(at, pinned)
         try:
-            blobs, pieces = [], []
-            for image in images:
-                blob, its_pieces = persist.write(
-                    self.tier,
-                    home,
-                    image,
-                    chunks,
-                    chunk_bytes=chunk_bytes,
-                    algorithm=self._algorithm,
-                    writers=writers or self._workers,
-                )
-                blobs.append(blob)
-                pieces += its_pieces
-            self._tell(self._event("written", at, self._monotonic() - begun, sum(blob.length for blob in blobs)))
-            approve(pieces)
-            seal = commit.seal(
-                self.tier,
-                Manifest(
-                    format=layout.FORMAT,
-                    step=at.step,
-                    incarnation=at.incarnation,
-                    rank=0,
-                    digest=self._algorithm,
-                    blobs=blobs,
-                    pieces=pieces,
-                    aliases=dict(aliases),
-                    values=dict(values),
-                ),
+            share = self.share(
+                at,
+                images,
+                chunks,
+                chunk_bytes=chunk_bytes,
+                aliases=aliases,
+                values=values,
+                approve=approve,
+                writers=writers,
             )
-            size = seal.length + sum(blob.length for blob in blobs)
-            with self.turn:
-                self._require_newest(at, pinned)
-                record = Commit(
-                    format=layout.FORMAT,
-                    run=self._run,
-                    step=at.step,
-                    incarnation=at.incarnation,
-                    order=incarnation.order,
-                    world=World(ranks=1),
-                    continues=incarnation.parent,
-                    parent=self._before(at),
-                    seals=[seal],
-                    created=self._wall(),
-                    milestone=milestone,
-                    metrics=dict(metrics or {}),
+            if together is None:
+                generation = self.publish(at, [share], pinned, milestone, metrics)
+            else:
+                generation = self._committed(
+                    together, share, lambda shares: self.publish(at, shares, pinned, milestone, metrics)
                 )
-                generation = msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)
-                self._note_tried(at)
-                self._take_in(generation)
-                self._unread += 1
         except CommitUnknown:
             with self.turn:
                 self._note_tried(at)  # this step may exist: it is not written again
             raise
-        except NameTaken:
-            raise  # what lies there is not of this save
-        except BaseException:
-            # What cannot be removed now is litter without a COMMIT, and the next opening removes it.
-            with contextlib.suppress(LastgoodError):
-                commit.retire(self.tier, at)
+        except BaseException as error:
+            if together is not None:
+                together.fail(error)  # from here on nobody writes to it
+            if not isinstance(error, NameTaken):  # what lies there is not of this save
+                self._clear(at)
             raise
         self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
         return generation
+
+    def share(
+        self,
+        at: GenerationId,
+        images: Sequence[Image],
+        chunks: Iterator[persist.Chunk],
+        *,
+        chunk_bytes: int,
+        aliases: Mapping[str, str],
+        values: Mapping[str, Any],
+        approve: Approve,
+        writers: Executor | None,
+    ) -> Share:
+        """This rank's files and its manifest, durable and sealed; see `sharing.share`."""
+        begun = self._monotonic()
+
+        def written(pieces: Sequence[Piece]) -> Files:
+            seconds, size = self._monotonic() - begun, sum(image.length for image in images)
+            more = approve(pieces)
+            self._tell(self._event("written", at, seconds, size))
+            return more
+
+        return sharing.share(
+            self.tier,
+            at,
+            self.rank,
+            images,
+            chunks,
+            chunk_bytes=chunk_bytes,
+            algorithm=self._algorithm,
+            aliases=aliases,
+            values=values,
+            approve=written,
+            writers=writers or self._workers,
+        )
+
+    def publish(
+        self,
+        at: GenerationId,
+        shares: Sequence[Share],
+        pinned: bool,
+        milestone: bool,
+        metrics: Mapping[str, float] | None,
+    ) -> Generation:
+        """Commit what every rank has sealed. Raises Overtaken, CommitUnknown."""
+        assert self._incarnation is not None
+        with self.turn:
+            self._require_newest(at, pinned)
+            record = Commit(
+                format=layout.FORMAT,
+                run=self._run,
+                step=at.step,
+                incarnation=at.incarnation,
+                order=self._incarnation.order,
+                world=World(ranks=len(shares)),
+                continues=self._incarnation.parent,
+                parent=self._before(at),
+                seals=[one.seal for one in shares],
+                created=self._wall(),
+                milestone=milestone,
+                metrics=dict(metrics or {}),
+            )
+            size = sum(one.bytes for one in shares)
+            generation = msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)
+            self._note_tried(at)
+            self._take_in(generation)
+            self._unread += 1
+            return generation
+
+    def _committed(self, together: Topic, share: Share, publish: Callable[[Sequence[Share]], Generation]) -> Generation:
+        """The generation that the coordinator published once every rank had sealed."""
+
+        def decide(told: list[Any]) -> Any:
+            return msgspec.to_builtins(publish([msgspec.convert(one, Share) for one in told]))
+
+        return msgspec.convert(together.agree(msgspec.to_builtins(share), decide), Generation)
+
+    def _clear(self, at: GenerationId) -> None:
+        """What cannot be removed now is litter without a COMMIT, and the next opening removes it."""
+        with contextlib.suppress(LastgoodError):
+            commit.retire(self.tier, at)
 
     def _require_newest(self, at: GenerationId, pinned: bool) -> None:
         newest = max((one for one in self.survey.generations if one.incarnation == at.incarnation), default=at)

@@ -29,9 +29,9 @@ class Run(RunReader):
 
         Reads its bytes only and checks them against its digest. CPU tensor. Raises NoSuchStep, NoSuchTensor, Damaged.
         """
-        piece, data = self.piece(name, step)
+        tensor, data = self.bytes_of(name, step)
         raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return from_bytes(raw, piece.dtype, tuple(piece.shape))
+        return from_bytes(raw, tensor.dtype, tensor.shape)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import shards
 from .capture import Captured, Origin
 from .objects import find_objects
 from .torn import Bearer, watchable
@@ -53,6 +54,10 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
     found: dict[str, Bearer] = {}
 
     def note(container: Mapping[Any, Any], key: Any, tensor: object) -> None:
+        if isinstance(tensor, torch.Tensor) and shards.is_sharded(tensor):
+            # Its module hangs up the whole parameter in forward and backward: what counts is the memory of the shard.
+            tensor, key = shards.local(tensor), 0
+            container = {key: tensor}
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
             return
         name = at.get(tensor.data_ptr())

@@ -17,16 +17,17 @@ from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import LBFGS, Optimizer
 
+from ..format.boxes import Box
 from ..format.values import LEFT_OUT, Filter, join, only_numbers
-from . import tensors
+from . import shards, tensors
 from .filling import Place, Take
 from .objects import KINDS, Parameters, holds_objects, module_entries, tag_of
 from .reading import ArrayRef, SavedObject, SavedOptimizer, Stored, TensorRef
 
 Put = Callable[[], Any]
 """run once the tensors are there: makes what belongs at a place; where it can be, the live object itself, refilled"""
-Home = Callable[[TensorRef, str], torch.device]
-"""the device of the new tensor at a path"""
+Home = Callable[[TensorRef, str], tuple[torch.device, torch.Tensor | None]]
+"""the device of the new tensor at a path, and the tensor that it is sharded like, if it is"""
 
 ABSENT: Any = type("Absent", (), {"__doc__": "Stands where the live state has nothing."})()
 
@@ -56,7 +57,9 @@ class Binder:
         self._claimed: set[str] = set()  # names in `offered` that the live state has a place for
         self._whole: list[str] = []  # names listed as one difference, with all below them
         self._regions: dict[Hashable, tuple[str, str]] = {}  # live memory -> stored tensor it takes, live name
-        self._slots: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
+        self.boxed: dict[str, tuple[str, Box]] = {}
+        """name in `places`, `takers`, `checks` -> the stored tensor, and which box of it"""
+        self._slots: dict[tuple[str, torch.device], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
 
     def differences(self) -> list[str]:
         """All of them, each with its reason."""
@@ -140,7 +143,7 @@ class Binder:
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
-        device = home(ref, path) if home else tensors.at_hand(ref.device)
+        device, like = home(ref, path) if home else (tensors.at_hand(ref.device), None)
         if isinstance(live, torch.Tensor):
             tensors.require_storable(live, path)
             why = self._unlike(live, ref.name)
@@ -150,7 +153,7 @@ class Binder:
             if not why and (home is None or (live.device == device and self._is_free(live, ref.name))):
                 self._write(live, ref.name, path)
                 return _stays(live)
-        return partial(_formed, self._new(ref.name, device), ref)
+        return partial(_formed, self._new(ref.name, device, like, path), ref)
 
     def _array(self, live: Any, ref: ArrayRef, path: str) -> Put:
         if isinstance(live, np.ndarray):
@@ -169,6 +172,15 @@ class Binder:
 
     def _target(self, name: str) -> str:
         return self._stored.aliases.get(name, name)
+
+    def _placed(self, live: torch.Tensor, name: str, path: str) -> tuple[torch.Tensor, str]:
+        """The memory that is to be written, and the name of what comes there: of a shard, the box that it is."""
+        if not shards.is_sharded(live):
+            return live, self._target(name)
+        box, here = shards.box_of(live, path), shards.local(live)
+        key = f"{self._target(name)} {box.offsets} {box.shape}"
+        self.boxed[key] = self._target(name), box
+        return here, key
 
     def _unlike(self, live: torch.Tensor, name: str) -> str:
         theirs = self._stored.tensors[name]
@@ -194,7 +206,8 @@ class Binder:
         """Plan to fill a live tensor, once for each region of memory."""
         if not self._claims(tensors.region(live), name, path):
             return
-        target, part = self._target(name), tensors.once(live)
+        live, target = self._placed(live, name, path)
+        part = tensors.once(live)
         if part.shape == live.shape:
             if place := Place.of(live):
                 self.places.setdefault(target, []).append(place)
@@ -212,19 +225,21 @@ class Binder:
         self.checks.setdefault(target, []).append(check)
         self.takers.setdefault(target, []).append(lambda source: tensors.write(part, source[first]))
 
-    def _new(self, name: str, device: torch.device) -> list[torch.Tensor]:
-        """Where a new tensor will be found; one for all names of one stored tensor."""
-        target = self._target(name)
-        slot = self._slots.get((target, device))
-        if slot is None:
-            slot = self._slots[target, device] = []
-        return slot
+    def _new(
+        self, name: str, device: torch.device, like: torch.Tensor | None = None, path: str = ""
+    ) -> list[torch.Tensor]:
+        """Where a new tensor will be found; one for all names of one stored tensor. `like`: sharded like this one."""
+        target = self._target(name) if like is None else self._placed(like, name, path)[1]
+        return self._slots.setdefault((target, device), ([], like))[0]
 
     def make_new(self) -> None:
         """Make the new tensors; their content is still to come."""
-        for (target, device), slot in self._slots.items():
-            slot[:] = [tensors.blank(*self._stored.tensors[target], device)]
-            self.places.setdefault(target, []).append(Place(slot[0]))
+        for (target, device), (slot, like) in self._slots.items():
+            stored, box = self.boxed.get(target) or (target, None)
+            dtype, shape = self._stored.tensors[stored]
+            made = tensors.blank(dtype, shape if box is None else box.shape, device)
+            slot[:] = [made if like is None else shards.like(made, like)]
+            self.places.setdefault(target, []).append(Place(made))
 
     # ---- objects -------------------------------------------------------------------------------------------------
 
@@ -332,10 +347,12 @@ class Binder:
         parts = saved.values() if isinstance(saved, dict) else [saved]
         accelerated = any(isinstance(part, TensorRef) and part.device.type != "cpu" for part in parts)
 
-        def home(ref: TensorRef, path: str) -> torch.device:
+        def home(ref: TensorRef, path: str) -> tuple[torch.device, torch.Tensor | None]:
             """With the parameter, but for scalars on the host: `step`, and what a parameter elsewhere had there."""
-            scalar = self._stored.tensors[ref.name][1] == () and ref.device.type == "cpu"
-            return ref.device if scalar and not held and (accelerated or path.endswith(".step")) else parameter.device
+            shape = self._stored.tensors[ref.name][1]
+            scalar = shape == () and ref.device.type == "cpu"
+            device = ref.device if scalar and not held and (accelerated or path.endswith(".step")) else parameter.device
+            return device, parameter if shards.is_sharded(parameter) and shape == tuple(parameter.shape) else None
 
         return partial(_set, live.state, parameter, self.bind(before, saved, path, home))
 

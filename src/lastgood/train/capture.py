@@ -6,7 +6,7 @@ import enum
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
 from typing import Any
@@ -32,6 +32,7 @@ from .objects import (
     read_rng,
     tag_of,
 )
+from .shards import Sharded, Shards
 
 Inner = Callable[[Any, str], Any]
 
@@ -72,6 +73,8 @@ class Captured:
     """those of the state, wanted or not, whose step can be hooked"""
     hookable: bool
     """whether nothing else in the state looks like an optimizer"""
+    sharded: dict[str, Sharded] = field(default_factory=dict)
+    """stored name -> what of it this process holds, where that is not all"""
 
 
 def capture(state: Mapping[str, Any], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Captured:
@@ -94,6 +97,7 @@ class Capture:
         self._layout: tuple[Any, ...] = ()
         self._aliases: dict[str, str] = {}
         self._origins: dict[str, Origin] = {}
+        self._shards, self._sharded = Shards(), dict[str, Sharded]()
         self._key = 0
         self.walks = 0
         """how many modules, optimizers and containers of tensors have been walked, all saves together"""
@@ -108,12 +112,12 @@ class Capture:
         self._parts = walk.parts
         self.walks += walk.walks
         same = walk.makeup == self._makeup
-        names, found, addresses, origins, aliases = walk.once(same)
-        if not (same and aliases == self._aliases):
-            layout = names, [one.dtype for one in found], [tuple(one.shape) for one in found]
+        names, found, addresses, origins, aliases, sharded = walk.once(same, self._shards)
+        if not (same and aliases == self._aliases and sharded == self._sharded):
+            layout = names, [one.dtype for one in found], [tuple(one.shape) for one in found], sharded
             self._key += layout != self._layout
             self._layout = layout
-        self._makeup, self._aliases = walk.makeup, aliases
+        self._makeup, self._aliases, self._sharded = walk.makeup, aliases, sharded
         if origins != list(self._origins.values()) or names != list(self._origins):
             self._origins = dict(zip(names, origins, strict=True))
         return Captured(
@@ -125,6 +129,7 @@ class Capture:
             self._origins,
             walk.optimizers,
             walk.hookable,
+            sharded,
         )
 
 
@@ -159,7 +164,9 @@ def require_keys(state: Mapping[str, Any]) -> None:
 
 def _untracked(tensor: torch.Tensor) -> torch.Tensor:
     """Without its gradient; what has none stands for itself, because 10^5 new objects set the collector off."""
-    return tensor.detach() if tensor.requires_grad or type(tensor) is nn.Parameter else tensor
+    kind = type(tensor)
+    tracked = kind is nn.Parameter or (kind is torch.Tensor and tensor.requires_grad)  # a shard is taken later
+    return tensor.detach() if tracked else tensor
 
 
 class _Walk:
@@ -189,15 +196,21 @@ class _Walk:
 
     # ---- what was found ------------------------------------------------------------------------------------
 
-    def once(self, named_before: bool) -> tuple[list[str], list[torch.Tensor], list[int], list[Origin], dict[str, str]]:
-        """Names, tensors, addresses and origins, each region of memory once; further name -> name of those with two."""
+    def once(
+        self, named_before: bool, shards: Shards
+    ) -> tuple[list[str], list[torch.Tensor], list[int], list[Origin], dict[str, str], dict[str, Sharded]]:
+        """Names, tensors, addresses and origins, each region of memory once; further name -> name of those with two.
+
+        Of what is sharded the memory that is here, and which box of it that is.
+        """
         names, found, origins = self._found_names, self._found, self._found_origins
+        sharded = shards.localized(names, found)
         if not named_before and len(set(names)) < len(names):
             name = next(name for name, count in Counter(names).items() if count > 1)
             raise refusal(name, "is the name of two tensors", "Rename one of them")
         addresses = list(map(torch.Tensor.data_ptr, found))
         if len(set(addresses)) == len(addresses):
-            return names, found, addresses, origins, {}
+            return names, found, addresses, origins, {}, sharded
         shared = {address for address, count in Counter(addresses).items() if count > 1}
         first: dict[Hashable, int] = {}
         aliases: dict[str, str] = {}
@@ -214,6 +227,7 @@ class _Walk:
             [addresses[at] for at in stored],
             [origins[at] for at in stored],
             aliases,
+            {name: one for name, one in sharded.items() if name not in aliases},
         )
 
     def _add(self, name: str, tensor: torch.Tensor, origin: Origin) -> None:

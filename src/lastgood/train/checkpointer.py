@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
+import msgspec
+
 from .. import words
 from ..engine import guard
 from ..engine.finite import not_finite_error
@@ -28,6 +30,7 @@ from ..errors import (
     NoSpace,
     NoSuchStep,
     Refused,
+    StepDiffers,
     StepTaken,
     TornSnapshot,
     Unavailable,
@@ -42,12 +45,15 @@ from ..rawio.checksum import ALGORITHMS
 from ..records import Event, Finding, Generation, GenerationId
 from ..run import places, reader
 from ..run.background import Background, Save
+from ..run.ranks import PATIENCE_SECONDS, Announcements, Topic
 from ..tiers.disk import WriteMode
+from .agree import ranks_of
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, warn_of
 from .pacing import Pace
 from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
+from .together import Together
 
 CADENCE = Every(seconds=300)
 LEAST_MEMORY_BYTES = 1 << 20
@@ -74,6 +80,8 @@ class Checkpointer:
     itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
     `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
     `scrub`: lastgood.Scrub(...) reads old generations again, now and then.
+    In a process group every rank opens the same path and makes the same calls; each writes its own part, and what fails
+    on one fails on all, `patience` seconds after the first of them at the latest.
     Raises Refused, NotARun, NotWritable, RunLocked; nothing has been touched then.
     """
 
@@ -104,6 +112,7 @@ class Checkpointer:
         finite_also: Sequence[str] = (),
         finite_except: Sequence[str] = (),
         preemption: Preemption | None = None,
+        patience: float = PATIENCE_SECONDS,
     ) -> None:
         _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
         _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
@@ -155,6 +164,22 @@ class Checkpointer:
         self._process = os.getpid()
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
+        _require(patience > 0, f"patience={patience}", "Give seconds.")
+        ranks = ranks_of(path, patience)
+        _require(not (ranks and slots), "slots with several ranks", "Give a directory that all ranks see.")
+        _require(
+            ranks is None or (parity is None and scrub is None and cadence != "auto" and preemption is None),
+            "parity, scrub, preemption or cadence='auto' with several ranks",
+            "Leave them out: they are for one process so far.",
+        )
+        _require(
+            ranks is None or when_full == "wait",
+            f"when_full={when_full!r} with several ranks",
+            'Give "wait": what each rank decides by itself must be the same.',
+        )
+        self._ranks = ranks
+        self._ahead = Announcements(ranks) if ranks else None
+        self._loading: Topic | None = None
         self._behind = Background(
             path,
             write_mode,
@@ -165,6 +190,7 @@ class Checkpointer:
             persist=persist,
             parity=parity,
             scrub=scrub,
+            ranks=ranks,
         )
         self._spare = striping.share(parity) if parity else 0.0
         self._cutter = Cutter(
@@ -178,6 +204,7 @@ class Checkpointer:
             self._behind.wait,
             finite_also=finite_also,
             finite_except=finite_except,
+            together=Together(ranks, digest) if ranks else None,
         )
         try:
             self._asked = Asked(preemption) if preemption else None
@@ -214,6 +241,9 @@ class Checkpointer:
                 self._examine,
                 self._mark,
                 lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
+                rank=self._ranks.rank if self._ranks else 0,
+                together=self._all_load if self._ranks else _alone,
+                fits=self._all_fit,
             )
         except NoSuchStep:
             if step != 0:
@@ -228,6 +258,7 @@ class Checkpointer:
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
+        self._cutter.agree(self._request.state)
         if found.generation is not None and not found.generation.verified:
             self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
         with self._hints():
@@ -369,8 +400,9 @@ class Checkpointer:
         if waited is None:
             return None
         self._busy, started, begun = True, False, time.monotonic()
+        topic = self._ranks.topic("save") if self._ranks else None
         try:
-            cut = self._cutter.cut(self._request.state)
+            cut = self._cutter.cut(self._request.state, topic)
             save = Save(n)
             at = self._behind.admit_step(n)
             if self._last is None:
@@ -378,7 +410,7 @@ class Checkpointer:
                 if self._cutter.note:
                     warnings.warn(self._cutter.note, LastgoodWarning, stacklevel=4)
             pinned = wanted(self._keep, n, milestone, scores)
-            options = {**cut.options, "milestone": milestone, "metrics": scores}
+            options = {**cut.options, "milestone": milestone, "metrics": scores, "together": topic}
             started = True
             here = not cut.overlapped
             self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, here, options)
@@ -387,6 +419,8 @@ class Checkpointer:
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._cutter.interrupted()
+            if topic is not None and not started:
+                topic.fail(error)
             raise
         finally:
             self._busy = False
@@ -400,11 +434,34 @@ class Checkpointer:
 
     def _due(self, n: int) -> bool:
         now = time.monotonic()
+        if isinstance(self._cadence, Every) and self._ahead is not None:
+            return self._due_together(n, now, self._cadence, self._ahead)
         if isinstance(self._cadence, Every):
             return self._cadence.due(n, now - self._saved_at)
         if why := self._cadence.passed(n, now):
             self._tell("tuned", n, detail=why)
         return self._cadence.auto.due(n, self._saved_step)
+
+    def _due_together(self, n: int, now: float, cadence: Every, ahead: Announcements) -> bool:
+        """By steps every rank knows; by time the coordinator does, and tells the others ahead."""
+        assert self._ranks is not None
+        if cadence.seconds is not None:
+            ahead.passed(n)
+            if not self._ranks.coordinates:
+                ahead.look(n)
+            elif ahead.coming is None and now - self._saved_at >= cadence.seconds:
+                if self._last is not None and isinstance(self._last.error(), StepDiffers):
+                    ahead.further()
+                ahead.announce(n)
+        if ahead.coming is not None and n > ahead.coming:
+            late, step = StepDiffers(f"heard of step {ahead.coming} at step {n} only"), ahead.coming
+            ahead.over()
+            self._ranks.topic("save").fail(late)
+            self._tell("failed", step, detail=str(late))
+        by_time = ahead.coming == n
+        if by_time:
+            ahead.over()
+        return by_time or (cadence.steps is not None and n % cadence.steps == 0)
 
     def _wait_for_a_place(self, n: int, must: bool, patience_seconds: float | None) -> float | None:
         """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped.
@@ -445,7 +502,29 @@ class Checkpointer:
             self._behind.run.clean()
             self._behind.run.begin(parent)
 
+    def _all_load(self, attempt: Callable[[], None]) -> None:
+        """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
+        assert self._ranks is not None
+        topic = self._loading = self._ranks.topic("load")
+        try:
+            attempt()
+        except BaseException as error:
+            topic.fail(error)
+            raise
+        topic.agree(None, lambda _: None)
+
+    def _all_fit(self) -> None:
+        """Nobody writes into its state before it fits everywhere."""
+        if self._loading is not None:
+            self._loading.agree(None, lambda _: None)
+
     def _examine(self, generation: Generation) -> list[Finding]:
+        if self._ranks is not None:
+            told = self._ranks.agree("examine", None, lambda _: msgspec.to_builtins(self._read_all(generation)))
+            return msgspec.convert(told, list[Finding])
+        return self._read_all(generation)
+
+    def _read_all(self, generation: Generation) -> list[Finding]:
         return reader.read_all(self._behind.run.tier, generation, self._behind.small_arena(), self._behind.workers)
 
     def _mark(self, generation: Generation, findings: list[Finding]) -> None:
@@ -530,6 +609,10 @@ class Checkpointer:
     def _require_open(self) -> None:
         _require(not self._closed, "this checkpointer is closed", "Open a new one.")
         _require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
+
+
+def _alone(attempt: Callable[[], None]) -> None:
+    attempt()
 
 
 def _samplers(container: object) -> Iterator[ResumableSampler]:

@@ -6,18 +6,24 @@ the loop waits. Everything here runs on the training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 
 from ..engine.arena import Arena
 from ..format.layout import Image, Segment
+from ..format.layout import images as lay_out
 from ..rawio.files import round_up
 from ..records import Piece
+from ..run.ranks import Topic
+from ..run.sharing import Approve, Files
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite
+from .dividing import Division
+from .together import Together
 
 SMALL_BYTES = 4 << 20
 """of a state that is copied in less time than it takes to watch it being copied"""
@@ -37,7 +43,7 @@ class Cut:
     images: Sequence[Image]
     arena: Arena
     snapshot: staging.Snapshot
-    approve: Callable[[Sequence[Piece]], None]
+    approve: Approve
     overlapped: bool
     options: Mapping[str, Any]
 
@@ -53,6 +59,7 @@ class _Plan:
     key: int
     finite: frozenset[str]
     images: list[Image]
+    division: Division | None = None
     behind: behind.Behind | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
@@ -79,7 +86,9 @@ class Cutter:
         quiet: Callable[[], None],
         finite_also: Sequence[str] = (),
         finite_except: Sequence[str] = (),
+        together: Together | None = None,
     ) -> None:
+        self._together = together
         self.fence = staging.Fence()
         self.note = ""
         """why the loop waits for each copy where one would not expect it; for whoever takes and tells it"""
@@ -92,16 +101,26 @@ class Cutter:
         self._pin: staging.Pin | None = None
         self._plan: _Plan | None = None
 
-    def cut(self, state: Mapping[str, Any]) -> Cut:
-        """Everything in the state as it is now; `begun` gives what is read later to the fence. Raises Unstorable."""
+    def cut(self, state: Mapping[str, Any], topic: Topic | None = None) -> Cut:
+        """Everything in the state as it is now; `begun` gives what is read later to the fence. Raises Unstorable.
+
+        `topic`: where the ranks come to an answer about this save.
+        """
         captured = self._capture.take(state)
-        tensors = captured.tensors
+        tensors, addresses = captured.tensors, captured.addresses
         plan = self._plan
         if plan is None or plan.key != captured.key or plan.origins is not captured.origins:
             must = finite(captured, *self._finite)
             if plan is None or (plan.key, plan.finite) != (captured.key, must):
                 plan = self._plan = _Plan(captured.key, must, staging.lay_out(tensors, must))
             plan.origins = captured.origins
+        if self._together:
+            division = self._together.divided(captured, plan.finite)
+            if plan.division is not division:
+                files = lay_out([item.tensor for item in division.mine], self._together.rank)
+                plan = self._plan = _Plan(captured.key, plan.finite, files, division, origins=captured.origins)
+            tensors = {item.tensor.key: item.view(captured.tensors) for item in division.mine}
+            addresses = [one.data_ptr() for one in tensors.values()]
         images = plan.images
         arena = self._writing_arena(images)
         if plan.chunk_bytes != arena.chunk_bytes:
@@ -113,24 +132,37 @@ class Cutter:
         bearers = self._overlapped(plan, state, captured, bool(devices))
         self.fence.hook(captured.optimizers if bearers is not None else [])
         watch = self._watched(plan, bearers) if bearers is not None else None
-        at_once = tensors.keys() - bearers.keys() if bearers is not None else ()
-        digests = self._digests(tensors, bearers) if bearers is not None and self._torn_check == "full" else {}
+        at_once: Collection[str] = ()
+        if bearers is not None:
+            at_once = (
+                tensors.keys() - bearers.keys()
+                if plan.division is None
+                else {item.tensor.key for item in plan.division.mine if item.name not in bearers}
+            )
+        witness, kept = self._witnessed(plan.division, captured)
+        digests = self._digests(captured.tensors, bearers) if bearers is not None and self._torn_check == "full" else {}
 
-        def approve(pieces: Sequence[Piece]) -> None:
+        def approve(pieces: Sequence[Piece]) -> Files:
             wrong = {one.name for one in pieces if one.name in digests and digests[one.name] != one.digest}
             if wrong:
                 raise staging.torn_error(wrong)
+            return agreed(pieces) if agreed else ()
 
         snapshot = staging.Snapshot(
             plan.chunks,
             tensors,
             devices,
             arena,
-            addresses=captured.addresses,
+            addresses=addresses,
             at_once=at_once,
             watch=watch,
             samples=plan.samples if watch else (),
+            witness=witness,
+            algorithm=self._algorithm,
         )
+        agreed: Approve | None = None
+        if self._together and plan.division and topic:
+            agreed = self._together.approve(topic, plan.division, captured, snapshot, kept)
         return Cut(
             images,
             arena,
@@ -139,6 +171,12 @@ class Cutter:
             bearers is not None,
             {"aliases": captured.aliases, "values": captured.values, "chunk_bytes": arena.chunk_bytes},
         )
+
+    def agree(self, state: Mapping[str, Any]) -> None:
+        """Let the ranks find out who holds what, while all of them are here; a save must wait for nobody."""
+        if self._together:
+            captured = self._capture.take(state)
+            self._together.divided(captured, finite(captured, *self._finite))
 
     def begun(self, cut: Cut) -> None:
         """The copy is on its way: no update goes before it."""
@@ -193,8 +231,22 @@ class Cutter:
     def _watched(self, plan: _Plan, bearers: Mapping[str, torn.Bearer]) -> torn.Watch:
         if plan.watch is None or plan.watch.bearers is not bearers:
             plan.watch = watch = torn.Watch(bearers)
-            plan.samples = [watch.in_chunks(image, chunks) for image, chunks in plan.chunks]
+            in_part = {item.name for item in plan.division.mine if item.rows} if plan.division else ()
+            plan.samples = [watch.in_chunks(image, chunks, in_part) for image, chunks in plan.chunks]
         return plan.watch
+
+    def _witnessed(
+        self, division: Division | None, captured: Captured
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """What other ranks write and this one holds too; and a copy of what of it may turn out to be its own."""
+        witness: dict[str, torch.Tensor] = {}
+        kept: dict[str, torch.Tensor] = {}
+        for item in chain.from_iterable(division.witnessed.values()) if division else ():
+            key, one = item.tensor.key, item.view(captured.tensors)
+            if captured.origins[item.name] is Origin.OTHER:
+                one = kept[key] = one.clone()
+            witness[key] = one
+        return witness, kept
 
     def _digests(self, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn.Bearer]) -> dict[str, str]:
         return {name: staging.content_digest(tensors[name], self._algorithm) for name in bearers}

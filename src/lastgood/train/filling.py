@@ -6,11 +6,13 @@ a numpy array) it is gathered, and taken when it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from ..engine.scatter import Target
+from ..format.boxes import Box, everything
 from ..format.layout import Tensor
 from .tensors import as_bytes, from_bytes
 
@@ -25,7 +27,8 @@ class Place:
         self.device = tensor.device
         self._tensor = tensor
         self._bytes = as_bytes(tensor)
-        self._array = self._bytes.numpy() if tensor.device.type == "cpu" else None
+        self.window = self._bytes.numpy() if tensor.device.type == "cpu" else None
+        """its memory, uint8 [bytes], where the host can write it"""
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Place | None:
@@ -34,27 +37,31 @@ class Place:
         return Place(tensor) if plain else None
 
     def put(self, start: int, data: memoryview) -> None:
-        if self._array is not None:  # numpy copies without the GIL, and without torch's threads beside it
-            np.copyto(self._array[start : start + len(data)], np.frombuffer(data, np.uint8))
+        if self.window is not None:  # numpy copies without the GIL, and without torch's threads beside it
+            np.copyto(self.window[start : start + len(data)], np.frombuffer(data, np.uint8))
         else:
             with torch.inference_mode(self._tensor.is_inference()):
                 self._bytes[start : start + len(data)].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def done(self) -> None:
-        if self._array is not None and not self._tensor.is_inference():
+        if self.window is not None and not self._tensor.is_inference():
             torch.autograd.graph.increment_version(self._tensor)  # as any write through torch does
 
 
 class Filling:
-    """`engine.fetch.Sink` into tensors: `places` and `takers` by stored name; `stored`: its dtype and shape."""
+    """`engine.fetch.Sink` and `engine.scatter.Targets` into tensors: `places` and `takers` by stored name.
+
+    `stored`: its dtype and shape. `boxed`: names of boxes of tensors that are wanted like tensors of their own.
+    """
 
     def __init__(
         self,
         stored: Mapping[str, tuple[str, tuple[int, ...]]],
         places: Mapping[str, Sequence[Place]],
         takers: Mapping[str, Sequence[Take]],
+        boxed: Mapping[str, tuple[str, Box]],
     ) -> None:
-        self._stored, self._places, self._takers = stored, places, takers
+        self._stored, self._places, self._takers, self.boxed = stored, places, takers, boxed
         self._gathered: dict[str, np.ndarray] = {}
         self.begun = False
         """whether anything was written or taken"""
@@ -64,6 +71,20 @@ class Filling:
         devices = {place.device for places in self._places.values() for place in places}
         for device in devices - {torch.device("cpu")}:
             torch.accelerator.synchronize(device)
+
+    def targets(self) -> Iterator[tuple[str, Target]]:
+        """What is wanted: the stored name of a tensor, and which box of it."""
+        for name in self._places.keys() | self._takers.keys():
+            stored, box = self.boxed.get(name) or (name, everything(self._stored[name][1]))
+            yield stored, Target(name, self._stored[stored][0], box)
+
+    def windows(self, name: str) -> list[np.ndarray] | None:
+        places = [place.window for place in self._places.get(name, ())]
+        found = [one for one in places if one is not None]
+        if name in self._takers or len(found) < len(places):
+            return None
+        self.begun = True
+        return found
 
     def put(self, name: str, start: int, data: memoryview) -> None:
         for place in self._places.get(name, ()):
@@ -83,8 +104,14 @@ class Filling:
             whole = self._gathered.pop(name, None)
             source = torch.from_numpy(np.empty(0, np.uint8) if whole is None else whole)
             for take in self._takers[name]:
-                take(from_bytes(source, *self._stored[name]))
+                take(from_bytes(source, *self._kind(name)))
+
+    def _kind(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of what comes under this name."""
+        if name not in self.boxed:
+            return self._stored[name]
+        stored, box = self.boxed[name]
+        return self._stored[stored][0], box.shape
 
     def _length(self, name: str) -> int:
-        dtype, shape = self._stored[name]
-        return Tensor(name, dtype, shape).length
+        return Tensor(name, *self._kind(name)).length

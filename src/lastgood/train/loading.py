@@ -12,17 +12,20 @@ import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
+from ..engine.scatter import Scatter
 from ..errors import Damaged, HalfLoaded, LastgoodError, LastgoodWarning, NotFinite
 from ..format.commit import Survey
-from ..plan import restore
+from ..plan import reshard, restore
 from ..ports import Tier
 from ..records import Finding, Generation, Manifest
 from ..run import reader
+from .filling import Filling
+from .merging import merged
+from .objects import seed_rng
 from .state import Stored, match
 
 
@@ -67,11 +70,15 @@ def load_into(
     examine: Callable[[Generation], list[Finding]],
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
+    rank: int = 0,
+    together: Callable[[Callable[[], None]], None] = lambda attempt: attempt(),
+    fits: Callable[[], object] = lambda: None,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
-    memory. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
+    memory. `rank`: whose place this process takes among those that saved; `together` as in
+    `newest_good`; `fits` is asked before anything is written. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
     Unavailable, each with the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
@@ -86,41 +93,53 @@ def load_into(
         older = generation.id != restore.choose(survey, step).candidates[-1]
         return generation.verified or older or half is not None
 
-    def load(generation: Generation, manifest: Manifest) -> None:
+    def load(generation: Generation, manifests: list[Manifest]) -> None:
         nonlocal half
-        pieces = {piece.name: piece for piece in manifest.pieces}
-        shapes = {name: (piece.dtype, tuple(piece.shape)) for name, piece in pieces.items()}
-        shapes |= {alias: shapes[name] for alias, name in manifest.aliases.items()}
+        tensors = reshard.tensors(manifests)
+        aliases = {alias: name for one in manifests for alias, name in one.aliases.items()}
+        shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
+        shapes |= {alias: shapes[name] for alias, name in aliases.items()}
+        values = merged(manifests, rank)
         fit = match(
             request.state,
-            Stored(step=manifest.step, tensors=shapes, aliases=manifest.aliases, values=manifest.values),
+            Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values),
             strict=request.strict,
             rename=request.rename,
             include=request.include,
             exclude=request.exclude,
         )
-        arena = arena_for(*reader.reading_bytes(manifest))
-        once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifest, arena)
+        fits()
+        arena = arena_for(*reader.reading_bytes(manifests))
+        once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifests, arena)
         try:
             unfit.clear()
             # Of its own accord nobody loads what is not good; what was verified has been asked already.
             tell = None if generation.verified else _refuse if step is None else unfit.add
-            reading = partial(reader.stream, tier, generation, manifest, arena, workers, unfit=tell)
-            fit.apply(reading, look_first=not once)
+
+            def feed(sink: Filling) -> None:
+                if len(manifests) == 1 and not sink.boxed:  # what is stored is what is wanted: nothing to be arranged
+                    reader.stream(tier, generation, manifests[0], arena, workers, sink, unfit=tell)
+                    return
+                plan = [(one, reshard.parts(tensors[name], one.box, rank)) for name, one in sink.targets()]
+                reader.scatter(tier, generation, manifests, arena, workers, Scatter(plan, sink), unfit=tell)
+
+            fit.apply(feed, look_first=not once)
         except (Damaged, NotFinite) as error:
             if fit.begun and not request.strict:
-                raise _half_loaded(error, manifest.step) from error
+                raise _half_loaded(error, generation.step) from error
             raise
         finally:
-            half = manifest.step if fit.begun else half
+            half = generation.step if fit.begun else half
         skipped[:] = fit.skipped
 
     try:
-        found = reader.newest_good(tier, survey, step, load, examine, mark, mend)
+        found = reader.newest_good(tier, survey, step, load, examine, mark, mend, together)
     except LastgoodError as error:
         if half is None or isinstance(error, HalfLoaded):
             raise
         raise _half_loaded(error, half) from error
+    if found.generation is not None and rank >= found.generation.commit.world.ranks:
+        seed_rng(f"{found.generation.root} {rank}")
     return Restored(
         step=found.generation.step if found.generation else 0,
         generation=found.generation,

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.fetch import Sink
 from ..errors import Refused, StateMismatch
 from ..format.values import Filter, component, need
 from .binding import ABSENT, Binder, Put
@@ -29,7 +28,7 @@ class Match:
 
     def __init__(self, state: MutableMapping[str, Any], stored: Stored, plan: Binder, puts: list[tuple[str, Put]]):
         self._state, self._stored, self._plan, self._puts = state, stored, plan, puts
-        self._written = Filling(stored.tensors, plan.places, plan.takers)
+        self._written = Filling(stored.tensors, plan.places, plan.takers, plan.boxed)
         self.skipped = plan.differences()
         """with strict=False: what did not fit, each with the reason"""
 
@@ -38,16 +37,17 @@ class Match:
         """Whether `apply` has begun to write."""
         return self._written.begun
 
-    def apply(self, feed: Callable[[Sink], None], look_first: bool = True) -> None:
+    def apply(self, feed: Callable[[Filling], None], look_first: bool = True) -> None:
         """Write everything into the live state, the random number generators last.
 
-        `feed(sink)` reads all stored tensors and hands them to the sink. It is called once to look, and again to write:
-        what it raises the first time, and the StateMismatch where a live tensor that is expanded (one element in memory
-        for many) would have to take different ones, leave the live state untouched. Without `look_first` it is called
+        `feed(sink)` reads what is wanted, and hands it to the sink. It is called once to look, and again to write: what
+        it raises the first time, and the StateMismatch where a live tensor that is expanded (one element in memory for
+        many) would have to take different ones, leave the live state untouched. Without `look_first` it is called
         once, where there is nothing expanded to be looked at.
         """
         if look_first or self._plan.checks:
-            feed(Filling(self._stored.tensors, {}, self._plan.checks))
+            looking = Filling(self._stored.tensors, {}, self._plan.checks, self._plan.boxed)
+            feed(looking)
             if self._plan.conflicts:
                 raise StateMismatch(self._stored.step, [], [], self._plan.conflicts)
         self._plan.make_new()

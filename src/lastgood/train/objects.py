@@ -6,6 +6,7 @@ user's own `state_dict()` does is its own affair).
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -174,6 +175,14 @@ def load_rng(data: dict[str, Any]) -> None:
     for index, state in enumerate(data.get("cuda", [])):
         if state is not None and index < torch.cuda.device_count():
             torch.cuda.set_rng_state(state, index)
+
+
+def seed_rng(of: str) -> None:
+    """Set every global generator to what follows from a text: of a rank that was not there when the state was saved."""
+    seed = int.from_bytes(hashlib.sha256(of.encode()).digest()[:8], "little")
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def rng_differs(data: dict[str, Any]) -> dict[str, str]:

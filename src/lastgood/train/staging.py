@@ -37,7 +37,7 @@ SIDE_BYTES = 32 << 20
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor], finite: Collection[str] = ()) -> list[Image]:
-    """The files that these tensors make. `finite`: those that must hold no NaN or infinity."""
+    """The files that these tensors make, in a world of one. `finite`: those that must hold no NaN or infinity."""
     return images(
         Tensor(name, dtype_name(one.dtype), tuple(one.shape), name in finite) for name, one in tensors.items()
     )
@@ -58,7 +58,8 @@ class Snapshot:
 
     `layout`: the files, and what lies in each of their chunks. `devices`: as `devices(tensors)` says. `addresses`:
     where each tensor lies, to find what is moved before it is read. `at_once`: names that are cloned here; all others
-    are read by `fill`. `watch`: of what is read later, if that is to be checked.
+    are read by `fill`. `watch`: of what is read later, if that is to be checked. `witness`: what is read too, for its
+    digests only.
     """
 
     def __init__(
@@ -72,10 +73,15 @@ class Snapshot:
         at_once: Collection[str] = (),
         watch: Watch | None = None,
         samples: Sequence[Sequence[Sequence[ChunkSamples]]] = (),
+        witness: Mapping[str, torch.Tensor] | None = None,
+        algorithm: str = "",
     ) -> None:
         self._layout, self._arena, self._watch, self._samples = layout, arena, watch, samples
         self._at_once = {name: tensors[name].clone() for name in at_once}
         self._tensors, self._addresses = tensors, addresses
+        self._witness, self._algorithm = witness or {}, algorithm
+        self.witnessed: dict[str, str] = {}
+        """content digests of what others write"""
         self._cut = watch.look() if watch else None
         self.enqueued = threading.Event()
         self._events: list[torch.cuda.Event] = []
@@ -119,6 +125,7 @@ class Snapshot:
                     events += self._copy(image, parts, lease, source)
                     if not self._streams:
                         yield arrived()
+            self.witnessed = {key: content_digest(one, self._algorithm) for key, one in self._witness.items()}
             torn |= self._look_again()
             self.enqueued.set()
             while waiting:
@@ -128,7 +135,7 @@ class Snapshot:
             self.enqueued.set()
             while waiting:
                 arrived().release()
-            self._tensors, self._at_once = {}, {}
+            self._tensors, self._at_once, self._witness = {}, {}, {}
         if torn:
             raise torn_error(torn)
 
@@ -152,7 +159,7 @@ class Snapshot:
                 continue
             if not length:
                 continue
-            name = image.tensors[place][0].name
+            name = image.tensors[place][0].key
             if (address := source.address(name)) is not None:
                 ctypes.memmove(lease.address + at, address + start, length)  # without the GIL, on this thread only
                 continue
@@ -291,9 +298,9 @@ class Fence:
 
 
 def content_digest(tensor: torch.Tensor, algorithm: str) -> str:
-    """The content digest of a tensor in host memory, as its piece will have it."""
+    """The content digest of a tensor, as its piece will have it; waits for a device."""
     hasher = content_hasher(algorithm, dtype_name(tensor.dtype), tuple(tensor.shape))
-    hasher.update(as_bytes(tensor).numpy().data)
+    hasher.update(as_bytes(tensor).cpu().numpy().data)
     return hasher.hexdigest()
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..format.layout import DTYPES
 from ..format.values import dtype_text, refusal
+from . import shards
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -76,6 +77,7 @@ def at_hand(device: torch.device) -> torch.device:
 
 def region(tensor: torch.Tensor) -> Hashable:
     """What tensors that are one and the same memory have in common; None for an empty one, which shares nothing."""
+    tensor = shards.local(tensor)
     if tensor.numel() == 0:
         return None
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -90,7 +92,7 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage(tensor: torch.Tensor) -> int | None:
     """Address of the memory that a tensor is a view of; None if it cannot be stored."""
-    return None if _obstacle(tensor) else tensor.untyped_storage().data_ptr()
+    return None if _obstacle(tensor) else shards.local(tensor).untyped_storage().data_ptr()
 
 
 def require_storable(tensor: torch.Tensor, path: str) -> None:
@@ -101,6 +103,7 @@ def require_storable(tensor: torch.Tensor, path: str) -> None:
 
 def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
     """What a tensor is instead, and the remedy."""
+    tensor = shards.local(tensor)
     if nn.parameter.is_lazy(tensor):
         return "is a lazy parameter that has no shape yet", "Run one forward pass first"
     if tensor.is_nested:

@@ -9,7 +9,7 @@ versions. `torn_check="full"` (a digest of everything at the cut) sees that too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,15 +102,17 @@ class Watch:
         """Names of the tensors that own these samples of a group."""
         return {self._names[index] for index in np.unique(self._owners[group][wrong])}
 
-    def in_chunks(self, image: Image, chunks: Sequence[list[Segment]]) -> list[list[ChunkSamples]]:
-        """For each chunk of an image, which samples lie in it, and where."""
-        return [[*self._in_chunk(image, parts)] for parts in chunks]
+    def in_chunks(
+        self, image: Image, chunks: Sequence[list[Segment]], in_part: Collection[str] = ()
+    ) -> list[list[ChunkSamples]]:
+        """For each chunk of an image, which samples lie in it, and where; none of tensors that are stored in part."""
+        return [[*self._in_chunk(image, parts, in_part)] for parts in chunks]
 
-    def _in_chunk(self, image: Image, parts: list[Segment]) -> Iterator[ChunkSamples]:
+    def _in_chunk(self, image: Image, parts: list[Segment], in_part: Collection[str]) -> Iterator[ChunkSamples]:
         found: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = defaultdict(lambda: ([], []))
         for part in parts:
             name = image.tensors[part.tensor][0].name if part.tensor >= 0 else ""
-            if name not in self._places:
+            if name not in self._places or name in in_part:
                 continue
             group, first, step = self._places[name]
             width = self._widths[group]

@@ -1,0 +1,57 @@
+"""Merging: the values of many ranks -> those that one process is to take. Pure.
+
+A process takes what the rank of its number had. Where there were fewer, it takes what rank 0 had; its random number
+generators are seeded anew then (`objects.seed_rng`). What an optimizer says of its parameters is put together from all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..records import Manifest
+
+
+def merged(manifests: Sequence[Manifest], rank: int) -> dict[str, Any]:
+    """The values of one generation, for the process that takes the place of `rank`."""
+    values = dict(manifests[rank if rank < len(manifests) else 0].values)
+    if len(manifests) > 1:
+        for name, tree in values.items():
+            values[name] = _whole(tree, [one.values[name] for one in manifests if name in one.values])
+    return values
+
+
+def _whole(tree: Any, others: Sequence[Any]) -> Any:
+    """Modules and optimizers of which each rank knows some parameters: with those of all."""
+    if not isinstance(tree, dict) or all(other == tree for other in others):
+        return tree
+    if tree.keys() == {"!module"}:
+        return {
+            "!module": {
+                name: one for other in others if _is(other, "!module") for name, one in other["!module"].items()
+            }
+        }
+    if tree.keys() == {"!optimizer"}:
+        return {
+            "!optimizer": _optimizer(
+                tree["!optimizer"], [one["!optimizer"] for one in others if _is(one, "!optimizer")]
+            )
+        }
+    return {
+        key: _whole(value, [other[key] for other in others if isinstance(other, dict) and key in other])
+        for key, value in tree.items()
+    }
+
+
+def _is(tree: Any, tag: str) -> bool:
+    return isinstance(tree, dict) and tree.keys() == {tag}
+
+
+def _optimizer(one: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    alike = [other for other in others if len(other["groups"]) == len(one["groups"])]
+    groups = []
+    for index, group in enumerate(one["groups"]):
+        params = {name: shape for other in alike for name, shape in other["groups"][index]["params"]}
+        groups.append({**group, "params": [[name, shape] for name, shape in params.items()]})
+    state = {name: entry for other in alike for name, entry in other["state"].items()}
+    return {**one, "groups": groups, "state": state}

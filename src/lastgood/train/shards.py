@@ -1,0 +1,103 @@
+"""Shards: tensors of which this process holds a box, and who holds the same. The only page that knows DTensor.
+
+Reads; moves nothing, and calls no collective.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..format.boxes import Box
+from ..format.values import refusal
+
+
+class Sharded(NamedTuple):
+    """Of one tensor: which box of it this process holds, and who holds the same."""
+
+    box: Box
+    shape: tuple[int, ...]
+    """of all of it"""
+    holders: tuple[int, ...]
+    """ranks, ascending"""
+    mesh: tuple[int, ...]
+    """all ranks that it is spread over; others may hold it too, spread over theirs"""
+
+
+class Shards:
+    """What was found out about DTensors, by how they are spread: asked again for what is spread anew."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, Sharded]] = {}
+
+    def localized(self, names: Sequence[str], found: list[torch.Tensor]) -> dict[str, Sharded]:
+        """Put the memory that this process holds in the place of each DTensor in `found`; what it is, by name."""
+        module = sys.modules.get("torch.distributed.tensor")
+        if module is None or module.DTensor not in set(map(type, found)):
+            return {}
+        told: dict[str, Sharded] = {}
+        known: dict[int, tuple[Any, Sharded]] = {}
+        for index, one in enumerate(found):
+            if isinstance(one, module.DTensor):
+                spec = one._spec
+                entry = self._known.get(id(spec))
+                if entry is None:
+                    entry = spec, sharded(one, names[index])
+                known[id(spec)] = entry
+                told[names[index]], found[index] = entry[1], local(one)
+        self._known = known
+        return told
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor: one of a device mesh, of which each process holds a part."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """The memory that this process holds of it."""
+    if not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return tensor._local_tensor.detach()  # type: ignore[no-any-return]
+
+
+def sharded(tensor: Any, path: str) -> Sharded:
+    """How it is spread. Raises Unstorable for a sum that is not done yet."""
+    mesh = tuple(int(rank) for rank in tensor.device_mesh.mesh.reshape(-1))
+    return Sharded(box_of(tensor, path), tuple(tensor.shape), holders(tensor), mesh)
+
+
+def box_of(tensor: Any, path: str) -> Box:
+    """Which box of it this process holds. Raises Unstorable for a sum that is not done yet."""
+    if any(one.is_partial() for one in tensor.placements):
+        raise refusal(path, f"has a sum that is still to be made: {tensor.placements}", "Call full_tensor() first")
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offsets), tuple(shape))
+
+
+def holders(tensor: Any) -> tuple[int, ...]:
+    """The ranks that hold the same box of it, in ascending order."""
+    mesh, here = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    if here is None:
+        return ()
+    at: Sequence[Any] = [
+        slice(None) if one.is_replicate() else coordinate
+        for one, coordinate in zip(tensor.placements, here, strict=True)
+    ]
+    return tuple(sorted(int(rank) for rank in mesh[tuple(at)].reshape(-1)))
+
+
+def like(memory: torch.Tensor, other: Any) -> torch.Tensor:
+    """A tensor sharded as `other` is, of which this process holds `memory`."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        memory, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
+    )

@@ -1,0 +1,322 @@
+"""What the ranks of the tests run: worlds of real processes under gloo, met through a TCPStore on loopback."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lastgood import errors
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"])
+LIMIT_SECONDS = 120.0
+Job = Callable[..., Any]
+
+
+def world(size: int, job: Job, *arguments: Any, dies: tuple[int, ...] = ()) -> list[Any]:
+    """What `job(rank, size, *arguments)` returns on each rank; raises what is raised on any. `dies`: these may."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results: Any = CONTEXT.SimpleQueue()
+    ranks = [
+        CONTEXT.Process(target=_rank, args=(results, rank, size, store.port, job, arguments)) for rank in range(size)
+    ]
+    for one in ranks:
+        one.start()
+    try:
+        for one in ranks:
+            one.join(LIMIT_SECONDS)
+            assert one.exitcode is not None, "a rank hangs"
+    finally:
+        for one in ranks:
+            one.kill()
+    found: dict[int, Any] = {}
+    for one in dies:
+        assert ranks[one].exitcode == 9
+    while not results.empty():
+        rank, told, failed = results.get()
+        assert not failed, f"rank {rank}:\n{told}"
+        found[rank] = told
+    assert found.keys() | set(dies) == set(range(size))
+    return [found.get(rank) for rank in range(size)]
+
+
+def _rank(results: Any, rank: int, size: int, port: int, job: Job, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        if size > 1:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        told = job(rank, size, *arguments)
+    except BaseException:
+        results.put((rank, traceback.format_exc(), True))
+        raise
+    results.put((rank, told, False))
+    if size > 1:
+        dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Rows that no number of ranks divides, tied weights, a buffer that each rank counts for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.up = nn.Linear(16, 32)
+        self.down = nn.Linear(32, 10)
+        self.norm = nn.LayerNorm(10)
+        self.head = nn.Linear(10, 10)
+        self.again = self.head
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.norm(self.head(self.down(torch.relu(self.up(x))))))
+
+
+def spread(kind: str, size: int) -> nn.Module:
+    """The net over the ranks, as `kind` says; bit for bit the same net everywhere."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    net = Net()
+    if kind == "plain":
+        return net
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(net)
+    if kind == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+    elif kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicas", "shards"))
+    else:
+        data, model = (1, size) if kind == "tp" else (size // 2, 2)
+        mesh = init_device_mesh("cpu", (data, model), mesh_dim_names=("data", "model"))
+        parallelize_module(net, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if kind == "tp":
+            return net
+        mesh = mesh["data"]
+    for part in (net.up, net.down):
+        fully_shard(part, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+class Loop:
+    """A training loop on one rank, the same data on all."""
+
+    def __init__(self, kind: str, size: int) -> None:
+        self.net = spread(kind, size)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.state: dict[str, Any] = {"net": self.net, "optimizer": self.optimizer}
+
+    def step(self, n: int) -> float:
+        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(n))
+        self.optimizer.zero_grad()
+        loss = self.net(data).pow(2).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss.item()
+
+
+def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: Any) -> list[float]:
+    """Restore, train on, save every second step; the losses."""
+    import lastgood
+
+    loop = Loop(kind, size)
+    with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=2), **options) as ckpt:
+        losses = []
+        for n in range(ckpt.restore().step + 1, upto + 1):
+            losses.append(loop.step(n))
+            ckpt.step(n)
+    return losses
+
+
+def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
+    """Of each run, the newest generation loaded, and saved again as it is, one step later."""
+    import lastgood
+
+    steps = []
+    for root in roots:
+        loop = Loop(kind, size)
+        loop.step(1)  # what a restore must overwrite, moments included
+        with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000)) as ckpt:
+            step = ckpt.restore().step
+            ckpt.save(step + 1).result(60)
+        steps.append(step)
+    return steps
+
+
+def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) -> dict[str, Any]:
+    """Three saves; at the second, `who` fails or dies at a step of it. What became of each, and how long that took."""
+    import time
+
+    import lastgood
+
+    loop = Loop("ddp", size)
+    told: dict[str, Any] = {}
+    with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000), patience=PATIENCE) as ckpt:
+        ckpt.restore()
+        for n in (1, 2, 3):
+            if n == 2 and rank == who:
+                fail_at(where, how, loop)
+            begun = time.monotonic()
+            try:
+                ckpt.save(n).result(LIMIT_SECONDS)
+                told[str(n)] = "durable"
+            except errors.LastgoodError as error:
+                told[str(n)] = f"{type(error).__name__}: {error}"
+            told[f"{n} seconds"] = time.monotonic() - begun
+            loop.state.pop("odd", None)
+            if how == "dies" and n == 2:
+                break
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ckpt.wait()
+    return told
+
+
+PATIENCE = 4.0
+STEPS_OF_A_SAVE = {
+    "staging": "lastgood.train.staging.Snapshot.fill",
+    "write": "lastgood.tiers.disk.Disk.create",
+    "digests": "lastgood.train.together._sum",
+    "seal": "lastgood.format.commit.seal",
+    "commit": "lastgood.format.commit.publish",
+    "after the commit": "lastgood.run.writer.RunWriter._take_in",
+}
+
+
+def fail_at(where: str, how: str, loop: Loop) -> None:
+    """The next call of what makes this step raises, or ends the process."""
+    if where == "state":
+        loop.state["odd"] = object()
+        if how == "dies":
+            os._exit(9)
+        return
+    module, _, name = STEPS_OF_A_SAVE[where].rpartition(".")
+    try:
+        owner = importlib.import_module(module)
+    except ModuleNotFoundError:
+        module, _, kind = module.rpartition(".")
+        owner = getattr(importlib.import_module(module), kind)
+    real = getattr(owner, name)
+
+    def once(*args: Any, **options: Any) -> Any:
+        setattr(owner, name, real)
+        if how == "dies":
+            os._exit(9)
+        raise errors.TierDown(f"{where} failed on purpose")
+
+    setattr(owner, name, once)
+
+
+def unwrapped(net: nn.Module) -> nn.Module:
+    """torch's helpers lose a tied weight of what DDP has wrapped."""
+    return net.module if isinstance(net, nn.parallel.DistributedDataParallel) else net
+
+
+def dcp_saved(rank: int, size: int, kind: str, root: Path, steps: list[int]) -> None:
+    """A state as torch's helpers give it, saved at these steps through the drop-in."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    import lastgood
+
+    loop = Loop(kind, size)
+    for step in steps:
+        loop.step(step)
+        model, optimizer = get_state_dict(unwrapped(loop.net), loop.optimizer)
+        state = {"model": model, "optimizer": optimizer, "step": step, "name": "gpt"}
+        dcp.save(state, checkpoint_id=str(step), storage_writer=lastgood.dcp.Writer(root))
+
+
+def dcp_loaded(rank: int, size: int, kind: str, root: Path) -> dict[str, Any]:
+    """The newest, loaded through the drop-in over another state; whole tensors."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    import lastgood
+
+    loop = Loop(kind, size)
+    loop.step(99)
+    net = unwrapped(loop.net)
+    model, optimizer = get_state_dict(net, loop.optimizer)
+    state = {"model": model, "optimizer": optimizer, "step": 0, "name": ""}
+    dcp.load(state, storage_reader=lastgood.dcp.Reader(root))
+    set_state_dict(net, loop.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    whole = {
+        name: getattr(one, "full_tensor", lambda one=one: one)().tolist() for name, one in net.state_dict().items()
+    }
+    return {"step": state["step"], "name": state["name"], "whole": whole}
+
+
+def differing(rank: int, size: int, root: Path, what: str) -> dict[str, Any]:
+    """Four saves, before the second of which something differs between the ranks; then a new loop that is restored."""
+    import lastgood
+
+    loop = Loop("ddp", size)
+    net = unwrapped(loop.net)
+    told: dict[str, Any] = {}
+    with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000)) as ckpt:
+        ckpt.restore()
+        for n in (1, 2, 3, 4):
+            if n in (2, 3) and what == "a weight":
+                with torch.no_grad():
+                    net.up.weight[3] = rank if n == 2 else 0
+            if n == 2 and what == "a buffer":
+                net.seen += rank
+            if n == 2 and what == "what it is made of" and rank == 1:
+                loop.state["more"] = torch.ones(5)
+            try:
+                ckpt.save(n).result(60)
+                told[str(n)] = "durable"
+            except errors.LastgoodError as error:
+                told[str(n)] = f"{type(error).__name__}: {error}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ckpt.wait()
+    fresh = Loop("ddp", size)
+    if "more" in loop.state:
+        fresh.state["more"] = torch.zeros(5)
+    with lastgood.Checkpointer(root, fresh.state, exclude=[] if "more" in fresh.state else ["more"]) as ckpt:
+        told["restored"] = ckpt.restore(strict="more" not in told).step
+    told["seen"] = unwrapped(fresh.net).seen.tolist()
+    told["more"] = fresh.state["more"].tolist() if "more" in fresh.state else []
+    return told
+
+
+def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
+    """Steps in lockstep, saves that are due by time; what became of each. `late`: a rank looks too rarely at first."""
+    import lastgood
+    from lastgood.run import ranks
+
+    ranks.LOOK_SECONDS = 0.05
+    loop = Loop("ddp", size)
+    heard: list[tuple[str, int]] = []
+
+    def note(event: lastgood.Event) -> None:
+        if event.kind in ("durable", "failed"):
+            heard.append((event.kind, event.step))
+            if event.kind == "failed":
+                ranks.LOOK_SECONDS = 0.05
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(seconds=0.3), on_event=note) as ckpt:
+            n = ckpt.restore().step
+            if late and rank == 1:
+                ranks.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
+            while n < 600:
+                n += 1
+                loop.step(n)
+                ckpt.step(n)
+            ckpt.wait()
+    return heard

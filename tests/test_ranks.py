@@ -1,0 +1,155 @@
+"""Ranks: one state, many writers, any number of readers. Worlds of real processes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from lastgood.run.content import Content
+from ranked import PATIENCE, STEPS_OF_A_SAVE, differing, failing, resaved, timed, trained, world
+
+WORLDS = {
+    "one process": ("plain", 1),
+    "two of DDP": ("ddp", 2),
+    "two of FSDP2": ("fsdp", 2),
+    "two of tensor parallel": ("tp", 2),
+    "three of FSDP2": ("fsdp", 3),
+    "four of HSDP": ("hsdp", 4),
+    "two by two of FSDP2 and tensor parallel": ("fsdp_tp", 4),
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each world."""
+    runs: dict[str, Path] = {}
+    for name, (kind, size) in WORLDS.items():
+        runs[name] = tmp_path_factory.mktemp("runs") / kind
+        world(size, trained, kind, runs[name], STEPS)
+    return runs
+
+
+def whole(root: Path, step: int) -> dict[str, bytes]:
+    """Every tensor of a generation, as one process would read it; what is each rank's own, as rank 0 has it."""
+    run = lastgood.open(root)
+    content = Content(run.tier, run.generation(step))
+    return {name: bytes(content.tensor(name)[1]) for name in content.names() if not name.startswith("rng.")}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_any_world_saved_any_other_loads_to_the_bit(saved, tmp_path, name):
+    kind, size = WORLDS[name]
+    roots = [
+        Path(shutil.copytree(root, tmp_path / str(number), symlinks=True)) for number, root in enumerate(saved.values())
+    ]
+    assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
+    for root in roots:
+        before, after = whole(root, STEPS), whole(root, STEPS + 1)
+        assert before == after
+        assert {name.partition(".")[0] for name in before} == {"net", "optimizer"}
+        assert lastgood.open(root).verify(STEPS + 1).good
+
+
+@pytest.mark.parametrize("name", ["two of DDP", "two of FSDP2", "two of tensor parallel", "four of HSDP"])
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(saved, tmp_path, name):
+    kind, size = WORLDS[name]
+    straight = world(size, trained, kind, tmp_path / "straight", STEPS + 3)
+    root = Path(shutil.copytree(saved[name], tmp_path / "stopped", symlinks=True))
+    resumed = world(size, trained, kind, root, STEPS + 3)
+    assert resumed == [losses[STEPS:] for losses in straight]
+
+
+@pytest.mark.parametrize("name", ["two of DDP", "four of HSDP"])
+def test_what_several_ranks_hold_is_written_once(saved, name):
+    run = lastgood.open(saved[name])
+    generation = run.generation(STEPS)
+    manifests = [run.manifest(generation, rank) for rank in range(WORLDS[name][1])]
+    pieces = [piece for one in manifests for piece in one.pieces if not piece.name.startswith("rng.")]
+    content = Content(run.tier, generation)
+    names = {piece.name for piece in pieces}
+    assert sum(one.extent.length for one in pieces) == sum(len(content.tensor(name)[1]) for name in names)
+
+
+def test_what_is_due_by_time_is_saved_by_all_ranks_at_one_step(tmp_path):
+    first, *others = world(3, timed, tmp_path, False)
+    assert len(first) >= 2 and {kind for kind, _ in first} == {"durable"}
+    assert all(other == first for other in others)
+
+
+def test_a_rank_that_hears_too_late_of_a_step_fails_that_save_and_the_next_is_told_earlier(tmp_path):
+    first, second = world(2, timed, tmp_path, True)
+    assert first[0][0] == second[0][0] == "failed" and first[0][1] == second[0][1]
+    assert "durable" in {kind for kind, _ in first}
+    assert [one for one in first if one[0] == "durable"] == [one for one in second if one[0] == "durable"]
+
+
+def test_a_rank_that_has_diverged_fails_the_save_on_all_ranks_by_name(tmp_path):
+    for told in world(3, differing, tmp_path, "a weight"):
+        assert told["1"] == told["3"] == told["4"] == "durable"
+        assert told["2"].startswith("ReplicaDiffers: ") and "net.up.weight" in told["2"]
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3, 4]
+
+
+def test_buffers_that_differ_are_kept_by_each_rank_from_the_first_save_on(tmp_path):
+    told = world(3, differing, tmp_path, "a buffer")
+    for rank, one in enumerate(told):
+        assert [one[str(n)] for n in (1, 2, 3, 4)] == ["durable"] * 4
+        assert one["restored"] == 4 and one["seen"] == [float(rank)] * 3
+    run = lastgood.open(tmp_path)
+    assert run.verify(2).good and run.verify(4).good
+    before = [name for name in whole(tmp_path, 4) if name == "net.seen"]
+    assert before and world(4, resaved, "ddp", [tmp_path]) == [[4]] * 4
+
+
+def test_a_plan_for_another_structure_is_never_used(tmp_path):
+    """One rank's state has grown since who writes what was agreed on."""
+    told = world(2, differing, tmp_path, "what it is made of")
+    for one in told:
+        assert one["1"] == one["3"] == one["4"] == "durable"
+        assert one["2"].startswith("StepDiffers: ")
+    assert told[1]["more"] == [1.0] * 5 and lastgood.open(tmp_path).verify(4).good
+
+
+FAULTS = [("state", 0), ("state", 1), *((where, who) for where in STEPS_OF_A_SAVE for who in (0, 1))]
+FAULTS = [one for one in FAULTS if one not in (("commit", 1), ("after the commit", 1))]  # rank 0 alone commits
+
+
+@pytest.mark.parametrize(("where", "who"), [one for one in FAULTS if one[0] != "after the commit"])
+def test_what_fails_on_one_rank_fails_on_all_with_its_name_and_the_next_save_works(tmp_path, where, who):
+    told = world(2, failing, tmp_path, who, where, "fails")
+    for rank, one in enumerate(told):
+        assert one["1"] == one["3"] == "durable"
+        assert one["2"] != "durable" and one["2 seconds"] < PATIENCE
+        assert rank == who or f"rank {who}: " in one["2"] or who == 0
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
+    assert lastgood.open(tmp_path).verify(3).good
+
+
+@pytest.mark.parametrize(("where", "who"), FAULTS)
+def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the_run_goes_on(tmp_path, where, who):
+    told = world(3, failing, tmp_path, who, where, "dies", dies=(who,))
+    for rank, one in enumerate(told):
+        if rank != who:
+            assert one["1"] == "durable" and one["2"] != "durable" and one["2 seconds"] < 4 * PATIENCE
+    assert world(2, resaved, "ddp", [tmp_path]) == [[2 if where == "after the commit" else 1]] * 2
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
+def test_the_examples_run_as_they_stand_and_go_on_where_they_were(tmp_path, name):
+    script = Path(__file__).resolve().parents[1] / "examples" / f"{name}.py"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    for processes, steps in (("2", "40"), ("1", "60")):
+        done = subprocess.run(
+            [*torchrun, processes, str(script), str(tmp_path / "run"), "--steps", steps],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0 and f"step {steps}, loss " in done.stdout, done.stderr
+    assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [20, 40, 60]
