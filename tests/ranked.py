@@ -136,6 +136,9 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
         for n in range(ckpt.restore().step + 1, upto + 1):
             losses.append(loop.step(n))
             ckpt.step(n)
+        ckpt.wait()
+        dist.barrier() if size > 1 else None  # rank 0 has verified
+        assert not losses or ckpt.latest() == upto - upto % 2
     return losses
 
 

@@ -45,6 +45,7 @@ from ..rawio.checksum import ALGORITHMS
 from ..records import Event, Finding, Generation, GenerationId
 from ..run import places, reader
 from ..run.background import Background, Save
+from ..run.follower import Follower
 from ..run.ranks import PATIENCE_SECONDS, Announcements, Topic
 from ..tiers.disk import WriteMode
 from .agree import ranks_of
@@ -313,6 +314,9 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """Step of the newest verified generation of the lineage."""
+        if isinstance(self._behind.run, Follower):
+            self._behind.run.look()
+            self._behind.note_latest()
         return self._behind.latest
 
     @property
@@ -406,7 +410,8 @@ class Checkpointer:
             save = Save(n)
             at = self._behind.admit_step(n)
             if self._last is None:
-                self._tell_bound(cut.bytes)
+                if self._ranks is None or self._ranks.coordinates:
+                    self._tell_bound(cut.bytes * (self._ranks.size if self._ranks else 1))  # all write about as much
                 if self._cutter.note:
                     warnings.warn(self._cutter.note, LastgoodWarning, stacklevel=4)
             pinned = wanted(self._keep, n, milestone, scores)
