@@ -1387,8 +1387,8 @@ def _fences() -> list[Mutant]:
             (
                 "layout is made anew",
                 CUTTING,
-                "            if plan is None or (plan.key, plan.finite) != (captured.key, must):\n",
-                "            if plan is None:\n",
+                "        if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:\n",
+                "        if plan is None:\n",
             ),
             (
                 "torn: identity and version",

@@ -142,6 +142,14 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
     return losses
 
 
+def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
+    """Small tensors are cut between the ranks, too; everything is digested at the cut."""
+    from lastgood.plan import reshard
+
+    reshard.LEAST_SPLIT_BYTES = 64
+    trained(rank, size, "ddp", root, upto, torn_check="full", staging="overlap")
+
+
 def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
     """Of each run, the newest generation loaded, and saved again as it is, one step later."""
     import lastgood

@@ -11,7 +11,7 @@ import pytest
 
 import lastgood
 from lastgood.run.content import Content
-from ranked import PATIENCE, STEPS_OF_A_SAVE, differing, failing, resaved, timed, trained, world
+from ranked import PATIENCE, STEPS_OF_A_SAVE, differing, failing, resaved, timed, trained, trained_in_parts, world
 
 WORLDS = {
     "one process": ("plain", 1),
@@ -63,6 +63,14 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(saved, tmp_pat
     root = Path(shutil.copytree(saved[name], tmp_path / "stopped", symlinks=True))
     resumed = world(size, trained, kind, root, STEPS + 3)
     assert resumed == [losses[STEPS:] for losses in straight]
+
+
+def test_digests_of_everything_at_the_cut_are_those_of_the_parts_that_each_rank_writes(tmp_path):
+    """A tensor that several ranks write in parts was digested whole at the cut, and each of its parts then torn."""
+    world(3, trained_in_parts, tmp_path, STEPS)
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [2, 4]
+    assert world(2, resaved, "ddp", [tmp_path]) == [[STEPS]] * 2
+    assert whole(tmp_path, STEPS) == whole(tmp_path, STEPS + 1)
 
 
 @pytest.mark.parametrize("name", ["two of DDP", "four of HSDP"])

@@ -38,6 +38,7 @@ _LAZY = {
     "Restored": ("train.loading", "Restored"),
     "Run": ("train.access", "Run"),
     "Save": ("run.background", "Save"),
+    "dcp": ("edges.dcp", ""),
     "load": ("train.access", "load_once"),
     "open": ("train.access", "open_run"),
     "save": ("train.access", "save_once"),
@@ -68,12 +69,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in (*_LAZY, "dcp"):
+    if name not in _LAZY:
         raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
-    if name == "dcp":
-        return importlib.import_module(".edges.dcp", __name__)
     room, attribute = _LAZY[name]
-    return getattr(importlib.import_module(f".{room}", __name__), attribute)
+    found = importlib.import_module(f".{room}", __name__)
+    return getattr(found, attribute) if attribute else found
 
 
 def __dir__() -> list[str]:

@@ -38,17 +38,16 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..engine import fetch
 from ..engine.arena import Arena
-from ..errors import ManifestInvalid, MissingBlob, NoSuchStep, Refused, StepDiffers
+from ..errors import ManifestInvalid, MissingBlob, Refused, StepDiffers
 from ..format import commit, layout, values
 from ..format.boxes import Box, Stored
 from ..format.layout import Tensor
-from ..plan import reshard, restore
+from ..plan import reshard
 from ..ports import Tier
-from ..records import Generation, GenerationId, Seal
+from ..records import GenerationId, Seal
 from ..run import places, sharing
-from ..run.reader import WORKERS
+from ..run.reader import WORKERS, RunReader
 from ..run.sharing import Share
 from ..run.writer import RunWriter
 from ..train import staging, tensors
@@ -169,12 +168,12 @@ class Reader(StorageReader):
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         assert self._content is not None
-        root = self._content.generation.root
+        root = self._content.content.generation.root
         return [replace(plan, storage_data=root) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._content is not None
-        if plan.storage_data != self._content.generation.root:
+        if plan.storage_data != self._content.content.generation.root:
             raise StepDiffers(
                 "a newer generation was committed while the ranks looked for the newest",
                 safe="Nothing was loaded.",
@@ -194,23 +193,13 @@ class _Content:
     """A generation, in torch's words."""
 
     def __init__(self, tier: Tier, step: int | None) -> None:
-        survey = commit.survey(tier)
-        candidates = restore.choose(survey, step).candidates
-        if not candidates:
-            raise NoSuchStep(f"{tier.place} holds no generation that could be loaded")
-        if candidates[0] in survey.broken:
-            raise survey.broken[candidates[0]]
-        self.generation: Generation = survey.generations[candidates[0]]
-        self._tier, self._home = tier, layout.folder(self.generation.id)
-        self._manifests = commit.read_manifests(tier, self.generation)
-        self._tensors = reshard.tensors(self._manifests)
-        aliases = {alias: name for one in self._manifests for alias, name in one.aliases.items()}
-        self._tensors |= {alias: self._tensors[name] for alias, name in aliases.items()}
+        self.content = RunReader(tier).content(step)
+        self._tensors = self.content.names()
         self._values: dict[str, Any] = {}
         self._paths: dict[str, Any] = {}
-        for one in self._manifests:
-            self._values |= one.values.get(VALUES, {})
-            self._paths |= one.values.get(PATHS, {})
+        for rank in range(self.content.generation.commit.world.ranks):
+            self._values |= self.content.values(rank).get(VALUES, {})
+            self._paths |= self.content.values(rank).get(PATHS, {})
 
     def metadata(self) -> dcp.Metadata:
         told: dict[str, Any] = {}
@@ -235,12 +224,11 @@ class _Content:
             wanted.setdefault((one.rank, one.piece.key), (one, []))[1].append(item)
         with ThreadPoolExecutor(WORKERS, "lastgood-read") as readers:
             pieces = list(wanted.values())
-            for (one, of_piece), data in zip(pieces, readers.map(self._piece, [one for one, _ in pieces]), strict=True):
+            for (one, of_piece), data in zip(
+                pieces, readers.map(self.content.piece, [one for one, _ in pieces]), strict=True
+            ):
                 for item in of_piece:
                     _fill(planner, item, one, data)
-
-    def _piece(self, one: Stored) -> bytearray:
-        return fetch.tensor(self._tier, self._home, self._manifests[one.rank], one.piece)
 
     def _stored(self, index: dcp.MetadataIndex) -> Stored:
         stored = self._tensors[index.fqn].stored
@@ -255,8 +243,7 @@ class _Content:
 
 
 def _fill(planner: LoadPlanner, item: ReadItem, one: Stored, data: bytearray) -> None:
-    raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    source = tensors.from_bytes(raw, one.piece.dtype, one.piece.shape)
+    source = tensors.from_buffer(data, one.piece.dtype, one.piece.shape)
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         source = source.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()

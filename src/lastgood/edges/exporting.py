@@ -108,14 +108,13 @@ def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink)
 def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
     import torch
 
-    from ..train.tensors import from_bytes
+    from ..train.tensors import from_buffer
 
     stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
     for name in chosen.values():
         if name not in stored:
             tensor, data = content.tensor(name)
-            raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            stored[name] = from_bytes(raw, tensor.dtype, tensor.shape)
+            stored[name] = from_buffer(data, tensor.dtype, tensor.shape)
     try:
         torch.save({name: stored[of] for name, of in chosen.items()}, cast(IO[bytes], sink))
     except RuntimeError:

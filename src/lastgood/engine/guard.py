@@ -63,15 +63,15 @@ class Examination:
 
     # ---- records -------------------------------------------------------------------------------------------
 
-    def open(self, ranks: Collection[int] | None = None) -> list[Manifest]:
-        """The records (`ranks`: of these), but for manifests that cannot be read at all: a damaged one shows more."""
+    def open(self) -> list[Manifest]:
+        """The records, but for manifests that cannot be read at all. One that is damaged shows more all the same."""
         try:
             self._generation = commit.read_generation(self._tier, self._generation.id, self._generation.commit.run)
         except Damaged as error:
             self._tell(layer_of(error), error)
             return []
-        wanted = (seal for seal in self._generation.commit.seals if ranks is None or seal.rank in ranks)
-        return [manifest for seal in wanted if (manifest := self._manifest(seal)) is not None]
+        found = map(self._manifest, self._generation.commit.seals)
+        return [manifest for manifest in found if manifest is not None]
 
     def _manifest(self, seal: Seal) -> Manifest | None:
         try:

@@ -54,6 +54,8 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
             else:
                 tensor.stored.append(one)
     for name, tensor in found.items():
+        if len(tensor.stored) == 1 and not (tensor.own or tensor.stored[0].piece.offsets):
+            continue  # all of it in one piece, as everything is in a world of one
         boxes = [one.box for one in tensor.stored]
         _need(not _overlapping(boxes), f"{name} is stored twice in part")
         whole = boxes and sum(box.elements for box in boxes) == math.prod(tensor.shape)
@@ -63,6 +65,11 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
         for alias, name in manifest.aliases.items():
             _need(name in found and alias not in found, f"{alias!r} is an alias of {name!r}")
     return found
+
+
+def aliases(manifests: Sequence[Manifest]) -> dict[str, str]:
+    """Further name of a tensor -> the name under which it is stored, of all ranks."""
+    return {alias: name for one in manifests for alias, name in one.aliases.items()}
 
 
 def _need(holds: bool, what: str) -> None:

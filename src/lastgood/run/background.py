@@ -76,7 +76,7 @@ class Save:
 
     def dropped(self) -> bool:
         """Whether it was given up on purpose: a newer one was committed first, or the state changed under the copy."""
-        return self._outcome.done() and isinstance(self._outcome.exception(), (Overtaken, TornSnapshot))
+        return isinstance(self.error(), (Overtaken, TornSnapshot))
 
     def ended(self) -> bool:
         """Whether nothing more is done for it."""
@@ -84,7 +84,7 @@ class Save:
 
     def failed(self) -> bool:
         """Whether it ended without a generation."""
-        return self._outcome.done() and self._outcome.exception() is not None
+        return self.error() is not None
 
     def error(self) -> BaseException | None:
         """What it ended with; None while it is under way, and when it is durable."""
@@ -229,7 +229,6 @@ class Background:
         scrub: Scrub | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.ranks = ranks
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.problems: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
         self.latest: int | None = None
@@ -244,20 +243,15 @@ class Background:
         self._flights: list[_Flight] = []
         self._work: list[Future[None]] = []
         self._looking = threading.Lock()
-        with contextlib.ExitStack() as place:
-            opening = ranks.topic("open") if ranks else None
-            if opening and ranks and not ranks.coordinates:
+        opening, leads = (ranks.topic("open"), ranks.coordinates) if ranks else (None, True)
+        with opening.failing() if opening else contextlib.nullcontext(), contextlib.ExitStack() as place:
+            if opening and not leads:
                 opening.agree(None, lambda _: None)  # it is ours, it may be written, and it is settled
-            try:
-                disk = place.enter_context(
-                    places.for_sharing(path, write_mode)
-                    if ranks and not ranks.coordinates
-                    else places.for_writing(path, write_mode, in_flight=in_flight, persist=persist)
-                )
-            except BaseException as error:
-                if opening:
-                    opening.fail(error)
-                raise
+            disk = place.enter_context(
+                places.for_writing(path, write_mode, in_flight=in_flight, persist=persist)
+                if leads
+                else places.for_sharing(path, write_mode)
+            )
             pools = place.enter_context(contextlib.ExitStack())  # ended where what follows fails; else by `close`
 
             def started(pool: Pool, count: int) -> Pool:
@@ -271,16 +265,13 @@ class Background:
             self._writers: queue.SimpleQueue[Workers] = queue.SimpleQueue()
             for _ in range(in_flight):
                 self._writers.put(started(Workers(writers, "lastgood-write"), writers))
-            try:
-                self.run = _writer(ranks)(
-                    disk, self.workers, keep=keep, parity=parity, algorithm=algorithm, tell=self.events.put
-                )
-            except BaseException as error:
-                if opening:
-                    opening.fail(error)
-                raise
-            if opening and ranks and ranks.coordinates:
+            self.run = _writer(ranks)(
+                disk, self.workers, keep=keep, parity=parity, algorithm=algorithm, tell=self.events.put
+            )
+            if opening and leads:
                 opening.agree(None, lambda _: None)
+            if opening:
+                opening.agree(None, lambda _: None)  # every rank has it open
             pools.pop_all()
             self._place = place.pop_all()
         self._scrubber = Scrubber(

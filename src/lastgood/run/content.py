@@ -14,7 +14,7 @@ from ..engine import fetch
 from ..engine.scatter import Scatter, Target
 from ..errors import NoSuchTensor
 from ..format import commit, layout
-from ..format.boxes import everything
+from ..format.boxes import Stored, everything
 from ..plan import reshard
 from ..plan.reshard import Tensor
 from ..ports import Tier
@@ -30,7 +30,7 @@ class Content:
         self._tier, self._home = tier, layout.folder(generation.id)
         self._manifests = commit.read_manifests(tier, generation)
         self._stored = reshard.tensors(self._manifests)
-        self.aliases = {alias: name for one in self._manifests for alias, name in one.aliases.items()}
+        self.aliases = reshard.aliases(self._manifests)
         """further name of a tensor -> the name under which it is stored"""
 
     def values(self, rank: int = 0) -> dict[str, Any]:
@@ -63,6 +63,10 @@ class Content:
         tensor = self._named(name)
         return tensor, self._read(tensor)
 
+    def piece(self, one: Stored) -> bytearray:
+        """The bytes of one piece, checked. Raises Damaged."""
+        return fetch.tensor(self._tier, self._home, self._manifests[one.rank], one.piece)
+
     def parts(self, name: str, part_bytes: int) -> Iterator[memoryview]:
         """The bytes of one tensor in order, some at a time, checked when they have all come out; then Damaged.
 
@@ -79,12 +83,12 @@ class Content:
     def _read(self, tensor: Tensor) -> bytearray:
         if len(tensor.stored) == 1:
             (one,) = tensor.stored
-            return fetch.tensor(self._tier, self._home, self._manifests[one.rank], one.piece)
+            return self.piece(one)
         target = Target("", tensor.dtype, everything(tensor.shape))
         whole = bytearray(target.box.elements * layout.DTYPES[tensor.dtype][0] // 8)
         scatter = Scatter([(target, reshard.parts(tensor, target.box, -1))], _Memory(np.frombuffer(whole, np.uint8)))
         for one in tensor.stored:
-            data = fetch.tensor(self._tier, self._home, self._manifests[one.rank], one.piece)
+            data = self.piece(one)
             if data:
                 scatter.put(one.rank, one.piece.key, 0, memoryview(data))
             scatter.done(one.rank, one.piece.key)

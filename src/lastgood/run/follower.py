@@ -19,12 +19,23 @@ from .sharing import Share
 from .writer import RunWriter
 
 
-class Leader(RunWriter):
-    """The coordinator's writer: what it decides for all, all hear of."""
+class _Ranked(RunWriter):
+    """A rank's writer. None of them mends: there is no parity with several ranks, and two must not write one file."""
 
     def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
         self._ranks = ranks
         super().__init__(*args, **options)
+        self.rank = ranks.rank
+
+    def mend_known(self, step: int | None, arena: Arena) -> None:
+        """It stays as it is."""
+
+    def try_to_mend(self, at: GenerationId, arena: Arena, stop: Callable[[], bool] = lambda: False) -> bool:
+        return False
+
+
+class Leader(_Ranked):
+    """The coordinator's writer: what it decides for all, all hear of."""
 
     def begin(self, parent: GenerationId | None) -> None:
         def decide(_: list[Any]) -> Any:
@@ -34,13 +45,8 @@ class Leader(RunWriter):
         self._ranks.agree("begin", None, decide)
 
 
-class Follower(RunWriter):
+class Follower(_Ranked):
     """A rank's writer that publishes, marks and deletes nothing."""
-
-    def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
-        self._ranks = ranks
-        super().__init__(*args, **options)
-        self.rank = ranks.rank
 
     def _settle(self) -> None:
         """The coordinator has done so before anybody else has opened the run."""
@@ -79,9 +85,6 @@ class Follower(RunWriter):
 
     def clean(self) -> None:
         """The coordinator does."""
-
-    def mend_known(self, step: int | None, arena: Arena) -> None:
-        """Nobody does: there is no parity with several ranks."""
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         with self.turn:

@@ -16,7 +16,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -109,6 +110,15 @@ class Topic:
             self._settle(told(error), lambda _: None)
         except LastgoodError:
             return  # that is what it was for
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What is raised in here is posted: nobody waits for this rank."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     def _settle(self, post: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
         ranks, key = self._ranks, f"{self._name}/{self._round}"

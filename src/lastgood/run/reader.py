@@ -39,6 +39,11 @@ class Found(NamedTuple):
     """what the first reading of this generation found, and the second did not: memory or cable, and not the files"""
 
 
+def alone(attempt: Callable[[], None]) -> None:
+    """Load in a world of one."""
+    attempt()
+
+
 def newest_good(
     tier: Tier,
     survey: Survey,
@@ -47,7 +52,7 @@ def newest_good(
     examine: Callable[[Generation], list[Finding]] | None = None,
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
-    together: Callable[[Callable[[], None]], None] = lambda attempt: attempt(),
+    together: Callable[[Callable[[], None]], None] = alone,
 ) -> Found:
     """Try generations until one loads: of the lineage, newest first; or only `step`.
 
@@ -209,7 +214,7 @@ def reading(
     for manifest in manifests:
         for blob in manifest.blobs:
             yield from looking.read(manifest, blob, partial(borrowed, arena), workers)
-    if not looking.findings and "agreement" in layers:
+    if len(manifests) > 1 and not looking.findings and "agreement" in layers:
         try:
             reshard.tensors(manifests)
         except ManifestInvalid as error:

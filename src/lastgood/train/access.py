@@ -18,7 +18,8 @@ from ..run.writer import RunWriter
 from . import staging
 from .capture import finite
 from .loading import Request, Restored, load_into, warn_of
-from .state import capture, from_bytes
+from .state import capture
+from .tensors import from_buffer
 
 
 class Run(RunReader):
@@ -30,8 +31,7 @@ class Run(RunReader):
         Reads its bytes only and checks them against its digest. CPU tensor. Raises NoSuchStep, NoSuchTensor, Damaged.
         """
         tensor, data = self.bytes_of(name, step)
-        raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        return from_bytes(raw, tensor.dtype, tensor.shape)
+        return from_buffer(data, tensor.dtype, tensor.shape)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:

@@ -243,7 +243,7 @@ class Checkpointer:
                 self._mark,
                 lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
                 rank=self._ranks.rank if self._ranks else 0,
-                together=self._all_load if self._ranks else _alone,
+                together=self._all_load if self._ranks else reader.alone,
                 fits=self._all_fit,
             )
         except NoSuchStep:
@@ -511,11 +511,8 @@ class Checkpointer:
         """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
         assert self._ranks is not None
         topic = self._loading = self._ranks.topic("load")
-        try:
+        with topic.failing():
             attempt()
-        except BaseException as error:
-            topic.fail(error)
-            raise
         topic.agree(None, lambda _: None)
 
     def _all_fit(self) -> None:
@@ -614,10 +611,6 @@ class Checkpointer:
     def _require_open(self) -> None:
         _require(not self._closed, "this checkpointer is closed", "Open a new one.")
         _require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
-
-
-def _alone(attempt: Callable[[], None]) -> None:
-    attempt()
 
 
 def _samplers(container: object) -> Iterator[ResumableSampler]:

@@ -108,18 +108,9 @@ class Cutter:
         """
         captured = self._capture.take(state)
         tensors, addresses = captured.tensors, captured.addresses
-        plan = self._plan
-        if plan is None or plan.key != captured.key or plan.origins is not captured.origins:
-            must = finite(captured, *self._finite)
-            if plan is None or (plan.key, plan.finite) != (captured.key, must):
-                plan = self._plan = _Plan(captured.key, must, staging.lay_out(tensors, must))
-            plan.origins = captured.origins
-        if self._together:
-            division = self._together.divided(captured, plan.finite)
-            if plan.division is not division:
-                files = lay_out([item.tensor for item in division.mine], self._together.rank)
-                plan = self._plan = _Plan(captured.key, plan.finite, files, division, origins=captured.origins)
-            tensors = {item.tensor.key: item.view(captured.tensors) for item in division.mine}
+        plan = self._planned(captured)
+        if plan.division:
+            tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.division.mine}
             addresses = [one.data_ptr() for one in tensors.values()]
         images = plan.images
         arena = self._writing_arena(images)
@@ -140,10 +131,11 @@ class Cutter:
                 else {item.tensor.key for item in plan.division.mine if item.name not in bearers}
             )
         witness, kept = self._witnessed(plan.division, captured)
-        digests = self._digests(captured.tensors, bearers) if bearers is not None and self._torn_check == "full" else {}
+        later = tensors.keys() - at_once if bearers is not None and self._torn_check == "full" else ()
+        digests = {key: staging.content_digest(tensors[key], self._algorithm) for key in later}
 
         def approve(pieces: Sequence[Piece]) -> Files:
-            wrong = {one.name for one in pieces if one.name in digests and digests[one.name] != one.digest}
+            wrong = {one.name for one in pieces if one.key in digests and digests[one.key] != one.digest}
             if wrong:
                 raise staging.torn_error(wrong)
             return agreed(pieces) if agreed else ()
@@ -208,6 +200,21 @@ class Cutter:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
+    def _planned(self, captured: Captured) -> _Plan:
+        """The plan of the last cut, where it still holds; of several ranks, of what this one writes."""
+        plan = self._plan
+        known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
+        must = plan.finite if plan is not None and known else finite(captured, *self._finite)
+        division = self._together.divided(captured, must) if self._together else None
+        if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
+            if self._together and division:
+                files = lay_out([item.tensor for item in division.mine], self._together.rank)
+            else:
+                files = staging.lay_out(captured.tensors, must)
+            plan = self._plan = _Plan(captured.key, must, files, division)
+        plan.origins = captured.origins
+        return plan
+
     def _overlapped(
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
     ) -> Mapping[str, torn.Bearer] | None:
@@ -247,9 +254,6 @@ class Cutter:
                 one = kept[key] = one.clone()
             witness[key] = one
         return witness, kept
-
-    def _digests(self, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn.Bearer]) -> dict[str, str]:
-        return {name: staging.content_digest(tensors[name], self._algorithm) for name in bearers}
 
     def _writing_arena(self, images: Sequence[Image]) -> Arena:
         total = sum(image.length for image in images)

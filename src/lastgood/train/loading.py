@@ -71,7 +71,7 @@ def load_into(
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
     rank: int = 0,
-    together: Callable[[Callable[[], None]], None] = lambda attempt: attempt(),
+    together: Callable[[Callable[[], None]], None] = reader.alone,
     fits: Callable[[], object] = lambda: None,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
@@ -96,7 +96,7 @@ def load_into(
     def load(generation: Generation, manifests: list[Manifest]) -> None:
         nonlocal half
         tensors = reshard.tensors(manifests)
-        aliases = {alias: name for one in manifests for alias, name in one.aliases.items()}
+        aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
         values = merged(manifests, rank)

@@ -44,6 +44,12 @@ def from_bytes(data: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Te
     return data.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
 
 
+def from_buffer(data: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """As `from_bytes`, of memory that is no tensor."""
+    raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    return from_bytes(raw, dtype, shape)
+
+
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
     shell = _COPIED_AS.get(tensor.dtype)
     return tensor if shell is None else tensor.view(shell)

@@ -66,18 +66,14 @@ class Together:
         now = captured.key, finite, len(self._own)
         if self._division is None or now != self._for:
             everybody: list[tuple[int, ...]] = [(rank,) for rank in range(self._ranks.size)]
-            homes = {name: self._homes.get(name) or self._same(captured, name, everybody) for name in captured.tensors}
+            meshes = {name: [spread.mesh] for name, spread in captured.sharded.items()}
+            homes = {name: self._homes.get(name) or meshes.get(name, everybody) for name in captured.tensors}
             self._division, self._for = divide(captured, finite, self.rank, homes, self._own), now
         return self._division
 
     def forget(self) -> None:
         """The next save agrees anew."""
         self._homes, self._division = None, None
-
-    def _same(self, captured: Captured, name: str, everybody: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        """Where all ranks are made of the same things."""
-        spread = captured.sharded.get(name)
-        return everybody if spread is None else [spread.mesh]
 
     def _find_homes(self, captured: Captured) -> dict[str, list[tuple[int, ...]]]:
         topic = self._ranks.topic("structure")
