@@ -6,11 +6,11 @@ import csv
 import json
 import os
 import shutil
-import subprocess
 
 import pytest
 import torch
 
+from harness import install
 from lastgood.errors import Refused
 from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, timeline, trials
 from lastgood.lab.journal import Journal
@@ -144,11 +144,15 @@ def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_v
             assert not row["acknowledged"] or row["found"] == peers.STEPS[2]
 
 
+PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A mounted xfs, which can clone what lies in it."""
-    if os.geteuid() == 0 and not shutil.which("mkfs.xfs") and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-y", "-qq", "xfsprogs"], stdout=subprocess.DEVNULL, check=False)
+    for kind, package in PACKAGES.items():
+        if not shutil.which(f"mkfs.{kind}"):
+            install(package)
     folder = tmp_path_factory.mktemp("powerloss")
     try:
         powerloss.here()
@@ -182,7 +186,7 @@ def test_the_model_counts_its_states_by_the_call_that_a_crash_came_before(tmp_pa
 @pytest.mark.parametrize("kind", powerloss.KINDS)
 def test_what_was_durable_is_there_after_trouble_on_a_real_file_system(images, kind, trouble):
     if not shutil.which(f"mkfs.{kind}"):
-        pytest.skip(f"needs mkfs.{kind}: apt-get install {'btrfs-progs' if kind == 'btrfs' else 'e2fsprogs'}")
+        pytest.skip(f"needs mkfs.{kind}: apt-get install {PACKAGES[kind]}")
     row = powerloss.one({"fs": kind, "mode": "atomic_dirsync", "trouble": trouble, "trial": 0, "seed": 0}, images)
     assert row["kept"] and row["goes_on"] and not row["why"], row
 

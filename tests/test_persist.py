@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -142,3 +144,16 @@ def test_what_fills_the_last_page_is_zeros_and_nothing_that_was_in_memory():
     write(tier, arena)
     start, end = IMAGE.length // CHUNK_BYTES * CHUNK_BYTES, IMAGE.length % CHUNK_BYTES
     assert end and tier.uploads[0].written[start][end:] == bytes(CHUNK_BYTES - end)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems share the pages with a fork")
+def test_a_fork_has_the_addresses_of_an_arena_and_none_of_its_pages():
+    """A fork did not have the addresses either, mapped something else there, and lost it again as it dropped the arena
+    that it had inherited: savers that were forked ended by SIGSEGV."""
+    arena = Arena(CHUNK_BYTES, CHUNK_BYTES)
+    arena.whole()[0] = 7
+    child = os.fork()
+    if not child:
+        os._exit(arena.whole()[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert arena.whole()[0] == 7

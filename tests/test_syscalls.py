@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 import kills
 import syscalls
 
+from harness import install
 from victim import Ledger, litter, live
 
 SEED = 1
@@ -28,8 +29,8 @@ ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 @pytest.fixture(scope="module")
 def strace() -> str:
-    if not shutil.which("strace") and ROOT and shutil.which("apt-get"):
-        subprocess.run(["apt-get", "install", "-y", "-qq", "strace"], stdout=subprocess.DEVNULL, check=False)
+    if not shutil.which("strace"):
+        install("strace")
     found = shutil.which("strace")
     if not found:
         pytest.skip("needs strace: apt-get install strace")

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import sys
 import threading
 from collections.abc import Callable
 
 from ..rawio.files import round_up
 
+MADV_WIPEONFORK = 18
+"""of Linux since 4.14; Python's mmap has no name for it"""
 HUGE_BYTES = 2 << 20
 """memory is mapped in steps of it: a small state then lies in one page, and is written faster than from 512"""
 
@@ -34,8 +37,8 @@ class Arena:
     """`arena_bytes` (rounded up to whole chunks) of memory. What was written before is lent before what never was.
 
     The first touch of memory costs several times a copy, so no more of it is touched than is needed at once. Workers of
-    data loaders that are forked meanwhile do not get it: they would turn every write into a page copy, and keep it
-    alive. It goes back to the system with the last reference to it.
+    data loaders that are forked meanwhile get the addresses, and none of the pages: they would turn every write into a
+    page copy, and keep them alive. It goes back to the system with the last reference to it.
     """
 
     def __init__(self, arena_bytes: int, chunk_bytes: int) -> None:
@@ -43,8 +46,10 @@ class Arena:
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
         # Private: the first touch of shared memory is two to four times as slow.
         memory = mmap.mmap(-1, round_up(self.arena_bytes, HUGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            memory.madvise(mmap.MADV_DONTFORK)
+        if sys.platform == "linux":
+            # Not DONTFORK: a fork that drops its copy of this object unmaps these addresses, whatever it has there.
+            with contextlib.suppress(OSError):  # an older kernel: forks share the pages then
+                memory.madvise(MADV_WIPEONFORK)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without: it is small pages then
                 memory.madvise(mmap.MADV_HUGEPAGE)  # direct I/O of 8 MiB is a quarter faster on 4 pages than on 2,048

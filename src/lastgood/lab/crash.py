@@ -17,7 +17,9 @@ import os
 import random
 import re
 import signal
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -224,19 +226,26 @@ def one(key: Row) -> Row:
 
 
 def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
-    """Run a life in a fork: whether it was killed, and what it said before."""
+    """Run a life in a fork: whether it was killed, and what it said before. Raises RuntimeError where it ends badly."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
+        status = 1
         try:
             life(lambda text: os.write(send, text.encode()))
+            status = 0
+        except Exception:  # noqa: BLE001 - told, and raised by the parent
+            traceback.print_exc()
         finally:
-            os._exit(1)
+            sys.stderr.flush()
+            os._exit(status)
     os.close(send)
     with os.fdopen(receive) as pipe:
         said = pipe.read()
-    _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, said
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"a fork ended with status {ended}, after it said {said!r}")
+    return ended < 0, said
 
 
 def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
