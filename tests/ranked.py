@@ -93,6 +93,8 @@ def spread(kind: str, size: int) -> nn.Module:
         return net
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(net)
+    if kind == "fsdp1":
+        return in_flat_parameters(net, size)
     if kind == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
     elif kind == "hsdp":
@@ -109,13 +111,45 @@ def spread(kind: str, size: int) -> nn.Module:
     return fully_shard(net, mesh=mesh)
 
 
+def in_flat_parameters(net: Net, size: int) -> nn.Module:
+    """FSDP1."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    options["device_mesh"] = init_device_mesh("cpu", (size,))
+    net.up = FullyShardedDataParallel(net.up, **options)
+    return FullyShardedDataParallel(net, **options)
+
+
+class App:
+    """Model and optimizer as torch's helpers hand them out and take them back, in shards."""
+
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.net, self.optimizer = net, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        model, optimizer = get_state_dict(self.net, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(self.net, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
 class Loop:
-    """A training loop on one rank, the same data on all."""
+    """A training loop on one rank, the same data on all. A kind that begins with "app": its state is handed out."""
 
     def __init__(self, kind: str, size: int) -> None:
+        kind, handed = kind.removeprefix("app "), kind.startswith("app ")
         self.net = spread(kind, size)
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
         self.state: dict[str, Any] = {"net": self.net, "optimizer": self.optimizer}
+        if handed:
+            self.state = {"app": App(self.net, self.optimizer)}
 
     def step(self, n: int) -> float:
         data = torch.randn(8, 16, generator=torch.Generator().manual_seed(n))
@@ -126,11 +160,75 @@ class Loop:
         return loss.item()
 
 
+class Pipeline:
+    """A pipeline of two stages, each with its optimizer and its own names in the state.
+
+    "stages": both in one process. "pipeline": each on one rank. "pipeline of meshes": each on four ranks, two by two of
+    FSDP2 and tensor parallelism.
+    """
+
+    def __init__(self, kind: str, size: int) -> None:
+        from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+        net = Net()
+        parts = nn.Sequential(net.up, nn.ReLU()), nn.Sequential(net.down, net.norm, net.head)
+        self.last, self.schedule = True, None
+        stages: dict[int, nn.Module] = dict(enumerate(parts))
+        if size > 1:
+            at, group = _staged(kind, size, parts)
+            self.last, stages = at == 1, {at: parts[at]}
+            stage = PipelineStage(parts[at], at, 2, torch.device("cpu"), group=group)
+            self.schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=_loss)
+        self.optimizers = {n: torch.optim.AdamW(one.parameters(), lr=0.01) for n, one in stages.items()}
+        self.state: dict[str, Any] = {f"stage{n}": one for n, one in stages.items()}
+        self.state |= {f"optimizer{n}": one for n, one in self.optimizers.items()}
+
+    def step(self, n: int) -> float:
+        data = torch.randn(8, 16, generator=torch.Generator().manual_seed(n))
+        for one in self.optimizers.values():
+            one.zero_grad()
+        losses: list[torch.Tensor] = []
+        if self.schedule is None:
+            losses = [_loss(self.state["stage1"](self.state["stage0"](data)))]
+            losses[0].backward()  # type: ignore[no-untyped-call]
+        elif self.last:
+            self.schedule.step(target=data, losses=losses)
+        else:
+            self.schedule.step(data)
+        for one in self.optimizers.values():
+            one.step()
+        return sum(one.item() for one in losses)
+
+
+def _loss(found: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
+    return found.pow(2).mean()
+
+
+def _staged(kind: str, size: int, parts: tuple[nn.Module, ...]) -> tuple[int, dist.ProcessGroup]:
+    """Which stage this rank has, spread as `kind` says, and the group of those with whom it makes a pipeline."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, size // 4 or 1, size // 4 or 1), mesh_dim_names=("stage", "data", "model"))
+    at = mesh.get_local_rank("stage")
+    if kind == "pipeline of meshes":
+        parallelize_module(parts[at], mesh["model"], {"0": ColwiseParallel(output_layouts=Replicate())})
+        fully_shard(parts[at], mesh=mesh["data"])
+    return at, mesh.get_group("stage")
+
+
+def made(kind: str, size: int) -> Loop | Pipeline:
+    """The loop of a kind."""
+    return Pipeline(kind, size) if kind in ("stages", "pipeline", "pipeline of meshes") else Loop(kind, size)
+
+
 def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: Any) -> list[float]:
     """Restore, train on, save every second step; the losses."""
     import lastgood
 
-    loop = Loop(kind, size)
+    loop = made(kind, size)
     with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=2), **options) as ckpt:
         losses = []
         for n in range(ckpt.restore().step + 1, upto + 1):
@@ -156,7 +254,7 @@ def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
 
     steps = []
     for root in roots:
-        loop = Loop(kind, size)
+        loop = made(kind, size)
         loop.step(1)  # what a restore must overwrite, moments included
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000)) as ckpt:
             step = ckpt.restore().step

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lastgood
 from lastgood.run.content import Content
-from ranked import PATIENCE, STEPS_OF_A_SAVE, differing, failing, resaved, timed, trained, trained_in_parts, world
+from lastgood.train.merging import homeless
+from ranked import PATIENCE, STEPS_OF_A_SAVE, differing, failing, made, resaved, timed, trained, trained_in_parts, world
 
 WORLDS = {
     "one process": ("plain", 1),
@@ -63,6 +65,86 @@ def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(saved, tmp_pat
     root = Path(shutil.copytree(saved[name], tmp_path / "stopped", symlinks=True))
     resumed = world(size, trained, kind, root, STEPS + 3)
     assert resumed == [losses[STEPS:] for losses in straight]
+
+
+STAGED = {
+    "one process": ("stages", 1),
+    "a rank for each stage": ("pipeline", 2),
+    "two by two by two of stages, FSDP2 and tensor parallel": ("pipeline of meshes", 8),
+}
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each pipeline."""
+    runs = {name: tmp_path_factory.mktemp("runs") / kind for name, (kind, _) in STAGED.items()}
+    for name, (kind, size) in STAGED.items():
+        world(size, trained, kind, runs[name], STEPS)
+    return runs
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_the_stages_of_a_pipeline_go_to_any_other_and_on_as_if_nothing_had_been(staged, tmp_path, name):
+    kind, size = STAGED[name]
+    roots = [Path(shutil.copytree(root, tmp_path / root.name, symlinks=True)) for root in staged.values()]
+    assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
+    for root in roots:
+        assert whole(root, STEPS) == whole(root, STEPS + 1)
+        assert {one.partition(".")[0] for one in whole(root, STEPS)} == {"stage0", "stage1", "optimizer0", "optimizer1"}
+    straight = world(size, trained, kind, tmp_path / "straight", STEPS + 3)
+    root = Path(shutil.copytree(staged[name], tmp_path / "stopped", symlinks=True))
+    assert world(size, trained, kind, root, STEPS + 3) == [losses[STEPS:] for losses in straight]
+
+
+def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
+    loop = made("stages", 1)
+    lastgood.save(tmp_path, {**loop.state, "odd": torch.ones(2)})
+    with pytest.raises(AssertionError, match=r"unexpected in the generation: odd\s*Nothing was loaded"):
+        world(2, resaved, "pipeline", [tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "found"),
+    [
+        ([["stage1", "odd"], ["stage0", "odd"]], ["odd"]),
+        ([["stage1", "stage0.more"], ["stage0"]], ["stage0.more"]),
+        ([["stage0more.x"], ["stage0"]], []),
+        ([[], ["stage0"]], []),
+    ],
+)
+def test_a_name_that_a_rank_has_no_place_for_speaks_of_all_below_it(of_ranks, found):
+    assert homeless(of_ranks) == found
+
+
+HANDED = {"one process": ("app plain", 1), "two of FSDP2": ("app fsdp", 2), "three of FSDP1": ("app fsdp1", 3)}
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of each of those whose state is an object that hands out shards."""
+    runs = {name: tmp_path_factory.mktemp("runs") / name for name in HANDED}
+    for name, (kind, size) in HANDED.items():
+        world(size, trained, kind, runs[name], STEPS)
+    return runs
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_an_object_that_hands_out_shards_is_handed_them_back_in_any_world(handed_out, tmp_path, name):
+    """As torch's helpers for state dicts make them; those of FSDP1 are spread no other way. They came back as plain
+    tensors."""
+    kind, size = HANDED[name]
+    roots = [Path(shutil.copytree(root, tmp_path / root.name, symlinks=True)) for root in handed_out.values()]
+    assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
+    for root in roots:
+        assert whole(root, STEPS) == whole(root, STEPS + 1)
+    straight = world(size, trained, kind, tmp_path / "straight", STEPS + 3)
+    root = Path(shutil.copytree(handed_out[name], tmp_path / "stopped", symlinks=True))
+    assert world(size, trained, kind, root, STEPS + 3) == [losses[STEPS:] for losses in straight]
+
+
+def test_flat_parameters_of_several_ranks_are_refused_with_a_way_out(tmp_path):
+    with pytest.raises(AssertionError, match=r"FSDP1 with several ranks: net .*get_state_dict"):
+        world(2, trained, "fsdp1", tmp_path, STEPS)
 
 
 def test_digests_of_everything_at_the_cut_are_those_of_the_parts_that_each_rank_writes(tmp_path):

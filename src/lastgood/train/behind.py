@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from . import shards
 from .capture import Captured, Origin
-from .objects import find_objects
+from .objects import find_objects, is_fsdp1
 from .torn import Bearer, watchable
 
 
@@ -69,7 +69,7 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
     for thing in find_objects(state).values():
         if isinstance(thing, nn.Module):
             for part in thing.modules():
-                moves |= type(part).__name__ == "FullyShardedDataParallel"
+                moves |= is_fsdp1(part)
                 for key, parameter in part._parameters.items():
                     note(part._parameters, key, parameter)
         elif isinstance(thing, Optimizer):

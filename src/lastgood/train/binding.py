@@ -255,9 +255,21 @@ class Binder:
         elif why := KINDS[saved.tag].differs(live, saved.data):
             self._differs(path, why)
         else:
-            data = self.bind(ABSENT, saved.data, path)
+            data = self.bind(ABSENT, saved.data, path, self._as_it_is_spread(live, saved.tag, path))
             return partial(_loaded, live, KINDS[saved.tag].load, data)
         return _stays(live)
+
+    def _as_it_is_spread(self, live: Any, tag: str, path: str) -> Home | None:
+        """What the object hands out as shards it is handed back as such; asked only where there may be shards."""
+        spread = shards.below(KINDS[tag].read(live), path) if shards.are_possible() else {}
+
+        def home(ref: TensorRef, path: str) -> tuple[torch.device, torch.Tensor | None]:
+            like = spread.get(path)
+            if like is None or self._unlike(like, ref.name):
+                return tensors.at_hand(ref.device), None
+            return like.device, like
+
+        return home if spread else None
 
     def _module(self, live: nn.Module, extra: dict[str, Any], path: str) -> Put:
         """Its own tensors in place; what its state_dict computes or adds goes back through its load_state_dict."""

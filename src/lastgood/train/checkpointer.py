@@ -51,6 +51,8 @@ from ..tiers.disk import WriteMode
 from .agree import ranks_of
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, warn_of
+from .merging import homeless
+from .objects import is_fsdp1, modules_of
 from .pacing import Pace
 from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
@@ -178,6 +180,12 @@ class Checkpointer:
             f"when_full={when_full!r} with several ranks",
             'Give "wait": what each rank decides by itself must be the same.',
         )
+        flat = {path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))} if ranks else ()
+        _require(
+            not flat,
+            f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",
+            "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
+        )
         self._ranks = ranks
         self._ahead = Announcements(ranks) if ranks else None
         self._loading: Topic | None = None
@@ -244,6 +252,7 @@ class Checkpointer:
                 lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
                 rank=self._ranks.rank if self._ranks else 0,
                 together=self._all_load if self._ranks else reader.alone,
+                nowhere=self._homeless,
                 fits=self._all_fit,
             )
         except NoSuchStep:
@@ -514,6 +523,10 @@ class Checkpointer:
         with topic.failing():
             attempt()
         topic.agree(None, lambda _: None)
+
+    def _homeless(self, unexpected: list[str]) -> list[str]:
+        """What this rank has no place for is somebody else's, as the stages of a pipeline are, or fits nowhere."""
+        return self._loading.agree(unexpected, homeless) if self._loading is not None else unexpected
 
     def _all_fit(self) -> None:
         """Nobody writes into its state before it fits everywhere."""

@@ -19,6 +19,7 @@ from ..engine.finite import not_finite_error
 from ..engine.scatter import Scatter
 from ..errors import Damaged, HalfLoaded, LastgoodError, LastgoodWarning, NotFinite
 from ..format.commit import Survey
+from ..format.values import component
 from ..plan import reshard, restore
 from ..ports import Tier
 from ..records import Finding, Generation, Manifest
@@ -72,13 +73,14 @@ def load_into(
     mend: Callable[[Generation], bool] = lambda _: False,
     rank: int = 0,
     together: Callable[[Callable[[], None]], None] = reader.alone,
+    nowhere: Callable[[list[str]], list[str]] = list,
     fits: Callable[[], object] = lambda: None,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
-    memory. `rank`: whose place this process takes among those that saved; `together` as in
-    `newest_good`; `fits` is asked before anything is written. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
+    memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`, `nowhere` as
+    in `match`; `fits` is asked before anything is written. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
     Unavailable, each with the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
@@ -99,7 +101,7 @@ def load_into(
         aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-        values = merged(manifests, rank)
+        values = merged(manifests, rank, [component(key) for key in request.state])
         fit = match(
             request.state,
             Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values),
@@ -107,6 +109,7 @@ def load_into(
             rename=request.rename,
             include=request.include,
             exclude=request.exclude,
+            nowhere=nowhere,
         )
         fits()
         arena = arena_for(*reader.reading_bytes(manifests))

@@ -69,12 +69,14 @@ def match(
     rename: Mapping[str, str] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    nowhere: Callable[[list[str]], list[str]] = list,
 ) -> Match:
     """How `stored` goes into the live state. Touches nothing.
 
     Raises StateMismatch with all that is missing, unexpected or different; with strict=False that is skipped, and
     listed. `rename`: stored name -> live name, exact or both prefixes that end in ".". `include`, `exclude`: what is
-    not wanted is not demanded and stays as it is. Raises ManifestInvalid for malformed values, Unstorable for live
+    not wanted is not demanded and stays as it is. `nowhere`: of what this state has no place for, and other processes
+    may have, what they have not either. Raises ManifestInvalid for malformed values, Unstorable for live
     tensors that cannot be written, Refused for a state or a `rename` that makes no sense.
     """
     if not isinstance(state, MutableMapping):
@@ -87,6 +89,7 @@ def match(
     puts = _bind_entries(plan, state, values, moved, names)
     _bind_rng(plan, values, stored, names)
     plan.note_unclaimed()
+    plan.unexpected = nowhere(plan.unexpected)
     if strict and plan.differences():
         raise StateMismatch(stored.step, plan.missing, plan.unexpected, plan.mismatched)
     return Match(state, stored, plan, puts)

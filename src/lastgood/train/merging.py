@@ -1,24 +1,38 @@
-"""Merging: the values of many ranks -> those that one process is to take. Pure.
+"""Merging: the values of many ranks -> those that one process is to take; what none of many processes takes. Pure.
 
 A process takes what the rank of its number had. Where there were fewer, it takes what rank 0 had; its random number
-generators are seeded anew then (`objects.seed_rng`). What an optimizer says of its parameters is put together from all.
+generators are seeded anew then (`objects.seed_rng`). What it has a place for and that rank had not, as the stages of a
+pipeline, is taken from the first that had it. What an optimizer says of its parameters is put together from all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ..records import Manifest
 
 
-def merged(manifests: Sequence[Manifest], rank: int) -> dict[str, Any]:
-    """The values of one generation, for the process that takes the place of `rank`."""
+def merged(manifests: Sequence[Manifest], rank: int, places: Collection[str] = ()) -> dict[str, Any]:
+    """The values of one generation, for the process of number `rank` that has `places` for these entries."""
     values = dict(manifests[rank if rank < len(manifests) else 0].values)
     if len(manifests) > 1:
+        for name in set(places) - values.keys():
+            values |= next(({name: one.values[name]} for one in manifests if name in one.values), {})
         for name, tree in values.items():
             values[name] = _whole(tree, [one.values[name] for one in manifests if name in one.values])
     return values
+
+
+def homeless(unexpected: Sequence[Sequence[str]]) -> list[str]:
+    """What no rank has a place for, of what each has none for; a name there speaks of all that lies below it."""
+    listed = [set(names) for names in unexpected]
+    return sorted(name for name in set().union(*listed) if all(_covers(one, name) for one in listed))
+
+
+def _covers(names: Collection[str], name: str) -> bool:
+    ends = (at for at, letter in enumerate(name) if letter == ".")
+    return name in names or any(name[:at] in names for at in ends)
 
 
 def _whole(tree: Any, others: Sequence[Any]) -> Any:

@@ -302,6 +302,11 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
     return {path: one for path, one in find_objects(state).items() if isinstance(one, nn.Module)}
 
 
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether it keeps its weights in flat parameters, and moves them about in forward and backward."""
+    return type(module).__name__ == "FullyShardedDataParallel"
+
+
 def may_step(obj: Any) -> bool:
     """Whether this looks like an optimizer, of torch or not."""
     return isinstance(obj, Optimizer) or (hasattr(obj, "param_groups") and callable(getattr(obj, "step", None)))

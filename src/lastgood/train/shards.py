@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..format.boxes import Box
-from ..format.values import refusal
+from ..format.values import join, refusal
 
 
 class Sharded(NamedTuple):
@@ -52,7 +52,25 @@ class Shards:
         return told
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
+def are_possible() -> bool:
+    """Whether this process can have made a DTensor."""
+    return "torch.distributed.tensor" in sys.modules
+
+
+def below(tree: Any, path: str) -> dict[str, torch.Tensor]:
+    """Every DTensor in nested dicts, lists and tuples, by its name."""
+    if is_sharded(tree):
+        return {path: tree}
+    if isinstance(tree, dict):
+        parts = [(join(path, key), item) for key, item in tree.items()]
+    else:
+        parts = (
+            [(f"{path}.{index}", item) for index, item in enumerate(tree)] if isinstance(tree, (list, tuple)) else []
+        )
+    return {name: one for part, item in parts for name, one in below(item, part).items()}
+
+
+def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor: one of a device mesh, of which each process holds a part."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
