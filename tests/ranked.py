@@ -429,3 +429,33 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
                 ckpt.step(n)
             ckpt.wait()
     return heard
+
+
+def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool) -> dict[str, Any]:
+    """Steps until a signal that `who` gets at step 5 ends them; what was said at the end. `late`: rank 1 looks too
+    rarely, and is not held back by the others."""
+    import signal
+
+    import lastgood
+    from lastgood.run import ranks
+
+    ranks.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
+    loop = Loop(kind, size)
+    options = {"cadence": lastgood.Every(steps=10_000 if late else 4), "preemption": lastgood.Preemption()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            with lastgood.Checkpointer(root, loop.state, **options) as ckpt:
+                n = ckpt.restore().step
+                ckpt.save(n).result(60)
+                while n < 100_000:
+                    n += 1
+                    loop.step(n)
+                    if n == 5 and rank == who:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    if late and rank == 1 and n > 200:
+                        ranks.LOOK_SECONDS = 0.0
+                    ckpt.step(n)
+        except lastgood.Preempted as end:
+            return {"step": n, "code": end.code, "durable": end.durable}
+    return {}

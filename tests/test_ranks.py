@@ -13,7 +13,19 @@ import torch
 import lastgood
 from lastgood.run.content import Content
 from lastgood.train.merging import homeless
-from ranked import PATIENCE, STEPS_OF_A_SAVE, differing, failing, made, resaved, timed, trained, trained_in_parts, world
+from ranked import (
+    PATIENCE,
+    STEPS_OF_A_SAVE,
+    differing,
+    failing,
+    made,
+    preempted,
+    resaved,
+    timed,
+    trained,
+    trained_in_parts,
+    world,
+)
 
 WORLDS = {
     "one process": ("plain", 1),
@@ -177,6 +189,20 @@ def test_a_rank_that_hears_too_late_of_a_step_fails_that_save_and_the_next_is_to
     assert first[0][0] == second[0][0] == "failed" and first[0][1] == second[0][1]
     assert "durable" in {kind for kind, _ in first}
     assert [one for one in first if one[0] == "durable"] == [one for one in second if one[0] == "durable"]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_any_rank_ends_all_of_them_at_one_step_which_is_durable(tmp_path, who):
+    told = world(3, preempted, "ddp", tmp_path, who, False)
+    assert told[0] == told[1] == told[2] and told[0]["code"] == 75
+    assert told[0]["step"] == told[0]["durable"] > 5
+    assert lastgood.open(tmp_path).verify(told[0]["durable"]).good
+
+
+def test_a_rank_that_hears_too_late_of_the_end_ends_all_the_same_and_what_was_durable_stays(tmp_path):
+    told = world(2, preempted, "plain", tmp_path, 0, True)
+    assert [(one["code"], one["durable"]) for one in told] == [(75, 0), (75, 0)] and told[0]["step"] < told[1]["step"]
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [0]
 
 
 def test_a_rank_that_has_diverged_fails_the_save_on_all_ranks_by_name(tmp_path):

@@ -164,15 +164,17 @@ class Topic:
 
 
 class Announcements:
-    """Steps at which all ranks are to save, which the coordinator alone can know: told some steps ahead.
+    """Steps at which all ranks are to do something, which no rank can know by itself: told some steps ahead.
 
-    Nobody waits for them: each rank looks every LOOK_SECONDS. One that has passed the step when it hears of it says so
-    in the agreement about that save, which fails on all ranks; the next is told twice as far ahead.
+    The coordinator tells them, on its own or because another rank has asked for it. Nobody waits: each rank looks every
+    LOOK_SECONDS. One that has passed the step when it hears of it says so in the agreement about what was to be done,
+    which then fails on all ranks; the next is told twice as far ahead.
     """
 
-    def __init__(self, ranks: Ranks, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
-        self._ranks, self._now = ranks, monotonic_seconds
+    def __init__(self, ranks: Ranks, kind: str, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
+        self._ranks, self._now, self._name = ranks, monotonic_seconds, f"{ranks.name}/{kind}"
         self._heard = 0
+        self._asked = False
         self._looked_at = monotonic_seconds()
         self._factor = 2.0
         self._last: tuple[int, float] | None = None
@@ -188,29 +190,39 @@ class Announcements:
         self._last = n, now
 
     def announce(self, n: int) -> None:
-        """At the coordinator, at step `n`: a save is due."""
+        """At the coordinator, at step `n`: it is due."""
         if self.coming is not None:
             return
         assert self._begun is not None and self._last is not None
         steps, seconds = self._last[0] - self._begun[0], self._last[1] - self._begun[1]
         ahead = math.ceil(self._factor * LOOK_SECONDS * steps / seconds) if seconds > 0 else 1
         self.coming = n + max(ahead, 1) + 1
-        self._ranks.post(f"{self._ranks.name}/due/{self._heard}", self.coming)
+        self._ranks.post(f"{self._name}/{self._heard}", self.coming)
         self._heard += 1
 
+    def ask(self) -> None:
+        """At any other rank: it is due."""
+        if not self._asked:
+            self._asked = True
+            self._ranks.post(f"{self._name}/asked", self._ranks.rank)
+
     def look(self, n: int) -> None:
-        """At any other rank."""
+        """Whether something was told; at the coordinator, whether something was asked for."""
         now = self._now()
         if self.coming is not None or now - self._looked_at < LOOK_SECONDS:
             return
         self._looked_at = now
-        key = f"{self._ranks.name}/due/{self._heard}"
+        if self._ranks.coordinates:
+            if self._ranks.has(f"{self._name}/asked"):
+                self.announce(n)
+            return
+        key = f"{self._name}/{self._heard}"
         if self._ranks.has(key):
             self.coming = int(self._ranks.hear(key, self._ranks.patience_seconds))
             self._heard += 1
 
     def over(self) -> None:
-        """That save has begun, or its step was passed."""
+        """It has begun, or its step was passed."""
         self.coming = None
 
     def further(self) -> None:

@@ -171,8 +171,8 @@ class Checkpointer:
         ranks = ranks_of(path, patience)
         _require(not (ranks and slots), "slots with several ranks", "Give a directory that all ranks see.")
         _require(
-            ranks is None or (parity is None and scrub is None and cadence != "auto" and preemption is None),
-            "parity, scrub, preemption or cadence='auto' with several ranks",
+            ranks is None or (parity is None and scrub is None and cadence != "auto"),
+            "parity, scrub or cadence='auto' with several ranks",
             "Leave them out: they are for one process so far.",
         )
         _require(
@@ -187,7 +187,8 @@ class Checkpointer:
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
         )
         self._ranks = ranks
-        self._ahead = Announcements(ranks) if ranks else None
+        self._ahead = Announcements(ranks, "due") if ranks else None
+        self._end = Announcements(ranks, "end") if ranks else None
         self._loading: Topic | None = None
         self._behind = Background(
             path,
@@ -289,7 +290,7 @@ class Checkpointer:
         when a last save is durable or the grace is over.
         """
         n = self._advance(n)
-        if self._asked is not None and self.preempted:
+        if self._asked is not None and self._ends(n, self._asked):
             self._leave(n, self._asked)
         self._surface(stacklevel=3)
         return self._save(n, False, None, must=False) if self._due(n) else None
@@ -323,14 +324,15 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """Step of the newest verified generation of the lineage."""
-        if isinstance(self._behind.run, Follower):
-            self._behind.run.look()
-            self._behind.note_latest()
+        self._look()
         return self._behind.latest
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal has asked for the end, for loops that end themselves: the next `step()` raises Preempted."""
+        """Whether a signal has asked for the end, for loops that end themselves: the next `step()` raises Preempted.
+
+        With several ranks it is a step that all of them end at, some steps later.
+        """
         return self._asked is not None and self._asked.at is not None
 
     def close(self, timeout: float | None = None) -> None:
@@ -366,28 +368,62 @@ class Checkpointer:
 
     # ---- on the training thread ----------------------------------------------------------------------------
 
+    def _ends(self, n: int, asked: Asked) -> bool:
+        """Whether this is the step to end at. Of several ranks, one that has heard a signal asks rank 0 to name it."""
+        if self._ranks is None or self._end is None:
+            return self.preempted
+        self._end.passed(n)
+        if self.preempted and self._ranks.coordinates:
+            self._end.announce(n)
+        elif self.preempted:
+            self._end.ask()
+        self._end.look(n)
+        if self._end.coming is None:
+            return False
+        asked.ask()
+        return n >= self._end.coming
+
     def _leave(self, n: int, asked: Asked) -> NoReturn:
         """The last save, where it can be durable in time, and the end of the run; `asked` has a timer for all of it."""
         problem: Exception | None = None
         for _ in range(2):  # one that was torn, or failed, is made once more: the state rests now
             try:
                 last = self._last
-                if last is None or last.step < n or last.failed():
-                    took = last.seconds if last is not None and last.durable() else 0.0
-                    if took <= asked.left_seconds:
-                        last = self._save(n, False, None, must=True, patience_seconds=asked.left_seconds) or last
+                if (last is None or last.step < n or last.failed()) and self._in_time(n, last, asked.left_seconds):
+                    last = self._save(n, False, None, must=True, patience_seconds=asked.left_seconds) or last
                 if last is not None:
                     last.result(asked.left_seconds)
                 problem = None
                 break
             except Exception as error:  # noqa: BLE001 - told; the end comes all the same
                 problem = error
+                if isinstance(error, StepDiffers):  # a rank had passed the step: there is none that all could save
+                    break
+        self._look()
         newest = next((one for one in self._behind.run.lineage() if not one.damaged and not one.unfit), None)
         told = f"step {newest.step} is durable" if newest else "nothing is durable"
         more = f" {type(problem).__name__}: {problem}" if problem else ""
         with contextlib.suppress(OSError):
             print(f"lastgood: asked to end at step {n}: {told}, exit {asked.wish.exit_code}.{more}", file=sys.stderr)
         raise Preempted(asked.wish.exit_code, newest.step if newest else None)
+
+    def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
+        """Whether a save can be durable in time, as the last one took; of several ranks, on all."""
+        mine = (last.seconds if last is not None and last.durable() else 0.0) <= left_seconds
+        if self._ranks is None or self._end is None:
+            return mine
+        topic = self._ranks.topic("leave")
+        if self._end.coming is not None and n > self._end.coming:
+            late = StepDiffers(f"heard at step {n} only that the end is at step {self._end.coming}")
+            topic.fail(late)
+            raise late
+        return bool(topic.agree(mine, all))
+
+    def _look(self) -> None:
+        """What rank 0 has committed and verified since."""
+        if isinstance(self._behind.run, Follower):
+            self._behind.run.look()
+            self._behind.note_latest()
 
     def _save(
         self,

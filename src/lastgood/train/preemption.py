@@ -79,6 +79,13 @@ class Asked:
         """Of the grace."""
         return max(0.0, self.wish.grace_seconds - (self._now() - (self.at or self._now())))
 
+    def ask(self) -> None:
+        """As the first signal does; of several ranks, when another has heard it."""
+        if self.at is None:
+            self.at = self._now()
+            self._timer = threading.Timer(self.wish.grace_seconds, self._leave, ["the grace is over"])
+            self._timer.start()
+
     def close(self) -> None:
         """The run has been let go of. Whoever handled these signals before does so again, unless the process is ending:
         then the same signal may still come once more."""
@@ -97,9 +104,7 @@ class Asked:
         elif self.at is None and self._closed:
             _die_of(number)
         elif self.at is None:
-            self.at = self._now()
-            self._timer = threading.Timer(self.wish.grace_seconds, self._leave, ["the grace is over"])
-            self._timer.start()
+            self.ask()
         elif self._now() - self.at > SAME_SECONDS:
             self._leave("a second signal")
 
