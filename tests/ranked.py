@@ -347,6 +347,15 @@ def dcp_saved(rank: int, size: int, kind: str, root: Path, steps: list[int]) -> 
         dcp.save(state, checkpoint_id=str(step), storage_writer=lastgood.dcp.Writer(root))
 
 
+def dcp_of_torch(rank: int, size: int, kind: str, folder: Path) -> dict[str, Any]:
+    """The weights of a model, saved by torch's own writer; whole tensors."""
+    import torch.distributed.checkpoint as dcp
+
+    state = Loop(kind, size).net.state_dict()
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+    return {name: getattr(one, "full_tensor", lambda one=one: one)().tolist() for name, one in state.items()}
+
+
 def dcp_loaded(rank: int, size: int, kind: str, root: Path) -> dict[str, Any]:
     """The newest, loaded through the drop-in over another state; whole tensors."""
     import torch.distributed.checkpoint as dcp

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from harness import save
-from lastgood.edges import cli, compare, importing, sweep
+from lastgood.edges import cli, compare, exporting, importing, sweep
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import MissingBlob
@@ -462,11 +462,29 @@ def test_an_export_to_pt_keeps_types_and_ties_and_loads_without_code(tmp_path: P
     assert code == 0 and "a: complex128, written as its bytes (U8)" in out
 
 
+def test_an_export_in_shards_is_laid_out_as_hugging_face_does(tmp_path: Path, asked: Any) -> None:
+    from safetensors.numpy import load_file
+
+    arrays = {f"layer.{n}.w": ("float32", np.full(100, n, "f4")) for n in range(5)}
+    typed(tmp_path / "run", 1, arrays)
+    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", "800")[0] == 0
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 2000}
+    assert sorted(os.listdir(tmp_path / "hf")) == [*sorted(set(index["weight_map"].values())), exporting.HF_INDEX]
+    assert set(index["weight_map"].values()) == {f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)}
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(load_file(tmp_path / "hf" / file)[name], arrays[name][1])
+    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/small/")[0] == 0
+    assert os.listdir(tmp_path / "small") == ["model.safetensors"], "what fits into one file needs no index"
+    code, told = asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--force")
+    assert (code, told["error"]) == (3, "Refused") and len(os.listdir(tmp_path / "hf")) == 4
+
+
 def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_path: Path) -> None:
     newest = RunReader(places.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 5000)
-    for name in ("m.safetensors", "m.pt"):
-        code, told = asked("export", run, 30, "--to", tmp_path / name)
+    for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
+        code, told = asked("export", run, 30, "--to", f"{tmp_path}/{name}")
         assert (code, told["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
 
 
@@ -478,11 +496,11 @@ import resource, signal
 from lastgood.edges.cli import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
-for name in ("m.safetensors", "m.pt"):
+for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
     print(main(["export", {str(run)!r}, "--to", {str(tmp_path / "full")!r} + "/" + name]))
 """
     done = python("-c", code, capture_output=True)
-    assert done.stdout.split() == ["5", "5"] and done.stderr.count("File too large") == 2
+    assert done.stdout.split() == ["5"] * 4 and done.stderr.count("File too large") == 4, done.stderr
     assert os.listdir(tmp_path / "full") == []
 
 

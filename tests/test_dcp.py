@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import lastgood
 from lastgood import errors
-from ranked import dcp_loaded, dcp_saved, world
+from lastgood.edges import cli
+from ranked import dcp_loaded, dcp_of_torch, dcp_saved, world
 
 
 def save(state: dict[str, Any], root: Path, **options: Any) -> None:
@@ -145,3 +149,111 @@ def test_states_of_torchs_helpers_go_from_any_world_to_any(tmp_path, saver, load
     assert all(one == same[0] for one in [*same, *other])
     assert same[0]["step"] == 2 and same[0]["name"] == "gpt"
     assert lastgood.open(tmp_path).verify(2).good
+
+
+# ---- folders that torch's own writer made -----------------------------------------------------------------------
+
+
+NESTED = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "deep": [torch.tensor(7, dtype=torch.bfloat16), {"x": 1.5}]},
+    "none": torch.zeros(0, 3),
+    "step": 4,
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def zeros(one: Any) -> Any:
+    if isinstance(one, dict):
+        return {key: zeros(item) for key, item in one.items()}
+    return [zeros(item) for item in one] if isinstance(one, list) else one * 0
+
+
+def test_a_folder_of_torchs_goes_into_a_run_and_out_of_it_as_it_was(tmp_path):
+    dcp.save(NESTED, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--step", "4"]) == 0
+    state = zeros(NESTED)
+    load(state, tmp_path / "run")
+    assert same(state, NESTED)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back.dcp")]) == 0
+    state = zeros(NESTED)
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "back.dcp"), no_dist=True)
+    assert same(state, NESTED)
+    ours, theirs = (dcp.FileSystemReader(tmp_path / one).read_metadata().planner_data for one in ("back.dcp", "theirs"))
+    assert ours == theirs, "where each lies in nested dicts is kept too"
+
+
+def test_a_folder_that_several_ranks_wrote_is_put_together(tmp_path):
+    whole = world(2, dcp_of_torch, "fsdp", tmp_path / "theirs")[0]
+    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--under", "old"]) == 0
+    state = {f"old.{name}": torch.zeros(torch.tensor(value).shape) for name, value in whole.items()}
+    load(state, tmp_path / "run")
+    assert {name.removeprefix("old."): one.tolist() for name, one in state.items()} == whole
+
+
+def test_what_a_checkpointer_saved_goes_to_torch_by_its_names(tmp_path):
+    net = nn.Linear(4, 2)
+    lastgood.save(tmp_path / "run", {"net": net})
+    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "net.dcp"), "--only", "net"]) == 0
+    state = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "net.dcp"), no_dist=True)
+    assert torch.equal(state["weight"], net.weight) and torch.equal(state["bias"], net.bias)
+
+
+def _evil_metadata(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil()))
+
+
+def _evil_value(folder: Path) -> None:
+    dcp.save({"w": torch.ones(2), "odd": Evil()}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+
+
+def _outside(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for one in metadata.storage_data.values():
+        one.relative_path = "../" + one.relative_path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _a_hole(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata["w"].size = torch.Size([6])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _short(folder: Path) -> None:
+    (one,) = folder.glob("*.distcp")
+    os.truncate(one, one.stat().st_size - 500)
+
+
+def _no_pickle(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(b"garbage")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (_evil_metadata, "no class of metadata"),
+        (_evil_value, "odd is no plain value"),
+        (_outside, "outside of the folder"),
+        (_a_hole, r"the parts of w do not make \[6\]"),
+        (_short, "cannot be read"),
+        (_no_pickle, "cannot be read"),
+    ],
+)
+def test_a_folder_that_is_not_what_it_says_is_refused_and_nothing_in_it_runs(tmp_path, capsys, spoil, told):
+    dcp.save({"w": torch.ones(5), "n": 1}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    spoil(tmp_path / "theirs")
+    capsys.readouterr()
+    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run")]) in (3, 4)
+    out, err = capsys.readouterr()
+    assert re.search(told, err) and "run\n" not in out
+    assert not (tmp_path / "run").exists() or not lastgood.open(tmp_path / "run").generations()

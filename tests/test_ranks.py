@@ -256,7 +256,7 @@ def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the
     assert world(2, resaved, "ddp", [tmp_path]) == [[2 if where == "after the commit" else 1]] * 2
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "dcp_drop_in"])
 def test_the_examples_run_as_they_stand_and_go_on_where_they_were(tmp_path, name):
     script = Path(__file__).resolve().parents[1] / "examples" / f"{name}.py"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

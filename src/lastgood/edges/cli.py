@@ -328,21 +328,32 @@ def export(
     run: Run,
     step: AnyStep = None,
     *,
-    to: Annotated[str, typer.Option(metavar="FILE", help="model.safetensors or model.pt", show_default=False)],
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET",
+            help="model.safetensors or model.pt; a folder: model.dcp of torch.distributed.checkpoint, model/ of "
+            "Hugging Face.",
+            show_default=False,
+        ),
+    ],
     only: Annotated[
         str | None,
         typer.Option(metavar="PREFIX", help="Tensors under this name, which is taken off.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file when it is there.")] = False,
+    shard: Annotated[
+        int, typer.Option(metavar="SIZE", parser=tuning.bytes_of, help="Of a file of Hugging Face's: 5GB.")
+    ] = "5GB",  # type: ignore[assignment]  # typer parses it
     as_json: Json = False,
 ) -> Answer:
-    """Write the tensors of a generation to one file, verified on the way. The file appears whole or not at all."""
-    _require_kind(to)
+    """Write the tensors of a generation, verified on the way. The file or folder appears whole or not at all."""
+    _require_kind(to, (*KINDS, ".dcp", "/"))
     tier = places.for_reading(run)
     survey = commit.survey(tier)
     generation = pick(survey, step)
     with progress("exporting", generation.bytes) as seen:
-        data = exporting.export(Watched(tier, seen), generation, to, only, force)
+        data = exporting.export(Watched(tier, seen), generation, to, only, force, shard)
     count = views.plural(data["tensors"], "tensor")
     text = f"{data['file']}: {count}, {words.size(data['bytes'])}, from {generation.id}"
     text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())
@@ -351,7 +362,14 @@ def export(
 
 @app.command("import")
 def import_file(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="model.safetensors or model.pt", show_default=False)],
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="model.safetensors, model.pt, or a folder of torch.distributed.checkpoint.",
+            show_default=False,
+        ),
+    ],
     run: Run,
     step: Annotated[int, typer.Option(min=0, max=layout.STEP_LIMIT - 1, help="Of the new generation.")] = 0,
     under: Annotated[
@@ -362,8 +380,9 @@ def import_file(
     ] = "",
     as_json: Json = False,
 ) -> Answer:
-    """Make a new generation from a file, and verify it. A .pt is read with weights_only=True: nothing in it runs."""
-    _require_kind(file)
+    """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
+    if not os.path.exists(os.path.join(file, importing.DCP_METADATA)):
+        _require_kind(file, KINDS)
     with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)
         with progress("importing", 2 * total) as seen:
@@ -516,9 +535,9 @@ def report(
     return Answer(data, Text(f"{out}: {words.size(length)}"))
 
 
-def _require_kind(path: str) -> None:
-    if not path.endswith(KINDS):
-        raise typer.BadParameter(f"{path!r}: give a name that ends in {', '.join(KINDS)}.")
+def _require_kind(path: str, kinds: tuple[str, ...]) -> None:
+    if not path.endswith(kinds):
+        raise typer.BadParameter(f"{path!r}: give a name that ends in {', '.join(kinds)}.")
 
 
 if __name__ == "__main__":

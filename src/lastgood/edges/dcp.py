@@ -47,6 +47,7 @@ from ..plan import reshard
 from ..ports import Tier
 from ..records import GenerationId, Seal
 from ..run import places, sharing
+from ..run.content import Content
 from ..run.reader import WORKERS, RunReader
 from ..run.sharing import Share
 from ..run.writer import RunWriter
@@ -92,7 +93,7 @@ class Writer(StorageWriter):
         stored: dict[str, Any] = {}
         for item in plan.items:
             if item.type is WriteItemType.BYTE_IO:
-                stored[item.index.fqn] = _value(item.index.fqn, planner.resolve_data(item))
+                stored[item.index.fqn] = typed_value(item.index.fqn, planner.resolve_data(item))
                 continue
             live = planner.resolve_data(item)
             assert isinstance(live, torch.Tensor)
@@ -117,7 +118,7 @@ class Writer(StorageWriter):
                 chunk_bytes=arena.chunk_bytes,
                 algorithm=self._digest,
                 aliases={},
-                values={VALUES: stored, PATHS: _paths(plan.planner_data)},
+                values={VALUES: stored, PATHS: encoded_paths(plan.planner_data)},
                 writers=writers,
             )
         results = [WriteResult(item.index, tensor.length, None) for item, tensor, _ in items.values()]
@@ -195,11 +196,7 @@ class _Content:
     def __init__(self, tier: Tier, step: int | None) -> None:
         self.content = RunReader(tier).content(step)
         self._tensors = self.content.names()
-        self._values: dict[str, Any] = {}
-        self._paths: dict[str, Any] = {}
-        for rank in range(self.content.generation.commit.world.ranks):
-            self._values |= self.content.values(rank).get(VALUES, {})
-            self._paths |= self.content.values(rank).get(PATHS, {})
+        self._values, self._paths = kept_values(self.content)
 
     def metadata(self) -> dcp.Metadata:
         told: dict[str, Any] = {}
@@ -211,8 +208,7 @@ class _Content:
             properties = dcp.TensorProperties(dtype=tensors.TORCH_DTYPES[tensor.dtype])
             told[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         told |= {name: dcp.BytesStorageMetadata() for name in self._values}
-        paths = {name: values.decode(tree) for name, tree in self._paths.items()}
-        return dcp.Metadata(told, planner_data=paths or {name: (name,) for name in told})
+        return dcp.Metadata(told, planner_data=self._paths or {name: (name,) for name in told})
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         wanted: dict[tuple[int, str], tuple[Stored, list[ReadItem]]] = {}
@@ -237,9 +233,19 @@ class _Content:
 
     def _bytes(self, name: str) -> io.BytesIO:
         file = io.BytesIO()
-        torch.save(values.decode(self._values[name]), file)
+        torch.save(self._values[name], file)
         file.seek(0)
         return file
+
+
+def kept_values(content: Content) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """By name what torch would have pickled, and by name its place in nested dicts, of all ranks."""
+    kept: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for rank in range(content.generation.commit.world.ranks):
+        kept |= {name: values.decode(tree) for name, tree in content.values(rank).get(VALUES, {}).items()}
+        paths |= {name: values.decode(tree) for name, tree in content.values(rank).get(PATHS, {}).items()}
+    return kept, paths
 
 
 def _fill(planner: LoadPlanner, item: ReadItem, one: Stored, data: bytearray) -> None:
@@ -309,7 +315,7 @@ def _tensor(item: WriteItem, live: torch.Tensor, ranks: int) -> Tensor:
     return Tensor(item.index.fqn, tensors.dtype_name(live.dtype), box.shape, False, *place)
 
 
-def _value(name: str, raw: Any) -> Any:
+def typed_value(name: str, raw: Any) -> Any:
     """What torch has pickled, as typed values. Raises Unstorable, by name."""
     try:
         raw.seek(0)
@@ -319,5 +325,6 @@ def _value(name: str, raw: Any) -> Any:
     return values.encode(loaded, name)
 
 
-def _paths(mappings: Any) -> dict[str, Any]:
+def encoded_paths(mappings: Any) -> dict[str, Any]:
+    """By name its place in nested dicts, as typed values."""
     return {name: values.encode(tuple(path), name) for name, path in (mappings or {}).items()}

@@ -1,14 +1,18 @@
-"""Tensors of a generation, written to one `.safetensors` or `.pt`, every byte verified on its way. Changes no run.
+"""Tensors of a generation, written to one file or one folder, every byte verified on its way. Changes no run.
 
-torch is imported for a `.pt` only.
+A name that ends in `.safetensors` or `.pt` is a file; in `.dcp` a folder of torch.distributed.checkpoint; in `/` a
+folder in the layout of Hugging Face, shards of `.safetensors` and their index. torch is imported for `.pt` and `.dcp`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import IO, Any, cast
 
 from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
@@ -20,45 +24,90 @@ from ..records import Generation
 from ..run.content import Content
 from .show import named
 
+SHARD_BYTES = 5_000_000_000
+"""of a file in a folder of Hugging Face"""
+HF_FILE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 
-def export(tier: Tier, generation: Generation, to: str, only: str | None, force: bool) -> dict[str, Any]:
-    """Write tensors to a new `.safetensors` or `.pt`. The target appears whole, durable and verified, or not at all.
 
-    Memory: 8 MiB, whatever the size of a tensor; for `.pt` all that is written. Raises Refused, NoSuchTensor, Damaged.
+def export(
+    tier: Tier, generation: Generation, to: str, only: str | None, force: bool, shard_bytes: int = SHARD_BYTES
+) -> dict[str, Any]:
+    """Write tensors to a new file or folder. The target appears whole, durable and verified, or not at all.
+
+    Memory: 8 MiB, whatever the size of a tensor; for `.pt` and `.dcp` all that is written. Raises Refused,
+    NoSuchTensor, Damaged.
     """
     content = Content(tier, generation)
     chosen = _chosen(content, only)
     target = os.path.abspath(to)
-    _require_free(target, force)
+    folder = to.endswith(("/", ".dcp"))
+    _require_free(target, force and not folder)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
-    files = PosixFiles()
     with telling(target):
-        file = files.open(staged, "new")
         try:
-            try:
-                sink = _Sink(file)
-                if target.endswith(".safetensors"):
-                    _write_safetensors(content, chosen, sink)
-                else:
-                    _write_pt(content, chosen, sink)
-                file.sync()
-            finally:
-                file.close()
-            _require_free(target, force)
-            files.rename(staged, target)
+            if to.endswith("/"):
+                os.mkdir(staged)
+                length = _write_shards(content, chosen, staged, shard_bytes)
+            elif to.endswith(".dcp"):
+                from . import dcp_folder
+
+                os.mkdir(staged)
+                length = dcp_folder.write(content, chosen, staged, whole=only is None)
+            else:
+                write = _write_safetensors if target.endswith(".safetensors") else _write_pt
+                length = _file(staged, lambda sink: write(content, chosen, sink))
+            if folder:
+                PosixFiles().sync_dir(staged)
+            _require_free(target, force and not folder)
+            PosixFiles().rename(staged, target)
         except BaseException:
-            files.remove(staged)
+            shutil.rmtree(staged) if os.path.isdir(staged) else PosixFiles().remove(staged)
             raise
-        files.sync_dir(os.path.dirname(target))
+        PosixFiles().sync_dir(os.path.dirname(target))
     dtypes = {name: content.tensors()[stored].dtype for name, stored in chosen.items()}
     foreign = {name: dtype for name, dtype in dtypes.items() if not layout.DTYPES[dtype][1]}
     return {
         "file": target,
         **named(generation.id),
         "tensors": len(chosen),
-        "bytes": sink.length,
-        "as_bytes": foreign if target.endswith(".safetensors") else {},
+        "bytes": length,
+        "as_bytes": foreign if to.endswith((".safetensors", "/")) else {},
     }
+
+
+def _file(path: str, write: Callable[[_Sink], object]) -> int:
+    """A new file, durable when this returns; how long it is."""
+    file = PosixFiles().open(path, "new")
+    try:
+        sink = _Sink(file)
+        write(sink)
+        file.sync()
+    finally:
+        file.close()
+    return sink.length
+
+
+def _write_shards(content: Content, chosen: Mapping[str, str], folder: str, shard_bytes: int) -> int:
+    """As many files as there must be, and where there is more than one an index of which tensor lies in which."""
+    shards: list[dict[str, str]] = [{}]
+    held = total = 0
+    for name, stored in chosen.items():
+        one = content.tensors()[stored]
+        length = Tensor(name, one.dtype, one.shape).length
+        if shards[-1] and held + length > shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = stored
+        held, total = held + length, total + length
+    if len(shards) == 1:
+        return _file(os.path.join(folder, HF_FILE), lambda sink: _write_safetensors(content, chosen, sink))
+    length, where = 0, dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        length += _file(os.path.join(folder, file), partial(_write_safetensors, content, shard))
+        where |= dict.fromkeys(shard, file)
+    index = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2)
+    return length + _file(os.path.join(folder, HF_INDEX), lambda sink: sink.write(index.encode()))
 
 
 def _chosen(content: Content, only: str | None) -> dict[str, str]:

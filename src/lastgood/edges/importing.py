@@ -1,6 +1,7 @@
-"""A new generation from one `.safetensors` or `.pt`. Checks what the file says of itself before it is believed.
+"""A new generation from a `.safetensors`, a `.pt` or a folder of torch.distributed.checkpoint.
 
-torch is imported for a `.pt` only, which is read with `weights_only=True`: nothing in it runs.
+Checks what a file says of itself before it is believed. torch is imported for the latter two only; a `.pt` is read with
+`weights_only=True`: nothing in it runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from ..run.writer import RunWriter
 from .exporting import telling
 from .terminal import Seen, Watched
 
+DCP_METADATA = ".metadata"
+"""in every folder of torch.distributed.checkpoint"""
 _NATIVE = {there: ours for ours, (_, there) in layout.DTYPES.items() if there}
 
 Read = Callable[[str, int, memoryview], None]
@@ -107,10 +110,14 @@ def _filled(image: layout.Image, read: Read, arena: Arena, seen: Seen) -> Iterat
 
 @contextlib.contextmanager
 def opened(path: str, under: str) -> Iterator[Foreign]:
-    """A `.safetensors` or `.pt` file, checked. Raises Refused, Unstorable, ManifestInvalid, Truncated."""
+    """A file or folder, checked. Raises Refused, Unstorable, ManifestInvalid, Truncated."""
     prefix = under.rstrip(".") + "." if under else ""
     with telling(path):
-        if path.endswith(".safetensors"):
+        if os.path.isdir(path):
+            from . import dcp_folder
+
+            yield dcp_folder.opened(path, prefix)
+        elif path.endswith(".safetensors"):
             file = PosixFiles().open(os.path.realpath(path), "read")
             try:
                 yield _safetensors(file, path, prefix)

@@ -57,7 +57,7 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
         if len(tensor.stored) == 1 and not (tensor.own or tensor.stored[0].piece.offsets):
             continue  # all of it in one piece, as everything is in a world of one
         boxes = [one.box for one in tensor.stored]
-        _need(not _overlapping(boxes), f"{name} is stored twice in part")
+        _need(not overlapping(boxes), f"{name} is stored twice in part")
         whole = boxes and sum(box.elements for box in boxes) == math.prod(tensor.shape)
         _need(bool(whole), f"the pieces of {name} leave a hole")
         _need({box for _, box in tensor.own} <= set(boxes), f"{name}: what a rank holds itself is no piece")
@@ -77,7 +77,7 @@ def _need(holds: bool, what: str) -> None:
         raise ManifestInvalid(f"the manifests do not fit together: {what}")
 
 
-def _overlapping(boxes: Sequence[Box]) -> bool:
+def overlapping(boxes: Sequence[Box]) -> bool:
     """Whether any two share an element: those that may are next to each other along the dimension of most cuts."""
     if len(boxes) < 2 or not boxes[0].shape:
         return len(boxes) > 1
