@@ -323,8 +323,8 @@ def _commits() -> list[Mutant]:
             (
                 "unknown commit: nothing is retired",
                 WRITER,
-                "        except CommitUnknown:\n            with self.turn:\n                self._note_tried(at)  # this step may exist: it is not written again\n            raise\n",
-                "",
+                "        except CommitUnknown as error:\n",
+                "        except () as error:\n",
             ),
             (
                 "unknown commit: its step is taken",
@@ -1357,7 +1357,7 @@ def _fences() -> list[Mutant]:
             (
                 "FSDP1 waits for the copy",
                 BEHIND,
-                '                moves |= type(part).__name__ == "FullyShardedDataParallel"\n',
+                "                moves |= is_fsdp1(part)\n",
                 "",
             ),
             (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import multiprocessing
 import os
+import threading
 import traceback
 import warnings
 from collections.abc import Callable
@@ -248,6 +250,16 @@ def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
     trained(rank, size, "ddp", root, upto, torn_check="full", staging="overlap")
 
 
+def whole(root: Path, step: int) -> dict[str, bytes]:
+    """Every tensor of a generation, as one process would read it; what is each rank's own, as rank 0 has it."""
+    import lastgood
+    from lastgood.run.content import Content
+
+    run = lastgood.open(root)
+    content = Content(run.tier, run.generation(step))
+    return {name: bytes(content.tensor(name)[1]) for name in content.names() if not name.startswith("rng.")}
+
+
 def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
     """Of each run, the newest generation loaded, and saved again as it is, one step later."""
     import lastgood
@@ -325,6 +337,69 @@ def fail_at(where: str, how: str, loop: Loop) -> None:
         raise errors.TierDown(f"{where} failed on purpose")
 
     setattr(owner, name, once)
+
+
+def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what: str) -> dict[str, Any]:
+    """Three saves; from the second one on, system call number `at` of `who` fails with the errno `what`, or the process
+    ends there ("KILL"). What became of each save, how long that took, how many calls there were and which was hit."""
+    import time
+
+    import lastgood
+    from lastgood.rawio import files
+
+    loop, calls = Loop(kind, size), Calls(at if rank == who else -1, what)
+    files.os = calls  # type: ignore[assignment]
+    told: dict[str, Any] = {}
+    with (
+        warnings.catch_warnings(),
+        lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000), patience=PATIENCE) as ckpt,
+    ):
+        warnings.simplefilter("ignore")
+        ckpt.restore()
+        for n in (1, 2, 3):
+            loop.step(n)
+            calls.armed = n == 2
+            begun = time.monotonic()
+            try:
+                ckpt.save(n).result(LIMIT_SECONDS)
+                told[str(n)] = "durable"
+            except errors.LastgoodError as error:
+                told[str(n)] = f"{type(error).__name__}: {error}"
+            told[f"{n} seconds"] = time.monotonic() - begun
+            ckpt.wait()
+            calls.armed = False
+            if what == "KILL" and n == 2:
+                break
+    return {**told, "calls": calls.count, "hit": calls.hit}
+
+
+class Calls:
+    """Stands for `os` where the system is called: counts while `armed`; one call goes wrong."""
+
+    WATCHED = ("open", "scandir", "mkdir", "link", "rename", "symlink", "unlink", "rmdir", "preadv", "pwrite")
+    WATCHED += ("fsync", "fdatasync", "posix_fallocate", "ftruncate")
+
+    def __init__(self, at: int, what: str) -> None:
+        self.armed, self.count, self.hit = False, 0, ""
+        self._at, self._what, self._lock = at, what, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.WATCHED or not self.armed:
+            return real
+
+        def call(*arguments: Any) -> Any:
+            with self._lock:
+                hit = self.count == self._at
+                self.count += 1
+            if hit:
+                self.hit = f"{name} {os.path.basename(arguments[0]) if isinstance(arguments[0], str) else ''}"
+                if self._what == "KILL":
+                    os._exit(9)
+                raise OSError(getattr(errno, self._what), os.strerror(getattr(errno, self._what)))
+            return real(*arguments)
+
+        return call
 
 
 def unwrapped(net: nn.Module) -> nn.Module:

@@ -24,6 +24,7 @@ from ranked import (
     timed,
     trained,
     trained_in_parts,
+    whole,
     world,
 )
 
@@ -47,13 +48,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         runs[name] = tmp_path_factory.mktemp("runs") / kind
         world(size, trained, kind, runs[name], STEPS)
     return runs
-
-
-def whole(root: Path, step: int) -> dict[str, bytes]:
-    """Every tensor of a generation, as one process would read it; what is each rank's own, as rank 0 has it."""
-    run = lastgood.open(root)
-    content = Content(run.tier, run.generation(step))
-    return {name: bytes(content.tensor(name)[1]) for name in content.names() if not name.startswith("rng.")}
 
 
 @pytest.mark.parametrize("name", WORLDS)

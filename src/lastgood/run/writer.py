@@ -211,7 +211,9 @@ class RunWriter:
                 generation = self._committed(
                     together, share, lambda shares: self.publish(at, shares, pinned, milestone, metrics)
                 )
-        except CommitUnknown:
+        except CommitUnknown as error:
+            if together is not None:
+                together.fail(error)
             with self.turn:
                 self._note_tried(at)  # this step may exist: it is not written again
             raise
