@@ -334,7 +334,8 @@ def fail_at(where: str, how: str, loop: Loop) -> None:
         setattr(owner, name, real)
         if how == "dies":
             os._exit(9)
-        raise errors.TierDown(f"{where} failed on purpose")
+        kind = errors.CommitUnknown if how == "cannot tell" else errors.TierDown
+        raise kind(f"{where} failed on purpose")
 
     setattr(owner, name, once)
 

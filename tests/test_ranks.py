@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
+
+import ranks as faults
 
 import lastgood
 from lastgood.run.content import Content
@@ -241,6 +246,15 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_name_and_the_next_save_wor
     assert lastgood.open(tmp_path).verify(3).good
 
 
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_cannot_tell_whether_it_has_sealed_says_so_to_all_at_once(tmp_path, who):
+    """The others waited for it as long as for one that is dead."""
+    for one in world(2, failing, tmp_path, who, "seal", "cannot tell"):
+        assert one["1"] == one["3"] == "durable"
+        assert one["2"].startswith("CommitUnknown: ") and one["2 seconds"] < PATIENCE
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
+
+
 @pytest.mark.parametrize(("where", "who"), FAULTS)
 def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the_run_goes_on(tmp_path, where, who):
     told = world(3, failing, tmp_path, who, where, "dies", dies=(who,))
@@ -248,6 +262,16 @@ def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the
         if rank != who:
             assert one["1"] == "durable" and one["2"] != "durable" and one["2 seconds"] < 4 * PATIENCE
     assert world(2, resaved, "ddp", [tmp_path]) == [[2 if where == "after the commit" else 1]] * 2
+
+
+def test_a_seeded_slice_of_the_faults_on_one_rank(tmp_path):
+    """All of them, and deaths among them: prove/ranks.py."""
+    expected, calls = faults.reference(tmp_path, "ddp")
+    errnos = [one for one in faults.faults({"ddp": calls}) if one.what != "KILL"]
+    chosen = random.Random(1).sample(errnos, 6)
+    assert {one.who for one in chosen} == {0, 1}
+    for one in chosen:
+        assert not faults.trial(tmp_path, {"ddp": expected}, one).problems
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "dcp_drop_in"])
