@@ -294,7 +294,7 @@ def _require_whole(tier: Tier, at: GenerationId, seals: list[Seal]) -> None:
             safe="Nothing was committed; every committed generation is untouched.",
             todo="All ranks must see the same directory, and nobody else may write this run meanwhile.",
         )
-    reshard.tensors([commit.sealed_manifest(tier, at, seal, len(seals)) for seal in seals])
+    reshard.tensors([commit.sealed_manifest(tier, at, seal, len(seals), there) for seal in seals])
 
 
 def _tensor(item: WriteItem, live: torch.Tensor, ranks: int) -> Tensor:

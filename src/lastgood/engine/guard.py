@@ -54,6 +54,7 @@ class Examination:
         self._tier, self._generation, self._layers, self._also = tier, generation, layers, also
         self._home = layout.folder(generation.id)
         self.findings: list[Finding] = []
+        self._there: commit.Listing = {}
 
     def _tell(self, layer: str, error: LastgoodError) -> None:
         if isinstance(error, Unreadable):
@@ -70,18 +71,19 @@ class Examination:
         except Damaged as error:
             self._tell(layer_of(error), error)
             return []
+        self._there = self._tier.list(self._home)
         found = map(self._manifest, self._generation.commit.seals)
         return [manifest for manifest in found if manifest is not None]
 
     def _manifest(self, seal: Seal) -> Manifest | None:
         try:
-            return commit.read_manifest(self._tier, self._generation, seal.rank)
+            return commit.read_manifest(self._tier, self._generation, seal.rank, self._there)
         except Damaged as error:
             first = error
         if first.blob.rpartition("/")[2] == seal.manifest:  # else it is of a tensor file, and `read` tells it
             self._tell(layer_of(first), first)
         name = f"{self._home}/{seal.manifest}"
-        length = self._tier.list(self._home).get(seal.manifest)
+        length = self._there.get(seal.manifest)
         if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
             return None
         try:
@@ -100,7 +102,7 @@ class Examination:
     def read(self, manifest: Manifest, blob: Blob, lend: Lend, readers: Executor) -> Generator[None, None, None]:
         """All of one tensor file, a chunk at a time. Memory is lent for what is there, whatever the manifest says."""
         name = f"{self._home}/{blob.name}"
-        length = self._tier.list(self._home).get(blob.name)
+        length = self._there.get(blob.name)
         if length is None or length < 0:
             self._tell("structure", MissingBlob(f"{name} is gone, or no file", blob=blob.name))
             return

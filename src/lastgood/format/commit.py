@@ -118,19 +118,24 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
     )
 
 
-def read_manifest(tier: Tier, generation: Generation, rank: int = 0) -> Manifest:
+Listing = Mapping[str, int | None]
+"""as `Tier.list` gives it"""
+
+
+def read_manifest(tier: Tier, generation: Generation, rank: int = 0, there: Listing | None = None) -> Manifest:
     """One rank's manifest, checked against its seal and itself, its files known to be there and as long as they were.
 
-    So nobody reserves memory, or opens a file, on the word of a manifest alone. Raises Damaged or Unavailable.
+    So nobody reserves memory, or opens a file, on the word of a manifest alone. `there`: what lies in its folder, for
+    who reads many: a listing each would grow with the square of the ranks. Raises Damaged or Unavailable.
     """
-    return sealed_manifest(tier, generation.id, generation.commit.seals[rank], generation.commit.world.ranks)
+    there = tier.list(layout.folder(generation.id)) if there is None else there
+    return sealed_manifest(tier, generation.id, generation.commit.seals[rank], generation.commit.world.ranks, there)
 
 
-def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int) -> Manifest:
+def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int, there: Listing) -> Manifest:
     """As `read_manifest`, of a generation that may still be committed."""
     home = layout.folder(at)
     name = f"{home}/{one.manifest}"
-    there = tier.list(home)
     _need_length(name, there.get(one.manifest), one.length)
     data = _read(tier, name, one.length, limit=one.length)
     manifest = layout.decode(data, Manifest, name)
@@ -144,7 +149,8 @@ def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int) -> Mani
 
 def read_manifests(tier: Tier, generation: Generation) -> list[Manifest]:
     """Those of all ranks, in order. Raises Damaged or Unavailable."""
-    return [read_manifest(tier, generation, seal.rank) for seal in generation.commit.seals]
+    there = tier.list(layout.folder(generation.id))
+    return [read_manifest(tier, generation, seal.rank, there) for seal in generation.commit.seals]
 
 
 def _need_length(name: str, length: int | None, committed: int) -> None:
