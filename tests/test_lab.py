@@ -12,7 +12,7 @@ import torch
 
 from harness import install
 from lastgood.errors import Refused
-from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, timeline, trials
+from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, scale, timeline, trials
 from lastgood.lab.journal import Journal
 from lastgood.lab.trials import Share
 
@@ -142,6 +142,19 @@ def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_v
         if name == "lastgood":
             assert row["outcome"] == ("right" if trouble not in peers.DAMAGE else "older")
             assert not row["acknowledged"] or row["found"] == peers.STEPS[2]
+
+
+def test_what_records_cost_is_measured_on_real_ones_and_told_with_what_the_calls_wait_for(tmp_path):
+    options = scale.Options(tmp_path, ranks=(2, 8), pieces=(4, 16))
+    rows = scale.run(options, lambda _: None)
+    assert [(row["ranks"], row["pieces"]) for row in rows] == [(0, 0), (2, 4), (2, 16), (8, 16)]
+    for row in rows[1:]:
+        assert row["parts"] == 2 * (row["pieces"] // row["ranks"]), "a rank of half as many reads two parts of each"
+        assert row["read_calls"] == row["ranks"] and row["delete_calls"] >= 2 * row["ranks"] + 1
+    told = scale.report(rows, options).markdown("lastgood lab scale", "2026-11-22")
+    assert "| 8 | 16 |" in told and "The coordinator needs at most" in told
+    assert scale.summary(rows)["sizes"] == 3
+    assert scale.run(options, pytest.fail) == rows, "nothing is left to do"
 
 
 PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}

@@ -5,7 +5,7 @@ Tests pass in their own: a disk that loses, tears and reorders what was not sync
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 from .records import Extent
@@ -77,7 +77,7 @@ class Store(Protocol):
     call                    required behaviour
     ======================  ====================================================================
     set(key, data)          seen by whoever asks from now on
-    get(key, seconds)       waits until it is there; raises TimedOut, or TierDown when it is gone
+    get(keys, seconds)      waits until all are there; raises TimedOut, or TierDown when it is gone
     has(key)                whether it is there now
     delete(key)             no-op when it is not there
     ======================  ====================================================================
@@ -85,7 +85,7 @@ class Store(Protocol):
 
     def set(self, key: str, data: bytes) -> None: ...
     def has(self, key: str) -> bool: ...
-    def get(self, key: str, seconds: float) -> bytes: ...
+    def get(self, keys: Sequence[str], seconds: float) -> list[bytes]: ...
     def delete(self, key: str) -> None: ...
 
 

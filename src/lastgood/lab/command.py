@@ -328,6 +328,14 @@ def powerloss(
     return _tried(experiment, experiment.Options(out, trials, seed, jobs, plays), out)
 
 
+@lab.command()
+def scale(out: Out, place: Place = None, as_json: Json = False) -> Answer:
+    """What the records of a save cost with up to 16,384 ranks and a million pieces."""
+    from . import scale as experiment
+
+    return _tried(experiment, experiment.Options(out, place=place), out)
+
+
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     """Run an experiment, write what came of it, and say it."""
     from . import trials

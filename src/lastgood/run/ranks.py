@@ -71,9 +71,9 @@ class Ranks:
     def post(self, key: str, said: Any) -> None:
         self._store.set(key, msgspec.json.encode(said))
 
-    def hear(self, key: str, patience_seconds: float) -> Any:
-        """What was posted. Raises TimedOut."""
-        return msgspec.json.decode(self._store.get(key, patience_seconds))
+    def hear(self, *keys: str, patience_seconds: float) -> list[Any]:
+        """What was posted under each. Raises TimedOut."""
+        return [msgspec.json.decode(one) for one in self._store.get(keys, patience_seconds)]
 
     def has(self, key: str) -> bool:
         return self._store.has(key)
@@ -127,7 +127,7 @@ class Topic:
         try:
             if not ranks.coordinates:
                 ranks.post(f"{key}/{ranks.rank}", post)
-                heard = ranks.hear(verdict, 2 * ranks.patience_seconds)
+                (heard,) = ranks.hear(verdict, patience_seconds=2 * ranks.patience_seconds)
             else:
                 heard = self._verdict(key, post, decide)
                 ranks.post(verdict, heard)
@@ -145,13 +145,14 @@ class Topic:
         return heard["answer"]
 
     def _verdict(self, key: str, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        ranks, posts = self._ranks, [mine]
-        until = time.monotonic() + ranks.patience_seconds
-        for rank in range(1, ranks.size):
-            try:
-                posts.append(ranks.hear(f"{key}/{rank}", max(until - time.monotonic(), 0.001)))
-            except TimedOut:
-                posts.append({"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"})
+        ranks, keys = self._ranks, [f"{key}/{rank}" for rank in range(1, self._ranks.size)]
+        try:
+            posts = [mine, *ranks.hear(*keys, patience_seconds=ranks.patience_seconds)]
+        except TimedOut:
+            silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
+            posts = [mine]
+            for one in keys:
+                posts += ranks.hear(one, patience_seconds=ranks.patience_seconds) if ranks.has(one) else [silent]
         failed = [(rank, post) for rank, post in enumerate(posts) if "error" in post]
         if failed:
             rank, post = failed[0]
@@ -218,7 +219,7 @@ class Announcements:
             return
         key = f"{self._name}/{self._heard}"
         if self._ranks.has(key):
-            self.coming = int(self._ranks.hear(key, self._ranks.patience_seconds))
+            self.coming = int(*self._ranks.hear(key, patience_seconds=self._ranks.patience_seconds))
             self._heard += 1
 
     def over(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +26,14 @@ class GroupStore:
         except RuntimeError as error:
             raise _down(error) from error
 
-    def get(self, key: str, seconds: float) -> bytes:
+    def get(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+        names = list(keys)
         try:
-            self._store.wait([key], datetime.timedelta(seconds=seconds))
-            return bytes(self._store.get(key))
+            self._store.wait(names, datetime.timedelta(seconds=seconds))
+            at_once = self._store.has_extended_api()  # else it is a file, and each key a question of its own
+            return [bytes(one) for one in (self._store.multi_get(names) if at_once else map(self._store.get, names))]
         except dist.DistStoreError as error:
-            raise TimedOut(f"nothing was posted under {key}") from error
+            raise TimedOut(f"something was not posted: {', '.join(names[:3])}, ...") from error
         except RuntimeError as error:
             raise _down(error) from error
 
