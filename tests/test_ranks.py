@@ -17,6 +17,7 @@ import ranks as faults
 
 import lastgood
 from lastgood.run.content import Content
+from lastgood.run.ranks import Announcements, Ranks
 from lastgood.train.merging import homeless
 from ranked import (
     PATIENCE,
@@ -175,6 +176,50 @@ def test_what_several_ranks_hold_is_written_once(saved, name):
     content = Content(run.tier, generation)
     names = {piece.name for piece in pieces}
     assert sum(one.extent.length for one in pieces) == sum(len(content.tensor(name)[1]) for name in names)
+
+
+class Board:
+    """`ports.Store` in one process."""
+
+    def __init__(self) -> None:
+        self.posts: dict[str, bytes] = {}
+
+    def set(self, key, data):
+        self.posts[key] = data
+
+    def has(self, key):
+        return key in self.posts
+
+    def get(self, keys, seconds):
+        return [self.posts[key] for key in keys]
+
+    def delete(self, key):
+        self.posts.pop(key, None)
+
+
+@pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])
+def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_it(step_seconds, ahead):
+    """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
+    board, now = Board(), [0.0]
+    asking, telling = (Announcements(Ranks(rank, 2, lambda: board, "run"), "end", lambda: now[0]) for rank in (1, 0))
+    n = 0
+
+    def step(*ranks):
+        nonlocal n
+        n, now[0] = n + 1, now[0] + step_seconds
+        for one in ranks:
+            one.passed(n)
+            one.look(n)
+
+    while n < 200:
+        step(asking, telling)
+    asking.ask()
+    while telling.coming is None:
+        step(telling)
+    assert telling.coming == n + ahead
+    while asking.coming is None:
+        step(asking)
+    assert n <= asking.coming == telling.coming
 
 
 def test_what_is_due_by_time_is_saved_by_all_ranks_at_one_step(tmp_path):

@@ -196,8 +196,9 @@ class Announcements:
             return
         assert self._begun is not None and self._last is not None
         steps, seconds = self._last[0] - self._begun[0], self._last[1] - self._begun[1]
-        ahead = math.ceil(self._factor * LOOK_SECONDS * steps / seconds) if seconds > 0 else 1
-        self.coming = n + max(ahead, 1) + 1
+        ahead = self._factor * LOOK_SECONDS * steps / seconds if seconds > 0 else 1.0
+        # Where a step takes longer than that, every rank looks in each, and hears of the next one in time.
+        self.coming = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)
         self._ranks.post(f"{self._name}/{self._heard}", self.coming)
         self._heard += 1
 
