@@ -26,6 +26,7 @@ prove: .venv/.ready
 	$(BIN)/python prove/syscalls.py --tier mmap
 	$(BIN)/python prove/kills.py
 	$(BIN)/python prove/kills.py --tier slots
+	$(BIN)/python prove/ranks.py
 
 RESULTS := benchmarks/results
 
@@ -34,6 +35,8 @@ bench: .venv/.ready
 	$(BIN)/lastgood bench restore --out $(RESULTS)
 	$(BIN)/lastgood bench size --out $(RESULTS)
 	$(BIN)/lastgood bench tensors --out $(RESULTS)
+	$(BIN)/lastgood bench guard --out $(RESULTS)
+	$(BIN)/lastgood bench ranks --out $(RESULTS)
 	$(BIN)/lastgood bench interval --out $(RESULTS) --models all --scale 0.25 --work 0.1
 	$(if $(TRACES),$(BIN)/lastgood bench goodput --out $(RESULTS) $(addprefix --trace ,$(TRACES)))
 

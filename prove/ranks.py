@@ -76,7 +76,7 @@ def trial(folder: Path, expected: dict[str, dict[int, dict[str, bytes]]], fault:
         root = Path(home) / "run"
         try:
             told = world(size, faulted, kind, root, who, at, what, dies=(who,) if dies else ())
-        except AssertionError as error:
+        except RuntimeError as error:
             return Result(fault, "", "", 0.0, [str(error)])
         living = [one for one in told if one is not None]
         there = [one.step for one in lastgood.open(root).generations()]

@@ -1,15 +1,12 @@
-"""What the ranks of the tests run: worlds of real processes under gloo, met through a TCPStore on loopback."""
+"""What the ranks of the tests run, in worlds of real processes."""
 
 from __future__ import annotations
 
 import errno
 import importlib
-import multiprocessing
 import os
 import threading
-import traceback
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lastgood import errors
-
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp"])
-LIMIT_SECONDS = 120.0
-Job = Callable[..., Any]
-
-
-def world(size: int, job: Job, *arguments: Any, dies: tuple[int, ...] = ()) -> list[Any]:
-    """What `job(rank, size, *arguments)` returns on each rank; raises what is raised on any. `dies`: these may."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results: Any = CONTEXT.SimpleQueue()
-    ranks = [
-        CONTEXT.Process(target=_rank, args=(results, rank, size, store.port, job, arguments)) for rank in range(size)
-    ]
-    for one in ranks:
-        one.start()
-    try:
-        for one in ranks:
-            one.join(LIMIT_SECONDS)
-            assert one.exitcode is not None, "a rank hangs"
-    finally:
-        for one in ranks:
-            one.kill()
-    found: dict[int, Any] = {}
-    for one in dies:
-        assert ranks[one].exitcode == 9
-    while not results.empty():
-        rank, told, failed = results.get()
-        assert not failed, f"rank {rank}:\n{told}"
-        found[rank] = told
-    assert found.keys() | set(dies) == set(range(size))
-    return [found.get(rank) for rank in range(size)]
-
-
-def _rank(results: Any, rank: int, size: int, port: int, job: Job, arguments: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    try:
-        if size > 1:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        told = job(rank, size, *arguments)
-    except BaseException:
-        results.put((rank, traceback.format_exc(), True))
-        raise
-    results.put((rank, told, False))
-    if size > 1:
-        dist.destroy_process_group()
+from lastgood.lab.worlds import LIMIT_SECONDS
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ import torch
 
 from harness import install
 from lastgood.errors import Refused
-from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, scale, timeline, trials
+from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials
 from lastgood.lab.journal import Journal
 from lastgood.lab.trials import Share
 
@@ -202,6 +202,18 @@ def test_what_was_durable_is_there_after_trouble_on_a_real_file_system(images, k
         pytest.skip(f"needs mkfs.{kind}: apt-get install {PACKAGES[kind]}")
     row = powerloss.one({"fs": kind, "mode": "atomic_dirsync", "trouble": trouble, "trial": 0, "seed": 0}, images)
     assert row["kept"] and row["goes_on"] and not row["why"], row
+
+
+def test_the_bench_of_ranks_takes_turns_with_dcp_and_tells_bytes_balance_and_agreement(tmp_path):
+    options = ranks.Options(tmp_path, mib=24, ranks=(2,), rounds=1)
+    rows = ranks.run(options, lambda _: None)
+    speed, replicas, agreeing, planning = rows
+    assert all(len(speed[f"{who} {verb}"]) == 1 for who in (ranks.OURS, ranks.THEIRS) for verb in ("save", "load"))
+    assert replicas["written"] == replicas["unique"] == sum(replicas["by_rank"])
+    assert len(agreeing["seconds"]) == len(planning["seconds"]) == ranks.AGREEMENTS
+    told = ranks.report(rows, options).markdown("lastgood bench ranks", "2026-11-22")
+    assert "| 2 | save |" in told and "2 ranks of DDP: 1.0000 bytes written" in told
+    assert ranks.run(options, pytest.fail) == rows, "nothing is left to do"
 
 
 def test_the_bench_of_the_guard_measures_looking_and_parity_and_says_what_bounds_them(tmp_path):

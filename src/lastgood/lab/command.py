@@ -203,6 +203,20 @@ def guard(
 
 
 @app.command()
+def ranks(
+    out: Out,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the state, all ranks together, MiB.")] = 768,
+    rounds: Rounds = 5,
+    place: Place = None,
+    as_json: Json = False,
+) -> Answer:
+    """Saves and loads by several processes, beside torch.distributed.checkpoint."""
+    from . import ranks as bench
+
+    return _measured(bench, bench.Options(out, mib, rounds=rounds, place=place), out)
+
+
+@app.command()
 def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
     """What eight minutes on a machine with a GPU can tell: durable write and interval on CUDA, a short table last."""
     import torch

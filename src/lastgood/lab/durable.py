@@ -266,7 +266,7 @@ def _folder_save(bench: Bench, write: Callable[[Path], Any]) -> Save:
         elif hasattr(answer, "wait"):
             answer.wait()
         done = time.perf_counter() - begun
-        _sync_tree(path)
+        sync_tree(path)
         durable = time.perf_counter() - begun
         shutil.rmtree(path)
         return Timing(waits, done, durable)
@@ -395,7 +395,7 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _sync_tree(root: Path) -> None:
+def sync_tree(root: Path) -> None:
     """fsync every file and directory below root, and the directory above it."""
     for folder, _, files in os.walk(root):
         for name in files:

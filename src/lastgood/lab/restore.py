@@ -66,7 +66,7 @@ def run(options: Options, say: Say) -> list[Row]:
                     if not restores:
                         place = stack.enter_context(working_place(options))
                         restores, total = _prepared(Workload("gpt2-124m", options.scale, 0.03), place)
-                    _drop_from_cache(place)
+                    drop_from_cache(place)
                     known = journal.put({"seconds": restores[name](), "bytes": total}, **key)
                     say(f"round {number + 1}/{options.rounds}  {name:40s} {known['seconds']:6.3f} s")
                 rows.append({**key, **known})
@@ -112,7 +112,7 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def _drop_from_cache(root: Path) -> None:
+def drop_from_cache(root: Path) -> None:
     os.sync()
     for path in root.rglob("*"):
         if path.is_file() and not path.is_symlink():
