@@ -8,6 +8,7 @@ an older right one, an error, or wrong values without a word. Only what was run 
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import resource
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -146,7 +147,8 @@ def _resumed(contender: Contender, home: Path, seed: int) -> str:
     """The step whose state a resume found, "0" for none of them; or the name of its error."""
     state = made(seed, 0)
     try:
-        contender.load(home, state)
+        with _silence():
+            contender.load(home, state)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - what its user would see
         return type(error).__name__
     return str(next((step for step in STEPS[::-1] if _same(state, made(seed, step))), 0))
@@ -182,7 +184,8 @@ def _kill(contender: Contender, home: Path, seed: int, chance: random.Random) ->
     def life(say: Callable[[str], object]) -> None:
         timer = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
         timer.start()
-        contender.save(home, STEPS[2], state)
+        with _silence():
+            contender.save(home, STEPS[2], state)
         say("returned")
         timer.join()
 
@@ -197,7 +200,8 @@ def _fail(contender: Contender, home: Path, seed: int, chance: random.Random) ->
     def life(say: Callable[[str], object]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # python ignores the signal of it
         try:
-            contender.save(home, STEPS[2], state)
+            with _silence():
+                contender.save(home, STEPS[2], state)
         except BaseException as error:  # noqa: BLE001 - told
             say(type(error).__name__)
         else:
@@ -208,7 +212,17 @@ def _fail(contender: Contender, home: Path, seed: int, chance: random.Random) ->
 
 def _save(contender: Contender, home: Path, step: int, state: dict[str, Any]) -> None:
     """A save without trouble, in a process that ends."""
-    in_a_fork(lambda say: contender.save(home, step, state))
+
+    def life(say: Callable[[str], object]) -> None:
+        with _silence():
+            contender.save(home, step, state)
+
+    in_a_fork(life)
+
+
+def _silence() -> redirect_stderr[io.StringIO]:
+    """What the contenders print, thousands of times; what they raise is heard."""
+    return redirect_stderr(io.StringIO())
 
 
 @contextmanager
