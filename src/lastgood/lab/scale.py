@@ -148,7 +148,7 @@ def committed(tier: Tier, shares: Sequence[Share]) -> tuple[float, Generation]:
     The first rounds only agree: by then there is something old to be forgotten.
     """
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = Ranks(0, len(shares), lambda: GroupStore(master.clone()), "run")
+    coordinator = Ranks(0, len(shares), lambda: GroupStore(master.clone, 60.0), "run")
     mine, *others = (msgspec.to_builtins(share) for share in shares)
     found: list[Generation] = []
 

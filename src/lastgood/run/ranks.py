@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from .. import errors
-from ..errors import LastgoodError, NotFinite, RankFailed, StateMismatch, TimedOut
+from ..errors import LastgoodError, NotFinite, RankFailed, StateMismatch, TierDown, TimedOut
 from ..ports import Store
 
 PATIENCE_SECONDS = 120.0
@@ -139,6 +139,9 @@ class Topic:
                 safe="Every committed generation is untouched.",
                 todo="See why that process ended or hangs.",
             ) from error
+        except TierDown:
+            self._over = True  # nobody can be told of it, either
+            raise
         if "error" in heard:
             self._over = True
             raise raised(heard)

@@ -5,53 +5,72 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import TierDown, TimedOut
 from ..run.ranks import PATIENCE_SECONDS, Ranks
 
+T = TypeVar("T")
+
 
 class GroupStore:
-    """`ports.Store` over a client of torch's."""
+    """`ports.Store` over clients of torch's, which `connect` makes. Every call ends, `patience_seconds` after its own.
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    A client of torch's waits for an answer without a bound where the host of its store is cut off, and nothing ends
+    that wait. So each question is asked in a thread of its own, and left behind with its client if no answer comes: a
+    daemon, the only one in the house, for a process must be able to end beside it.
+    """
+
+    def __init__(self, connect: Callable[[], Any], patience_seconds: float) -> None:
+        self._connect, self._patience_seconds = connect, patience_seconds
+        self._client: Any = None
 
     def set(self, key: str, data: bytes) -> None:
-        try:
-            self._store.set(key, data)
-        except RuntimeError as error:
-            raise _down(error) from error
+        self._ask(lambda client: client.set(key, data))
 
     def get(self, keys: Sequence[str], seconds: float) -> list[bytes]:
         names = list(keys)
-        try:
-            self._store.wait(names, datetime.timedelta(seconds=seconds))
-            at_once = self._store.has_extended_api()  # else it is a file, and each key a question of its own
-            return [bytes(one) for one in (self._store.multi_get(names) if at_once else map(self._store.get, names))]
-        except dist.DistStoreError as error:
-            raise TimedOut(f"something was not posted: {', '.join(names[:3])}, ...") from error
-        except RuntimeError as error:
-            raise _down(error) from error
+
+        def get(client: Any) -> list[bytes]:
+            try:
+                client.wait(names, datetime.timedelta(seconds=seconds))
+            except dist.DistStoreError as error:
+                raise TimedOut(f"something was not posted: {', '.join(names[:3])}, ...") from error
+            at_once = client.has_extended_api()  # else it is a file, and each key a question of its own
+            return [bytes(one) for one in (client.multi_get(names) if at_once else map(client.get, names))]
+
+        return self._ask(get, seconds)
 
     def has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError as error:
-            raise _down(error) from error
+        return bool(self._ask(lambda client: client.check([key])))
 
     def delete(self, key: str) -> None:
+        self._ask(lambda client: client.delete_key(key))
+
+    def _ask(self, what: Callable[[Any], T], seconds: float = 0.0) -> T:
+        answer: Future[tuple[Any, T]] = Future()
+
+        def ask() -> None:
+            try:
+                client = self._client or self._connect()
+                answer.set_result((client, what(client)))
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
         try:
-            self._store.delete_key(key)
-        except RuntimeError as error:
-            raise _down(error) from error
-
-
-def _down(error: RuntimeError) -> TierDown:
-    return TierDown(f"the store of the process group is gone: {error}", safe="Every committed generation is untouched.")
+            self._client, found = answer.result(seconds + self._patience_seconds)
+        except (RuntimeError, TimeoutError) as error:
+            self._client = None
+            why = str(error) or f"no answer in {seconds + self._patience_seconds:.0f} s"
+            safe = "Every committed generation is untouched."
+            raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error
+        return found
 
 
 def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks | None:
@@ -61,6 +80,8 @@ def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SE
     store: Any = dist.distributed_c10d._get_default_store()  # the one that the group itself met through
     rank, run = dist.get_rank(), hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]
     opening = store.add(f"lastgood/{run}/opened/{rank}", 1)
-    return Ranks(
-        rank, dist.get_world_size(), lambda: GroupStore(store.clone()), f"lastgood/{run}/{opening}", patience_seconds
-    )
+
+    def connect() -> GroupStore:
+        return GroupStore(store.clone, patience_seconds)
+
+    return Ranks(rank, dist.get_world_size(), connect, f"lastgood/{run}/{opening}", patience_seconds)

@@ -1,0 +1,80 @@
+"""A rank on a host of its own: does what it reads from its standard input, and says what came of it.
+
+`save N`, `restore`, `end`; with `held` behind it the next step of the protocol waits for another line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lastgood
+from lastgood import errors
+from lastgood.format import commit
+
+SIZE = 300_000
+
+
+def held(name: str) -> None:
+    """The next call of this step of the protocol says so, and waits to be let go."""
+    real = getattr(commit, name)
+
+    def once(*arguments: Any, **options: Any) -> Any:
+        setattr(commit, name, real)
+        say("held")
+        sys.stdin.readline()
+        return real(*arguments, **options)
+
+    setattr(commit, name, once)
+
+
+def say(what: str, **more: Any) -> None:
+    print(json.dumps({"said": what, **more}), flush=True)
+
+
+def tried(act: Callable[[], object]) -> None:
+    begun = time.monotonic()
+    try:
+        act()
+        told = "done"
+    except errors.LastgoodError as error:
+        told = f"{type(error).__name__}: {error}"
+    say(told, seconds=time.monotonic() - begun)
+
+
+def main(rank: int, address: str, port: int, root: str, patience: float) -> None:
+    store = dist.TCPStore(address, port, 2, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    state = {"w": torch.zeros(SIZE)}
+    with (
+        warnings.catch_warnings(),
+        lastgood.Checkpointer(root, state, cadence=lastgood.Every(steps=10**9), patience=patience) as ckpt,
+    ):
+        warnings.simplefilter("ignore")
+        ckpt.restore()
+        say("ready")
+        for line in sys.stdin:
+            word, *more = line.split()
+            if word == "end":
+                break
+            if more[-1:] == ["held"]:
+                held("seal" if word == "save" else "read_manifests")
+            if word == "save":
+                state["w"].fill_(float(more[0]))
+                tried(lambda: ckpt.save(int(more[0])).result(60))  # noqa: B023 - called at once
+            else:
+                state["w"].fill_(-1.0)
+                tried(ckpt.restore)
+                say("state", first=state["w"][0].item(), alike=bool((state["w"] == state["w"][0]).all()))
+    say("closed")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
