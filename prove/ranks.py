@@ -24,7 +24,8 @@ from syscalls import in_memory, progress
 from telling import report
 
 import lastgood
-from ranked import PATIENCE, faulted, resaved, whole, world
+from lastgood.lab.worlds import world
+from ranked import PATIENCE, faulted, resaved, whole
 
 WORLDS = {"ddp": 2, "fsdp": 3}
 FAULTS = ("KILL", "EIO", "ENOSPC", "EDQUOT", "EACCES", "EMFILE")

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import lastgood
 from lastgood import errors
 from lastgood.edges import cli
-from ranked import dcp_loaded, dcp_of_torch, dcp_saved, world
+from lastgood.lab.worlds import world
+from ranked import dcp_loaded, dcp_of_torch, dcp_saved
 
 
 def save(state: dict[str, Any], root: Path, **options: Any) -> None:

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 import ranks as faults
 
 import lastgood
+from lastgood.lab.worlds import world
 from lastgood.run.content import Content
 from lastgood.run.ranks import Announcements, Ranks
 from lastgood.train.merging import homeless
@@ -31,7 +32,6 @@ from ranked import (
     trained,
     trained_in_parts,
     whole,
-    world,
 )
 
 WORLDS = {
