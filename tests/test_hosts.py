@@ -57,7 +57,8 @@ class Rank:
     """A process on one of the hosts."""
 
     def __init__(self, rank: int, cable: Cable, root: Path) -> None:
-        command = ["ip", "netns", "exec", cable.names[rank], sys.executable, str(HOST)]
+        # Not `ip netns exec`: that makes a mount namespace too, which holds whatever other tests have mounted.
+        command = ["nsenter", f"--net=/run/netns/{cable.names[rank]}", sys.executable, str(HOST)]
         self._process = subprocess.Popen(
             [*command, str(rank), "10.77.0.1", str(PORT), str(root), str(PATIENCE)],
             stdin=subprocess.PIPE,

@@ -370,7 +370,7 @@ def step_of(call: str, path: str) -> str:
     """A call by what it is in the protocol, whatever the run: "link gen/*/COMMIT.json"."""
     name = STAGED.sub("", path.removeprefix(ROOT).removeprefix("/"))
     name = re.sub(r"^gen/[^/]+", "gen/*", name)
-    return f"{call} {re.sub(r'[0-9a-f-]*[0-9]{2}[0-9a-f-]*', '*', name) or 'the run'}"
+    return f"{call} {re.sub(r'[0-9a-f-]*[0-9]{2}[0-9a-f-]*(?![a-z])', '*', name) or 'the run'}"
 
 
 def _must(holds: object, otherwise: str) -> None:
