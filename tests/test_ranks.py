@@ -193,8 +193,9 @@ class Board:
     def get(self, keys, seconds):
         return [self.posts[key] for key in keys]
 
-    def delete(self, key):
-        self.posts.pop(key, None)
+    def delete(self, keys):
+        for key in keys:
+            self.posts.pop(key, None)
 
 
 @pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])

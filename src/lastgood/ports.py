@@ -77,16 +77,16 @@ class Store(Protocol):
     call                    required behaviour
     ======================  ====================================================================
     set(key, data)          seen by whoever asks from now on
-    get(keys, seconds)      waits until all are there; raises TimedOut, or TierDown when it is gone
+    get(keys, seconds)      waits until all are there; raises TimedOut, or TierDown when gone
     has(key)                whether it is there now
-    delete(key)             no-op when it is not there
+    delete(keys)            no-op for what is not there
     ======================  ====================================================================
     """
 
     def set(self, key: str, data: bytes) -> None: ...
     def has(self, key: str) -> bool: ...
     def get(self, keys: Sequence[str], seconds: float) -> list[bytes]: ...
-    def delete(self, key: str) -> None: ...
+    def delete(self, keys: Sequence[str]) -> None: ...
 
 
 class Upload(Protocol):

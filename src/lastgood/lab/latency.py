@@ -37,6 +37,8 @@ GROUP_BYTES = 192_000
 """the study's group; its real length is in the report"""
 SIZES = (GROUP_BYTES, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
 LEAST = 5
+TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500)
+"""ms"""
 BUDGET_BYTES = 20_000_000_000
 """of one mode and size: so many bytes are enough, where the trials that were asked for would be more"""
 
@@ -168,6 +170,10 @@ def _distribution(rows: Sequence[Row], size: int) -> Figure:
     axes.set_xlabel("ms until done")
     axes.set_ylabel("share of saves")
     axes.set_xscale("log")
+    low, high = axes.get_xlim()
+    ticks = [one for one in TICKS if low < one < high]
+    axes.set_xticks(ticks, [f"{one}" for one in ticks])
+    axes.minorticks_off()
     axes.legend()
     return figure
 

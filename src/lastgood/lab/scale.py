@@ -324,18 +324,24 @@ def _waits(row: Row, probe: Row) -> dict[str, float]:
 def _figure(sizes: Sequence[Row]) -> Figure:
     from .figures import panels
 
-    figure, (by_ranks, by_pieces) = panels(2, columns=2, wide=4.2, high=3.4)
-    most_pieces, most_ranks = max(row["pieces"] for row in sizes), max(row["ranks"] for row in sizes)
-    for axes, what, other, most in (
-        (by_ranks, "ranks", "pieces", most_pieces),
-        (by_pieces, "pieces", "ranks", most_ranks),
+    figure, (by_ranks, by_pieces) = panels(2, columns=2, wide=4.2, high=3.6)
+    many_pieces, many_ranks = _told_most(sizes, "pieces"), _told_most(sizes, "ranks")
+    for axes, what, other, fixed in (
+        (by_ranks, "ranks", "pieces", many_pieces),
+        (by_pieces, "pieces", "ranks", many_ranks),
     ):
-        mine = [row for row in sizes if row[other] == most]
+        mine = [row for row in sizes if row[other] == fixed]
         for step in STEPS:
             axes.plot([row[what] for row in mine], [row[step] for row in mine], marker="o", label=step)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_xlabel(f"{what} ({other}: {most:,})")
+        axes.set_xlabel(f"{what} ({other}: {fixed:,})")
         axes.set_ylabel("s of one processor")
-    by_ranks.legend()
+    figure.legend(*by_ranks.get_legend_handles_labels(), loc="outside lower center", ncols=len(STEPS), frameon=False)
     return figure
+
+
+def _told_most(sizes: Sequence[Row], what: str) -> int:
+    """The value with which most sizes were measured, the largest of them."""
+    count = Counter(row[what] for row in sizes)
+    return max(value for value, times in count.items() if times == max(count.values()))

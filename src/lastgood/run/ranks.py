@@ -83,8 +83,8 @@ class Ranks:
         with self._lock:
             self._old += keys
             gone, self._old = self._old[: -4 * len(keys)], self._old[-4 * len(keys) :]
-        for key in gone:
-            self._store.delete(key)
+        if gone:
+            self._store.delete(gone)
 
 
 class Topic:

@@ -49,8 +49,8 @@ class GroupStore:
     def has(self, key: str) -> bool:
         return bool(self._ask(lambda client: client.check([key])))
 
-    def delete(self, key: str) -> None:
-        self._ask(lambda client: client.delete_key(key))
+    def delete(self, keys: Sequence[str]) -> None:
+        self._ask(lambda client: [client.delete_key(key) for key in keys])
 
     def _ask(self, what: Callable[[Any], T], seconds: float = 0.0) -> T:
         answer: Future[tuple[Any, T]] = Future()
