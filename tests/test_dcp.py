@@ -224,6 +224,24 @@ def _outside(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def _a_link(folder: Path) -> None:
+    (one,) = folder.glob("*.distcp")
+    one.rename(folder.parent / "elsewhere")
+    one.symlink_to(folder.parent / "elsewhere")
+
+
+def _a_class_changed(folder: Path) -> None:
+    change = pickle.PROTO + b"\x02" + pickle.GLOBAL + b"pathlib\nPurePosixPath\n" + pickle.NONE + pickle.EMPTY_DICT
+    change += pickle.BINUNICODE + (5).to_bytes(4, "little") + b"parts" + pickle.EMPTY_TUPLE + pickle.SETITEM
+    (folder / ".metadata").write_bytes(change + pickle.TUPLE2 + pickle.BUILD + pickle.STOP)
+
+
+def _odd_names(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata = {1: metadata.state_dict_metadata["w"]}
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 def _a_hole(folder: Path) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size([6])
@@ -245,6 +263,9 @@ def _no_pickle(folder: Path) -> None:
         (_evil_metadata, "no class of metadata"),
         (_evil_value, "odd is no plain value"),
         (_outside, "outside of the folder"),
+        (_a_link, "outside of the folder"),
+        (_a_class_changed, "change a class"),
+        (_odd_names, "makes no sense"),
         (_a_hole, r"the parts of w do not make \[6\]"),
         (_short, "cannot be read"),
         (_no_pickle, "cannot be read"),

@@ -16,10 +16,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 import ranks as faults
 
 import lastgood
+from harness import save
+from lastgood.engine.inline import Inline
+from lastgood.errors import TierDown
 from lastgood.lab.worlds import world
+from lastgood.rawio.files import PosixFiles
+from lastgood.records import Manifest
 from lastgood.run.content import Content
+from lastgood.run.follower import Leader
 from lastgood.run.ranks import Announcements, Ranks
-from lastgood.train.merging import homeless
+from lastgood.tiers.disk import Disk
+from lastgood.train.merging import homeless, merged
 from ranked import (
     PATIENCE,
     STEPS_OF_A_SAVE,
@@ -221,6 +228,40 @@ def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_i
     while asking.coming is None:
         step(asking)
     assert n <= asking.coming == telling.coming
+
+
+class Deaf(Board):
+    """It can be asked, and takes no verdict."""
+
+    def set(self, key, data):
+        if key.endswith("verdict"):
+            raise TierDown("the store is gone")
+        super().set(key, data)
+
+
+def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
+    """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
+    disk = Disk(PosixFiles(), str(tmp_path))
+    writer = Leader(disk, Inline(), ranks=Ranks(0, 1, Board, "run"))
+    writer.begin(None)
+    deaf = Deaf()
+    told = save(writer, 1, {"w": b"x" * 100}, together=Ranks(0, 1, lambda: deaf, "run").topic("save"))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]
+
+
+def test_what_a_module_says_of_itself_is_each_ranks_own():
+    """The last rank's went to all of them."""
+    manifests = [
+        Manifest(
+            format=1, step=1, incarnation="0" * 8, rank=rank, digest="xxh3_128", blobs=[], pieces=[], aliases={},
+            values={"net": {"!module": {"net._extra_state": rank, f"net.{rank}": rank}}, f"stage{rank}": rank},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    for rank in range(3):
+        found = merged(manifests, rank, ["net", "stage2"])
+        assert found["net"]["!module"]["net._extra_state"] == rank and len(found["net"]["!module"]) == 4
+        assert found["stage2"] == 2 and found.keys() == {"net", "stage2", f"stage{rank}"}
 
 
 def test_what_is_due_by_time_is_saved_by_all_ranks_at_one_step(tmp_path):

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -62,6 +62,14 @@ _KNOWN = {(dcp.__name__, name): kind for name, kind in _CLASSES.items()} | {
 def opened(path: str, prefix: str) -> Foreign:
     """A folder, checked as its metadata allow; one tensor is held at a time. Raises Unstorable, ManifestInvalid."""
     reader = _Reader(path)
+    try:
+        return _opened(reader, prefix)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        what = f"{os.path.join(path, DCP_METADATA)} makes no sense: {error}"
+        raise ManifestInvalid(what, safe="Nothing was touched.") from error
+
+
+def _opened(reader: _Reader, prefix: str) -> Foreign:
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata
     stored = {prefix + name: one for name, one in entries.items() if isinstance(one, dcp.TensorStorageMetadata)}
@@ -76,7 +84,7 @@ def opened(path: str, prefix: str) -> Foreign:
 
     found = Foreign(read)
     for name, one in stored.items():
-        _require_whole(path, name, one)
+        _require_whole(str(reader.path), name, one)
         found.add(name, live.dtype_name(one.properties.dtype), tuple(one.size))
     others = {name: None for name in entries if prefix + name not in stored}
     values = _load(reader, others) if others else {}
@@ -100,29 +108,53 @@ def _require_whole(path: str, name: str, entry: dcp.TensorStorageMetadata) -> No
 
 
 class _Reader(torch_dcp.FileSystemReader):
-    """torch's, but for the pickle of the metadata, which is not trusted."""
+    """torch's, but for the pickle of the metadata, which is not trusted, and is read once."""
+
+    _metadata: dcp.Metadata | None = None
 
     def read_metadata(self, *args: Any, **options: Any) -> dcp.Metadata:
-        path = os.path.join(self.path, DCP_METADATA)
-        try:
-            with open(path, "rb") as file:
-                found = _Unpickler(file).load()
-            if not isinstance(found, dcp.Metadata):
-                raise TypeError(f"a {type(found).__name__}")
-            for one in found.storage_data.values():
-                place = PurePosixPath(one.relative_path)
-                if place.is_absolute() or ".." in place.parts:
-                    raise ValueError(f"it names {place}, outside of the folder")
-        except OSError:
-            raise
-        except Exception as error:
-            if isinstance(error, LastgoodError):
+        if self._metadata is None:
+            path = _inside(self.path, DCP_METADATA)
+            try:
+                with open(path, "rb") as file:
+                    found = _Unpickler(file).load()
+                if not isinstance(found, dcp.Metadata):
+                    raise TypeError(f"a {type(found).__name__}")
+                for one in found.storage_data.values():
+                    _inside(self.path, str(one.relative_path))
+            except (OSError, LastgoodError):
                 raise
-            raise ManifestInvalid(f"{path} cannot be read: {error}", safe="Nothing was touched.") from error
-        return found
+            except Exception as error:
+                raise ManifestInvalid(f"{path} cannot be read: {error}", safe="Nothing was touched.") from error
+            self._metadata = found
+        return self._metadata
 
 
-class _Unpickler(pickle.Unpickler):
+def _inside(folder: str | os.PathLike[str], name: str) -> str:
+    """The path of a file of the folder. Raises ManifestInvalid for one that lies outside, or is none."""
+    home = os.path.realpath(folder)
+    path = os.path.realpath(os.path.join(home, name))
+    if not path.startswith(home + os.sep) or not os.path.isfile(path):
+        what = f"{folder} speaks of {name!r}, which is outside of the folder, or no file"
+        raise ManifestInvalid(what, safe="Nothing was touched.")
+    return path
+
+
+_InPython: Any = pickle._Unpickler
+
+
+class _Unpickler(_InPython):
+    """Knows classes of metadata, and changes none of them: the one in C would set attributes of a class, too."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
+            raise Unstorable("the metadata of the folder change a class", safe="Nothing in it was run.")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         known = _KNOWN.get((module, name))
         if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -156,7 +188,7 @@ def _load(reader: _Reader, state: dict[str, Any]) -> dict[str, Any]:
             torch_dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
-        if isinstance(first, LastgoodError):
+        if isinstance(first, LastgoodError | OSError) or not isinstance(first, Exception):
             raise first from error
         told = str(first).partition("\n")[0]
         raise ManifestInvalid(f"{reader.path} cannot be read: {told}", safe="Nothing was committed.") from error

@@ -61,7 +61,10 @@ def export(
             _require_free(target, force and not folder)
             PosixFiles().rename(staged, target)
         except BaseException:
-            shutil.rmtree(staged) if os.path.isdir(staged) else PosixFiles().remove(staged)
+            if os.path.isdir(staged):
+                shutil.rmtree(staged)
+            elif os.path.lexists(staged):
+                PosixFiles().remove(staged)
             raise
         PosixFiles().sync_dir(os.path.dirname(target))
     dtypes = {name: content.tensors()[stored].dtype for name, stored in chosen.items()}

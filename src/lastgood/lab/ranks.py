@@ -81,7 +81,7 @@ def run(options: Options, say: Say) -> list[Row]:
             measured("speed", speeds, size, options.mib, options.rounds)
             measured("replicas", replicas, size, options.mib)
         measured("agreeing", agreeing, AGREEING)
-        measured("planning", planning, 2)
+        measured("plans", planning, 2)
     return rows
 
 
@@ -238,7 +238,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             f"{row['ranks']} ranks agree and a record is durable: {spread(milliseconds, '.1f')} ms in "
             f"{len(milliseconds)} rounds, all processes on these cores."
         )
-    for row in of(rows, "planning"):
+    for row in of(rows, "plans"):
         took, planned = ([1000 * one for one in row[part]] for part in ("capture", "seconds"))
         notes.append(
             f"A plan of {SMALL:,} tensors, one being known: {spread(planned, '.3f')} ms; taking them: "

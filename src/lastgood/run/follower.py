@@ -56,8 +56,10 @@ class Follower(_Ranked):
         self.survey.incarnations[record.id], self.survey.order = record, record.order
         self._incarnation, self._last = record, parent
 
-    def _committed(self, together: Topic, share: Share, publish: Callable[[Sequence[Share]], Generation]) -> Generation:
-        generation = super()._committed(together, share, publish)
+    def _committed(
+        self, together: Topic, at: GenerationId, share: Share, publish: Callable[[Sequence[Share]], Generation]
+    ) -> Generation:
+        generation = super()._committed(together, at, share, publish)
         with self.turn:
             self._note_tried(generation.id)
             self._take_in(generation)

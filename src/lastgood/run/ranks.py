@@ -6,7 +6,8 @@
 
 Invariants
   1. Whoever has a topic before it either answers or fails in it: nobody waits for a rank that has given up.
-  2. Nobody waits longer than `patience_seconds` for the others, nor more than twice that for the coordinator.
+  2. Nobody waits longer than `patience_seconds` for the others, nor more than twice that for the coordinator; what the
+     store itself may take to answer comes on top (train/agree.py).
   3. The coordinator reads each rank's post once and writes one verdict: O(ranks) work, whatever the size of the state.
 Torch-free. Every thread has a client of the store of its own, since one that waits blocks it for all.
 """
@@ -17,13 +18,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
 from .. import errors
-from ..errors import LastgoodError, NotFinite, RankFailed, StateMismatch, TierDown, TimedOut
+from ..errors import LastgoodError, RankFailed, StateMismatch, TierDown, TimedOut
 from ..ports import Store
 
 PATIENCE_SECONDS = 120.0
@@ -84,7 +85,8 @@ class Ranks:
             self._old += keys
             gone, self._old = self._old[: -4 * len(keys)], self._old[-4 * len(keys) :]
         if gone:
-            self._store.delete(gone)
+            with suppress(TierDown):  # they are in nobody's way, and what they were about has been settled
+                self._store.delete(gone)
 
 
 class Topic:
@@ -245,6 +247,6 @@ def told(error: BaseException) -> dict[str, Any]:
 def raised(post: dict[str, Any]) -> LastgoodError:
     """The error that was posted, of its own class where that takes no more than words."""
     kind = getattr(errors, post["error"], None)
-    if not (isinstance(kind, type) and issubclass(kind, LastgoodError)) or kind in (StateMismatch, NotFinite):
+    if not (isinstance(kind, type) and issubclass(kind, LastgoodError)) or kind is StateMismatch:
         kind = RankFailed
     return kind(post["what"], safe=post.get("safe", ""), todo=post.get("todo", ""))

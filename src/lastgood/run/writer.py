@@ -33,8 +33,10 @@ from ..errors import (
     NotFinite,
     NotRestored,
     Overtaken,
+    StepDiffers,
     StepTaken,
     SumMismatch,
+    TierDown,
     Unavailable,
     Unreadable,
 )
@@ -209,7 +211,7 @@ class RunWriter:
                 generation = self.publish(at, [share], pinned, milestone, metrics)
             else:
                 generation = self._committed(
-                    together, share, lambda shares: self.publish(at, shares, pinned, milestone, metrics)
+                    together, at, share, lambda shares: self.publish(at, shares, pinned, milestone, metrics)
                 )
         except CommitUnknown as error:
             if together is not None:
@@ -294,13 +296,25 @@ class RunWriter:
             self._unread += 1
             return generation
 
-    def _committed(self, together: Topic, share: Share, publish: Callable[[Sequence[Share]], Generation]) -> Generation:
-        """The generation that the coordinator published once every rank had sealed."""
+    def _committed(
+        self, together: Topic, at: GenerationId, share: Share, publish: Callable[[Sequence[Share]], Generation]
+    ) -> Generation:
+        """The generation that the coordinator published once every rank had sealed its part of it."""
+        published: list[Generation] = []
 
         def decide(told: list[Any]) -> Any:
-            return msgspec.to_builtins(publish([msgspec.convert(one, Share) for one in told]))
+            if len({folder for folder, _ in told}) > 1:
+                raise StepDiffers(f"ranks have sealed {', '.join(sorted({folder for folder, _ in told}))}")
+            published.append(publish([msgspec.convert(one, Share) for _, one in told]))
+            return msgspec.to_builtins(published[0])
 
-        return msgspec.convert(together.agree(msgspec.to_builtins(share), decide), Generation)
+        try:
+            mine = layout.folder(at), msgspec.to_builtins(share)
+            return msgspec.convert(together.agree(mine, decide), Generation)
+        except TierDown:
+            if not published:
+                raise
+            return published[0]  # it is there, whoever could not be told
 
     def _clear(self, at: GenerationId) -> None:
         """What cannot be removed now is litter without a COMMIT, and the next opening removes it."""

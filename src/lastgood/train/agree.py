@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -57,16 +58,19 @@ class GroupStore:
 
         def ask() -> None:
             try:
-                client = self._client or self._connect()
-                answer.set_result((client, what(client)))
+                asked = client or self._connect()
+                answer.set_result((asked, what(asked)))
             except BaseException as error:  # noqa: BLE001 - it is raised below
                 answer.set_exception(error)
 
-        threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
+        client, self._client = self._client, None  # one that is in the middle of something is asked nothing more
         try:
+            threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
             self._client, found = answer.result(seconds + self._patience_seconds)
-        except (RuntimeError, TimeoutError) as error:
-            self._client = None
+        except TimedOut:
+            self._client = client
+            raise
+        except (RuntimeError, NoAnswer) as error:
             why = str(error) or f"no answer in {seconds + self._patience_seconds:.0f} s"
             safe = "Every committed generation is untouched."
             raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error

@@ -84,7 +84,7 @@ class Checkpointer:
     `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
     `scrub`: lastgood.Scrub(...) reads old generations again, now and then.
     In a process group every rank opens the same path and makes the same calls; each writes its own part, and what fails
-    on one fails on all, `patience` seconds after the first of them at the latest.
+    on one fails on all. `patience`: seconds to wait for a rank; twice that for rank 0, thrice for the group's store.
     Raises Refused, NotARun, NotWritable, RunLocked; nothing has been touched then.
     """
 
@@ -237,6 +237,9 @@ class Checkpointer:
         self._require_open()
         self.wait()
         run = self._behind.run
+        if self._ranks is not None:
+            self._ranks.agree("restore", None, lambda _: None)  # rank 0 looks after no older save any more
+            self._look()
         request = Request(self._request.state, strict, rename, self._request.include, self._request.exclude)
         run.mended.clear()
         try:
@@ -399,7 +402,8 @@ class Checkpointer:
                 problem = error
                 if isinstance(error, StepDiffers):  # a rank had passed the step: there is none that all could save
                     break
-        self._look()
+        with contextlib.suppress(LastgoodError):  # what is known without it is told
+            self._look()
         newest = next((one for one in self._behind.run.lineage() if not one.damaged and not one.unfit), None)
         told = f"step {newest.step} is durable" if newest else "nothing is durable"
         more = f" {type(problem).__name__}: {problem}" if problem else ""
@@ -564,10 +568,10 @@ class Checkpointer:
         """What this rank has no place for is somebody else's, as the stages of a pipeline are, or fits nowhere."""
         return self._loading.agree(unexpected, homeless) if self._loading is not None else unexpected
 
-    def _all_fit(self) -> None:
-        """Nobody writes into its state before it fits everywhere."""
+    def _all_fit(self, root: str) -> None:
+        """Nobody writes into its state before it fits everywhere, and is of one generation."""
         if self._loading is not None:
-            self._loading.agree(None, lambda _: None)
+            self._loading.agree(root, _one_root)
 
     def _examine(self, generation: Generation) -> list[Finding]:
         if self._ranks is not None:
@@ -660,6 +664,11 @@ class Checkpointer:
     def _require_open(self) -> None:
         _require(not self._closed, "this checkpointer is closed", "Open a new one.")
         _require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
+
+
+def _one_root(roots: list[str]) -> None:
+    if len(set(roots)) > 1:
+        raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
 
 
 def _samplers(container: object) -> Iterator[ResumableSampler]:

@@ -74,14 +74,14 @@ def load_into(
     rank: int = 0,
     together: Callable[[Callable[[], None]], None] = reader.alone,
     nowhere: Callable[[list[str]], list[str]] = list,
-    fits: Callable[[], object] = lambda: None,
+    fits: Callable[[str], object] = lambda _: None,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
     memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`, `nowhere` as
-    in `match`; `fits` is asked before anything is written. Raises StateMismatch, NoSuchStep, Damaged, NothingGood,
-    Unavailable, each with the live state untouched; HalfLoaded when it is not.
+    in `match`; `fits(root of the generation)` is asked before anything is written. Raises StateMismatch, NoSuchStep,
+    Damaged, NothingGood, Unavailable, each with the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
     skipped: list[str] = []
@@ -111,7 +111,7 @@ def load_into(
             exclude=request.exclude,
             nowhere=nowhere,
         )
-        fits()
+        fits(generation.root)
         arena = arena_for(*reader.reading_bytes(manifests))
         once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifests, arena)
         try:

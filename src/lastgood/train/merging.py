@@ -36,15 +36,12 @@ def _covers(names: Collection[str], name: str) -> bool:
 
 
 def _whole(tree: Any, others: Sequence[Any]) -> Any:
-    """Modules and optimizers of which each rank knows some parameters: with those of all."""
+    """Modules and optimizers of which each rank knows some parameters: with those of all, its own as they are."""
     if not isinstance(tree, dict) or all(other == tree for other in others):
         return tree
     if tree.keys() == {"!module"}:
-        return {
-            "!module": {
-                name: one for other in others if _is(other, "!module") for name, one in other["!module"].items()
-            }
-        }
+        found = {name: one for other in others if _is(other, "!module") for name, one in other["!module"].items()}
+        return {"!module": found | tree["!module"]}
     if tree.keys() == {"!optimizer"}:
         return {
             "!optimizer": _optimizer(
@@ -68,4 +65,4 @@ def _optimizer(one: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[st
         params = {name: shape for other in alike for name, shape in other["groups"][index]["params"]}
         groups.append({**group, "params": [[name, shape] for name, shape in params.items()]})
     state = {name: entry for other in alike for name, entry in other["state"].items()}
-    return {**one, "groups": groups, "state": state}
+    return {**one, "groups": groups, "state": state | one["state"]}

@@ -67,7 +67,8 @@ class Asked:
             raise Refused("preemption= outside of the main thread", todo="Open the run in the main thread.")
         self.wish, self._now, self._process = wish, monotonic_seconds, os.getpid()
         self.at: float | None = None
-        """when the first signal came"""
+        """when the grace began: with the first signal, or that of another rank"""
+        self._first: float | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
         self._before = {one: signal.getsignal(one) for one in wish.signals}
@@ -103,9 +104,10 @@ class Asked:
                 _die_of(number)
         elif self.at is None and self._closed:
             _die_of(number)
-        elif self.at is None:
+        elif self._first is None:
+            self._first = self._now()
             self.ask()
-        elif self._now() - self.at > SAME_SECONDS:
+        elif self._now() - self._first > SAME_SECONDS:
             self._leave("a second signal")
 
     def _leave(self, why: str) -> None:
