@@ -143,7 +143,7 @@ def _inside(folder: str | os.PathLike[str], name: str) -> str:
 _InPython: Any = pickle._Unpickler
 
 
-class _Unpickler(_InPython):
+class _Unpickler(_InPython):  # type: ignore[misc]
     """Knows classes of metadata, and changes none of them: the one in C would set attributes of a class, too."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
