@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -226,10 +227,19 @@ def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
     return steps
 
 
+def attempted(ckpt: Any, n: int) -> dict[str, Any]:
+    """A save of step `n`: what became of it, and how long that took."""
+    begun = time.monotonic()
+    try:
+        ckpt.save(n).result(LIMIT_SECONDS)
+        told = "durable"
+    except errors.LastgoodError as error:
+        told = f"{type(error).__name__}: {error}"
+    return {str(n): told, f"{n} seconds": time.monotonic() - begun}
+
+
 def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) -> dict[str, Any]:
     """Three saves; at the second, `who` fails or dies at a step of it. What became of each, and how long that took."""
-    import time
-
     import lastgood
 
     loop = Loop("ddp", size)
@@ -239,13 +249,7 @@ def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) ->
         for n in (1, 2, 3):
             if n == 2 and rank == who:
                 fail_at(where, how, loop)
-            begun = time.monotonic()
-            try:
-                ckpt.save(n).result(LIMIT_SECONDS)
-                told[str(n)] = "durable"
-            except errors.LastgoodError as error:
-                told[str(n)] = f"{type(error).__name__}: {error}"
-            told[f"{n} seconds"] = time.monotonic() - begun
+            told |= attempted(ckpt, n)
             loop.state.pop("odd", None)
             if how == "dies" and n == 2:
                 break
@@ -294,8 +298,6 @@ def fail_at(where: str, how: str, loop: Loop) -> None:
 def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what: str) -> dict[str, Any]:
     """Three saves; from the second one on, system call number `at` of `who` fails with the errno `what`, or the process
     ends there ("KILL"). What became of each save, how long that took, how many calls there were and which was hit."""
-    import time
-
     import lastgood
     from lastgood.rawio import files
 
@@ -311,13 +313,7 @@ def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what
         for n in (1, 2, 3):
             loop.step(n)
             calls.armed = n == 2
-            begun = time.monotonic()
-            try:
-                ckpt.save(n).result(LIMIT_SECONDS)
-                told[str(n)] = "durable"
-            except errors.LastgoodError as error:
-                told[str(n)] = f"{type(error).__name__}: {error}"
-            told[f"{n} seconds"] = time.monotonic() - begun
+            told |= attempted(ckpt, n)
             ckpt.wait()
             calls.armed = False
             if what == "KILL" and n == 2:
@@ -420,11 +416,7 @@ def differing(rank: int, size: int, root: Path, what: str) -> dict[str, Any]:
                 net.seen += rank
             if n == 2 and what == "what it is made of" and rank == 1:
                 loop.state["more"] = torch.ones(5)
-            try:
-                ckpt.save(n).result(60)
-                told[str(n)] = "durable"
-            except errors.LastgoodError as error:
-                told[str(n)] = f"{type(error).__name__}: {error}"
+            told |= attempted(ckpt, n)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ckpt.wait()

@@ -53,22 +53,37 @@ WORLDS = {
 STEPS = 4
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+Factory = pytest.TempPathFactory
+
+
+def runs_of(worlds: dict[str, tuple[str, int]], paths: Factory) -> dict[str, Path]:
     """A run of each world."""
-    runs: dict[str, Path] = {}
-    for name, (kind, size) in WORLDS.items():
-        runs[name] = tmp_path_factory.mktemp("runs") / kind
+    runs = {name: paths.mktemp("runs") / kind.replace(" ", "-") for name, (kind, _) in worlds.items()}
+    for name, (kind, size) in worlds.items():
         world(size, trained, kind, runs[name], STEPS)
     return runs
+
+
+def copied(root: Path, to: Path) -> Path:
+    return Path(shutil.copytree(root, to, symlinks=True))
+
+
+def goes_on(kind: str, size: int, run: Path, at: Path) -> None:
+    """A run that was interrupted makes the very losses that it would have made."""
+    straight = world(size, trained, kind, at / "straight", STEPS + 3)
+    resumed = world(size, trained, kind, copied(run, at / "stopped"), STEPS + 3)
+    assert resumed == [losses[STEPS:] for losses in straight]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Factory) -> dict[str, Path]:
+    return runs_of(WORLDS, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_what_any_world_saved_any_other_loads_to_the_bit(saved, tmp_path, name):
     kind, size = WORLDS[name]
-    roots = [
-        Path(shutil.copytree(root, tmp_path / str(number), symlinks=True)) for number, root in enumerate(saved.values())
-    ]
+    roots = [copied(root, tmp_path / str(number)) for number, root in enumerate(saved.values())]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         before, after = whole(root, STEPS), whole(root, STEPS + 1)
@@ -79,11 +94,7 @@ def test_what_any_world_saved_any_other_loads_to_the_bit(saved, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["two of DDP", "two of FSDP2", "two of tensor parallel", "four of HSDP"])
 def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(saved, tmp_path, name):
-    kind, size = WORLDS[name]
-    straight = world(size, trained, kind, tmp_path / "straight", STEPS + 3)
-    root = Path(shutil.copytree(saved[name], tmp_path / "stopped", symlinks=True))
-    resumed = world(size, trained, kind, root, STEPS + 3)
-    assert resumed == [losses[STEPS:] for losses in straight]
+    goes_on(*WORLDS[name], saved[name], tmp_path)
 
 
 STAGED = {
@@ -94,25 +105,19 @@ STAGED = {
 
 
 @pytest.fixture(scope="module")
-def staged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each pipeline."""
-    runs = {name: tmp_path_factory.mktemp("runs") / kind for name, (kind, _) in STAGED.items()}
-    for name, (kind, size) in STAGED.items():
-        world(size, trained, kind, runs[name], STEPS)
-    return runs
+def staged(tmp_path_factory: Factory) -> dict[str, Path]:
+    return runs_of(STAGED, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", STAGED)
 def test_the_stages_of_a_pipeline_go_to_any_other_and_on_as_if_nothing_had_been(staged, tmp_path, name):
     kind, size = STAGED[name]
-    roots = [Path(shutil.copytree(root, tmp_path / root.name, symlinks=True)) for root in staged.values()]
+    roots = [copied(root, tmp_path / root.name) for root in staged.values()]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         assert whole(root, STEPS) == whole(root, STEPS + 1)
         assert {one.partition(".")[0] for one in whole(root, STEPS)} == {"stage0", "stage1", "optimizer0", "optimizer1"}
-    straight = world(size, trained, kind, tmp_path / "straight", STEPS + 3)
-    root = Path(shutil.copytree(staged[name], tmp_path / "stopped", symlinks=True))
-    assert world(size, trained, kind, root, STEPS + 3) == [losses[STEPS:] for losses in straight]
+    goes_on(kind, size, staged[name], tmp_path)
 
 
 def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
@@ -139,12 +144,8 @@ HANDED = {"one process": ("app plain", 1), "two of FSDP2": ("app fsdp", 2), "thr
 
 
 @pytest.fixture(scope="module")
-def handed_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each of those whose state is an object that hands out shards."""
-    runs = {name: tmp_path_factory.mktemp("runs") / name for name in HANDED}
-    for name, (kind, size) in HANDED.items():
-        world(size, trained, kind, runs[name], STEPS)
-    return runs
+def handed_out(tmp_path_factory: Factory) -> dict[str, Path]:
+    return runs_of(HANDED, tmp_path_factory)
 
 
 @pytest.mark.parametrize("name", HANDED)
@@ -152,13 +153,11 @@ def test_an_object_that_hands_out_shards_is_handed_them_back_in_any_world(handed
     """As torch's helpers for state dicts make them; those of FSDP1 are spread no other way. They came back as plain
     tensors."""
     kind, size = HANDED[name]
-    roots = [Path(shutil.copytree(root, tmp_path / root.name, symlinks=True)) for root in handed_out.values()]
+    roots = [copied(root, tmp_path / root.name) for root in handed_out.values()]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         assert whole(root, STEPS) == whole(root, STEPS + 1)
-    straight = world(size, trained, kind, tmp_path / "straight", STEPS + 3)
-    root = Path(shutil.copytree(handed_out[name], tmp_path / "stopped", symlinks=True))
-    assert world(size, trained, kind, root, STEPS + 3) == [losses[STEPS:] for losses in straight]
+    goes_on(kind, size, handed_out[name], tmp_path)
 
 
 def test_flat_parameters_of_several_ranks_are_refused_with_a_way_out(tmp_path):

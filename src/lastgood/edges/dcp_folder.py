@@ -33,20 +33,20 @@ from ..train import tensors as live
 from . import dcp as storage
 from .importing import DCP_METADATA, Foreign
 
-_CLASSES = {
-    name: getattr(dcp, name)
-    for name in (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    )
-}
-_KNOWN = {(dcp.__name__, name): kind for name, kind in _CLASSES.items()} | {
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{
+        (dcp.__name__, kind.__name__): kind
+        for kind in (
+            dcp.BytesStorageMetadata,
+            dcp.ChunkStorageMetadata,
+            dcp.Metadata,
+            dcp.MetadataIndex,
+            dcp.StorageMeta,
+            dcp.TensorProperties,
+            dcp.TensorStorageMetadata,
+            dcp._MEM_FORMAT_ENCODING,
+        )
+    },
     (_StorageInfo.__module__, _StorageInfo.__qualname__): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,

@@ -15,9 +15,8 @@ import resource
 import signal
 import tempfile
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -122,7 +121,7 @@ def one(key: Row) -> Row:
     """One trial: two saves in a process that ends, trouble, and a resume in another."""
     contender, chance = CONTENDERS[key["contender"]], random.Random(str(sorted(key.items())))
     seed = chance.getrandbits(30)
-    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as folder, _quiet():
+    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as folder:
         home = Path(folder)
         for step in STEPS[:2]:
             _save(contender, home, step, made(seed, step))
@@ -223,13 +222,6 @@ def _save(contender: Contender, home: Path, step: int, state: dict[str, Any]) ->
 def _silence() -> redirect_stderr[io.StringIO]:
     """What the contenders print, thousands of times; what they raise is heard."""
     return redirect_stderr(io.StringIO())
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 # ---- all of them -------------------------------------------------------------------------------------------------
