@@ -263,7 +263,7 @@ PATIENCE = 4.0
 STEPS_OF_A_SAVE = {
     "staging": "lastgood.train.staging.Snapshot.fill",
     "write": "lastgood.tiers.disk.Disk.create",
-    "digests": "lastgood.train.together._sum",
+    "digests": "lastgood.train.together._sums",
     "seal": "lastgood.format.commit.seal",
     "commit": "lastgood.format.commit.publish",
     "after the commit": "lastgood.run.writer.RunWriter._take_in",
@@ -430,12 +430,70 @@ def differing(rank: int, size: int, root: Path, what: str) -> dict[str, Any]:
     return told
 
 
+def thawing(rank: int, size: int, root: Path) -> dict[str, Any]:
+    """Five saves of a stage on each rank; that of rank 1 is frozen at first, and is trained from the third save on."""
+    import lastgood
+
+    stage = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(stage.parameters())
+    state = {f"stage{rank}": stage, f"optimizer{rank}": optimizer}
+    told: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with lastgood.Checkpointer(root, state, patience=PATIENCE) as ckpt:
+            ckpt.restore()
+            for n in (1, 2, 3, 4, 5):
+                if rank != 1 or n >= 3:
+                    stage(torch.ones(2, 4)).sum().backward()
+                    optimizer.step()
+                told |= attempted(ckpt, n)
+    return told
+
+
+def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
+    """Four saves, the second of which `who` does not make."""
+    import lastgood
+
+    loop = Loop("ddp", size)
+    told: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with lastgood.Checkpointer(root, loop.state, patience=PATIENCE) as ckpt:
+            ckpt.restore()
+            for n in (1, 2, 3, 4):
+                if n != 2 or rank != who:
+                    told |= attempted(ckpt, n)
+    return told
+
+
+def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
+    """Six hundred steps in lockstep; what became of which step."""
+    import lastgood
+    from lastgood.run import announcing
+
+    announcing.LOOK_SECONDS = 0.05
+    loop = Loop("ddp", size)
+    heard: list[tuple[str, int]] = []
+
+    def note(event: lastgood.Event) -> None:
+        if event.kind in ("durable", "failed", "skipped"):
+            heard.append((event.kind, event.step))
+
+    with lastgood.Checkpointer(root, loop.state, on_event=note, **options) as ckpt:
+        ckpt.restore()
+        for n in range(1, 601):
+            loop.step(n)
+            ckpt.step(n)
+        ckpt.wait()
+    return heard
+
+
 def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
     """Steps in lockstep, saves that are due by time; what became of each. `late`: a rank looks too rarely at first."""
     import lastgood
-    from lastgood.run import ranks
+    from lastgood.run import announcing
 
-    ranks.LOOK_SECONDS = 0.05
+    announcing.LOOK_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -443,14 +501,14 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
         if event.kind in ("durable", "failed"):
             heard.append((event.kind, event.step))
             if event.kind == "failed":
-                ranks.LOOK_SECONDS = 0.05
+                announcing.LOOK_SECONDS = 0.05
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(seconds=0.3), on_event=note) as ckpt:
             n = ckpt.restore().step
             if late and rank == 1:
-                ranks.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
+                announcing.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
             while n < 600:
                 n += 1
                 loop.step(n)
@@ -465,9 +523,9 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
     import signal
 
     import lastgood
-    from lastgood.run import ranks
+    from lastgood.run import announcing
 
-    ranks.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
+    announcing.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
     loop = Loop(kind, size)
     options = {"cadence": lastgood.Every(steps=10_000 if late else 4), "preemption": lastgood.Preemption()}
     with warnings.catch_warnings():
@@ -482,7 +540,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
                     if n == 5 and rank == who:
                         os.kill(os.getpid(), signal.SIGTERM)
                     if late and rank == 1 and n > 200:
-                        ranks.LOOK_SECONDS = 0.0
+                        announcing.LOOK_SECONDS = 0.0
                     ckpt.step(n)
         except lastgood.Preempted as end:
             return {"step": n, "code": end.code, "durable": end.durable}

@@ -54,8 +54,11 @@ def stream(
     *,
     unfit: Callable[[str], None] | None,
     wanted: Collection[str] | None = None,
+    fresh: bool = True,
 ) -> None:
     """Every tensor of a rank, in one reading past the page cache. Raises Damaged or Unavailable at the first fault.
+
+    Without `fresh` through it: of several processes that read the same, the first reads from the medium.
 
     `unfit` hears the name of each tensor that must be finite and is not, from any reader thread; what it raises is
     raised. Nobody writes into the sink after it has returned or raised. `wanted`: keys of pieces; chunks in which none
@@ -71,7 +74,8 @@ def stream(
         if needed is not None:
             check.validate(bytes(some(tier, f"{home}/{blob.name}", check.header_bytes)))
         put = partial(check.hand_out, sink)
-        with contextlib.closing(chunks(tier, home, manifest, blob, buffers, readers, put=put, only=needed)) as verified:
+        found = chunks(tier, home, manifest, blob, buffers, readers, put=put, only=needed, fresh=fresh)
+        with contextlib.closing(found) as verified:
             for data in verified:
                 if needed is None:
                     for name in check.see(data):
@@ -107,6 +111,7 @@ def chunks(
     *,
     put: Callable[[int, memoryview], None] = lambda *_: None,
     only: Sequence[int] | None = None,
+    fresh: bool = True,
 ) -> Generator[memoryview, None, None]:
     """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
 
@@ -121,7 +126,7 @@ def chunks(
             raise chunk_error(home, manifest, blob, index, data)
         put(index, data)
 
-    with contextlib.closing(unverified(tier, home, blob, buffers, readers, verify, only)) as found:
+    with contextlib.closing(unverified(tier, home, blob, buffers, readers, verify, only, fresh)) as found:
         for data, error in found:
             if error is not None:
                 raise error
@@ -136,6 +141,7 @@ def unverified(
     readers: Executor,
     then: Callable[[int, memoryview], None] = lambda *_: None,
     only: Sequence[int] | None = None,
+    fresh: bool = True,
 ) -> Generator[tuple[memoryview, Damaged | None], None, None]:
     """Every chunk of a blob, in order, as it was read; or what is wrong with it: then its bytes mean nothing.
 
@@ -150,7 +156,7 @@ def unverified(
         extent = layout.extent_of(blob, index)
         at = Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length)
         with turn:
-            tier.read_into(at, view, fresh=True)
+            tier.read_into(at, view, fresh=fresh)
         then(index, view[: extent.length])
 
     try:

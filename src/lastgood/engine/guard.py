@@ -42,7 +42,7 @@ Lend = Callable[[int], AbstractContextManager[list[memoryview]]]
 
 
 class Examination:
-    """One reading of a generation. `also` sees every byte of the tensor files, in order."""
+    """One reading of a generation, or of the files `of` some ranks. `also` sees every byte of the tensor files."""
 
     def __init__(
         self,
@@ -50,8 +50,9 @@ class Examination:
         generation: Generation,
         layers: Collection[str],
         also: Callable[[memoryview], None],
+        of: Collection[int] | None = None,
     ) -> None:
-        self._tier, self._generation, self._layers, self._also = tier, generation, layers, also
+        self._tier, self._generation, self._layers, self._also, self._of = tier, generation, layers, also, of
         self._home = layout.folder(generation.id)
         self.findings: list[Finding] = []
         self._there: commit.Listing = {}
@@ -72,7 +73,8 @@ class Examination:
             self._tell(layer_of(error), error)
             return []
         self._there = self._tier.list(self._home)
-        found = map(self._manifest, self._generation.commit.seals)
+        seals = [one for one in self._generation.commit.seals if self._of is None or one.rank in self._of]
+        found = map(self._manifest, seals)
         return [manifest for manifest in found if manifest is not None]
 
     def _manifest(self, seal: Seal) -> Manifest | None:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,17 +160,20 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
 
 
 def agreeing(rank: int, size: int, folder: Path) -> Row:
-    """Seconds of one agreement that ends in a durable record, when all ranks come to it together."""
+    """Seconds of what a save agrees on, and of its commit, when all ranks come to it together."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks, tier = ranks_of(folder), Disk(PosixFiles(), str(folder))
     assert ranks is not None
     share = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
     found = []
-    for number in range(AGREEMENTS):
-        name = f"gen/{number:012d}-5ca1ab1e/COMMIT.json"
-        found.append(
-            together(lambda: ranks.agree("save", share, lambda told: tier.put_new(name, repr(told).encode())))  # noqa: B023
-        )
+
+    def agree(step: int) -> None:
+        topic, name = ranks.at("save", step), f"gen/{step:012d}-5ca1ab1e/COMMIT.json"
+        topic.agree({"structure": "0" * 64, "sums": {"0": ["0" * 64, "0" * 64]}}, lambda told: "same")
+        topic.agree(share, lambda told: tier.put_new(name, repr(told).encode()))
+
+    for step in range(AGREEMENTS):
+        found.append(together(partial(agree, step)))
     return {"seconds": found}
 
 
@@ -180,12 +184,13 @@ def planning(rank: int, size: int, folder: Path) -> Row:
         warnings.simplefilter("ignore", LastgoodWarning)
         ckpt.restore()
         ckpt.save(1).result()
-        cutter, took, planned = ckpt._cutter, [], []
+        assert ckpt._ranks is not None
+        cutter, topic, took, planned = ckpt._cutter, ckpt._ranks.topic("plan"), list[float](), list[float]()
         for _ in range(AGREEMENTS):
             begun = time.perf_counter()
             captured = cutter._capture.take(state)
             took.append(time.perf_counter() - begun)
-            cutter._planned(captured)
+            cutter._planned(captured, topic)
             planned.append(time.perf_counter() - begun - took[-1])
     return {"capture": took, "seconds": planned}
 

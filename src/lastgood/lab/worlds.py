@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -24,33 +26,49 @@ def world(
     Raises RuntimeError with what was raised on any, and where one has not ended in `limit_seconds`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results: Any = CONTEXT.SimpleQueue()
+    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
     ranks = [
-        CONTEXT.Process(target=_rank, args=(results, rank, size, store.port, job, arguments)) for rank in range(size)
+        CONTEXT.Process(target=_rank, args=(pipes[rank][1], rank, size, store.port, job, arguments))
+        for rank in range(size)
     ]
-    for one in ranks:
-        one.start()
+    until = time.monotonic() + limit_seconds
     try:
+        for one, (_, tells) in zip(ranks, pipes, strict=True):
+            one.start()
+            tells.close()  # it ends with the process
+        found = _heard([hears for hears, _ in pipes], until)
         for one in ranks:
-            one.join(limit_seconds)
-            if one.exitcode is None:
-                raise RuntimeError(f"a rank hangs: {one.name} has not ended in {limit_seconds:.0f} s")
+            one.join(max(0.0, until - time.monotonic()))
     finally:
         for one in ranks:
             one.kill()
-    found: dict[int, Any] = {}
-    while not results.empty():
-        rank, told, failed = results.get()
-        if failed:
-            raise RuntimeError(f"rank {rank}:\n{told}")
-        found[rank] = told
     ends = {rank: one.exitcode for rank, one in enumerate(ranks) if (9 if rank in dies else 0) != one.exitcode}
     if ends:
-        raise RuntimeError(f"ranks ended with {ends}")
+        raise RuntimeError(f"ranks ended with {ends} (None: not at all)")
     return [found.get(rank) for rank in range(size)]
 
 
-def _rank(results: Any, rank: int, size: int, port: int, job: Job, arguments: tuple[Any, ...]) -> None:
+def _heard(pipes: list[Connection], until: float) -> dict[int, Any]:
+    """What each rank has to say, as it comes; of those that die without a word nothing."""
+    found: dict[int, Any] = {}
+    waiting = list(range(len(pipes)))
+    while waiting:
+        ready = wait([pipes[rank] for rank in waiting], max(0.0, until - time.monotonic()))
+        if not ready:
+            raise RuntimeError(f"ranks hang: {waiting} have said nothing in time")
+        for rank in [rank for rank in waiting if pipes[rank] in ready]:
+            waiting.remove(rank)
+            try:
+                told, failed = pipes[rank].recv()
+            except EOFError:
+                continue
+            if failed:
+                raise RuntimeError(f"rank {rank}:\n{told}")
+            found[rank] = told
+    return found
+
+
+def _rank(results: Connection, rank: int, size: int, port: int, job: Job, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:
         if size > 1:
@@ -58,8 +76,8 @@ def _rank(results: Any, rank: int, size: int, port: int, job: Job, arguments: tu
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         told = job(rank, size, *arguments)
     except BaseException:
-        results.put((rank, traceback.format_exc(), True))
+        results.send((traceback.format_exc(), True))
         raise
-    results.put((rank, told, False))
+    results.send((told, False))
     if size > 1:
         dist.destroy_process_group()

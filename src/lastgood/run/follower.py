@@ -1,22 +1,31 @@
-"""A follower: the run as a rank knows it that does not coordinate. Writes its own files, and nothing else of the run.
+"""Leader and followers: the run as each rank knows it. A follower writes its own files, and nothing else of the run.
 
-What makes a generation come, count or go the coordinator does, with `run.writer`; a follower takes in what it hears.
-Invariant: between two agreements it knows the same generations as the coordinator, so that both choose alike.
+What makes a generation come, count or go the leader does, with `run.writer`; a follower takes in what it hears. Each
+reads again what it has written, and the leader, which marks, hears of it: nobody reads all.
+Invariants
+  1. Between two agreements a follower knows the same generations as the leader, so that both choose alike.
+  2. What a follower finds wrong the leader reads itself before it marks anything; and what it does not hear of in time.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from ..engine.arena import Arena
+from ..errors import TierDown, TimedOut
 from ..format import commit
 from ..records import Finding, Generation, GenerationId, Incarnation, judged
 from .ranks import Ranks, Topic
+from .reader import disagreeing, read_all
 from .sharing import Share
 from .writer import RunWriter
+
+LEAST_PATIENCE_SECONDS = 1.0
+"""with those who read again what they have written"""
 
 
 class _Ranked(RunWriter):
@@ -33,6 +42,19 @@ class _Ranked(RunWriter):
     def try_to_mend(self, at: GenerationId, arena: Arena, stop: Callable[[], bool] = lambda: False) -> bool:
         return False
 
+    def read_own(self, generation: Generation, arena: Arena, stop: Callable[[], bool] = lambda: False) -> list[Finding]:
+        """What is wrong with this rank's part of the files; all ranks together read all of them."""
+        of = [one.rank for one in generation.commit.seals if self._reader(one.rank) == self.rank]
+        return read_all(self.tier, generation, arena, self._workers, stop, of=of)
+
+    def _reader(self, rank: int) -> int:
+        """Who reads what `rank` has written; in another world it may have been."""
+        return rank % self._ranks.size
+
+    def _told(self, generation: Generation, rank: int) -> str:
+        """Where a rank says that its part is good, or is not."""
+        return f"{self._ranks.name}/read/{generation.id}/{rank}"
+
 
 class Leader(_Ranked):
     """The coordinator's writer: what it decides for all, all hear of."""
@@ -44,9 +66,36 @@ class Leader(_Ranked):
 
         self._ranks.agree("begin", None, decide)
 
+    def _read(
+        self, generation: Generation, arena: Arena, stop: Callable[[], bool], also: Callable[[memoryview], None]
+    ) -> list[Finding]:
+        """Its own part, and what is not called good by those whose part it is, in about the time that this took."""
+        begun = self._monotonic()
+        findings = self.read_own(generation, arena, stop)
+        good = {self.rank, *self._called_good(generation, max(self._monotonic() - begun, LEAST_PATIENCE_SECONDS))}
+        rest = [one.rank for one in generation.commit.seals if self._reader(one.rank) not in good]
+        findings += read_all(self.tier, generation, arena, self._workers, stop, of=rest)
+        return findings or disagreeing(self.tier, generation)
+
+    def _called_good(self, generation: Generation, patience_seconds: float) -> list[int]:
+        keys = {rank: self._told(generation, rank) for rank in range(1, self._ranks.size)}
+        try:
+            try:
+                told = self._ranks.hear(*keys.values(), patience_seconds=patience_seconds)
+            except TimedOut:
+                told = [self._ranks.heard(key) for key in keys.values()]
+        except TierDown:
+            return []  # it is no less good for that
+        self._ranks.delete(list(keys.values()))
+        return [rank for rank, good in zip(keys, told, strict=True) if good]
+
 
 class Follower(_Ranked):
     """A rank's writer that publishes, marks and deletes nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._was_read: Generation | None = None
+        super().__init__(*args, **options)
 
     def _settle(self) -> None:
         """The coordinator has done so before anybody else has opened the run."""
@@ -55,6 +104,7 @@ class Follower(_Ranked):
         record = msgspec.convert(self._ranks.agree("begin", None, lambda _: None), Incarnation)
         self.survey.incarnations[record.id], self.survey.order = record, record.order
         self._incarnation, self._last = record, parent
+        self._was_read = self.survey.generations.get(parent) if parent else None
 
     def _committed(
         self, together: Topic, at: GenerationId, share: Share, publish: Callable[[Sequence[Share]], Generation]
@@ -74,19 +124,30 @@ class Follower(_Ranked):
             self.survey = commit.survey(self.tier)
 
     def backlog(self) -> int:
-        return 0
+        """How many generations of this incarnation are newer than what it has read again."""
+        known = self._was_read.id if self._was_read else None
+        mine = self._incarnation.id if self._incarnation else ""
+        return sum(1 for one in self.survey.generations if one.incarnation == mine and (known is None or one > known))
 
     def surplus(self) -> list[GenerationId]:
         return []
 
     def verify(self, arena: Arena, stop: Callable[[], bool] = lambda: False) -> None:
-        """The coordinator does."""
+        """Its part of the newest; the leader hears whether that is good, or reads it too. Raises as `read_own`."""
+        newest = next((one for one in self.lineage()), None)
+        if newest is None or (self._was_read and newest.id == self._was_read.id):
+            return
+        good, before, self._was_read = not self.read_own(newest, arena, stop), self._was_read, newest
+        with contextlib.suppress(TierDown):
+            self._ranks.post(self._told(newest, self.rank), good)
+            if before is not None:
+                self._ranks.delete([self._told(before, self.rank)])
 
     def point(self) -> None:
-        """The coordinator does."""
+        """The leader does."""
 
     def clean(self) -> None:
-        """The coordinator does."""
+        """The leader does."""
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         with self.turn:

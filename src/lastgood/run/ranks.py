@@ -8,15 +8,15 @@ Invariants
   1. Whoever has a topic before it either answers or fails in it: nobody waits for a rank that has given up.
   2. Nobody waits longer than `patience_seconds` for the others, nor more than twice that for the coordinator; what the
      store itself may take to answer comes on top (train/agree.py).
-  3. The coordinator reads each rank's post once and writes one verdict: O(ranks) work, whatever the size of the state.
+  3. A topic of a step has its name from the step: a rank that leaves one out fails that one, and meets the others in
+     the next. Who has begun a later one is not waited for in an earlier.
+  4. The coordinator reads each rank's post once and writes one verdict: O(ranks) work, whatever the size of the state.
 Torch-free. Every thread has a client of the store of its own, since one that waits blocks it for all.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,13 +24,15 @@ from typing import Any
 import msgspec
 
 from .. import errors
-from ..errors import LastgoodError, RankFailed, StateMismatch, TierDown, TimedOut
+from ..errors import LastgoodError, RankFailed, StateMismatch, StepDiffers, TierDown, TimedOut
 from ..ports import Store
 
 PATIENCE_SECONDS = 120.0
-LOOK_SECONDS = 1.0
-"""between two looks at what was announced"""
+FIRST_LOOK = 1 / 12
+"""of the patience: then it is asked whether there is somebody to wait for; again after twice as long, and so on"""
 COORDINATOR = 0
+REMEMBERED = 128
+"""steps that a rank tells it has begun, and verdicts that are kept: more than saves can be in flight"""
 
 
 class Ranks:
@@ -40,21 +42,39 @@ class Ranks:
         self, rank: int, size: int, connect: Callable[[], Store], name: str, patience_seconds: float = PATIENCE_SECONDS
     ) -> None:
         self.rank, self.size, self.patience_seconds = rank, size, patience_seconds
-        self._connect, self.name = connect, name
+        self._connect, self._name, self._rewound = connect, name, 0
         self._clients = threading.local()
         self._numbers: dict[str, int] = {}
-        self._old: list[str] = []
+        self._begun: dict[str, list[int]] = {}
+        self._verdicts: list[str] = []
         self._lock = threading.Lock()
 
     @property
     def coordinates(self) -> bool:
         return self.rank == COORDINATOR
 
+    @property
+    def name(self) -> str:
+        """Of all that is about steps since the last rewind."""
+        return f"{self._name}/{self._rewound}"
+
+    def rewind(self) -> None:
+        """Steps begin again: what was said of those before reaches nobody any more."""
+        with self._lock:
+            self._rewound += 1
+            self._begun.clear()
+
     def topic(self, kind: str) -> Topic:
         """The next of its kind. Every rank must come to the same ones in the same order."""
         with self._lock:
             number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
-        return Topic(self, f"{self.name}/{kind}/{number}")
+        return Topic(self, f"{self._name}/{kind}/{number}")
+
+    def at(self, kind: str, step: int) -> Topic:
+        """What all ranks come to at `step`: the next try of it."""
+        with self._lock:
+            begun = self._begun[kind] = [*self._begun.get(kind, ())[1 - REMEMBERED :], step]
+        return Topic(self, f"{self.name}/{kind}/{step}/{begun.count(step)}", f"{self.name}/{kind}/begun", tuple(begun))
 
     def agree(self, kind: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """The next topic of its kind, in one round."""
@@ -76,42 +96,51 @@ class Ranks:
         """What was posted under each. Raises TimedOut."""
         return [msgspec.json.decode(one) for one in self._store.get(keys, patience_seconds)]
 
-    def has(self, key: str) -> bool:
-        return self._store.has(key)
+    def heard(self, key: str) -> Any | None:
+        """What was posted; None where nothing was."""
+        return self.hear(key, patience_seconds=self.patience_seconds)[0] if self._store.has(key) else None
 
-    def forget(self, keys: Sequence[str]) -> None:
-        """Of topics before the last but one, which everybody has left: what is posted is read once."""
+    def forget(self, verdict: str, posts: Sequence[str] = ()) -> None:
+        """Of `posts` everything is known; a verdict may still be on its way to somebody."""
         with self._lock:
-            self._old += keys
-            gone, self._old = self._old[: -4 * len(keys)], self._old[-4 * len(keys) :]
-        if gone:
-            with suppress(TierDown):  # they are in nobody's way, and what they were about has been settled
-                self._store.delete(gone)
+            self._verdicts.append(verdict)
+            gone, self._verdicts = self._verdicts[:-REMEMBERED], self._verdicts[-REMEMBERED:]
+        self.delete([*posts, *gone])
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with suppress(TierDown):  # they are in nobody's way, and what they were about has been settled
+            self._store.delete(keys)
 
 
 class Topic:
-    """One thing to come to an answer about, in one or several rounds."""
+    """One thing to come to an answer about, in one or several rounds. `begun`: of a step, all that this rank began of
+    its kind, this one last; told to others under `series`."""
 
-    def __init__(self, ranks: Ranks, name: str) -> None:
-        self._ranks, self._name = ranks, name
+    def __init__(self, ranks: Ranks, name: str, series: str = "", begun: Sequence[int] = ()) -> None:
+        self._ranks, self._name, self._series, self._begun = ranks, name, series, begun
         self._round = 0
         self._over = False
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """A round: post an answer, take the verdict: what `decide(answers of all ranks, in order)` returns.
 
-        It runs at the coordinator only. Raises what it raises there, and RankFailed, on all ranks.
+        It runs at the coordinator only. Raises what it raises there, RankFailed and StepDiffers, on all ranks.
         """
         return self._settle({"answer": mine}, decide)
 
     def fail(self, error: BaseException) -> None:
-        """Post what kept this rank from the next answer: nobody waits for it, and the topic ends for all."""
+        """Post what kept this rank from the next answer: nobody waits for it, and the topic ends for all.
+
+        The coordinator returns when all the others have posted too.
+        """
         if self._over:
             return
-        try:
-            self._settle(told(error), lambda _: None)
-        except LastgoodError:
-            return  # that is what it was for
+        with suppress(LastgoodError):  # that is what it was for; who cannot be told finds out by waiting
+            if self._ranks.coordinates:
+                self._settle(told(error), lambda _: None)
+            else:
+                self._over = True
+                self._ranks.post(f"{self._name}/{self._round}/{self._ranks.rank}", told(error))
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -124,40 +153,72 @@ class Topic:
 
     def _settle(self, post: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
         ranks, key = self._ranks, f"{self._name}/{self._round}"
-        self._round += 1
-        verdict = f"{key}/verdict"
         try:
+            if self._begun and not self._round:
+                ranks.post(f"{self._series}/{ranks.rank}", self._begun)
+            self._round += 1
             if not ranks.coordinates:
                 ranks.post(f"{key}/{ranks.rank}", post)
-                (heard,) = ranks.hear(verdict, patience_seconds=2 * ranks.patience_seconds)
+                verdict = self._taken(key)
             else:
-                heard = self._verdict(key, post, decide)
-                ranks.post(verdict, heard)
-                ranks.forget([verdict, *(f"{key}/{rank}" for rank in range(ranks.size))])
-        except TimedOut as error:
-            self._over = True
-            raise RankFailed(
-                f"rank {COORDINATOR} said nothing about {self._name} for {2 * ranks.patience_seconds:.0f} s",
-                safe="Every committed generation is untouched.",
-                todo="See why that process ended or hangs.",
-            ) from error
-        except TierDown:
-            self._over = True  # nobody can be told of it, either
+                posts = self._posts(key)
+                try:
+                    verdict = self._verdict([post, *(posts[rank] for rank in range(1, ranks.size))], decide)
+                except Exception as error:  # a bug, or no memory: nobody waits for it
+                    self._over = True
+                    ranks.post(f"{key}/verdict", told(error))
+                    raise
+                ranks.post(f"{key}/verdict", verdict)
+                ranks.forget(f"{key}/verdict", [f"{key}/{rank}" for rank in posts])
+        except (RankFailed, StepDiffers, TierDown):
+            self._over = True  # where the store is gone nobody can be told of it, either
             raise
-        if "error" in heard:
+        if "error" in verdict:
             self._over = True
-            raise raised(heard)
-        return heard["answer"]
+            raise raised(verdict)
+        return verdict["answer"]
 
-    def _verdict(self, key: str, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        ranks, keys = self._ranks, [f"{key}/{rank}" for rank in range(1, self._ranks.size)]
-        try:
-            posts = [mine, *ranks.hear(*keys, patience_seconds=ranks.patience_seconds)]
-        except TimedOut:
-            silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
-            posts = [mine]
-            for one in keys:
-                posts += ranks.hear(one, patience_seconds=ranks.patience_seconds) if ranks.has(one) else [silent]
+    def _taken(self, key: str) -> dict[str, Any]:
+        """The verdict."""
+        ranks, patience_seconds = self._ranks, 2 * self._ranks.patience_seconds
+        for seconds in _looks(patience_seconds):
+            try:
+                return dict(*ranks.hear(f"{key}/verdict", patience_seconds=seconds))
+            except TimedOut:
+                if elsewhere := self._elsewhere(COORDINATOR):
+                    raise StepDiffers(
+                        f"rank {COORDINATOR} {elsewhere}", safe="Every committed generation is untouched."
+                    ) from None
+        raise RankFailed(
+            f"rank {COORDINATOR} said nothing about {self._name} for {patience_seconds:.0f} s",
+            safe="Every committed generation is untouched.",
+            todo="See why that process ended or hangs.",
+        )
+
+    def _posts(self, key: str) -> dict[int, dict[str, Any]]:
+        """What all others have posted; of those that have not, why."""
+        ranks, found = self._ranks, dict[int, dict[str, Any]]()
+        missing = list(range(1, ranks.size))
+        for seconds in _looks(ranks.patience_seconds):
+            try:
+                posts = ranks.hear(*(f"{key}/{rank}" for rank in missing), patience_seconds=seconds)
+                return found | dict(zip(missing, posts, strict=True))
+            except TimedOut:
+                for rank in missing:
+                    if elsewhere := self._elsewhere(rank):
+                        found[rank] = {"error": "StepDiffers", "what": elsewhere}
+                missing = [rank for rank in missing if rank not in found]
+        silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
+        return found | {rank: ranks.heard(f"{key}/{rank}") or silent for rank in missing}
+
+    def _elsewhere(self, rank: int) -> str:
+        """Why `rank` will not come to this step any more; nothing where it may."""
+        begun = self._ranks.heard(f"{self._series}/{rank}") if self._begun else None
+        if begun is None or self._begun[-1] in begun or max(begun) < self._begun[-1]:
+            return ""
+        return f"has come to step {max(begun)}, without step {self._begun[-1]}"
+
+    def _verdict(self, posts: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         failed = [(rank, post) for rank, post in enumerate(posts) if "error" in post]
         if failed:
             rank, post = failed[0]
@@ -169,72 +230,12 @@ class Topic:
             return told(error)
 
 
-class Announcements:
-    """Steps at which all ranks are to do something, which no rank can know by itself: told some steps ahead.
-
-    The coordinator tells them, on its own or because another rank has asked for it. Nobody waits: each rank looks every
-    LOOK_SECONDS. One that has passed the step when it hears of it says so in the agreement about what was to be done,
-    which then fails on all ranks; the next is told twice as far ahead.
-    """
-
-    def __init__(self, ranks: Ranks, kind: str, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
-        self._ranks, self._now, self._name = ranks, monotonic_seconds, f"{ranks.name}/{kind}"
-        self._heard = 0
-        self._asked = False
-        self._looked_at = monotonic_seconds()
-        self._factor = 2.0
-        self._last: tuple[int, float] | None = None
-        self._begun: tuple[int, float] | None = None
-        self.coming: int | None = None
-        """the next of these steps"""
-
-    def passed(self, n: int) -> None:
-        """The loop is at step `n`."""
-        now = self._now()
-        if self._begun is None:
-            self._begun = n, now
-        self._last = n, now
-
-    def announce(self, n: int) -> None:
-        """At the coordinator, at step `n`: it is due."""
-        if self.coming is not None:
-            return
-        assert self._begun is not None and self._last is not None
-        steps, seconds = self._last[0] - self._begun[0], self._last[1] - self._begun[1]
-        ahead = self._factor * LOOK_SECONDS * steps / seconds if seconds > 0 else 1.0
-        # Where a step takes longer than that, every rank looks in each, and hears of the next one in time.
-        self.coming = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)
-        self._ranks.post(f"{self._name}/{self._heard}", self.coming)
-        self._heard += 1
-
-    def ask(self) -> None:
-        """At any other rank: it is due."""
-        if not self._asked:
-            self._asked = True
-            self._ranks.post(f"{self._name}/asked", self._ranks.rank)
-
-    def look(self, n: int) -> None:
-        """Whether something was told; at the coordinator, whether something was asked for."""
-        now = self._now()
-        if self.coming is not None or now - self._looked_at < LOOK_SECONDS:
-            return
-        self._looked_at = now
-        if self._ranks.coordinates:
-            if self._ranks.has(f"{self._name}/asked"):
-                self.announce(n)
-            return
-        key = f"{self._name}/{self._heard}"
-        if self._ranks.has(key):
-            self.coming = int(*self._ranks.hear(key, patience_seconds=self._ranks.patience_seconds))
-            self._heard += 1
-
-    def over(self) -> None:
-        """It has begun, or its step was passed."""
-        self.coming = None
-
-    def further(self) -> None:
-        """A rank had passed the last one: they are told twice as far ahead from now on."""
-        self._factor *= 2
+def _looks(patience_seconds: float) -> Iterator[float]:
+    """How long to wait each time, all together `patience_seconds`."""
+    seconds, left = FIRST_LOOK * patience_seconds, patience_seconds
+    while left > 0:
+        yield min(seconds, left)
+        seconds, left = 2 * seconds, left - seconds
 
 
 def told(error: BaseException) -> dict[str, Any]:

@@ -177,10 +177,11 @@ def scatter(
     into: Scatter,
     *,
     unfit: Callable[[str], None] | None = None,
+    fresh: bool = True,
 ) -> None:
     """Hand what is wanted of a generation to where it belongs; chunks of which nobody wants anything are not read.
 
-    Raises Damaged or Unavailable. `unfit` as in `stream`.
+    Raises Damaged or Unavailable. `unfit` as in `stream`, `fresh` as in `fetch.stream`.
     """
     home = layout.folder(generation.id)
     with borrowed(arena, fetch.buffer_bytes(_blobs(manifests))) as buffers:
@@ -188,7 +189,7 @@ def scatter(
             wanted = into.wanted(manifest.rank)
             if wanted:
                 sink = into.sink(manifest.rank)
-                fetch.stream(tier, home, manifest, buffers, workers, sink, unfit=unfit, wanted=wanted)
+                fetch.stream(tier, home, manifest, buffers, workers, sink, unfit=unfit, wanted=wanted, fresh=fresh)
     into.end()
 
 
@@ -203,23 +204,36 @@ def reading(
     workers: Executor,
     layers: Collection[str] = LAYERS,
     also: Callable[[memoryview], None] = lambda _: None,
+    of: Collection[int] | None = None,
 ) -> Reading:
     """What these layers of the guard find in a generation, read past the page cache; nothing in a good one.
 
-    `also` sees the tensor files as they are read. Raises Unreadable and Unavailable where there is nothing to be found
-    out now.
+    `also` sees the tensor files as they are read. `of`: those of these ranks, each by itself. Raises Unreadable and
+    Unavailable where there is nothing to be found out now.
     """
-    looking = guard.Examination(tier, generation, layers, also)
+    looking = guard.Examination(tier, generation, layers, also, of)
     manifests = looking.open()
     for manifest in manifests:
         for blob in manifest.blobs:
             yield from looking.read(manifest, blob, partial(borrowed, arena), workers)
-    if len(manifests) > 1 and not looking.findings and "agreement" in layers:
+    if of is None and len(manifests) > 1 and not looking.findings and "agreement" in layers:
+        looking.findings += disagreeing(tier, generation, manifests)
+    return looking.findings
+
+
+def disagreeing(tier: Tier, generation: Generation, manifests: Sequence[Manifest] | None = None) -> list[Finding]:
+    """What is wrong with the records of its ranks beside each other. Raises Unreadable, Unavailable."""
+    try:
+        manifests = commit.read_manifests(tier, generation) if manifests is None else manifests
         try:
             reshard.tensors(manifests)
         except ManifestInvalid as error:
-            looking.findings.append(guard.finding(error, "agreement"))
-    return looking.findings
+            return [guard.finding(error, "agreement")]
+    except Unreadable:
+        raise
+    except Damaged as error:
+        return [guard.finding(error)]
+    return []
 
 
 def read_on(one: Reading, stop: Callable[[], bool]) -> list[Finding]:
@@ -240,9 +254,10 @@ def read_all(
     stop: Callable[[], bool] = lambda: False,
     layers: Collection[str] = LAYERS,
     also: Callable[[memoryview], None] = lambda _: None,
+    of: Collection[int] | None = None,
 ) -> list[Finding]:
     """A reading in one go. Raises Cancelled when `stop()`, and what a reading raises."""
-    with contextlib.closing(reading(tier, generation, arena, workers, layers, also)) as one:
+    with contextlib.closing(reading(tier, generation, arena, workers, layers, also, of)) as one:
         return read_on(one, stop)
 
 

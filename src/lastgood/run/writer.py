@@ -228,6 +228,13 @@ class RunWriter:
         self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
         return generation
 
+    def abandon(self, step: int, together: Topic, error: BaseException) -> None:
+        """A save that failed here before it wrote anything: the other ranks hear why, and nothing of theirs stays."""
+        together.fail(error)  # from here on nobody writes to it
+        if self._incarnation is not None:
+            with contextlib.suppress(StepTaken):  # then what lies there is another one's
+                self._clear(self.admit(step))
+
     def share(
         self,
         at: GenerationId,
@@ -365,7 +372,7 @@ class RunWriter:
             try:
                 cells = self._cells(generation)
                 also = cells.see if cells else _unseen
-                findings = read_all(self.tier, generation, arena, self._workers, stop, also=also)
+                findings = self._read(generation, arena, stop, also)
             except (Cancelled, Unavailable, Unreadable):
                 if problem:
                     break  # what was found already must be told
@@ -396,6 +403,11 @@ class RunWriter:
             except Cancelled:
                 self._protected.discard(newest.id)
                 raise
+
+    def _read(
+        self, generation: Generation, arena: Arena, stop: Callable[[], bool], also: Callable[[memoryview], None]
+    ) -> list[Finding]:
+        return read_all(self.tier, generation, arena, self._workers, stop, also=also)
 
     def _cells(self, generation: Generation) -> parity.Cells | None:
         """What is to see a generation on its way to parity; None where none was asked for, or its cells are unknown."""

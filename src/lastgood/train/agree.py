@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import platform
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -53,6 +54,10 @@ class GroupStore:
     def delete(self, keys: Sequence[str]) -> None:
         self._ask(lambda client: [client.delete_key(key) for key in keys])
 
+    def count(self, key: str) -> int:
+        """One more than the last time."""
+        return int(self._ask(lambda client: client.add(key, 1)))
+
     def _ask(self, what: Callable[[Any], T], seconds: float = 0.0) -> T:
         answer: Future[tuple[Any, T]] = Future()
 
@@ -77,15 +82,24 @@ class GroupStore:
         return found
 
 
+def machine() -> str:
+    """The same for all processes that share a page cache."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return platform.node()
+
+
 def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks | None:
     """This process among those of its group; None in a world of one. All ranks open their runs in the same order."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
     store: Any = dist.distributed_c10d._get_default_store()  # the one that the group itself met through
     rank, run = dist.get_rank(), hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]
-    opening = store.add(f"lastgood/{run}/opened/{rank}", 1)
 
     def connect() -> GroupStore:
         return GroupStore(store.clone, patience_seconds)
 
+    opening = connect().count(f"lastgood/{run}/opened/{rank}")
     return Ranks(rank, dist.get_world_size(), connect, f"lastgood/{run}/{opening}", patience_seconds)

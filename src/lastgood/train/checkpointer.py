@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -44,11 +45,12 @@ from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
 from ..records import Event, Finding, Generation, GenerationId
 from ..run import places, reader
+from ..run.announcing import Announcements
 from ..run.background import Background, Save
-from ..run.follower import Follower
-from ..run.ranks import PATIENCE_SECONDS, Announcements, Topic
+from ..run.follower import Follower, Leader
+from ..run.ranks import PATIENCE_SECONDS, Topic
 from ..tiers.disk import WriteMode
-from .agree import ranks_of
+from .agree import machine, ranks_of
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, warn_of
 from .merging import homeless
@@ -56,12 +58,15 @@ from .objects import is_fsdp1, modules_of
 from .pacing import Pace
 from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
+from .timing import Timing, TimingTogether
 from .together import Together
 
 CADENCE = Every(seconds=300)
 LEAST_MEMORY_BYTES = 1 << 20
 TORN_LIMIT = 2
 """torn saves in a row, after which a state is staged while the loop waits"""
+SHARED = 1.5
+"""times the bytes of a generation, above which a machine that reads so much of it reads through its page cache"""
 EXIT_SECONDS = 60.0
 """how long leaving the `with` on an exception waits for saves in flight"""
 
@@ -162,8 +167,8 @@ class Checkpointer:
         self._in_flight, self._when_full = in_flight, when_full
         self._last: Save | None = None
         self._advanced = 0  # steps that the samplers have been told of
-        self._saved_at, self._saved_step = time.monotonic(), 0
         self._busy = self._half_loaded = self._closed = False
+        self._unknown = True  # to each other: the ranks, what they are made of
         self._process = os.getpid()
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
@@ -171,14 +176,9 @@ class Checkpointer:
         ranks = ranks_of(path, patience)
         _require(not (ranks and slots), "slots with several ranks", "Give a directory that all ranks see.")
         _require(
-            ranks is None or (parity is None and scrub is None and cadence != "auto"),
-            "parity, scrub or cadence='auto' with several ranks",
+            ranks is None or (parity is None and scrub is None),
+            "parity or scrub with several ranks",
             "Leave them out: they are for one process so far.",
-        )
-        _require(
-            ranks is None or when_full == "wait",
-            f"when_full={when_full!r} with several ranks",
-            'Give "wait": what each rank decides by itself must be the same.',
         )
         flat = {path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))} if ranks else ()
         _require(
@@ -187,8 +187,6 @@ class Checkpointer:
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
         )
         self._ranks = ranks
-        self._ahead = Announcements(ranks, "due") if ranks else None
-        self._end = Announcements(ranks, "end") if ranks else None
         self._loading: Topic | None = None
         self._behind = Background(
             path,
@@ -221,6 +219,7 @@ class Checkpointer:
         except BaseException:
             self._behind.close()
             raise
+        self._count_steps(0)
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -239,6 +238,7 @@ class Checkpointer:
         run = self._behind.run
         if self._ranks is not None:
             self._ranks.agree("restore", None, lambda _: None)  # rank 0 looks after no older save any more
+            self._ranks.rewind()
             self._look()
         request = Request(self._request.state, strict, rename, self._request.include, self._request.exclude)
         run.mended.clear()
@@ -255,7 +255,7 @@ class Checkpointer:
                 self._mark,
                 lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
                 rank=self._ranks.rank if self._ranks else 0,
-                together=self._all_load if self._ranks else reader.alone,
+                together=self._all_load if self._ranks else None,
                 nowhere=self._homeless,
                 fits=self._all_fit,
             )
@@ -272,14 +272,16 @@ class Checkpointer:
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
-        self._cutter.agree(self._request.state)
+        self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
+        if not self._unknown:
+            self._cutter.agree(self._request.state, self._behind.workers)
         if found.generation is not None and not found.generation.verified:
             self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
         with self._hints():
             run.point()
         self._behind.note_latest()
-        self._saved_at, self._last = time.monotonic(), None
-        self._advanced = self._saved_step = found.step
+        self._last, self._advanced = None, found.step
+        self._count_steps(found.step)
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
         warn_of(found, "resumed from")
@@ -293,10 +295,14 @@ class Checkpointer:
         when a last save is durable or the grace is over.
         """
         n = self._advance(n)
+        if self._ahead is not None and self._listens:
+            with self._hints():
+                self._ahead.look(n, self.preempted)
+                self._timing.tell(n, time.monotonic())
         if self._asked is not None and self._ends(n, self._asked):
             self._leave(n, self._asked)
         self._surface(stacklevel=3)
-        return self._save(n, False, None, must=False) if self._due(n) else None
+        return self._save(n, False, None, must=False) if self._timing.due(n, time.monotonic()) else None
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
         """Save now. Returns when the state is copied; `Save.result()` waits until it is durable.
@@ -373,18 +379,12 @@ class Checkpointer:
 
     def _ends(self, n: int, asked: Asked) -> bool:
         """Whether this is the step to end at. Of several ranks, one that has heard a signal asks rank 0 to name it."""
-        if self._ranks is None or self._end is None:
+        if self._ahead is None:
             return self.preempted
-        self._end.passed(n)
-        if self.preempted and self._ranks.coordinates:
-            self._end.announce(n)
-        elif self.preempted:
-            self._end.ask()
-        self._end.look(n)
-        if self._end.coming is None:
+        if self._ahead.end is None:
             return False
         asked.ask()
-        return n >= self._end.coming
+        return n >= self._ahead.end
 
     def _leave(self, n: int, asked: Asked) -> NoReturn:
         """The last save, where it can be durable in time, and the end of the run; `asked` has a timer for all of it."""
@@ -414,11 +414,11 @@ class Checkpointer:
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
         """Whether a save can be durable in time, as the last one took; of several ranks, on all."""
         mine = (last.seconds if last is not None and last.durable() else 0.0) <= left_seconds
-        if self._ranks is None or self._end is None:
+        if self._ranks is None or self._ahead is None or self._ahead.end is None:
             return mine
-        topic = self._ranks.topic("leave")
-        if self._end.coming is not None and n > self._end.coming:
-            late = StepDiffers(f"heard at step {n} only that the end is at step {self._end.coming}")
+        topic = self._ranks.at("leave", self._ahead.end)
+        if n > self._ahead.end:
+            late = StepDiffers(f"heard at step {n} only that the end is at step {self._ahead.end}")
             topic.fail(late)
             raise late
         return bool(topic.agree(mine, all))
@@ -453,8 +453,11 @@ class Checkpointer:
         if waited is None:
             return None
         self._busy, started, begun = True, False, time.monotonic()
-        topic = self._ranks.topic("save") if self._ranks else None
+        self._timing.counted(n)
+        topic = self._ranks.at("save", n) if self._ranks else None
         try:
+            if topic is not None:
+                self._behind.admit_step(n)  # the first opens the incarnation: nobody waits there for a cut that fails
             cut = self._cutter.cut(self._request.state, topic)
             save = Save(n)
             at = self._behind.admit_step(n)
@@ -474,64 +477,46 @@ class Checkpointer:
             if not isinstance(error, Exception):
                 self._cutter.interrupted()
             if topic is not None and not started:
-                topic.fail(error)
+                self._behind.run.abandon(n, topic, error)
             raise
         finally:
             self._busy = False
             if not started:
                 self._behind.leave()
-        save.stall_seconds = waited + time.monotonic() - begun
-        self._last, self._saved_at, self._saved_step = save, time.monotonic(), n
-        if isinstance(self._cadence, Pace):
-            self._cadence.begun(save, n, begun, waited)
+        now = time.monotonic()
+        save.stall_seconds, self._last = waited + now - begun, save
+        self._timing.begun(save, begun, now, waited)
         return save
 
-    def _due(self, n: int) -> bool:
-        now = time.monotonic()
-        if isinstance(self._cadence, Every) and self._ahead is not None:
-            return self._due_together(n, now, self._cadence, self._ahead)
-        if isinstance(self._cadence, Every):
-            return self._cadence.due(n, now - self._saved_at)
-        if why := self._cadence.passed(n, now):
-            self._tell("tuned", n, detail=why)
-        return self._cadence.auto.due(n, self._saved_step)
-
-    def _due_together(self, n: int, now: float, cadence: Every, ahead: Announcements) -> bool:
-        """By steps every rank knows; by time the coordinator does, and tells the others ahead."""
-        assert self._ranks is not None
-        if cadence.seconds is not None:
-            ahead.passed(n)
-            if not self._ranks.coordinates:
-                ahead.look(n)
-            elif ahead.coming is None and now - self._saved_at >= cadence.seconds:
-                if self._last is not None and isinstance(self._last.error(), StepDiffers):
-                    ahead.further()
-                ahead.announce(n)
-        if ahead.coming is not None and n > ahead.coming:
-            late, step = StepDiffers(f"heard of step {ahead.coming} at step {n} only"), ahead.coming
-            ahead.over()
-            self._ranks.topic("save").fail(late)
-            self._tell("failed", step, detail=str(late))
-        by_time = ahead.coming == n
-        if by_time:
-            ahead.over()
-        return by_time or (cadence.steps is not None and n % cadence.steps == 0)
+    def _count_steps(self, n: int) -> None:
+        """The steps after `n` follow; what was told of others holds no more."""
+        ranks, self._ahead = self._ranks, None
+        if ranks is None:
+            self._timing, self._listens = Timing(self._cadence, self._tell), False
+        else:
+            self._ahead = Announcements(ranks)
+            bound = None if self._when_full == "wait" else self._in_flight
+            self._timing = together = TimingTogether(self._cadence, self._tell, ranks, self._ahead, bound)
+            self._listens = together.listens or self._asked is not None
+        self._timing.restored(n, time.monotonic())
 
     def _wait_for_a_place(self, n: int, must: bool, patience_seconds: float | None) -> float | None:
         """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped.
 
         With `patience_seconds` it waits so long, whatever `when_full` says.
         """
-        if self._behind.admit(0.0):
+        full = self._timing.full()
+        if not full and self._behind.admit(0.0):
             return 0.0
-        if self._when_full == "raise" and patience_seconds is None:
+        if full is not False and self._when_full == "raise" and patience_seconds is None:
             raise InFlightFull(
                 f"step {n} was not saved: {self._in_flight} saves are in flight",
                 safe="They go on.",
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
         begun = time.monotonic()
-        if (self._when_full == "skip" and not must) or not self._behind.admit(patience_seconds):
+        skips = full is not False and self._when_full == "skip" and not must
+        if skips or not self._behind.admit(patience_seconds):
             self._tell("skipped", n)
             return None
         waited = time.monotonic() - begun
@@ -546,6 +531,9 @@ class Checkpointer:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
                 one.consumed()
+        if self._unknown:
+            self._unknown = False
+            self._cutter.agree(self._request.state, self._behind.workers)
         return n
 
     def _begin(self, parent: GenerationId | None) -> None:
@@ -560,27 +548,37 @@ class Checkpointer:
         """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
         assert self._ranks is not None
         topic = self._loading = self._ranks.topic("load")
-        with topic.failing():
-            attempt()
-        topic.agree(None, lambda _: None)
+        try:
+            with topic.failing():
+                attempt()
+            topic.agree(None, lambda _: None)
+        finally:
+            self._loading = None
 
     def _homeless(self, unexpected: list[str]) -> list[str]:
         """What this rank has no place for is somebody else's, as the stages of a pipeline are, or fits nowhere."""
         return self._loading.agree(unexpected, homeless) if self._loading is not None else unexpected
 
-    def _all_fit(self, root: str) -> None:
-        """Nobody writes into its state before it fits everywhere, and is of one generation."""
-        if self._loading is not None:
-            self._loading.agree(root, _one_root)
+    def _all_fit(self, generation: Generation, wanted_bytes: int) -> bool:
+        """Nobody writes into its state before it fits everywhere, and is of one generation.
+
+        Whether the ranks of this machine want more of it than there is, and so read some of it several times.
+        """
+        if self._loading is None:
+            return False
+        wanted = self._loading.agree((generation.root, machine(), wanted_bytes), _wanted_bytes)
+        return bool(wanted[machine()] > SHARED * generation.bytes)
 
     def _examine(self, generation: Generation) -> list[Finding]:
-        if self._ranks is not None:
-            told = self._ranks.agree("examine", None, lambda _: msgspec.to_builtins(self._read_all(generation)))
-            return msgspec.convert(told, list[Finding])
-        return self._read_all(generation)
-
-    def _read_all(self, generation: Generation) -> list[Finding]:
-        return reader.read_all(self._behind.run.tier, generation, self._behind.small_arena(), self._behind.workers)
+        """All of it is read again; by several ranks, each a part of the files."""
+        run, arena = self._behind.run, self._behind.small_arena()
+        if not isinstance(run, (Leader, Follower)) or self._ranks is None:
+            return reader.read_all(run.tier, generation, arena, self._behind.workers)
+        topic = self._loading or self._ranks.topic("examine")
+        with topic.failing():
+            mine = run.read_own(generation, arena)
+        told = topic.agree(msgspec.to_builtins(mine), lambda told: [one for findings in told for one in findings])
+        return msgspec.convert(told, list[Finding])
 
     def _mark(self, generation: Generation, findings: list[Finding]) -> None:
         with self._hints():
@@ -588,7 +586,7 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _hints(self) -> Iterator[None]:
-        """Marks and pointers are hints: where they cannot be written, that is told, and the run goes on."""
+        """Marks, pointers and announcements: where they cannot be written now, that is told, and the run goes on."""
         try:
             yield
         except Unavailable as error:
@@ -656,19 +654,23 @@ class Checkpointer:
             file=sys.stderr,
         )
 
-    def _tell(self, kind: str, step: int, seconds: float = 0.0, size: int = 0, detail: str = "") -> None:
-        self._behind.events.put(
-            Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=size, detail=detail)
-        )
+    def _tell(self, kind: str, step: int, detail: str = "", seconds: float = 0.0) -> None:
+        event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)
+        self._behind.events.put(event)
 
     def _require_open(self) -> None:
         _require(not self._closed, "this checkpointer is closed", "Open a new one.")
         _require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
 
 
-def _one_root(roots: list[str]) -> None:
-    if len(set(roots)) > 1:
+def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
+    """Of one generation, by machine."""
+    if len({root for root, _, _ in told}) > 1:
         raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
+    wanted: Counter[str] = Counter()
+    for _, at, size in told:
+        wanted[at] += size
+    return wanted
 
 
 def _samplers(container: object) -> Iterator[ResumableSampler]:

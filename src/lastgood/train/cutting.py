@@ -7,6 +7,7 @@ the loop waits. Everything here runs on the training thread.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -108,7 +109,7 @@ class Cutter:
         """
         captured = self._capture.take(state)
         tensors, addresses = captured.tensors, captured.addresses
-        plan = self._planned(captured)
+        plan = self._planned(captured, topic)
         if plan.division:
             tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.division.mine}
             addresses = [one.data_ptr() for one in tensors.values()]
@@ -164,11 +165,11 @@ class Cutter:
             {"aliases": captured.aliases, "values": captured.values, "chunk_bytes": arena.chunk_bytes},
         )
 
-    def agree(self, state: Mapping[str, Any]) -> None:
-        """Let the ranks find out who holds what, while all of them are here; a save must wait for nobody."""
+    def agree(self, state: Mapping[str, Any], beside: Executor) -> None:
+        """Let the ranks find out who holds what, before the next save: it must wait for nobody."""
         if self._together:
-            captured = self._capture.take(state)
-            self._together.divided(captured, finite(captured, *self._finite))
+            with self._together.topic() as topic:
+                self._together.agree(topic, self._capture.take(state), beside)
 
     def begun(self, cut: Cut) -> None:
         """The copy is on its way: no update goes before it."""
@@ -200,12 +201,12 @@ class Cutter:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _planned(self, captured: Captured) -> _Plan:
+    def _planned(self, captured: Captured, topic: Topic | None) -> _Plan:
         """The plan of the last cut, where it still holds; of several ranks, of what this one writes."""
         plan = self._plan
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
         must = plan.finite if plan is not None and known else finite(captured, *self._finite)
-        division = self._together.divided(captured, must) if self._together else None
+        division = self._together.divided(captured, must, topic) if self._together and topic else None
         if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
             if self._together and division:
                 files = lay_out([item.tensor for item in division.mine], self._together.rank)

@@ -78,6 +78,11 @@ class Filling:
             stored, box = self.boxed.get(name) or (name, everything(self._stored[name][1]))
             yield stored, Target(name, self._stored[stored][0], box)
 
+    @property
+    def bytes(self) -> int:
+        """Of all targets."""
+        return sum(Tensor(one.name, one.dtype, one.box.shape).length for _, one in self.targets())
+
     def windows(self, name: str) -> list[np.ndarray] | None:
         places = [place.window for place in self._places.get(name, ())]
         found = [one for one in places if one is not None]

@@ -72,15 +72,17 @@ def load_into(
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
     rank: int = 0,
-    together: Callable[[Callable[[], None]], None] = reader.alone,
+    together: Callable[[Callable[[], None]], None] | None = None,
     nowhere: Callable[[list[str]], list[str]] = list,
-    fits: Callable[[str], object] = lambda _: None,
+    fits: Callable[[Generation, int], bool] = lambda *_: False,
 ) -> Restored:
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
-    memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`, `nowhere` as
-    in `match`; `fits(root of the generation)` is asked before anything is written. Raises StateMismatch, NoSuchStep,
+    memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`: what was not
+    verified is examined by all of them first, since each reads but a part. `nowhere` as in `match`; `fits(generation,
+    bytes wanted of it)` is asked before anything is written, and says whether this machine reads the same
+    bytes several times. Raises StateMismatch, NoSuchStep,
     Damaged, NothingGood, Unavailable, each with the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
@@ -93,10 +95,14 @@ def load_into(
         if not request.strict:
             return False  # what an older one lacks would stay as it was written
         older = generation.id != restore.choose(survey, step).candidates[-1]
-        return generation.verified or older or half is not None
+        return generation.verified or older or half is not None or together is not None
 
     def load(generation: Generation, manifests: list[Manifest]) -> None:
         nonlocal half
+        if together and not generation.verified:
+            damage = [one for one in examine(generation) if one.layer != "finite"]
+            if damage:
+                raise Damaged(f"step {generation.step} does not read back: {restore.told(damage)}")
         tensors = reshard.tensors(manifests)
         aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
@@ -111,20 +117,25 @@ def load_into(
             exclude=request.exclude,
             nowhere=nowhere,
         )
-        fits(generation.root)
+        shared = fits(generation, fit.bytes)
         arena = arena_for(*reader.reading_bytes(manifests))
-        once = in_one_reading(generation) and reader.headers_agree(tier, generation, manifests, arena)
+        once = in_one_reading(generation) and (
+            together is not None or reader.headers_agree(tier, generation, manifests, arena)
+        )
         try:
             unfit.clear()
             # Of its own accord nobody loads what is not good; what was verified has been asked already.
             tell = None if generation.verified else _refuse if step is None else unfit.add
 
             def feed(sink: Filling) -> None:
-                if len(manifests) == 1 and not sink.boxed:  # what is stored is what is wanted: nothing to be arranged
+                if (
+                    len(manifests) == 1 and not sink.boxed and not shared
+                ):  # what is stored is what is wanted: nothing to be arranged
                     reader.stream(tier, generation, manifests[0], arena, workers, sink, unfit=tell)
                     return
                 plan = [(one, reshard.parts(tensors[name], one.box, rank)) for name, one in sink.targets()]
-                reader.scatter(tier, generation, manifests, arena, workers, Scatter(plan, sink), unfit=tell)
+                into = Scatter(plan, sink)
+                reader.scatter(tier, generation, manifests, arena, workers, into, unfit=tell, fresh=not shared)
 
             fit.apply(feed, look_first=not once)
         except (Damaged, NotFinite) as error:
@@ -136,7 +147,7 @@ def load_into(
         skipped[:] = fit.skipped
 
     try:
-        found = reader.newest_good(tier, survey, step, load, examine, mark, mend, together)
+        found = reader.newest_good(tier, survey, step, load, examine, mark, mend, together or reader.alone)
     except LastgoodError as error:
         if half is None or isinstance(error, HalfLoaded):
             raise

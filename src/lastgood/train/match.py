@@ -37,6 +37,11 @@ class Match:
         """Whether `apply` has begun to write."""
         return self._written.begun
 
+    @property
+    def bytes(self) -> int:
+        """What of the generation is wanted here."""
+        return self._written.bytes
+
     def apply(self, feed: Callable[[Filling], None], look_first: bool = True) -> None:
         """Write everything into the live state, the random number generators last.
 

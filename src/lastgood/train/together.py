@@ -1,13 +1,17 @@
 """Together: what ranks must agree on in a save, beside its commit: who holds what, and that it is the same.
 
-    restore, or a new structure       every rank: what is it made of?     -> who holds what (`divided`)
-    every save, once all is written   every rank: digests of what several hold, in one sum for each group of holders
-                                      -> as one, or which differ (`approve`)
+    restore; the first step of a fresh start     every rank: what is it made of?      -> who holds what (`agree`)
+    every save, once all is written              every rank: what it is made of, and digests of what several hold, in
+                                                 one sum for each group of holders
+                                                 -> as one, which differ, or another structure (`approve`)
 
 Invariants
-  1. A division is used only in a save in which every rank has the structure for which it was agreed: a stale one makes
-     the save fail, on all ranks, and the next save agrees anew.
+  1. A save is published only where every rank has the structure that the others know of, and every group of holders
+     has divided what it holds in the same way. Else it fails, on all ranks, which find out behind the loop who holds
+     what now: the next save has it.
   2. Of what several ranks hold and is not the same, none is taken for all: each writes its own, or the save fails.
+  3. The training thread waits for other ranks in a restore, and in the first save of a fresh start, until all have made
+     their first step; in no other save.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -34,60 +41,86 @@ from .capture import Captured, Origin
 from .dividing import Division, Item, described, divide, listed
 
 
+@dataclass(frozen=True, eq=False)
+class _Known:
+    """What this rank knows of the others."""
+
+    homes: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """who holds what, as in `divide`; empty where all are made of the same"""
+    structures: Sequence[str] = ()
+    """at the coordinator: of which structure on each rank that holds; none where all are made of the same"""
+    own: frozenset[str] = frozenset()
+    """what was found to differ"""
+
+
 class Together:
     """The agreements of one rank."""
 
     def __init__(self, ranks: Ranks, algorithm: str) -> None:
         self._ranks, self._algorithm = ranks, algorithm
-        self._homes: dict[str, list[tuple[int, ...]]] | None = None
-        """of what not all hold alike: who does, as in `divide`"""
-        self._agreed: list[str] = []
-        """where that is known to the coordinator: of which structure on each rank; none where all are the same"""
-        self._own: set[str] = set()
-        """what was found to differ"""
-        self._for: tuple[int, Collection[str], int] | None = None
+        self._known: _Known | None = None
+        self._asking: Future[_Known] | None = None
         self._division: Division | None = None
+        self._for: tuple[int, Collection[str], _Known] | None = None
         self._described = -1, ""
         """key and digest of the structure"""
-        self._homes_of = ""
-        """the structure for which `_homes` holds; empty where all ranks are made of the same"""
 
     @property
     def rank(self) -> int:
         return self._ranks.rank
 
-    def divided(self, captured: Captured, finite: Collection[str]) -> Division:
-        """What this rank writes; asks the others where that is not known."""
-        if captured.key != self._described[0]:
-            self._described = captured.key, described(captured)
-        if self._homes is None or self._homes_of not in ("", self._described[1]):
-            self._homes = self._find_homes(captured)
-            self._division = None
-        now = captured.key, finite, len(self._own)
+    @contextmanager
+    def topic(self) -> Iterator[Topic]:
+        """Where to find out who holds what; it fails there for all where what is done with it fails."""
+        topic = self._ranks.topic("structure")
+        with topic.failing():
+            yield topic
+
+    def agree(self, topic: Topic, captured: Captured, beside: Executor) -> None:
+        """Find out, with all other ranks, who holds what; the next save waits for it. No tensor is held until then."""
+        structure, names = self._structure(captured), listed(captured)
+        self._known, self._asking = None, beside.submit(self._ask, topic, structure, names)
+
+    def divided(self, captured: Captured, finite: Collection[str], topic: Topic) -> Division:
+        """What this rank writes. Where nothing could be agreed on before, all ranks do so now, under `topic`.
+
+        What the others do not know of is taken for its own where their structures differ, else for everybody's.
+        """
+        if self._known is None:
+            asking, self._asking = self._asking, None
+            structure = self._structure(captured)
+            self._known = asking.result() if asking else self._ask(topic, structure, listed(captured))
+        known = self._known
+        now = captured.key, finite, known
         if self._division is None or now != self._for:
+            mine: list[tuple[int, ...]] = [(self.rank,)]
             everybody: list[tuple[int, ...]] = [(rank,) for rank in range(self._ranks.size)]
             meshes = {name: [spread.mesh] for name, spread in captured.sharded.items()}
-            homes = {name: self._homes.get(name) or meshes.get(name, everybody) for name in captured.tensors}
-            self._division, self._for = divide(captured, finite, self.rank, homes, self._own), now
+            unknown = mine if known.homes else everybody
+            homes = {name: known.homes.get(name) or meshes.get(name, unknown) for name in captured.tensors}
+            self._division, self._for = divide(captured, finite, self.rank, homes, known.own), now
         return self._division
 
-    def forget(self) -> None:
-        """The next save agrees anew."""
-        self._homes, self._division = None, None
+    def _structure(self, captured: Captured) -> str:
+        if captured.key != self._described[0]:
+            self._described = captured.key, described(captured)
+        return self._described[1]
 
-    def _find_homes(self, captured: Captured) -> dict[str, list[tuple[int, ...]]]:
-        topic = self._ranks.topic("structure")
+    def _ask(self, topic: Topic, structure: str, names: list[list[Any]]) -> _Known:
         structures: list[str] = []
 
-        def alike(told: list[str]) -> bool:
-            structures[:] = told if len(set(told)) > 1 else []
-            return not structures
+        def judge(told: list[dict[str, Any]]) -> str:
+            structures[:] = [one["structure"] for one in told]
+            if any("sums" in one for one in told):
+                return AGAIN  # it is not all who ask
+            return SAME if len(set(structures)) == 1 else DIFFERING
 
-        same = topic.agree(self._described[1], alike)
-        self._agreed, self._homes_of = structures, "" if same else self._described[1]
-        if same:
-            return {}
-        return {name: [tuple(home) for home in homes] for name, homes in topic.agree(listed(captured), _homes).items()}
+        while (verdict := topic.agree({"structure": structure}, judge)) == AGAIN:
+            continue
+        if verdict == SAME:
+            return _Known()
+        homes = topic.agree(names, _homes)
+        return _Known({name: [tuple(home) for home in one] for name, one in homes.items()}, structures)
 
     # ---- once all is written -------------------------------------------------------------------------------
 
@@ -95,23 +128,23 @@ class Together:
         self, topic: Topic, division: Division, captured: Captured, snapshot: staging.Snapshot, kept: Mapping[str, Any]
     ) -> Approve:
         """For `RunWriter.save`. `kept`: of what others write, the content of what may be this rank's own after all."""
-        structure = self._described[1]
+        assert self._known is not None
+        known, structure = self._known, self._structure(captured)
         origins = {item.tensor.key: captured.origins[item.name] for items in _all(division) for item in items}
         items = {item.tensor.key: item for group in division.witnessed.values() for item in group}
 
         def agreed(pieces: Sequence[Piece]) -> Files:
             digests = {piece.key: piece.digest for piece in pieces} | snapshot.witnessed
-            sums = {",".join(map(str, group)): _sum(keys, digests) for group, keys in division.shared.items() if keys}
-            told = {"structure": structure, "sums": sums}
-            verdict = topic.agree(told, partial(_compare, self._agreed))
-            if verdict == "structures":
-                self.forget()
+            sums = {",".join(map(str, group)): _sums(keys, digests) for group, keys in division.shared.items() if keys}
+            verdict = topic.agree({"structure": structure, "sums": sums}, partial(_compare, known.structures))
+            if verdict == AGAIN:
+                self._known = self._ask(topic, structure, listed(captured))
                 raise StepDiffers(
                     "the states of the ranks are not made of what they agreed on",
                     safe="This save was dropped; every committed generation is untouched.",
-                    todo="The next save agrees anew.",
+                    todo="The next save goes by what they are made of now.",
                 )
-            if verdict == "same":
+            if verdict == SAME:
                 return ()
             mine = {key: digests[key] for keys in division.shared.values() for key in keys}
             differing = {key for key, _ in topic.agree(mine, _differing)}
@@ -124,8 +157,9 @@ class Together:
                     safe="This save was dropped; every committed generation is untouched.",
                     todo="A rank has diverged: see which, and restore() on all of them.",
                 )
-            self._own |= {items[key].name for key in differing if key in items}
-            self._own |= {item.name for item in division.mine if item.tensor.key in differing}
+            own = {items[key].name for key in differing if key in items}
+            own |= {item.name for item in division.mine if item.tensor.key in differing}
+            self._known = replace(self._known or known, own=known.own | own)
             return list(self._further([items[key] for key in sorted(differing) if key in items], kept, pieces))
 
         return agreed
@@ -150,14 +184,18 @@ def _all(division: Division) -> list[list[Item]]:
     return [division.mine, *division.witnessed.values()]
 
 
-def _sum(keys: Sequence[str], digests: Mapping[str, str]) -> str:
-    told = hashlib.sha256()
+def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
+    """Of how a group has divided what it holds, and of the content."""
+    divided, content = hashlib.sha256(), hashlib.sha256()
     for key in keys:
-        told.update(f"{key}={digests[key]}\n".encode())
-    return told.hexdigest()
+        divided.update(f"{key}\n".encode())
+        content.update(f"{digests[key]}\n".encode())
+    return divided.hexdigest(), content.hexdigest()
 
 
 # ---- what the coordinator decides ----------------------------------------------------------------------------
+
+SAME, DIFFERING, AGAIN = "same", "differing", "again"
 
 
 def _homes(told: list[list[list[Any]]]) -> dict[str, list[list[int]]]:
@@ -180,20 +218,22 @@ def _homes(told: list[list[list[Any]]]) -> dict[str, list[list[int]]]:
     return found
 
 
-def _compare(agreed: list[str], told: list[dict[str, Any]]) -> str:
-    """Whether all hold the same under the same name: "same", "differing", or "structures"."""
+def _compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
+    """Whether all hold the same under the same name; or they must ask AGAIN who holds what."""
     structures = [one["structure"] for one in told]
-    if structures != agreed if agreed else len(set(structures)) > 1:
-        return "structures"
-    sums: dict[str, set[str]] = {}
+    if (structures != list(agreed) if agreed else len(set(structures)) > 1) or any("sums" not in one for one in told):
+        return AGAIN
+    divided: dict[str, set[str]] = {}
+    content: dict[str, set[str]] = {}
     count: Counter[str] = Counter()
     for one in told:
-        for group, found in one["sums"].items():
-            sums.setdefault(group, set()).add(found)
+        for group, (keys, digests) in one["sums"].items():
+            divided.setdefault(group, set()).add(keys)
+            content.setdefault(group, set()).add(digests)
             count[group] += 1
-    if any(count[group] != group.count(",") + 1 for group in sums):
-        return "structures"
-    return "same" if all(len(found) == 1 for found in sums.values()) else "differing"
+    if any(count[group] != group.count(",") + 1 or len(found) > 1 for group, found in divided.items()):
+        return AGAIN
+    return SAME if all(len(found) == 1 for found in content.values()) else DIFFERING
 
 
 def _differing(told: list[dict[str, str]]) -> list[list[Any]]:

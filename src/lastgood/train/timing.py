@@ -1,0 +1,144 @@
+"""Timing: at which steps a save is due, and whether there is a place for it; of several ranks, the same on all.
+
+By steps every rank knows alone. What depends on a clock or on how long saves take rank 0 knows, and tells the others
+some steps ahead (run/announcing.py): a save, another interval, the end of a save that makes room for the next.
+Everything here runs on the training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import StepDiffers
+from ..plan.cadence import Every
+from ..plan.tune import FIRST_STEPS
+from ..run.announcing import Announcements
+from ..run.background import Save
+from ..run.ranks import Ranks
+from .pacing import Pace
+
+Note = Callable[[str, int, str], None]
+"""of an event: kind, step, detail"""
+
+
+class Timing:
+    """Of one process."""
+
+    def __init__(self, cadence: Every | Pace, note: Note) -> None:
+        self._cadence, self._note = cadence, note
+        self._saved_at, self._saved_step = 0.0, 0
+
+    def restored(self, n: int, now: float) -> None:
+        """The state is that of step `n`."""
+        self._saved_at, self._saved_step = now, n
+
+    def due(self, n: int, now: float) -> bool:
+        """Whether to save at step `n`; asked once of each step. `now`: seconds of a monotonic clock."""
+        if isinstance(self._cadence, Every):
+            return self._cadence.due(n, now - self._saved_at)
+        if why := self._cadence.passed(n, now):
+            self._note("tuned", n, why)
+        return self._cadence.auto.due(n, self._saved_step)
+
+    def tell(self, n: int, now: float) -> None:
+        """Let other ranks know what they cannot know by themselves. Raises TierDown, and does so again later."""
+
+    def full(self) -> bool | None:
+        """Whether as many saves are in flight as may be, where that must be the same for all; None: look for itself."""
+        return None
+
+    def counted(self, n: int) -> None:
+        """A save of step `n` has its place; whatever becomes of it."""
+
+    def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
+        """Its state was cut from `began` on, after so long a wait for its place."""
+        self._saved_at, self._saved_step = now, save.step
+        if isinstance(self._cadence, Pace):
+            self._cadence.begun(save, save.step, began, waited_seconds)
+
+
+class TimingTogether(Timing):
+    """Of one of several ranks. `in_flight`: saves at a time, where there may be no more; None: the next one waits."""
+
+    def __init__(
+        self, cadence: Every | Pace, note: Note, ranks: Ranks, ahead: Announcements, in_flight: int | None
+    ) -> None:
+        super().__init__(cadence, note)
+        self._ranks, self._ahead, self._in_flight = ranks, ahead, in_flight
+        self._interval = FIRST_STEPS if isinstance(cadence, Pace) else cadence.steps or 0
+        self._from = 0
+        self._told_interval = self._interval
+        self.listens = isinstance(cadence, Pace) or cadence.seconds is not None or in_flight is not None
+        """whether there is something to be told"""
+        self._flying: dict[int, Save | None] = {}
+        """saves of which the end has not been told, or does not hold yet"""
+        self._told_ends: set[int] = set()
+        self._last: Save | None = None
+
+    def restored(self, n: int, now: float) -> None:
+        super().restored(n, now)
+        if isinstance(self._cadence, Pace):
+            self._from = n
+
+    def due(self, n: int, now: float) -> bool:
+        """As of one process. What this rank has heard of too late fails, on all ranks."""
+        due, missed = self._hear(n)
+        for step in missed:
+            late = StepDiffers(f"heard of step {step} at step {n} only")
+            self._ranks.at("save", step).fail(late)
+            self._note("failed", step, str(late))
+        return due or self._by_steps(n)
+
+    def tell(self, n: int, now: float) -> None:
+        if not self._ranks.coordinates:
+            return
+        ahead, cadence = self._ahead, self._cadence
+        if isinstance(cadence, Pace):
+            if why := cadence.passed(n, now):
+                self._note("tuned", n, why)
+            steps = cadence.auto.interval_steps
+            if steps != self._told_interval and ahead.tell(n, "every", steps):
+                self._told_interval = steps
+        elif self._due_by_time(now, cadence) and not self.full():
+            if self._last is not None and isinstance(self._last.error(), StepDiffers):
+                ahead.further()
+            ahead.tell(n, "save")
+        for step, save in self._flying.items():
+            if step not in self._told_ends and (save is None or save.ended()) and ahead.tell(n, "ended", step):
+                self._told_ends.add(step)
+
+    def _due_by_time(self, now: float, cadence: Every) -> bool:
+        """And not told yet."""
+        late = cadence.seconds is not None and now - self._saved_at >= cadence.seconds
+        return late and not any(one.word == "save" for one in self._ahead.coming)
+
+    def full(self) -> bool | None:
+        return None if self._in_flight is None else len(self._flying) >= self._in_flight
+
+    def counted(self, n: int) -> None:
+        if self._in_flight is not None:
+            self._flying[n] = None
+
+    def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
+        super().begun(save, began, now, waited_seconds)
+        self._last = save
+        if save.step in self._flying:
+            self._flying[save.step] = save
+
+    def _by_steps(self, n: int) -> bool:
+        return bool(self._interval) and n > self._from and (n - self._from) % self._interval == 0
+
+    def _hear(self, n: int) -> tuple[bool, list[int]]:
+        """Whether a save was told of for this step, and the steps of which it was told too late."""
+        due, missed = False, list[int]()
+        for one in self._ahead.take(n):
+            if one.word == "ended":
+                self._flying.pop(one.value, None)
+                self._told_ends.discard(one.value)
+            elif one.word == "save":
+                due |= one.step == n
+                missed += [one.step] if one.step < n and not self._by_steps(one.step) else []
+            elif one.word == "every":
+                self._interval, self._from = one.value, one.step
+                missed += range(one.step + one.value, n, one.value)
+        return due, missed

@@ -1,0 +1,299 @@
+"""Agreeing: what ranks say to each other, in one process, on a board; and at which steps they save by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import lastgood
+from harness import save
+from lastgood.engine.inline import Inline
+from lastgood.errors import Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.plan.cadence import Every
+from lastgood.plan.tune import FIRST_STEPS, Auto
+from lastgood.rawio.files import PosixFiles
+from lastgood.run.announcing import Announcements
+from lastgood.run.background import Save
+from lastgood.run.follower import Leader
+from lastgood.run.ranks import Ranks
+from lastgood.tiers.disk import Disk
+from lastgood.train.pacing import Pace
+from lastgood.train.timing import TimingTogether
+
+
+class Board:
+    """`ports.Store` in one process. Whoever waits has waited in vain; while it is `down` nobody is answered."""
+
+    def __init__(self):
+        self.posts: dict[str, bytes] = {}
+        self.down, self.asked = False, 0
+
+    def set(self, key, data):
+        self._answer()
+        self.posts[key] = data
+
+    def has(self, key):
+        self._answer()
+        return key in self.posts
+
+    def get(self, keys, seconds):
+        self._answer()
+        if not self.posts.keys() >= set(keys):
+            raise TimedOut("nobody else is here")
+        return [self.posts[key] for key in keys]
+
+    def delete(self, keys):
+        for key in keys:
+            self.posts.pop(key, None)
+
+    def _answer(self):
+        self.asked += 1
+        if self.down:
+            raise TierDown("the board is gone")
+
+
+class Clock:
+    """Seconds, as they are told to pass."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def two_on(board):
+    return [Ranks(rank, 2, lambda: board, "run") for rank in (0, 1)]
+
+
+# ---- topics ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
+    """Saves met by their number: from then on each of one rank's met another one of the other's, and failed."""
+    first, second = two_on(Board())
+    later = second.at("save", 3)
+    with pytest.raises(RankFailed, match="rank 0 said nothing"):
+        later.agree("of 3", len)
+    with pytest.raises(StepDiffers, match="rank 1: has come to step 3, without step 2"):
+        first.at("save", 2).agree("of 2", len)
+    assert first.at("save", 3).agree("of 3", list) == ["of 3", "of 3"]
+
+
+def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
+    first, second = two_on(Board())
+    with pytest.raises(TimedOut, match="rank 1: nothing was heard"):
+        first.at("save", 3).agree("of 3", len)
+    with pytest.raises(StepDiffers, match="rank 0 has come to step 3, without step 2"):
+        second.at("save", 2).agree("of 2", len)
+
+
+def test_a_rank_that_comes_to_a_step_late_is_waited_for():
+    first, second = two_on(Board())
+    with pytest.raises(RankFailed):
+        second.at("save", 1).agree("of 1", len)  # it is there, and may come to 2
+    with pytest.raises(TimedOut, match="rank 1: nothing was heard for 120 s"):
+        first.at("save", 2).agree("of 2", len)
+
+
+def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
+    first, second = two_on(Board())
+    second.at("save", 1).fail(StepDiffers("of before"))
+    for one in (first, second):
+        one.rewind()
+    with pytest.raises(RankFailed):
+        second.at("save", 1).agree("of now", len)
+    assert first.at("save", 1).agree("of now", list) == ["of now", "of now"]
+
+
+def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
+    """No memory for it, or a bug: the others waited for twice their patience."""
+    board = Board()
+    first, second = two_on(board)
+
+    def decide(_):
+        raise MemoryError("for the verdict")
+
+    with pytest.raises(RankFailed):
+        second.at("save", 1).agree("mine", len)
+    with pytest.raises(MemoryError):
+        first.at("save", 1).agree("mine", decide)
+    with pytest.raises(RankFailed, match="MemoryError: for the verdict"):
+        Ranks(1, 2, lambda: board, "run").at("save", 1).agree("mine", len)
+
+
+def test_what_is_posted_does_not_pile_up():
+    board = Board()
+    first, second = two_on(board)
+    for step in range(1, 1001):
+        with pytest.raises(RankFailed):
+            second.at("save", step).agree("mine", len)
+        first.at("save", step).agree("mine", len)
+    assert len(board.posts) < 200
+
+
+# ---- announcements ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])
+def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_it(step_seconds, ahead):
+    """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
+    board, clock = Board(), Clock()
+    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    n = 0
+
+    def step(*ranks, ends=False):
+        nonlocal n
+        n, clock.now = n + 1, clock.now + step_seconds
+        for one in ranks:
+            one.look(n, ends and one is asking)
+
+    while n < 200:
+        step(asking, telling)
+    while telling.end is None:
+        step(asking, telling, ends=True)
+    assert telling.end == n + ahead
+    while asking.end is None:
+        step(asking)
+    assert n <= asking.end == telling.end
+
+
+def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_back():
+    """It was noted as asked before it was: nobody asked again, and the run ended without its last save."""
+    board, clock = Board(), Clock()
+    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    board.down, failed = True, 0
+    for n in range(1, 601):
+        clock.now += 0.1
+        for one in (telling, asking):
+            try:
+                one.look(n, ends=one is asking)
+            except TierDown:
+                failed += 1
+    assert 5 <= failed <= 20, "told each time, and asked ever more rarely"
+    assert board.asked == failed
+    board.down = False
+    for n in range(601, 3000):
+        clock.now += 0.1
+        telling.look(n)
+        asking.look(n, ends=True)
+    assert telling.end == asking.end is not None
+
+
+# ---- at which steps --------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A loop of one rank, as far as it is about when to save: at which steps it did, did not, or came too late."""
+
+    def __init__(self, ranks, clock, cadence, in_flight=None):
+        self.ahead = Announcements(ranks, clock)
+        self.saved, self.failed, self.flying, self.skipped = [], [], [], []
+        self.timing = TimingTogether(cadence, self.note, ranks, self.ahead, in_flight)
+        self.timing.restored(0, clock.now)
+        self.clock, self.deaf = clock, False
+
+    def note(self, kind, step, detail):
+        if kind == "failed":
+            self.failed.append(step)
+
+    def step(self, n, save_seconds=0.0):
+        for one, until in self.flying:
+            if until <= self.clock.now and not one.ended():
+                one.note_outcome(None, Overtaken(""))
+        if not self.deaf:
+            self.ahead.look(n)
+            self.timing.tell(n, self.clock.now)
+        if not self.timing.due(n, self.clock.now):
+            return
+        if self.timing.full():
+            self.skipped.append(n)
+            return
+        self.saved.append(n)
+        self.timing.counted(n)
+        one = Save(n)
+        self.timing.begun(one, self.clock.now, self.clock.now, 0.0)
+        self.flying.append((one, self.clock.now + save_seconds))
+
+
+class Told(Pace):
+    """An interval that changes when it is told to."""
+
+    def __init__(self, changes):
+        super().__init__(Auto())
+        self.changes = changes
+
+    def passed(self, n, now):
+        if n not in self.changes:
+            return ""
+        self.auto = replace(self.auto, interval_steps=self.changes[n])
+        return "told"
+
+    def begun(self, *_):
+        pass
+
+
+def run(ranks, clock, steps, save_seconds=0.0, first=1):
+    for n in range(first, first + steps):
+        clock.now += 0.1
+        for number, one in enumerate(ranks):
+            clock.now += 0.01 * number  # one is always a little later
+            one.step(n, save_seconds)
+
+
+def test_what_is_due_by_time_is_due_at_one_step_everywhere():
+    clock = Clock()
+    first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(Board()))
+    run((first, second), clock, 2000)
+    assert len(first.saved) >= 8 and first.saved == second.saved and not first.failed + second.failed
+
+
+def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on():
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Told({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board))
+    run((first, second), clock, 1000)
+    assert first.saved == second.saved and not second.failed
+    apart = [after - before for before, after in zip(first.saved, first.saved[1:], strict=False)]
+    assert apart[0] == FIRST_STEPS and {30, 70} <= set(apart) and apart[-1] == 70
+
+
+def test_a_rank_that_hears_of_an_interval_late_fails_what_it_missed_and_saves_with_the_others_again():
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Told({100: 30} if not one.rank else {})) for one in two_on(board))
+    run((first, second), clock, 90)
+    second.deaf = True
+    run((first, second), clock, 110, first=91)
+    second.deaf = False
+    run((first, second), clock, 400, first=201)
+    assert second.failed and set(second.failed) <= set(first.saved)
+    assert first.saved[-8:] == second.saved[-8:]
+
+
+def test_a_step_is_skipped_on_all_ranks_or_on_none():
+    """Each looked for a place in flight by itself: one found it free and another did not."""
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
+    run((first, second), clock, 1000, save_seconds=3.0)
+    assert first.saved == second.saved and first.skipped == second.skipped
+    assert len(first.saved) > 20 and len(first.skipped) > 20
+    assert first.saved[:2] == [10, 20] and first.skipped[0] == 30
+
+
+class Deaf(Board):
+    """It can be asked, and takes no verdict."""
+
+    def set(self, key, data):
+        if key.endswith("verdict"):
+            raise TierDown("the store is gone")
+        super().set(key, data)
+
+
+def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
+    """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
+    disk = Disk(PosixFiles(), str(tmp_path))
+    writer = Leader(disk, Inline(), ranks=Ranks(0, 1, Board, "run"))
+    writer.begin(None)
+    deaf = Deaf()
+    told = save(writer, 1, {"w": b"x" * 100}, together=Ranks(0, 1, lambda: deaf, "run").at("save", 1))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]
