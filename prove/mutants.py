@@ -23,6 +23,8 @@ LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
 """for what runs in and behind a training loop; these need torch"""
 MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
 """for what looks at, rebuilds and reads again"""
+RANKS_TESTS = ["agreeing", "reshard", "ranks_faults", "ranks"]
+"""for what several ranks agree on; the last two are worlds of processes"""
 
 
 class Mutant(NamedTuple):
@@ -48,6 +50,8 @@ class Mutant(NamedTuple):
         )
         if self.kind in MENDING_KINDS:
             names = [*MENDING_TESTS, *names]
+        if self.kind == "ranks":
+            names = RANKS_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -58,6 +62,9 @@ RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "
 SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER = "train/checkpointer.py"
+RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
+TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
+MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
 STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
@@ -79,6 +86,7 @@ def mutants() -> list[Mutant]:
         *_flights(),
         *_fences(),
         *_mending(),
+        *_ranks(),
     ]
 
 
@@ -416,7 +424,7 @@ def _orders() -> list[Mutant]:
             (
                 "verify before mark",
                 WRITER,
-                "                findings = read_all(self.tier, generation, arena, self._workers, stop, also=also)\n",
+                "                findings = self._read(generation, arena, stop, also)\n",
                 "                findings = []\n",
             ),
             (
@@ -583,7 +591,7 @@ def _digests() -> list[Mutant]:
             (
                 "chunks are read past the cache",
                 FETCH,
-                "            tier.read_into(at, view, fresh=True)\n",
+                "            tier.read_into(at, view, fresh=fresh)\n",
                 "            tier.read_into(at, view)\n",
             ),
             ("length of a manifest", COMMIT, "    _need_length(name, there.get(one.manifest), one.length)\n", ""),
@@ -1247,14 +1255,14 @@ def _flights() -> list[Mutant]:
             (
                 "due save is skipped",
                 CHECKPOINTER,
-                '        if (self._when_full == "skip" and not must) or not',
-                "        if not",
+                "        if skips or not self._behind",
+                "        if not self._behind",
             ),
             (
                 "save by hand is not skipped",
                 CHECKPOINTER,
-                'self._when_full == "skip" and not must)',
-                'self._when_full == "skip")',
+                'self._when_full == "skip" and not must\n',
+                'self._when_full == "skip"\n',
             ),
             (
                 "upkeep gives way to saves",
@@ -1869,3 +1877,223 @@ def _mending() -> list[Mutant]:
             ],
         ),
     ]
+
+
+def _ranks() -> list[Mutant]:
+    return _of_kind(
+        "ranks",
+        [
+            (
+                "a topic of a step has its name from the step",
+                RANKS,
+                'f"{self.name}/{kind}/{step}/{begun.count(step)}"',
+                'f"{self.name}/{kind}/{len(begun)}/1"',
+            ),
+            ("a second try is another topic", RANKS, '{step}/{begun.count(step)}"', '{step}/1"'),
+            ("a rewind leaves what was said", RANKS, "            self._rewound += 1\n", "            pass\n"),
+            (
+                "who is elsewhere is not waited for, by rank 0",
+                RANKS,
+                "                if elsewhere := self._elsewhere(rank):\n",
+                '                if elsewhere := "":\n',
+            ),
+            (
+                "who is elsewhere is not waited for, by others",
+                RANKS,
+                "            elsewhere = self._elsewhere(COORDINATOR)\n",
+                '            elsewhere = ""\n',
+            ),
+            ("who may still come is waited for", RANKS, " or max(begun) < self._begun[-1]:\n", ":\n"),
+            (
+                "an error of one is an error of all",
+                RANKS,
+                "        if failed:\n            rank, post",
+                "        if False:\n            rank, post",
+            ),
+            ("who failed is named", RANKS, '{**post, "what": f"rank {rank}: {post[\'what\']}{more}"}', "post"),
+            (
+                "a verdict that fails is told",
+                RANKS,
+                '                    ranks.post(f"{key}/verdict", told(error))\n',
+                "",
+            ),
+            (
+                "what keeps a rank from its answer is posted",
+                RANKS,
+                "            self.fail(error)\n            raise\n",
+                "            raise\n",
+            ),
+            (
+                "posts are deleted",
+                RANKS,
+                'ranks.forget(f"{key}/verdict", [f"{key}/{rank}" for rank in posts])',
+                'ranks.forget(f"{key}/verdict")',
+            ),
+            ("verdicts are deleted", RANKS, "        self.delete([*posts, *gone])\n", "        self.delete(posts)\n"),
+            (
+                "what could not be asked is asked again",
+                ANNOUNCING,
+                '            ranks.post(f"{self._name}/asked", ranks.rank)\n            self._asked = True\n',
+                '            self._asked = True\n            ranks.post(f"{self._name}/asked", ranks.rank)\n',
+            ),
+            (
+                "a store that is down is asked ever more rarely",
+                ANNOUNCING,
+                "            self._pause_seconds *= 2\n",
+                "",
+            ),
+            (
+                "told ahead",
+                ANNOUNCING,
+                "        step = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)\n",
+                "        step = n + 1\n",
+            ),
+            ("taken once", ANNOUNCING, "        self.coming = self.coming[len(found) :]\n", ""),
+            (
+                "what was missed by time fails",
+                TIMING,
+                "                missed += [one.step] if one.step < n and not self._by_steps(one.step) else []\n",
+                "",
+            ),
+            (
+                "what was missed by an interval fails",
+                TIMING,
+                "                missed += range(one.step + one.value, n, one.value)\n",
+                "",
+            ),
+            (
+                "an interval holds from its step",
+                TIMING,
+                "                self._interval, self._from = one.value, one.step\n",
+                "                self._interval = one.value\n",
+            ),
+            (
+                "the end of a save is told",
+                TIMING,
+                '(save is None or save.ended()) and ahead.tell(n, "ended", step)',
+                "False",
+            ),
+            (
+                "the end of a save is not taken before it is told to all",
+                TIMING,
+                "        return None if self._in_flight is None else len(self._flying) >= self._in_flight\n",
+                "        return None if self._in_flight is None else sum(not (one and one.ended()) for one in self._flying.values()) >= self._in_flight\n",
+            ),
+            (
+                "a follower calls bad what is bad",
+                FOLLOWER,
+                "        good, before, self._was_read = not self.read_own(newest, arena, stop), self._was_read, newest\n",
+                "        good, before, self._was_read = True, self._was_read, newest\n",
+            ),
+            (
+                "of whom nothing is heard the files are read",
+                FOLLOWER,
+                "        findings += read_all(self.tier, generation, arena, self._workers, stop, of=rest)\n",
+                "",
+            ),
+            (
+                "rank 0 reads its own",
+                FOLLOWER,
+                "        findings = self.read_own(generation, arena, stop)\n",
+                "        findings: list[Finding] = []\n",
+            ),
+            ("nobody reads all", FOLLOWER, "if self._reader(one.rank) not in good]", "if one.rank != self.rank]"),
+            (
+                "a stale plan is never used",
+                TOGETHER,
+                '    if (structures != list(agreed) if agreed else len(set(structures)) > 1) or any("sums" not in one for one in told):\n        return AGAIN\n',
+                "",
+            ),
+            (
+                "a structure is found out when it has changed",
+                TOGETHER,
+                "                self._known = self._ask(topic, structure, listed(captured))\n                raise",
+                "                raise",
+            ),
+            (
+                "replicas are compared",
+                TOGETHER,
+                "    return SAME if all(len(found) == 1 for found in content.values()) else DIFFERING\n",
+                "    return SAME\n",
+            ),
+            ("weights that differ are refused", TOGETHER, "            if refused:\n", "            if False:\n"),
+            (
+                "what differs each rank writes from then on",
+                TOGETHER,
+                "            self._known = replace(self._known or known, own=known.own | own)\n",
+                "",
+            ),
+            (
+                "what differs each rank writes at once",
+                TOGETHER,
+                "            return list(self._further([items[key] for key in sorted(differing) if key in items], kept, pieces))\n",
+                "            return ()\n",
+            ),
+            (
+                "a name means one thing",
+                TOGETHER,
+                "            if before[1:] != (dtype, shape, len(mesh)):\n",
+                "            if False:\n",
+            ),
+            (
+                "random number generators are each rank's own",
+                DIVIDING,
+                'name == "rng" or name.startswith("rng.") or name in own',
+                "name in own",
+            ),
+            (
+                "ranks seal one generation",
+                WRITER,
+                "            if len({folder for folder, _ in told}) > 1:\n",
+                "            if False:\n",
+            ),
+            (
+                "what was committed stays where nobody could be told",
+                WRITER,
+                "            if not published:\n                raise\n            return published[0]",
+                "            raise",
+            ),
+            (
+                "all ranks load, or none",
+                CHECKPOINTER,
+                "            topic.agree(None, lambda _: None)\n        finally",
+                "            pass\n        finally",
+            ),
+            (
+                "all ranks load one generation",
+                CHECKPOINTER,
+                "    if len({root for root, _, _ in told}) > 1:\n",
+                "    if False:\n",
+            ),
+            (
+                "what several want is read once",
+                CHECKPOINTER,
+                "bool(wanted[machine()] > SHARED * generation.bytes)",
+                "            False",
+            ),
+            (
+                "what no rank has a place for is refused",
+                MERGING,
+                "    return sorted(name for name in set().union(*listed) if all(_covers(one, name) for one in listed))\n",
+                "    return []\n",
+            ),
+            (
+                "pieces without a hole",
+                RESHARD,
+                '        _need(bool(whole), f"the pieces of {name} leave a hole")\n',
+                "",
+            ),
+            (
+                "pieces without an overlap",
+                RESHARD,
+                '        _need(not overlapping(boxes), f"{name} is stored twice in part")\n',
+                "",
+            ),
+            (
+                "a rank's own comes before what others hold",
+                RESHARD,
+                "Part(tensor.own.get((rank, one.box), one), box)",
+                "Part(one, box)",
+            ),
+        ],
+    )

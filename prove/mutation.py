@@ -72,7 +72,8 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
         scratch.mkdir()
         shutil.copytree(HOME / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        shutil.copytree(HOME / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+        for beside in ("tests", "prove", "examples"):
+            shutil.copytree(HOME / beside, copy / beside, ignore=shutil.ignore_patterns("__pycache__", "reports"))
         shutil.copy(HOME / "pyproject.toml", copy)
         (copy / "src/lastgood" / mutant.file).write_text(mutated)
         rounds = [mutant.tests()]

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 import lastgood
 from harness import save
+from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.format import layout
 from lastgood.plan.cadence import Every
 from lastgood.plan.tune import FIRST_STEPS, Auto
 from lastgood.rawio.files import PosixFiles
 from lastgood.run.announcing import Announcements
 from lastgood.run.background import Save
-from lastgood.run.follower import Leader
+from lastgood.run.follower import Follower, Leader
 from lastgood.run.ranks import Ranks
 from lastgood.tiers.disk import Disk
 from lastgood.train.pacing import Pace
@@ -33,13 +38,14 @@ class Board:
         self._answer()
         self.posts[key] = data
 
-    def has(self, key):
+    def has(self, keys):
         self._answer()
-        return key in self.posts
+        return self.posts.keys() >= set(keys)
 
-    def get(self, keys, seconds):
+    def get(self, keys, seconds, no_use=lambda: False):
         self._answer()
         if not self.posts.keys() >= set(keys):
+            no_use()
             raise TimedOut("nobody else is here")
         return [self.posts[key] for key in keys]
 
@@ -278,6 +284,96 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
     assert first.saved == second.saved and first.skipped == second.skipped
     assert len(first.saved) > 20 and len(first.skipped) > 20
     assert first.saved[:2] == [10, 20] and first.skipped[0] == 30
+
+
+# ---- what was saved is read again by those who have written it ----------------------------------------------------
+
+
+class Meeting(Board):
+    """A board on which others post from their threads; what nobody must wait for is not waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.news = threading.Condition()
+
+    def set(self, key, data):
+        with self.news:
+            super().set(key, data)
+            self.news.notify_all()
+
+    def get(self, keys, seconds, no_use=lambda: False):
+        with self.news:
+            self.news.wait_for(lambda: self.posts.keys() >= set(keys), 20.0)
+            return super().get(keys, seconds)
+
+
+class Reading(Disk):
+    """Remembers of whose tensor files something was read."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.of: set[str] = set()
+
+    def read_into(self, extent, mv, *, fresh=False):
+        if extent.blob.endswith(".safetensors"):
+            self.of.add(extent.blob.rpartition("/")[2][:6])
+        super().read_into(extent, mv, fresh=fresh)
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A leader and a follower that have saved step 1 together, and the file of each."""
+    board = Meeting()
+    first, second = two_on(board)
+    clock = Clock()
+    options = {"monotonic_seconds": clock, "pause": lambda seconds: setattr(clock, "now", clock.now + seconds)}
+    leader = Leader(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, **options)
+    follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=second)
+
+    def saved(run):
+        run.begin(None)
+        ranks = first if run is leader else second
+        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, together=ranks.at("save", 1))
+
+    with ThreadPoolExecutor(2) as pool:
+        first_told, second_told = pool.map(saved, (leader, follower))
+    assert first_told == second_told
+    home = tmp_path / layout.folder(first_told.id)
+    return leader, follower, [home / layout.blob_name(rank) for rank in (0, 1)]
+
+
+def verify(run):
+    run.verify(Arena(3 * 8192, 8192))
+
+
+def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
+    """Rank 0 read the files of all ranks: of a thousand it would never have been done."""
+    leader, follower, _ = both
+    verify(follower)
+    verify(leader)
+    assert (leader.tier.of, follower.tier.of) == ({"r00000"}, {"r00001"})
+    assert leader.newest_verified().step == 1
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both, whose):
+    leader, follower, blobs = both
+    blobs[whose].write_bytes(blobs[whose].read_bytes()[:-1] + b"?")
+    verify(follower)
+    with pytest.raises(Damaged, match="step 1 was committed and does not read back"):
+        verify(leader)
+    assert leader.newest_verified() is None
+    assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
+    leader, _, blobs = both
+    if broken:
+        blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged) if broken else nullcontext():
+        verify(leader)
+    assert leader.tier.of == {"r00000", "r00001"} and (leader.newest_verified() is None) == broken
 
 
 class Deaf(Board):

@@ -14,9 +14,10 @@ import pytest
 from lastgood.engine.inline import Inline
 from lastgood.errors import StepTaken
 from lastgood.format import layout
-from lastgood.lab.crashmodel import UPKEEP, Judge, Ledger, World
+from lastgood.lab import crashmodel
+from lastgood.lab.crashmodel import UPKEEP, Judge, Ledger, Violation, World
 from lastgood.lab.hostile import ROOT, HostileDisk, Inode
-from lastgood.lab.plain import load
+from lastgood.lab.plain import load, share
 from lastgood.lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 from lastgood.plan.retention import Keep
 from lastgood.tiers.disk import Disk
@@ -182,6 +183,17 @@ def test_the_disk_keeps_exactly_what_was_synced():
     assert seen["content"] == {b"content", None}
     assert {b"", b"name", bytes(4)} <= seen["name"] and None not in seen["name"]
     assert {None, b"", b"none"} <= seen["none"]
+
+
+def test_a_rank_whose_files_could_lose_their_names_is_found(monkeypatch):
+    """That each rank's part is durable when it has sealed is its own doing: the first one cannot make up for it."""
+
+    def weak(tier, *arguments, **options):
+        return share(Disk(tier._files, ROOT, mode="atomic_nodirsync"), *arguments, **options)
+
+    monkeypatch.setattr(crashmodel, "share", weak)
+    with pytest.raises(Violation, match=r"has a COMMIT, and its r0000[12]"):
+        play(Scenario(saves_and_retention, ranks=3), Judge(random.Random(0)))
 
 
 # ---- all of it ----------------------------------------------------------------------------------------------------

@@ -14,11 +14,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 
 
 import lastgood
+from lastgood.lab.ranks import replicas
 from lastgood.lab.worlds import world
 from lastgood.records import Manifest
 from lastgood.run.content import Content
 from lastgood.train.merging import homeless, merged
 from ranked import (
+    Pipeline,
     made,
     resaved,
     trained,
@@ -105,6 +107,16 @@ def test_the_stages_of_a_pipeline_go_to_any_other_and_on_as_if_nothing_had_been(
     goes_on(kind, size, staged[name], tmp_path)
 
 
+def test_an_entry_that_only_another_rank_had_may_have_another_name_now(staged):
+    """It was looked for under its new name, and missed."""
+    loop = Pipeline("stages", 1)
+    loop.state["second"] = loop.state.pop("stage1")
+    found = lastgood.load(staged["a rank for each stage"], loop.state, rename={"stage1.": "second."})
+    assert found.step == STEPS and not found.skipped
+    head = lastgood.open(staged["a rank for each stage"]).tensor("stage1.2.weight")
+    assert torch.equal(loop.state["second"][2].weight, head)
+
+
 def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
     loop = made("stages", 1)
     lastgood.save(tmp_path, {**loop.state, "odd": torch.ones(2)})
@@ -169,6 +181,12 @@ def test_what_several_ranks_hold_is_written_once(saved, name):
     assert sum(one.extent.length for one in pieces) == sum(len(content.tensor(name)[1]) for name in names)
 
 
+def test_what_all_ranks_of_a_machine_want_is_read_from_its_disk_once(tmp_path):
+    """Each rank read all of a replicated state past the page cache."""
+    told = world(4, replicas, tmp_path / "run", 24)
+    assert {one["read"] for one in told} == {told[0]["read"]} and told[0]["read"] < 1.5 * told[0]["unique"]
+
+
 def test_what_a_module_says_of_itself_is_each_ranks_own():
     """The last rank's went to all of them."""
     manifests = [
@@ -179,7 +197,7 @@ def test_what_a_module_says_of_itself_is_each_ranks_own():
         for rank in range(3)
     ]  # fmt: skip
     for rank in range(3):
-        found = merged(manifests, rank, ["net", "stage2"])
+        found = merged(manifests, rank, {"net", "stage2"}.__contains__)
         assert found["net"]["!module"]["net._extra_state"] == rank and len(found["net"]["!module"]) == 4
         assert found["stage2"] == 2 and found.keys() == {"net", "stage2", f"stage{rank}"}
 

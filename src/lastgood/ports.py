@@ -5,7 +5,7 @@ Tests pass in their own: a disk that loses, tears and reorders what was not sync
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from .records import Extent
@@ -77,15 +77,16 @@ class Store(Protocol):
     call                    required behaviour
     ======================  ====================================================================
     set(key, data)          seen by whoever asks from now on
-    get(keys, seconds)      waits until all are there; raises TimedOut, or TierDown when gone
-    has(key)                whether it is there now
+    get(keys, s, no_use)    waits s seconds at most until all are there; asks now and then whether it is of
+                            no use any more; raises TimedOut, or TierDown when gone
+    has(keys)               whether all of them are there now
     delete(keys)            no-op for what is not there
     ======================  ====================================================================
     """
 
     def set(self, key: str, data: bytes) -> None: ...
-    def has(self, key: str) -> bool: ...
-    def get(self, keys: Sequence[str], seconds: float) -> list[bytes]: ...
+    def has(self, keys: Sequence[str]) -> bool: ...
+    def get(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = ...) -> list[bytes]: ...
     def delete(self, keys: Sequence[str]) -> None: ...
 
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+import msgspec
+
 from ..engine.arena import Arena
 from ..engine.inline import Inline
 from ..errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
@@ -29,7 +31,7 @@ from ..run.writer import RunWriter
 from ..tiers.disk import Disk, WriteMode
 from ..tiers.slots import Slots
 from .hostile import ROOT, STAGED, Fault, Folder, HostileDisk, Inode
-from .plain import State, load, save
+from .plain import State, load, save, share
 
 INLINE = Inline()
 CHUNK_BYTES = 4096
@@ -111,6 +113,8 @@ class Ledger:
     """bytes of the largest tensor of a save"""
     disturbed: bool = False
     """an error was injected, so litter and stale hints are no violation"""
+    ranks: int = 1
+    """how many write a generation together"""
     in_flight: int = 0
     """how many uploads the slots were announced; 0: the run lives in directories"""
     tables: tuple[frozenset[GenerationId], ...] = (frozenset(),)
@@ -430,6 +434,45 @@ class Noted:
         return result
 
 
+class Others:
+    """The ranks that write a generation with the first one, as its `Topic`: some beside it, some when it has sealed."""
+
+    def __init__(self, world: World, at: GenerationId, meanwhile: Callable[[], object]) -> None:
+        self._world, self._at, self._ranks, self._meanwhile = world, at, world.ledger.ranks, meanwhile
+        self._told: dict[int, Any] = {}
+
+    def part(self, rank: int) -> State:
+        """What this rank writes of the state."""
+        whole = self._world.ledger.given[self._at]
+        return {name: whole[name] for number, name in enumerate(whole) if number % self._ranks == rank}
+
+    def begin(self) -> None:
+        """The first chunk of the first rank is under way."""
+        self._meanwhile()
+        for rank in range(1, self._ranks, 2):
+            self._share(rank)
+
+    def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        for rank in range(1, self._ranks):
+            self._share(rank)
+        failed = [one for one in self._told.values() if isinstance(one, LastgoodError)]
+        if failed:
+            raise failed[0]
+        folder, first = mine
+        return decide([(folder, one) for _, one in sorted({0: first, **self._told}.items())])
+
+    def fail(self, error: BaseException) -> None:
+        """They hear of it, and have written what they have written."""
+
+    def _share(self, rank: int) -> None:
+        if rank not in self._told:
+            try:
+                told = share(self._world.tier, self._at, rank, self.part(rank), chunk_bytes=CHUNK_BYTES)
+                self._told[rank] = msgspec.to_builtins(told)
+            except LastgoodError as error:
+                self._told[rank] = error
+
+
 class World:
     """One process after another over one disk, as a training loop would drive them."""
 
@@ -541,8 +584,10 @@ class World:
         at = self.run.admit(step)
         ledger.attempts += ledger.disturbed
         ledger.given[at] = payload(at, ledger.attempts if ledger.disturbed else 0, ledger.weight)
+        others = Others(self, at, meanwhile)
+        together: Any = others if ledger.ranks > 1 else None
         try:
-            save(self.run, step, ledger.given[at], chunk_bytes=CHUNK_BYTES, meanwhile=meanwhile)
+            save(self.run, step, others.part(0), chunk_bytes=CHUNK_BYTES, meanwhile=others.begin, together=together)
         except CommitUnknown:
             return False
         except Overtaken:

@@ -7,16 +7,19 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from ..engine.arena import Arena, Lease
+from ..engine.inline import Inline
 from ..format import layout
 from ..format.commit import survey
 from ..ports import Tier
 from ..rawio.checksum import Buffer
 from ..rawio.files import round_up
-from ..records import Generation, Manifest
-from ..run import reader
+from ..records import Generation, GenerationId, Manifest
+from ..run import reader, sharing
+from ..run.sharing import Share
 from ..run.writer import RunWriter
 
 State = dict[str, bytes]
+ALGORITHM = "xxh3_128"
 
 
 def filled(image: layout.Image, state: Mapping[str, Buffer], arena: Arena) -> Iterator[Lease]:
@@ -40,7 +43,8 @@ def save(
     **options: Any,
 ) -> Generation:
     """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken."""
-    images = layout.images(tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()))
+    tensors = tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
+    images = layout.images(tensors, run.rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
 
     def chunks() -> Iterator[Lease]:
@@ -53,17 +57,28 @@ def save(
     return run.save(run.admit(step), images, chunks(), chunk_bytes=arena.chunk_bytes, **options)
 
 
+def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> Share:
+    """What `rank`, which does not commit, makes durable of a save."""
+    images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
+    arena = Arena(4 * chunk_bytes, chunk_bytes)
+    chunks = (lease for image in images for lease in filled(image, state, arena))
+    return sharing.share(
+        tier, at, rank, images, chunks, chunk_bytes=chunk_bytes, algorithm=ALGORITHM, aliases={}, values={},
+        writers=Inline(),
+    )  # fmt: skip
+
+
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[reader.Found, State]:
     """What a restore finds, and the bytes it would load. Raises what a restore raises."""
     state: State = {}
 
     def take(generation: Generation, manifests: list[Manifest]) -> None:
-        (manifest,) = manifests
         state.clear()
-        size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
-        arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))
-        fetch = reader.opened(tier, generation, manifest, arena, pool)
-        state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
+        for manifest in manifests:
+            size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
+            arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))
+            fetch = reader.opened(tier, generation, manifest, arena, pool)
+            state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
 
     pool = workers or ThreadPoolExecutor(2)
     try:

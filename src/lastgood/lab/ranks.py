@@ -142,21 +142,35 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
 
 
 def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
-    """Of one save under DDP: bytes that were written, bytes that there are, and the share of each rank."""
+    """Of one save under DDP: bytes that were written, bytes that there are, the share of each rank; and of a restore,
+    what all ranks of this machine have read from its disk."""
     net = layers(mib)
     optimizer = stepped(nn.parallel.DistributedDataParallel(net))
     with warnings.catch_warnings(), Checkpointer(folder, {"net": net, "optimizer": optimizer}) as ckpt:
         warnings.simplefilter("ignore", LastgoodWarning)
         ckpt.restore()
         ckpt.save(1).result()
+        ckpt.wait()
+        if rank == 0:
+            drop_from_cache(folder)
         dist.barrier()
+        before = read_bytes()
+        ckpt.restore()
+        read = torch.tensor(read_bytes() - before)
+        dist.all_reduce(read)
     tier = places.for_reading(folder)
     (generation,) = commit.survey(tier).generations.values()
     pieces = [[one for one in each.pieces if not one.own] for each in commit.read_manifests(tier, generation)]
     by_rank = [sum(one.extent.length for one in mine if not one.name.startswith("rng.")) for mine in pieces]
     unique = {(one.name, tuple(one.offsets)): one.extent.length for mine in pieces for one in mine}
     there = sum(length for (name, _), length in unique.items() if not name.startswith("rng."))
-    return {"written": sum(by_rank), "unique": there, "by_rank": by_rank}
+    return {"written": sum(by_rank), "unique": there, "by_rank": by_rank, "read": int(read)}
+
+
+def read_bytes() -> int:
+    """What this process has read from disks."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 
 
 def agreeing(rank: int, size: int, folder: Path) -> Row:
@@ -235,7 +249,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         most = max(row["by_rank"]) / statistics.mean(row["by_rank"])
         notes.append(
             f"{row['ranks']} ranks of DDP: {row['written'] / row['unique']:.4f} bytes written for each of the state; "
-            f"the rank that writes most writes {most:.3f} times the mean."
+            f"the rank that writes most writes {most:.3f} times the mean; a restore of all reads "
+            f"{row['read'] / row['unique']:.3f} bytes from the disk for each of the state."
         )
     for row in of(rows, "agreeing"):
         milliseconds = [1000 * one for one in row["seconds"]]

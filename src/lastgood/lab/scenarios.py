@@ -19,10 +19,13 @@ class Scenario(NamedTuple):
     live: Callable[[World], None]
     in_flight: int = 0
     """saves that the slots are announced; 0: the run lives in directories"""
+    ranks: int = 1
+    """how many write each generation"""
 
     @property
     def name(self) -> str:
-        return f"{self.live.__name__}_on_slots" if self.in_flight else self.live.__name__
+        kind = "_on_slots" if self.in_flight else "_by_several_ranks" if self.ranks > 1 else ""
+        return self.live.__name__ + kind
 
 
 def first_save(world: World) -> None:
@@ -216,6 +219,7 @@ LIVES = [
 SCENARIOS = [
     *(Scenario(life) for life in LIVES),
     *(Scenario(life, in_flight=1) for life in LIVES),
+    *(Scenario(life, ranks=3) for life in [*LIVES, overtaken_saves]),
     Scenario(overtaken_saves),
     Scenario(rebuilding_from_parity),
     Scenario(failing_rebuilding),
@@ -232,7 +236,8 @@ def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -
     rng = judge.rng
     disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 5000, 700]))
     direct = disk.most_bytes != 700 and rng.random() < 0.3
-    ledger = Ledger(keep=rng.choice(KEEPS), mode=mode, direct=direct, in_flight=scenario.in_flight)
+    keep = rng.choice(KEEPS)
+    ledger = Ledger(keep=keep, mode=mode, direct=direct, in_flight=scenario.in_flight, ranks=scenario.ranks)
     if ledger.in_flight and mode != "atomic_dirsync":
         return  # slots know one way to write
     world = World(disk, ledger, judge)

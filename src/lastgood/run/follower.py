@@ -10,13 +10,14 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from ..engine.arena import Arena
-from ..errors import TierDown, TimedOut
+from ..errors import TierDown
 from ..format import commit
 from ..records import Finding, Generation, GenerationId, Incarnation, judged
 from .ranks import Ranks, Topic
@@ -24,15 +25,15 @@ from .reader import disagreeing, read_all
 from .sharing import Share
 from .writer import RunWriter
 
-LEAST_PATIENCE_SECONDS = 1.0
-"""with those who read again what they have written"""
+LEAST_PATIENCE_SECONDS, POLL_SECONDS = 0.1, 0.01
+"""with those who read again what they have written; and how often they are looked for"""
 
 
 class _Ranked(RunWriter):
     """A rank's writer. None of them mends: there is no parity with several ranks, and two must not write one file."""
 
-    def __init__(self, *args: Any, ranks: Ranks, **options: Any) -> None:
-        self._ranks = ranks
+    def __init__(self, *args: Any, ranks: Ranks, pause: Callable[[float], object] = time.sleep, **options: Any) -> None:
+        self._ranks, self._pause = ranks, pause
         super().__init__(*args, **options)
         self.rank = ranks.rank
 
@@ -79,15 +80,15 @@ class Leader(_Ranked):
 
     def _called_good(self, generation: Generation, patience_seconds: float) -> list[int]:
         keys = {rank: self._told(generation, rank) for rank in range(1, self._ranks.size)}
+        until = self._monotonic() + patience_seconds
         try:
-            try:
-                told = self._ranks.hear(*keys.values(), patience_seconds=patience_seconds)
-            except TimedOut:
-                told = [self._ranks.heard(key) for key in keys.values()]
+            while not self._ranks.has(*keys.values()) and self._monotonic() < until:
+                self._pause(POLL_SECONDS)
+            good = [rank for rank, key in keys.items() if self._ranks.heard(key)]
         except TierDown:
             return []  # it is no less good for that
         self._ranks.delete(list(keys.values()))
-        return [rank for rank, good in zip(keys, told, strict=True) if good]
+        return good
 
 
 class Follower(_Ranked):

@@ -17,6 +17,7 @@ Torch-free. Every thread has a client of the store of its own, since one that wa
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -28,8 +29,6 @@ from ..errors import LastgoodError, RankFailed, StateMismatch, StepDiffers, Tier
 from ..ports import Store
 
 PATIENCE_SECONDS = 120.0
-FIRST_LOOK = 1 / 12
-"""of the patience: then it is asked whether there is somebody to wait for; again after twice as long, and so on"""
 COORDINATOR = 0
 REMEMBERED = 128
 """steps that a rank tells it has begun, and verdicts that are kept: more than saves can be in flight"""
@@ -92,13 +91,17 @@ class Ranks:
     def post(self, key: str, said: Any) -> None:
         self._store.set(key, msgspec.json.encode(said))
 
-    def hear(self, *keys: str, patience_seconds: float) -> list[Any]:
-        """What was posted under each. Raises TimedOut."""
-        return [msgspec.json.decode(one) for one in self._store.get(keys, patience_seconds)]
+    def hear(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[Any]:
+        """What was posted under each. Raises TimedOut, also when waiting is of no use any more."""
+        return [msgspec.json.decode(one) for one in self._store.get(keys, seconds, no_use)]
 
     def heard(self, key: str) -> Any | None:
         """What was posted; None where nothing was."""
-        return self.hear(key, patience_seconds=self.patience_seconds)[0] if self._store.has(key) else None
+        return self.hear([key], self.patience_seconds)[0] if self.has(key) else None
+
+    def has(self, *keys: str) -> bool:
+        """Whether something was posted under each."""
+        return self._store.has(keys)
 
     def forget(self, verdict: str, posts: Sequence[str] = ()) -> None:
         """Of `posts` everything is known; a verdict may still be on its way to somebody."""
@@ -180,36 +183,48 @@ class Topic:
 
     def _taken(self, key: str) -> dict[str, Any]:
         """The verdict."""
-        ranks, patience_seconds = self._ranks, 2 * self._ranks.patience_seconds
-        for seconds in _looks(patience_seconds):
-            try:
-                return dict(*ranks.hear(f"{key}/verdict", patience_seconds=seconds))
-            except TimedOut:
-                if elsewhere := self._elsewhere(COORDINATOR):
-                    raise StepDiffers(
-                        f"rank {COORDINATOR} {elsewhere}", safe="Every committed generation is untouched."
-                    ) from None
-        raise RankFailed(
-            f"rank {COORDINATOR} said nothing about {self._name} for {patience_seconds:.0f} s",
-            safe="Every committed generation is untouched.",
-            todo="See why that process ended or hangs.",
-        )
+        ranks, seconds = self._ranks, 2 * self._ranks.patience_seconds
+        elsewhere = ""
+
+        def no_use() -> bool:
+            nonlocal elsewhere
+            elsewhere = self._elsewhere(COORDINATOR)
+            return bool(elsewhere)
+
+        try:
+            return dict(*ranks.hear([f"{key}/verdict"], seconds, no_use))
+        except TimedOut:
+            safe = "Every committed generation is untouched."
+            if elsewhere:
+                raise StepDiffers(f"rank {COORDINATOR} {elsewhere}", safe=safe) from None
+            raise RankFailed(
+                f"rank {COORDINATOR} said nothing about {self._name} for {seconds:.0f} s",
+                safe=safe,
+                todo="See why that process ended or hangs.",
+            ) from None
 
     def _posts(self, key: str) -> dict[int, dict[str, Any]]:
         """What all others have posted; of those that have not, why."""
         ranks, found = self._ranks, dict[int, dict[str, Any]]()
-        missing = list(range(1, ranks.size))
-        for seconds in _looks(ranks.patience_seconds):
+        until = time.monotonic() + ranks.patience_seconds
+
+        def no_use() -> bool:
+            before = len(found)
+            for rank in missing:
+                if elsewhere := self._elsewhere(rank):
+                    found[rank] = {"error": "StepDiffers", "what": elsewhere}
+            return len(found) > before
+
+        while missing := [rank for rank in range(1, ranks.size) if rank not in found]:
+            before, left = len(found), max(until - time.monotonic(), 0.0)
             try:
-                posts = ranks.hear(*(f"{key}/{rank}" for rank in missing), patience_seconds=seconds)
-                return found | dict(zip(missing, posts, strict=True))
+                posts = ranks.hear([f"{key}/{rank}" for rank in missing], left, no_use)
+                found |= dict(zip(missing, posts, strict=True))
             except TimedOut:
-                for rank in missing:
-                    if elsewhere := self._elsewhere(rank):
-                        found[rank] = {"error": "StepDiffers", "what": elsewhere}
-                missing = [rank for rank in missing if rank not in found]
-        silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
-        return found | {rank: ranks.heard(f"{key}/{rank}") or silent for rank in missing}
+                if len(found) == before:
+                    silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
+                    found |= {rank: ranks.heard(f"{key}/{rank}") or silent for rank in missing}
+        return found
 
     def _elsewhere(self, rank: int) -> str:
         """Why `rank` will not come to this step any more; nothing where it may."""
@@ -228,14 +243,6 @@ class Topic:
             return {"answer": decide([post["answer"] for post in posts])}
         except LastgoodError as error:
             return told(error)
-
-
-def _looks(patience_seconds: float) -> Iterator[float]:
-    """How long to wait each time, all together `patience_seconds`."""
-    seconds, left = FIRST_LOOK * patience_seconds, patience_seconds
-    while left > 0:
-        yield min(seconds, left)
-        seconds, left = 2 * seconds, left - seconds
 
 
 def told(error: BaseException) -> dict[str, Any]:

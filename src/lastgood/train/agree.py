@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
@@ -18,6 +19,8 @@ from ..errors import TierDown, TimedOut
 from ..run.ranks import PATIENCE_SECONDS, Ranks
 
 T = TypeVar("T")
+FIRST_LOOK = 1 / 60
+"""of the patience, after which it is asked whether waiting is of use; then after twice as long, and so on"""
 
 
 class GroupStore:
@@ -35,7 +38,7 @@ class GroupStore:
     def set(self, key: str, data: bytes) -> None:
         self._ask(lambda client: client.set(key, data))
 
-    def get(self, keys: Sequence[str], seconds: float) -> list[bytes]:
+    def get(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[bytes]:
         names = list(keys)
 
         def get(client: Any) -> list[bytes]:
@@ -46,10 +49,10 @@ class GroupStore:
             at_once = client.has_extended_api()  # else it is a file, and each key a question of its own
             return [bytes(one) for one in (client.multi_get(names) if at_once else map(client.get, names))]
 
-        return self._ask(get, seconds)
+        return self._ask(get, seconds, no_use)
 
-    def has(self, key: str) -> bool:
-        return bool(self._ask(lambda client: client.check([key])))
+    def has(self, keys: Sequence[str]) -> bool:
+        return bool(self._ask(lambda client: client.check(list(keys))))
 
     def delete(self, keys: Sequence[str]) -> None:
         self._ask(lambda client: [client.delete_key(key) for key in keys])
@@ -58,7 +61,7 @@ class GroupStore:
         """One more than the last time."""
         return int(self._ask(lambda client: client.add(key, 1)))
 
-    def _ask(self, what: Callable[[Any], T], seconds: float = 0.0) -> T:
+    def _ask(self, what: Callable[[Any], T], seconds: float = 0.0, no_use: Callable[[], bool] = lambda: False) -> T:
         answer: Future[tuple[Any, T]] = Future()
 
         def ask() -> None:
@@ -71,15 +74,27 @@ class GroupStore:
         client, self._client = self._client, None  # one that is in the middle of something is asked nothing more
         try:
             threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
-            self._client, found = answer.result(seconds + self._patience_seconds)
+            self._client, found = _waited(answer, seconds, self._patience_seconds, no_use)
         except TimedOut:
-            self._client = client
+            self._client = client if answer.done() else None
             raise
         except (RuntimeError, NoAnswer) as error:
             why = str(error) or f"no answer in {seconds + self._patience_seconds:.0f} s"
             safe = "Every committed generation is untouched."
             raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error
         return found
+
+
+def _waited(answer: Future[T], seconds: float, patience_seconds: float, no_use: Callable[[], bool]) -> T:
+    """What comes in time. It is asked at FIRST_LOOK of the patience whether that is of use; then ever more rarely."""
+    look, left = FIRST_LOOK * patience_seconds, seconds + patience_seconds
+    while left > look:
+        with contextlib.suppress(NoAnswer):
+            return answer.result(look)
+        if no_use():
+            raise TimedOut("it is of no use to wait for what is not posted")
+        look, left = 2 * look, left - look
+    return answer.result(left)
 
 
 def machine() -> str:

@@ -25,6 +25,7 @@ from ..ports import Tier
 from ..records import Finding, Generation, Manifest
 from ..run import reader
 from .filling import Filling
+from .match import Rename
 from .merging import merged
 from .objects import seed_rng
 from .state import Stored, match
@@ -107,7 +108,8 @@ def load_into(
         aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-        values = merged(manifests, rank, [component(key) for key in request.state])
+        places, moved = set(map(component, request.state)), Rename(request.rename or {})
+        values = merged(manifests, rank, lambda name: moved.key(name) in places)
         fit = match(
             request.state,
             Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values),

@@ -87,7 +87,7 @@ def match(
     if not isinstance(state, MutableMapping):
         raise Refused(f"the state is a {type(state).__name__}, which cannot be written to", todo="Pass a dict.")
     require_keys(state)
-    moved, names = _Rename(rename or {}), wanted(include, exclude)
+    moved, names = Rename(rename or {}), wanted(include, exclude)
     values, referenced = read_values(stored)
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
     plan = Binder(stored, offered, names, moved, Parameters(modules_of(state)))
@@ -101,7 +101,7 @@ def match(
 
 
 def _bind_entries(
-    plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: _Rename, names: Filter
+    plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: Rename, names: Filter
 ) -> list[tuple[str, Put]]:
     entries = moved.all((name for name in values if name != "rng"), moved.key)
     puts = []
@@ -136,7 +136,7 @@ def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filte
         plan.last.append(lambda: load_rng(put()))
 
 
-class _Rename:
+class Rename:
     """Stored names to live ones: an exact rule, else the one with the longest prefix, else the name itself."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:

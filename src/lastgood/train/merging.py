@@ -7,18 +7,20 @@ pipeline, is taken from the first that had it. What an optimizer says of its par
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ..records import Manifest
 
 
-def merged(manifests: Sequence[Manifest], rank: int, places: Collection[str] = ()) -> dict[str, Any]:
-    """The values of one generation, for the process of number `rank` that has `places` for these entries."""
+def merged(
+    manifests: Sequence[Manifest], rank: int, has_place: Callable[[str], bool] = lambda _: False
+) -> dict[str, Any]:
+    """The values of one generation, for the process of number `rank`, which `has_place` for these entries."""
     values = dict(manifests[rank if rank < len(manifests) else 0].values)
     if len(manifests) > 1:
-        for name in set(places) - values.keys():
-            values |= next(({name: one.values[name]} for one in manifests if name in one.values), {})
+        for one in manifests:
+            values |= {name: one.values[name] for name in one.values.keys() - values.keys() if has_place(name)}
         for name, tree in values.items():
             values[name] = _whole(tree, [one.values[name] for one in manifests if name in one.values])
     return values

@@ -109,18 +109,19 @@ class Together:
     def _ask(self, topic: Topic, structure: str, names: list[list[Any]]) -> _Known:
         structures: list[str] = []
 
-        def judge(told: list[dict[str, Any]]) -> str:
+        def judge(told: list[dict[str, Any]]) -> str | list[int]:
             structures[:] = [one["structure"] for one in told]
             if any("sums" in one for one in told):
                 return AGAIN  # it is not all who ask
-            return SAME if len(set(structures)) == 1 else DIFFERING
+            return SAME if len(set(structures)) == 1 else _speakers(structures)
 
         while (verdict := topic.agree({"structure": structure}, judge)) == AGAIN:
             continue
         if verdict == SAME:
             return _Known()
-        homes = topic.agree(names, _homes)
-        return _Known({name: [tuple(home) for home in one] for name, one in homes.items()}, structures)
+        told = topic.agree(names if self.rank in verdict else None, partial(_homes, structures))
+        homes = [[tuple(home) for home in one] for one in told["homes"]]
+        return _Known({name: homes[at] for name, at in told["names"].items()}, structures)
 
     # ---- once all is written -------------------------------------------------------------------------------
 
@@ -135,8 +136,8 @@ class Together:
 
         def agreed(pieces: Sequence[Piece]) -> Files:
             digests = {piece.key: piece.digest for piece in pieces} | snapshot.witnessed
-            sums = {",".join(map(str, group)): _sums(keys, digests) for group, keys in division.shared.items() if keys}
-            verdict = topic.agree({"structure": structure, "sums": sums}, partial(_compare, known.structures))
+            sums = {_named(group): _sums(keys, digests) for group, keys in division.shared.items() if keys}
+            verdict = topic.agree({"structure": structure, "sums": sums}, partial(compare, known.structures))
             if verdict == AGAIN:
                 self._known = self._ask(topic, structure, listed(captured))
                 raise StepDiffers(
@@ -184,6 +185,11 @@ def _all(division: Division) -> list[list[Item]]:
     return [division.mine, *division.witnessed.values()]
 
 
+def _named(group: Sequence[int]) -> str:
+    """A short name of these ranks, and how many they are."""
+    return f"{hashlib.sha256(repr(group).encode()).hexdigest()[:32]} {len(group)}"
+
+
 def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
     """Of how a group has divided what it holds, and of the content."""
     divided, content = hashlib.sha256(), hashlib.sha256()
@@ -198,12 +204,21 @@ def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
 SAME, DIFFERING, AGAIN = "same", "differing", "again"
 
 
-def _homes(told: list[list[list[Any]]]) -> dict[str, list[list[int]]]:
-    """Who holds what, as in `divide`. Raises StepDiffers where a name means two things."""
+def _speakers(structures: Sequence[str]) -> list[int]:
+    """Of each structure, the first rank that has it."""
+    return sorted({structure: rank for rank, structure in reversed(list(enumerate(structures)))}.values())
+
+
+def _homes(structures: Sequence[str], told: Sequence[list[list[Any]] | None]) -> dict[str, Any]:
+    """Who holds what, as in `divide`: `homes`, each once, and which of them a name has. `told`: by the speakers.
+
+    Raises StepDiffers where a name means two things.
+    """
     first: dict[str, tuple[int, str, list[int], int]] = {}
-    found: dict[str, list[list[int]]] = {}
+    found: dict[str, dict[tuple[int, ...], None]] = {}
     for rank, tensors in enumerate(told):
-        for name, dtype, shape, mesh in tensors:
+        alike = [(other,) for other, one in enumerate(structures) if one == structures[rank]] if tensors else []
+        for name, dtype, shape, mesh in tensors or ():
             before = first.setdefault(name, (rank, dtype, shape, len(mesh)))
             if before[1:] != (dtype, shape, len(mesh)):
                 raise StepDiffers(
@@ -212,13 +227,13 @@ def _homes(told: list[list[list[Any]]]) -> dict[str, list[list[int]]]:
                     safe="Nothing was saved.",
                     todo="Give what is not the same another name: state={'stage0': ...} on one, 'stage1' on the other.",
                 )
-            homes, home = found.setdefault(name, []), mesh or [rank]
-            if home not in homes:
-                homes.append(home)
-    return found
+            found.setdefault(name, {}).update(dict.fromkeys([tuple(mesh)] if mesh else alike))
+    homes: dict[tuple[tuple[int, ...], ...], int] = {}
+    names = {name: homes.setdefault(tuple(sorted(one)), len(homes)) for name, one in found.items()}
+    return {"homes": list(homes), "names": names}
 
 
-def _compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
+def compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
     """Whether all hold the same under the same name; or they must ask AGAIN who holds what."""
     structures = [one["structure"] for one in told]
     if (structures != list(agreed) if agreed else len(set(structures)) > 1) or any("sums" not in one for one in told):
@@ -231,7 +246,7 @@ def _compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
             divided.setdefault(group, set()).add(keys)
             content.setdefault(group, set()).add(digests)
             count[group] += 1
-    if any(count[group] != group.count(",") + 1 or len(found) > 1 for group, found in divided.items()):
+    if any(count[group] != int(group.partition(" ")[2]) or len(found) > 1 for group, found in divided.items()):
         return AGAIN
     return SAME if all(len(found) == 1 for found in content.values()) else DIFFERING
 
