@@ -1146,7 +1146,7 @@ def _flights() -> list[Mutant]:
             (
                 "place is free again where nothing began",
                 CHECKPOINTER,
-                "            if not started:\n                self._behind.leave()\n",
+                "            if not started:\n                self._behind.leave(n, topic, sys.exception())\n",
                 "",
             ),
             (
@@ -1890,7 +1890,7 @@ def _ranks() -> list[Mutant]:
                 'f"{self.name}/{kind}/{len(begun)}/1"',
             ),
             ("a second try is another topic", RANKS, '{step}/{begun.count(step)}"', '{step}/1"'),
-            ("a rewind leaves what was said", RANKS, "            self._rewound += 1\n", "            pass\n"),
+            ("a rewind leaves what was said", RANKS, "            self.rewound = number\n", "            pass\n"),
             (
                 "who is elsewhere is not waited for, by rank 0",
                 RANKS,
@@ -1926,15 +1926,15 @@ def _ranks() -> list[Mutant]:
             (
                 "posts are deleted",
                 RANKS,
-                'ranks.forget(f"{key}/verdict", [f"{key}/{rank}" for rank in posts])',
-                'ranks.forget(f"{key}/verdict")',
+                '                ranks.delete([f"{key}/{ranks.rank}"])  # it has been read\n',
+                "",
             ),
-            ("verdicts are deleted", RANKS, "        self.delete([*posts, *gone])\n", "        self.delete(posts)\n"),
+            ("verdicts are deleted", RANKS, "            self.delete(gone)\n", "            pass\n"),
             (
                 "what could not be asked is asked again",
                 ANNOUNCING,
-                '            ranks.post(f"{self._name}/asked", ranks.rank)\n            self._asked = True\n',
-                '            self._asked = True\n            ranks.post(f"{self._name}/asked", ranks.rank)\n',
+                '            posts.post(f"{self._name}/asked", self._ranks.rank)\n            self._asked = True\n',
+                '            self._asked = True\n            posts.post(f"{self._name}/asked", self._ranks.rank)\n',
             ),
             (
                 "a store that is down is asked ever more rarely",
@@ -1948,7 +1948,7 @@ def _ranks() -> list[Mutant]:
                 "        step = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)\n",
                 "        step = n + 1\n",
             ),
-            ("taken once", ANNOUNCING, "        self.coming = self.coming[len(found) :]\n", ""),
+            ("taken once", ANNOUNCING, "        self.coming = [one for one in self.coming if one.step > n]\n", ""),
             (
                 "what was missed by time fails",
                 TIMING,
@@ -1982,8 +1982,8 @@ def _ranks() -> list[Mutant]:
             (
                 "a follower calls bad what is bad",
                 FOLLOWER,
-                "        good, before, self._was_read = not self.read_own(newest, arena, stop), self._was_read, newest\n",
-                "        good, before, self._was_read = True, self._was_read, newest\n",
+                "            self._ranks.post(self._told(newest, self.rank), not findings)\n",
+                "            self._ranks.post(self._told(newest, self.rank), True)\n",
             ),
             (
                 "of whom nothing is heard the files are read",
@@ -2001,7 +2001,55 @@ def _ranks() -> list[Mutant]:
             (
                 "a stale plan is never used",
                 TOGETHER,
-                '    if (structures != list(agreed) if agreed else len(set(structures)) > 1) or any("sums" not in one for one in told):\n        return AGAIN\n',
+                "    if structures != list(agreed) if agreed else len(set(structures)) > 1:\n        return AGAIN\n",
+                "",
+            ),
+            (
+                "ranks know the same of each other",
+                TOGETHER,
+                '    if len({one.get("knows") for one in told}) > 1:  # it is not all who know, or not the same\n        return AGAIN\n',
+                "",
+            ),
+            (
+                "a second try waits for the end of the first",
+                WRITER,
+                "            if together is not None and together.again:\n",
+                "            if False:\n",
+            ),
+            (
+                "a folder that was removed is made again",
+                FOLLOWER,
+                "        self._shared.forget(layout.folder(at))\n",
+                "",
+            ),
+            (
+                "what is not finite anywhere is not good",
+                LOADING,
+                "            unfit.update(one.tensor for one in findings)  # of all ranks: this one reads but a part\n",
+                "",
+            ),
+            (
+                "a load that was given up half way is not mixed",
+                LOADING,
+                "        if half is not None and not request.strict:  # what",
+                "        if False:  # what",
+            ),
+            (
+                "a restore is counted by rank 0",
+                CHECKPOINTER,
+                "            ranks.rewind(topic.agree(ranks.rewound, lambda told: 1 + max(told)))\n",
+                "            topic.agree(ranks.rewound, lambda told: 1 + max(told))\n            ranks.rewind(ranks.rewound + 1)\n",
+            ),
+            (
+                "all know what rank 0 knows of the run",
+                CHECKPOINTER,
+                "                run.see(seen)\n",
+                "                run.look()\n",
+            ),
+            (
+                "what is tied is told",
+                DIVIDING,
+                '    for alias, name in captured.aliases.items():\n        told.update(f"{alias} = {name}\\n".encode())\n',
                 "",
             ),
             (

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -464,6 +465,138 @@ def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
                 if n != 2 or rank != who:
                     told |= attempted(ckpt, n)
     return told
+
+
+def said(act: Callable[[], Any]) -> str:
+    """What became of it: the step that it returns, if any, or its error."""
+    try:
+        found = act()
+        return f"step {getattr(found, 'step', '')}"
+    except errors.LastgoodError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def once(owner: Any, name: str, error: Exception, after: bool = False) -> None:
+    """The next call of this fails; `after` what it does."""
+    real = getattr(owner, name)
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        setattr(owner, name, real)
+        if after:
+            real(*arguments, **options)
+        raise error
+
+    setattr(owner, name, failing)
+
+
+def opened(root: Path, state: dict[str, Any]) -> Any:
+    import lastgood
+
+    warnings.simplefilter("ignore")
+    return lastgood.Checkpointer(root, state, cadence=lastgood.Every(steps=1000), patience=PATIENCE)
+
+
+def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
+    """A save that fails on rank 1, and is made again at once, by all; rank 0 is slow to hear of it."""
+    from lastgood.format import commit
+    from lastgood.run.writer import RunWriter
+
+    state: dict[str, Any] = {"w": torch.arange(4000.0), f"mine{rank}": torch.full((5000,), float(rank))}
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result(LIMIT_SECONDS)
+        if rank == 1 and where == "cut":
+            state["odd"] = object()
+        if rank == 1 and where == "seal":
+            once(commit, "seal", errors.TierDown("on purpose"))
+        cleared, clear = threading.Event(), RunWriter._clear
+        if rank == 0:
+            RunWriter._clear = lambda *arguments: (cleared.wait(0.3), clear(*arguments))[1]  # type: ignore[method-assign]
+        first = said(lambda: ckpt.save(2).result(LIMIT_SECONDS))
+        state.pop("odd", None)
+        return [first, said(lambda: ckpt.save(2).result(LIMIT_SECONDS)), said(ckpt.wait)]
+
+
+def unfit(rank: int, size: int, root: Path) -> list[str]:
+    """NaN in rank 1's rows of step 2, which somebody asks for; then what is restored by itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    net = nn.Module()
+    net.w = nn.Parameter(distribute_tensor(torch.zeros(8, 8), init_device_mesh("cpu", (size,)), [Shard(0)]))
+    told = []
+    with opened(root, {"net": net}) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result(LIMIT_SECONDS)
+        ckpt.wait()
+        if rank == 1:
+            with torch.no_grad():
+                net.w._local_tensor[-1, -1] = float("nan")
+        ckpt.save(2).result(LIMIT_SECONDS)
+        said(ckpt.wait)
+    for step in (2, None):
+        with opened(root, {"net": net}) as ckpt:
+            told.append(said(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
+    return told
+
+
+def losing_words(rank: int, size: int, root: Path) -> list[str]:
+    """Rank 1 loses what was said as a restore begins; restores and saves after it."""
+    from lastgood.run.ranks import Topic
+
+    state = {"w": torch.arange(400.0)}
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result(LIMIT_SECONDS)
+        ckpt.wait()
+        if rank == 1:
+            once(Topic, "agree", errors.TierDown("the verdict was lost"), after=True)
+        told = [said(ckpt.restore) for _ in range(3)]
+        return [*told, said(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
+
+
+def losing_homes(rank: int, size: int, root: Path) -> list[str]:
+    """Ranks 1 and 2 get the same new tensor, and do not hear that the other has it."""
+    from lastgood.train.together import Together
+
+    state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result(LIMIT_SECONDS)
+        if rank:
+            state["x"] = torch.arange(50.0)
+            once(Together, "_ask", errors.TierDown("the verdict was lost"), after=True)
+        return [said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
+
+
+def tied(rank: int, size: int, root: Path) -> list[str]:
+    """Two names for one tensor on rank 0, two tensors on the others."""
+    one = torch.arange(400.0)
+    with opened(root, {"a": one, "b": one if rank == 0 else one.clone()}) as ckpt:
+        ckpt.restore()
+        return [said(lambda: ckpt.save(1).result(LIMIT_SECONDS))]
+
+
+def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
+    """A restore with strict=False of step 2, damaged in rank 1's part; step 1 has less than the state."""
+    state = {f"s{rank}": torch.ones(3000)}
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result(LIMIT_SECONDS)
+        state |= {f"new{rank}": torch.full((10,), 3.0), f"s{rank}": torch.full((3000,), 3.0)}
+        for n in (2, 3):  # the first of them finds out that there is more
+            said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS))
+        ckpt.wait()
+    dist.barrier()
+    if rank == 0:
+        (blob,) = root.rglob("*3-*/r00001.safetensors")
+        data = bytearray(blob.read_bytes())
+        data[-5000] ^= 1
+        blob.write_bytes(data)
+    dist.barrier()
+    state = {f"s{rank}": torch.zeros(3000), f"new{rank}": torch.zeros(10)}
+    with opened(root, state) as ckpt:
+        return said(lambda: ckpt.restore(strict=False)), [one[0].item() for one in state.values()]
 
 
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:

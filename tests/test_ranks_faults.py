@@ -19,12 +19,18 @@ from ranked import (
     STEPS_OF_A_SAVE,
     differing,
     failing,
+    half_way,
     leaving_out,
+    losing_homes,
+    losing_words,
     paced,
     preempted,
     resaved,
+    retried,
     thawing,
+    tied,
     timed,
+    unfit,
     whole,
 )
 
@@ -99,6 +105,45 @@ def test_a_rank_that_leaves_out_a_save_fails_it_for_the_others_and_the_next_one_
             assert one["2"].startswith("StepDiffers: ") and f"rank {who}" in one["2"]
             assert one["2 seconds"] < PATIENCE
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("where", ["cut", "seal"])
+def test_a_save_that_failed_can_be_made_again_at_once(tmp_path, where):
+    """Rank 0 was still clearing the first try away, and took the second one's files with it: they were committed, and
+    gone. And a rank whose folder had been removed under it did not make it again."""
+    for one in world(2, retried, tmp_path, where):
+        assert one[0].startswith(("Unstorable: ", "TierDown: ")) and one[1:] == ["step 2", "step "]
+    assert lastgood.open(tmp_path).verify(2).good
+
+
+def test_what_is_not_finite_on_one_rank_is_not_called_good_by_another_that_was_asked_for_it(tmp_path):
+    assert world(2, unfit, tmp_path) == [["step 2", "step 1"]] * 2
+
+
+def test_a_rank_that_loses_what_was_said_is_with_the_others_again_in_the_next_restore(tmp_path):
+    """It counted its restores by itself, and every agreement after that was about something else."""
+    first, second = world(2, losing_words, tmp_path)
+    assert first[-1] == second[-1] == "step 5"
+    assert second[0].startswith("TierDown: ") and second[-2] == first[-2] == "step 1"
+
+
+def test_ranks_that_know_different_things_of_each_other_do_not_store_a_tensor_twice(tmp_path):
+    for one in world(3, losing_homes, tmp_path):
+        assert one[2] == "step 4" and not {"step 2", "step 3"} & set(one[:2])
+    assert lastgood.open(tmp_path).verify(4).good
+
+
+def test_what_is_tied_on_one_rank_only_is_refused_by_name(tmp_path):
+    """Such saves succeeded, and none of them could be restored."""
+    for (one,) in world(2, tied, tmp_path):
+        assert one.startswith("StepDiffers: b is float32 [400] on rank 1, and the same as a")
+
+
+def test_a_load_that_was_given_up_half_way_is_not_mixed_with_an_older_step(tmp_path):
+    """With strict=False what the older one lacks stays: it was of another step."""
+    for told, values in world(2, half_way, tmp_path):
+        assert "damaged, and had been loaded in part" in told or told.startswith("HalfLoaded: ")
+        assert len(set(values)) == 1
 
 
 @pytest.mark.parametrize(

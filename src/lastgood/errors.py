@@ -9,7 +9,7 @@
     |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
     |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull
     |- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
-    |    TornSnapshot  RankFailed  StepDiffers  ReplicaDiffers
+    |    TornSnapshot  RankFailed  StepDiffers (HeardLate)  ReplicaDiffers
     `- Unfit         intact, and not good                                  an older generation   exit 8
          NotFinite
 
@@ -206,6 +206,10 @@ class RankFailed(Diverged):
 
 class StepDiffers(Diverged):
     """Ranks are at different steps, or make different plans."""
+
+
+class HeardLate(StepDiffers):
+    """A rank heard of a step when it had passed it."""
 
 
 class ReplicaDiffers(Diverged):

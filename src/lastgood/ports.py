@@ -147,6 +147,17 @@ class Tier(Protocol):
     def delete(self, name: str) -> None: ...
 
 
+class Shared(Tier, Protocol):
+    """A tier that other processes write too.
+
+    ========================  =============================================================================
+    forget(folder)            what is known of it: another process may have removed it
+    ========================  =============================================================================
+    """
+
+    def forget(self, folder: str) -> None: ...
+
+
 class Mendable(Tier, Protocol):
     """A tier whose files can be put back as they were committed.
 

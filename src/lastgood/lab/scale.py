@@ -33,7 +33,7 @@ from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, 
 from ..run.ranks import Ranks
 from ..run.sharing import Share
 from ..tiers.disk import Disk
-from ..train.agree import GroupStore
+from ..train.agree import Clients, GroupStore
 from ..train.together import compare
 from ..words import size as told_size
 from .journal import Journal
@@ -149,9 +149,13 @@ def committed(tier: Tier, shares: Sequence[Share]) -> tuple[float, Generation]:
     answer; and forget what is older, which the first rounds have made.
     """
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = Ranks(0, len(shares), lambda: GroupStore(master.clone, 60.0), "run")
+    coordinator = Ranks(0, len(shares), GroupStore(Clients(master.clone), 60.0), "run")
     mine, *others = (msgspec.to_builtins(share) for share in shares)
-    alike = {"structure": "0" * 64, "sums": {f"{'0' * 32} {len(shares)}": ["0" * 64, "0" * 64]}}  # as under DDP
+    alike = {
+        "structure": "0" * 64,
+        "knows": "",
+        "sums": {f"{'0' * 32} {len(shares)}": ["0" * 64, "0" * 64]},
+    }  # as under DDP
     found: list[Generation] = []
 
     def decide(told: list[Any]) -> None:

@@ -2,7 +2,7 @@
 
 The coordinator tells it some steps ahead, on its own or because another rank has asked for it. Each rank looks every
 LOOK_SECONDS. One that hears of a step when it has passed it misses what the others do there; the agreement about that
-fails on all ranks then (run/ranks.py), and what is told next is told twice as far ahead.
+fails on all ranks then (run/ranks.py), and what is told next is told further ahead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from .ranks import Ranks
 
 LOOK_SECONDS = 1.0
 """between two looks at what was announced; after one that failed twice as long, and so on"""
+
+
+FACTOR, MOST_FACTOR = 2.0, 16.0
+"""how far ahead something is told, in LOOK_SECONDS"""
 
 
 class Told(NamedTuple):
@@ -40,7 +44,8 @@ class Announcements:
         self._pause_seconds = LOOK_SECONDS
         self._look_at = monotonic_seconds() + LOOK_SECONDS
         self._down_until = 0.0
-        self._factor = 2.0
+        self._factor = FACTOR
+        self._posting: Told | None = None
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
         self.coming: list[Told] = []
@@ -60,7 +65,7 @@ class Announcements:
     def take(self, n: int) -> list[Told]:
         """What holds from step `n` on, or held before and was not heard of, in order. Each is taken once."""
         found = [one for one in self.coming if one.step <= n]
-        self.coming = self.coming[len(found) :]
+        self.coming = [one for one in self.coming if one.step > n]
         return found
 
     def tell(self, n: int, word: str, value: int = 0) -> bool:
@@ -69,29 +74,32 @@ class Announcements:
             return False
         assert self._first is not None and self._last is not None
         steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        ahead = self._factor * LOOK_SECONDS * steps / seconds if seconds > 0 else 1.0
+        factor = FACTOR if word == END else self._factor  # the grace is short, and who hears late ends all the same
+        ahead = factor * LOOK_SECONDS * steps / seconds if seconds > 0 else 1.0
         # Where a step takes longer than that, every rank looks in each, and hears of the next one in time.
         step = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)
-        told = Told(max([step, *(one.step for one in self.coming)]), word, value)
-        self._talk(lambda: self._ranks.post(f"{self._name}/{self._heard}", told))
+        told = self._posting or Told(step, word, value)
+        self._posting = told  # if its post fails it may be there all the same: nothing else is told under its number
+        self._talk(lambda: self._ranks.brief.post(f"{self._name}/{self._heard}", told))
+        self._posting = None
         self._ranks.forget(f"{self._name}/{self._heard}")
         self._take_in(told)
-        return True
+        return told.word == word
 
     def further(self) -> None:
         """A rank had passed the last one: they are told twice as far ahead from now on."""
-        self._factor *= 2
+        self._factor = min(2 * self._factor, MOST_FACTOR)
 
     def _exchange(self, n: int, asks: bool) -> None:
-        ranks = self._ranks
-        if ranks.coordinates:
-            if self.end is None and (asks or ranks.heard(f"{self._name}/asked") is not None):
+        posts = self._ranks.brief
+        if self._ranks.coordinates:
+            if self.end is None and (asks or posts.has(f"{self._name}/asked")):
                 self.tell(n, END)
             return
         if asks:
-            ranks.post(f"{self._name}/asked", ranks.rank)
+            posts.post(f"{self._name}/asked", self._ranks.rank)
             self._asked = True
-        while (told := ranks.heard(f"{self._name}/{self._heard}")) is not None:
+        while (told := posts.heard(f"{self._name}/{self._heard}")) is not None:
             self._take_in(Told(*told))
 
     def _take_in(self, told: Told) -> None:

@@ -35,7 +35,7 @@ from ..records import Event, Generation, GenerationId, Piece
 from ..tiers.disk import WriteMode
 from . import places
 from .follower import Follower, Leader
-from .ranks import Ranks
+from .ranks import Ranks, Topic
 from .reader import WORKERS
 from .sharing import Approve, Files
 from .upkeep import Scrubber
@@ -242,7 +242,9 @@ class Background:
         self._state = threading.Lock()
         self._flights: list[_Flight] = []
         self._work: list[Future[None]] = []
-        self._looking = threading.Lock()
+        self._abandoned: list[tuple[int, Future[None]]] = []
+        """what is being cleared away of steps that this rank could not save"""
+        self._looking, self._ranks = threading.Lock(), ranks
         opening, leads = (ranks.topic("open"), ranks.coordinates) if ranks else (None, True)
         with opening.failing() if opening else contextlib.nullcontext(), contextlib.ExitStack() as place:
             if opening and not leads:
@@ -297,13 +299,34 @@ class Background:
         at = self.run.admit(step)
         with self._state:
             earlier = [flight.save for flight in self._flights if flight.at == at]
+            abandoned = [job for of, job in self._abandoned if of == step]
+            self._abandoned = [(of, job) for of, job in self._abandoned if not job.done()]
         for save in earlier:
             save.wait_ended()
+        for job in abandoned:
+            job.exception()
         return self.run.admit(step)
 
-    def leave(self) -> None:
-        """Give back a place that `start` was not called for."""
-        self._free_places.release()
+    def leave(self, step: int, together: Topic | None = None, error: BaseException | None = None) -> None:
+        """Give back a place that `start` was not called for; of several ranks the others hear why, behind the loop."""
+        if together is None or error is None:
+            self._free_places.release()
+            return
+
+        def abandon() -> None:
+            try:
+                self.run.abandon(step, together, error)
+            finally:
+                self._free_places.release()
+
+        try:
+            job = self._lanes.submit(abandon)
+        except RuntimeError:  # the interpreter is ending
+            abandon()
+            return
+        with self._state:
+            self._abandoned.append((step, job))
+            self._work.append(job)
 
     def start(
         self,
@@ -376,8 +399,10 @@ class Background:
                 flights = list(self._flights)
             for flight in flights:
                 flight.give_up(Cancelled("the save was given up", safe="Nothing of it was committed."))
+            self._let_all_go()
             self._copier.submit(self._let_go)
             raise
+        self._let_all_go()
         self._lanes.shutdown()
         self._copier.shutdown()
         self._keeper.shutdown()
@@ -386,6 +411,11 @@ class Background:
         self.workers.shutdown()
         self._leave_place()
         self._upkeep_arena = None
+
+    def _let_all_go(self) -> None:
+        """Nobody waits for other ranks any more."""
+        if self._ranks is not None:
+            self._ranks.left.set()
 
     def heard(self) -> None:
         """Every problem has been told: nothing is printed at the end."""
@@ -473,6 +503,8 @@ class Background:
         except BaseException as error:  # noqa: BLE001 - kept, and raised in the training loop
             failed = error
             flight.give_up(error)
+            if options["together"] is not None and generation is None:
+                options["together"].fail(error)  # also of what comes before the save itself
         chunks.drain()
         self._writers.put(writers)
         self._end(flight)  # whoever has its outcome may begin the next one

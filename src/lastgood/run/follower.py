@@ -18,15 +18,29 @@ import msgspec
 
 from ..engine.arena import Arena
 from ..errors import TierDown
-from ..format import commit
-from ..records import Finding, Generation, GenerationId, Incarnation, judged
-from .ranks import Ranks, Topic
+from ..format import commit, layout
+from ..plan import restore
+from ..ports import Shared
+from ..records import Finding, Generation, GenerationId, Incarnation, Pointer, Record, judged
+from .ranks import Ranks, Topic, raised, told
 from .reader import disagreeing, read_all
 from .sharing import Share
 from .writer import RunWriter
 
 LEAST_PATIENCE_SECONDS, POLL_SECONDS = 0.1, 0.01
 """with those who read again what they have written; and how often they are looked for"""
+
+
+class Seen(Record, frozen=True, kw_only=True):
+    """What the leader knows of a run: `commit.Survey`, and of each generation what was found of it."""
+
+    generations: list[tuple[GenerationId, bool, list[Finding], list[Finding]]]
+    broken: list[tuple[GenerationId, dict[str, str]]]
+    incomplete: list[GenerationId]
+    witnessed: list[GenerationId]
+    incarnations: list[Incarnation]
+    order: int
+    pointer: Pointer | None
 
 
 class _Ranked(RunWriter):
@@ -67,6 +81,22 @@ class Leader(_Ranked):
 
         self._ranks.agree("begin", None, decide)
 
+    def seen(self) -> Any:
+        """What is known of the run, in what a restore goes by, for all to know."""
+        known = self.survey
+        generations = [(one.id, one.verified, one.damaged, one.unfit) for one in known.generations.values()]
+        return msgspec.to_builtins(
+            Seen(
+                generations=generations,
+                broken=[(at, told(error)) for at, error in known.broken.items()],
+                incomplete=list(known.incomplete),
+                witnessed=list(known.witnessed),
+                incarnations=list(known.incarnations.values()),
+                order=known.order,
+                pointer=known.pointer,
+            )
+        )
+
     def _read(
         self, generation: Generation, arena: Arena, stop: Callable[[], bool], also: Callable[[memoryview], None]
     ) -> list[Finding]:
@@ -94,9 +124,10 @@ class Leader(_Ranked):
 class Follower(_Ranked):
     """A rank's writer that publishes, marks and deletes nothing."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, tier: Shared, *args: Any, **options: Any) -> None:
         self._was_read: Generation | None = None
-        super().__init__(*args, **options)
+        self._shared = tier
+        super().__init__(tier, *args, **options)
 
     def _settle(self) -> None:
         """The coordinator has done so before anybody else has opened the run."""
@@ -117,30 +148,54 @@ class Follower(_Ranked):
         return generation
 
     def _clear(self, at: GenerationId) -> None:
-        """The coordinator clears it away, once nobody writes to it any more."""
+        """The leader clears it away, once nobody writes to it any more."""
+        self._shared.forget(layout.folder(at))
 
     def look(self) -> None:
         """What lies in the run now."""
         with self.turn:
             self.survey = commit.survey(self.tier)
 
+    def see(self, seen: Any) -> None:
+        """Know what `Leader.seen` tells, whatever this machine's own listing says. Raises Damaged, Unavailable."""
+        told = msgspec.convert(seen, Seen)
+        found = commit.Survey(
+            run=self.survey.run,
+            broken={at: raised(post) for at, post in told.broken},
+            incomplete=set(told.incomplete),
+            witnessed=set(told.witnessed),
+            incarnations={one.id: one for one in told.incarnations},
+            order=told.order,
+            pointer=told.pointer,
+        )
+        with self.turn:
+            for at, verified, damaged, unfit in told.generations:
+                one = self.survey.generations.get(at) or commit.read_generation(self.tier, at, self.survey.run)
+                found.generations[at] = msgspec.structs.replace(one, verified=verified, damaged=damaged, unfit=unfit)
+            self.survey = found
+
     def backlog(self) -> int:
         """How many generations of this incarnation are newer than what it has read again."""
         known = self._was_read.id if self._was_read else None
         mine = self._incarnation.id if self._incarnation else ""
-        return sum(1 for one in self.survey.generations if one.incarnation == mine and (known is None or one > known))
+        with self.turn:
+            there = [one for one in self.survey.generations if one.incarnation == mine]
+        return sum(1 for one in there if known is None or one > known)
 
     def surplus(self) -> list[GenerationId]:
         return []
 
     def verify(self, arena: Arena, stop: Callable[[], bool] = lambda: False) -> None:
         """Its part of the newest; the leader hears whether that is good, or reads it too. Raises as `read_own`."""
-        newest = next((one for one in self.lineage()), None)
+        with self.turn:
+            newest = next(iter(self.lineage()), None)
         if newest is None or (self._was_read and newest.id == self._was_read.id):
             return
-        good, before, self._was_read = not self.read_own(newest, arena, stop), self._was_read, newest
+        findings, before, self._was_read = self.read_own(newest, arena, stop), self._was_read, newest
+        if findings:  # what this machine reads: the leader looks for itself
+            self._tell(self._event("damaged", newest.id, detail=restore.told(findings)))
         with contextlib.suppress(TierDown):
-            self._ranks.post(self._told(newest, self.rank), good)
+            self._ranks.post(self._told(newest, self.rank), not findings)
             if before is not None:
                 self._ranks.delete([self._told(before, self.rank)])
 

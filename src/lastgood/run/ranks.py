@@ -11,7 +11,7 @@ Invariants
   3. A topic of a step has its name from the step: a rank that leaves one out fails that one, and meets the others in
      the next. Who has begun a later one is not waited for in an earlier.
   4. The coordinator reads each rank's post once and writes one verdict: O(ranks) work, whatever the size of the state.
-Torch-free. Every thread has a client of the store of its own, since one that waits blocks it for all.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from .. import errors
-from ..errors import LastgoodError, RankFailed, StateMismatch, StepDiffers, TierDown, TimedOut
+from ..errors import Cancelled, LastgoodError, RankFailed, StateMismatch, StepDiffers, TierDown, TimedOut
 from ..ports import Store
 
 PATIENCE_SECONDS = 120.0
@@ -34,15 +34,53 @@ REMEMBERED = 128
 """steps that a rank tells it has begun, and verdicts that are kept: more than saves can be in flight"""
 
 
-class Ranks:
-    """One rank among `size`. `connect` makes a client of the store; `name` sets the topics of this run apart."""
+class Posts:
+    """What is posted in a store, from any thread. Raises TierDown where the store is."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def post(self, key: str, said: Any) -> None:
+        self._store.set(key, msgspec.json.encode(said))
+
+    def hear(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[Any]:
+        """What was posted under each. Raises TimedOut, also when waiting is of no use any more."""
+        return [msgspec.json.decode(one) for one in self._store.get(keys, seconds, no_use)]
+
+    def heard(self, key: str) -> Any | None:
+        """What was posted; None where nothing was."""
+        return self.hear([key], PATIENCE_SECONDS)[0] if self.has(key) else None
+
+    def has(self, *keys: str) -> bool:
+        """Whether something was posted under each."""
+        return self._store.has(keys)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with suppress(TierDown):  # they are in nobody's way, and what they were about has been settled
+            self._store.delete(keys)
+
+
+class Ranks(Posts):
+    """One rank among `size`. `name` sets the topics of this run apart; `brief` answers soon, or not at all."""
 
     def __init__(
-        self, rank: int, size: int, connect: Callable[[], Store], name: str, patience_seconds: float = PATIENCE_SECONDS
+        self,
+        rank: int,
+        size: int,
+        store: Store,
+        name: str,
+        patience_seconds: float = PATIENCE_SECONDS,
+        brief: Store | None = None,
     ) -> None:
+        super().__init__(store)
         self.rank, self.size, self.patience_seconds = rank, size, patience_seconds
-        self._connect, self._name, self._rewound = connect, name, 0
-        self._clients = threading.local()
+        self.brief = Posts(brief or store)
+        """for who must not be held up"""
+        self.rewound = 0
+        """restores so far, as rank 0 counts them"""
+        self.left = threading.Event()
+        """nobody waits for anything any more"""
+        self._name = name
         self._numbers: dict[str, int] = {}
         self._begun: dict[str, list[int]] = {}
         self._verdicts: list[str] = []
@@ -55,19 +93,21 @@ class Ranks:
     @property
     def name(self) -> str:
         """Of all that is about steps since the last rewind."""
-        return f"{self._name}/{self._rewound}"
+        return f"{self._name}/{self.rewound}"
 
-    def rewind(self) -> None:
-        """Steps begin again: what was said of those before reaches nobody any more."""
+    def rewind(self, number: int) -> None:
+        """Steps and topics begin again: what was said before reaches nobody any more."""
         with self._lock:
-            self._rewound += 1
+            self.rewound = number
             self._begun.clear()
 
-    def topic(self, kind: str) -> Topic:
-        """The next of its kind. Every rank must come to the same ones in the same order."""
+    def topic(self, kind: str, lasting: bool = False) -> Topic:
+        """The next of its kind since the last rewind (`lasting`: of all). Every rank must come to the same ones in the
+        same order."""
         with self._lock:
-            number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
-        return Topic(self, f"{self._name}/{kind}/{number}")
+            name = f"{self._name if lasting else self.name}/{kind}"
+            number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        return Topic(self, f"{name}/{number}")
 
     def at(self, kind: str, step: int) -> Topic:
         """What all ranks come to at `step`: the next try of it."""
@@ -79,40 +119,13 @@ class Ranks:
         """The next topic of its kind, in one round."""
         return self.topic(kind).agree(mine, decide)
 
-    # ---- the store -----------------------------------------------------------------------------------------
-
-    @property
-    def _store(self) -> Store:
-        client = getattr(self._clients, "store", None)
-        if client is None:
-            client = self._clients.store = self._connect()
-        return client
-
-    def post(self, key: str, said: Any) -> None:
-        self._store.set(key, msgspec.json.encode(said))
-
-    def hear(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[Any]:
-        """What was posted under each. Raises TimedOut, also when waiting is of no use any more."""
-        return [msgspec.json.decode(one) for one in self._store.get(keys, seconds, no_use)]
-
-    def heard(self, key: str) -> Any | None:
-        """What was posted; None where nothing was."""
-        return self.hear([key], self.patience_seconds)[0] if self.has(key) else None
-
-    def has(self, *keys: str) -> bool:
-        """Whether something was posted under each."""
-        return self._store.has(keys)
-
-    def forget(self, verdict: str, posts: Sequence[str] = ()) -> None:
-        """Of `posts` everything is known; a verdict may still be on its way to somebody."""
+    def forget(self, verdict: str) -> None:
+        """It may still be on its way to somebody: it is deleted when many others have followed."""
         with self._lock:
             self._verdicts.append(verdict)
             gone, self._verdicts = self._verdicts[:-REMEMBERED], self._verdicts[-REMEMBERED:]
-        self.delete([*posts, *gone])
-
-    def delete(self, keys: Sequence[str]) -> None:
-        with suppress(TierDown):  # they are in nobody's way, and what they were about has been settled
-            self._store.delete(keys)
+        if gone:
+            self.delete(gone)
 
 
 class Topic:
@@ -123,6 +136,11 @@ class Topic:
         self._ranks, self._name, self._series, self._begun = ranks, name, series, begun
         self._round = 0
         self._over = False
+
+    @property
+    def again(self) -> bool:
+        """Whether this rank has tried this step before."""
+        return self._begun.count(self._begun[-1]) > 1 if self._begun else False
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """A round: post an answer, take the verdict: what `decide(answers of all ranks, in order)` returns.
@@ -163,6 +181,7 @@ class Topic:
             if not ranks.coordinates:
                 ranks.post(f"{key}/{ranks.rank}", post)
                 verdict = self._taken(key)
+                ranks.delete([f"{key}/{ranks.rank}"])  # it has been read
             else:
                 posts = self._posts(key)
                 try:
@@ -172,8 +191,10 @@ class Topic:
                     ranks.post(f"{key}/verdict", told(error))
                     raise
                 ranks.post(f"{key}/verdict", verdict)
-                ranks.forget(f"{key}/verdict", [f"{key}/{rank}" for rank in posts])
-        except (RankFailed, StepDiffers, TierDown):
+                ranks.forget(f"{key}/verdict")
+                if failed := [f"{key}/{rank}" for rank, one in posts.items() if "error" in one]:
+                    ranks.delete(failed)  # who fails waits for no verdict
+        except (Cancelled, RankFailed, StepDiffers, TierDown):
             self._over = True  # where the store is gone nobody can be told of it, either
             raise
         if "error" in verdict:
@@ -189,12 +210,14 @@ class Topic:
         def no_use() -> bool:
             nonlocal elsewhere
             elsewhere = self._elsewhere(COORDINATOR)
-            return bool(elsewhere)
+            return bool(elsewhere) or ranks.left.is_set()
 
         try:
             return dict(*ranks.hear([f"{key}/verdict"], seconds, no_use))
         except TimedOut:
             safe = "Every committed generation is untouched."
+            if ranks.left.is_set():
+                raise Cancelled("the run was let go of", safe=safe) from None
             if elsewhere:
                 raise StepDiffers(f"rank {COORDINATOR} {elsewhere}", safe=safe) from None
             raise RankFailed(
@@ -213,7 +236,7 @@ class Topic:
             for rank in missing:
                 if elsewhere := self._elsewhere(rank):
                     found[rank] = {"error": "StepDiffers", "what": elsewhere}
-            return len(found) > before
+            return len(found) > before or ranks.left.is_set()
 
         while missing := [rank for rank in range(1, ranks.size) if rank not in found]:
             before, left = len(found), max(until - time.monotonic(), 0.0)
@@ -222,13 +245,17 @@ class Topic:
                 found |= dict(zip(missing, posts, strict=True))
             except TimedOut:
                 if len(found) == before:
+                    if ranks.left.is_set():
+                        raise Cancelled("the run was let go of") from None
                     silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
                     found |= {rank: ranks.heard(f"{key}/{rank}") or silent for rank in missing}
         return found
 
     def _elsewhere(self, rank: int) -> str:
         """Why `rank` will not come to this step any more; nothing where it may."""
-        begun = self._ranks.heard(f"{self._series}/{rank}") if self._begun else None
+        begun = None
+        with suppress(TierDown):  # then it is waited for
+            begun = self._ranks.brief.heard(f"{self._series}/{rank}") if self._begun else None
         if begun is None or self._begun[-1] in begun or max(begun) < self._begun[-1]:
             return ""
         return f"has come to step {max(begun)}, without step {self._begun[-1]}"

@@ -130,6 +130,9 @@ class Disk:
             self._files.rename(self._path(by), self._path(name))
             self._sync_folder(_folder(name))
 
+    def forget(self, folder: str) -> None:
+        self._settled.discard(folder)
+
     def delete(self, name: str) -> None:
         """Remove a blob, durably, and its folder when that is empty."""
         with self._telling(name):

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import os
 import platform
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,21 +20,40 @@ from ..errors import TierDown, TimedOut
 from ..run.ranks import PATIENCE_SECONDS, Ranks
 
 T = TypeVar("T")
+BRIEF_SECONDS = 5.0
+"""for what the training thread asks beside its steps"""
 FIRST_LOOK = 1 / 60
 """of the patience, after which it is asked whether waiting is of use; then after twice as long, and so on"""
 
 
+class Clients:
+    """Clients of a store of torch's, which `connect` makes: as many as there are questions at a time, and no more.
+
+    None that works is let go of: where names are looked up slowly, torch's server answers nobody while it looks up a new one's.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect, self._free = connect, queue.SimpleQueue[Any]()
+
+    def take(self) -> Any:
+        with contextlib.suppress(queue.Empty):
+            return self._free.get_nowait()
+        return self._connect()
+
+    def give(self, client: Any) -> None:
+        self._free.put(client)
+
+
 class GroupStore:
-    """`ports.Store` over clients of torch's, which `connect` makes. Every call ends, `patience_seconds` after its own.
+    """`ports.Store` over clients of torch's, from any thread. Every call ends, `patience_seconds` after its own.
 
     A client of torch's waits for an answer without a bound where the host of its store is cut off, and nothing ends
     that wait. So each question is asked in a thread of its own, and left behind with its client if no answer comes: a
     daemon, the only one in the house, for a process must be able to end beside it.
     """
 
-    def __init__(self, connect: Callable[[], Any], patience_seconds: float) -> None:
-        self._connect, self._patience_seconds = connect, patience_seconds
-        self._client: Any = None
+    def __init__(self, clients: Clients, patience_seconds: float) -> None:
+        self._clients, self._patience_seconds = clients, patience_seconds
 
     def set(self, key: str, data: bytes) -> None:
         self._ask(lambda client: client.set(key, data))
@@ -62,27 +82,30 @@ class GroupStore:
         return int(self._ask(lambda client: client.add(key, 1)))
 
     def _ask(self, what: Callable[[Any], T], seconds: float = 0.0, no_use: Callable[[], bool] = lambda: False) -> T:
-        answer: Future[tuple[Any, T]] = Future()
+        answer: Future[T] = Future()
 
         def ask() -> None:
             try:
-                asked = client or self._connect()
-                answer.set_result((asked, what(asked)))
+                client = self._clients.take()
+                try:
+                    found = what(client)
+                except TimedOut:
+                    self._clients.give(client)
+                    raise
+                self._clients.give(client)  # but for one that has failed
+                answer.set_result(found)
             except BaseException as error:  # noqa: BLE001 - it is raised below
                 answer.set_exception(error)
 
-        client, self._client = self._client, None  # one that is in the middle of something is asked nothing more
         try:
             threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
-            self._client, found = _waited(answer, seconds, self._patience_seconds, no_use)
+            return _waited(answer, seconds, self._patience_seconds, no_use)
         except TimedOut:
-            self._client = client if answer.done() else None
             raise
         except (RuntimeError, NoAnswer) as error:
             why = str(error) or f"no answer in {seconds + self._patience_seconds:.0f} s"
             safe = "Every committed generation is untouched."
             raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error
-        return found
 
 
 def _waited(answer: Future[T], seconds: float, patience_seconds: float, no_use: Callable[[], bool]) -> T:
@@ -113,8 +136,7 @@ def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SE
     store: Any = dist.distributed_c10d._get_default_store()  # the one that the group itself met through
     rank, run = dist.get_rank(), hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]
 
-    def connect() -> GroupStore:
-        return GroupStore(store.clone, patience_seconds)
-
-    opening = connect().count(f"lastgood/{run}/opened/{rank}")
-    return Ranks(rank, dist.get_world_size(), connect, f"lastgood/{run}/{opening}", patience_seconds)
+    clients = Clients(store.clone)
+    usual, brief = GroupStore(clients, patience_seconds), GroupStore(clients, min(patience_seconds, BRIEF_SECONDS))
+    opening = usual.count(f"lastgood/{run}/opened/{rank}")
+    return Ranks(rank, dist.get_world_size(), usual, f"lastgood/{run}/{opening}", patience_seconds, brief)

@@ -48,7 +48,7 @@ from ..run import places, reader
 from ..run.announcing import Announcements
 from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
-from ..run.ranks import PATIENCE_SECONDS, Topic
+from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
 from ..tiers.disk import WriteMode
 from .agree import machine, ranks_of
 from .cutting import Cutter, Staging, TornCheck
@@ -234,12 +234,11 @@ class Checkpointer:
         not: nothing is saved until a restore succeeds.
         """
         self._require_open()
-        self.wait()
         run = self._behind.run
-        if self._ranks is not None:
-            self._ranks.agree("restore", None, lambda _: None)  # rank 0 looks after no older save any more
-            self._ranks.rewind()
-            self._look()
+        if self._ranks is None:
+            self.wait()
+        else:
+            self._meet(self._ranks)
         request = Request(self._request.state, strict, rename, self._request.include, self._request.exclude)
         run.mended.clear()
         try:
@@ -423,6 +422,17 @@ class Checkpointer:
             raise late
         return bool(topic.agree(mine, all))
 
+    def _meet(self, ranks: Ranks) -> None:
+        """All ranks are here, no save is under way, and all know what rank 0 knows of the run."""
+        topic, run = ranks.topic("restore", lasting=True), self._behind.run
+        with topic.failing():
+            self.wait()
+            ranks.rewind(topic.agree(ranks.rewound, lambda told: 1 + max(told)))
+            seen = topic.agree(None, lambda _: run.seen() if isinstance(run, Leader) else None)
+            if isinstance(run, Follower):
+                run.see(seen)
+            topic.agree(None, lambda _: None)
+
     def _look(self) -> None:
         """What rank 0 has committed and verified since."""
         if isinstance(self._behind.run, Follower):
@@ -476,13 +486,11 @@ class Checkpointer:
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._cutter.interrupted()
-            if topic is not None and not started:
-                self._behind.run.abandon(n, topic, error)
             raise
         finally:
             self._busy = False
             if not started:
-                self._behind.leave()
+                self._behind.leave(n, topic, sys.exception())
         now = time.monotonic()
         save.stall_seconds, self._last = waited + now - begun, save
         self._timing.begun(save, begun, now, waited)
@@ -577,8 +585,12 @@ class Checkpointer:
         topic = self._loading or self._ranks.topic("examine")
         with topic.failing():
             mine = run.read_own(generation, arena)
-        told = topic.agree(msgspec.to_builtins(mine), lambda told: [one for findings in told for one in findings])
-        return msgspec.convert(told, list[Finding])
+
+        def all_of(told: list[Any]) -> Any:
+            found = [one for findings in told for one in findings]
+            return found or msgspec.to_builtins(reader.disagreeing(run.tier, generation))
+
+        return msgspec.convert(topic.agree(msgspec.to_builtins(mine), all_of), list[Finding])
 
     def _mark(self, generation: Generation, findings: list[Finding]) -> None:
         with self._hints():

@@ -56,17 +56,19 @@ def described(captured: Captured) -> str:
         spread = captured.sharded.get(name)
         shape, mesh = (spread.shape, spread.mesh) if spread else (tuple(one.shape), ())
         told.update(f"{name}|{one.dtype}|{shape}|{mesh}\n".encode())
+    for alias, name in captured.aliases.items():
+        told.update(f"{alias} = {name}\n".encode())
     return told.hexdigest()
 
 
 def listed(captured: Captured) -> list[list[Any]]:
-    """Name, dtype, shape, and ranks over which it is spread (none: it is not) of everything."""
+    """Name, dtype, shape, and ranks over which it is spread (none: it is not) of everything; and what is tied."""
     found = []
     for name, one in captured.tensors.items():
         spread = captured.sharded.get(name)
         shape, mesh = (spread.shape, spread.mesh) if spread else (tuple(one.shape), ())
         found.append([name, dtype_name(one.dtype), list(shape), list(mesh)])
-    return found
+    return found + [[alias, f"the same as {name}", [], []] for alias, name in captured.aliases.items()]
 
 
 def divide(

@@ -100,10 +100,11 @@ def load_into(
 
     def load(generation: Generation, manifests: list[Manifest]) -> None:
         nonlocal half
-        if together and not generation.verified:
-            damage = [one for one in examine(generation) if one.layer != "finite"]
-            if damage:
-                raise Damaged(f"step {generation.step} does not read back: {restore.told(damage)}")
+        if half is not None and not request.strict:  # what this one lacks would stay as it was written
+            raise Damaged(f"step {half} was damaged, and had been loaded in part")
+        findings = examine(generation) if together and not generation.verified else []
+        if damage := [one for one in findings if one.layer != "finite"]:
+            raise Damaged(f"step {generation.step} does not read back: {restore.told(damage)}")
         tensors = reshard.tensors(manifests)
         aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
@@ -126,6 +127,7 @@ def load_into(
         )
         try:
             unfit.clear()
+            unfit.update(one.tensor for one in findings)  # of all ranks: this one reads but a part
             # Of its own accord nobody loads what is not good; what was verified has been asked already.
             tell = None if generation.verified else _refuse if step is None else unfit.add
 

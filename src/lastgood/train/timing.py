@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..errors import StepDiffers
+from ..errors import HeardLate
 from ..plan.cadence import Every
 from ..plan.tune import FIRST_STEPS
 from ..run.announcing import Announcements
@@ -35,7 +35,7 @@ class Timing:
     def due(self, n: int, now: float) -> bool:
         """Whether to save at step `n`; asked once of each step. `now`: seconds of a monotonic clock."""
         if isinstance(self._cadence, Every):
-            return self._cadence.due(n, now - self._saved_at)
+            return n != self._saved_step and self._cadence.due(n, now - self._saved_at)
         if why := self._cadence.passed(n, now):
             self._note("tuned", n, why)
         return self._cadence.auto.due(n, self._saved_step)
@@ -84,10 +84,10 @@ class TimingTogether(Timing):
         """As of one process. What this rank has heard of too late fails, on all ranks."""
         due, missed = self._hear(n)
         for step in missed:
-            late = StepDiffers(f"heard of step {step} at step {n} only")
+            late = HeardLate(f"heard of step {step} at step {n} only")
             self._ranks.at("save", step).fail(late)
             self._note("failed", step, str(late))
-        return due or self._by_steps(n)
+        return (due or self._by_steps(n)) and n != self._saved_step  # by hand it may have been saved already
 
     def tell(self, n: int, now: float) -> None:
         if not self._ranks.coordinates:
@@ -100,7 +100,7 @@ class TimingTogether(Timing):
             if steps != self._told_interval and ahead.tell(n, "every", steps):
                 self._told_interval = steps
         elif self._due_by_time(now, cadence) and not self.full():
-            if self._last is not None and isinstance(self._last.error(), StepDiffers):
+            if self._last is not None and isinstance(self._last.error(), HeardLate):
                 ahead.further()
             ahead.tell(n, "save")
         for step, save in self._flying.items():
@@ -120,8 +120,9 @@ class TimingTogether(Timing):
             self._flying[n] = None
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
-        super().begun(save, began, now, waited_seconds)
-        self._last = save
+        self._saved_at, self._saved_step, self._last = now, save.step, save
+        if isinstance(self._cadence, Pace) and self._ranks.coordinates:
+            self._cadence.begun(save, save.step, began, waited_seconds)
         if save.step in self._flying:
             self._flying[save.step] = save
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 
 from ..engine.arena import Arena
@@ -51,6 +52,8 @@ class _Known:
     """at the coordinator: of which structure on each rank that holds; none where all are made of the same"""
     own: frozenset[str] = frozenset()
     """what was found to differ"""
+    name: str = ""
+    """of `homes`: the same where they are"""
 
 
 class Together:
@@ -121,7 +124,8 @@ class Together:
             return _Known()
         told = topic.agree(names if self.rank in verdict else None, partial(_homes, structures))
         homes = [[tuple(home) for home in one] for one in told["homes"]]
-        return _Known({name: homes[at] for name, at in told["names"].items()}, structures)
+        name = hashlib.sha256(msgspec.json.encode(told)).hexdigest()
+        return _Known({name: homes[at] for name, at in told["names"].items()}, structures, name=name)
 
     # ---- once all is written -------------------------------------------------------------------------------
 
@@ -129,15 +133,16 @@ class Together:
         self, topic: Topic, division: Division, captured: Captured, snapshot: staging.Snapshot, kept: Mapping[str, Any]
     ) -> Approve:
         """For `RunWriter.save`. `kept`: of what others write, the content of what may be this rank's own after all."""
-        assert self._known is not None
-        known, structure = self._known, self._structure(captured)
+        assert self._for is not None
+        known, structure = self._for[2], self._structure(captured)
         origins = {item.tensor.key: captured.origins[item.name] for items in _all(division) for item in items}
         items = {item.tensor.key: item for group in division.witnessed.values() for item in group}
 
         def agreed(pieces: Sequence[Piece]) -> Files:
             digests = {piece.key: piece.digest for piece in pieces} | snapshot.witnessed
             sums = {_named(group): _sums(keys, digests) for group, keys in division.shared.items() if keys}
-            verdict = topic.agree({"structure": structure, "sums": sums}, partial(compare, known.structures))
+            mine = {"structure": structure, "knows": known.name, "sums": sums}
+            verdict = topic.agree(mine, partial(compare, known.structures))
             if verdict == AGAIN:
                 self._known = self._ask(topic, structure, listed(captured))
                 raise StepDiffers(
@@ -147,12 +152,14 @@ class Together:
                 )
             if verdict == SAME:
                 return ()
-            mine = {key: digests[key] for keys in division.shared.values() for key in keys}
-            differing = {key for key, _ in topic.agree(mine, _differing)}
+            held = {key: digests[key] for keys in division.shared.values() for key in keys}
+            found = dict(topic.agree(held, _differing))
+            differing = found.keys()
             trained = sorted(key for key in differing if origins.get(key, Origin.OTHER) is not Origin.OTHER)
             refused = topic.agree(trained, lambda told: sorted({key for one in told for key in one}))
             if refused:
-                shown = ", ".join(refused[:5]) + (f" and {len(refused) - 5} more" if len(refused) > 5 else "")
+                shown = ", ".join(f"{key} ({found[key]})" for key in refused[:5])
+                shown += f" and {len(refused) - 5} more" if len(refused) > 5 else ""
                 raise ReplicaDiffers(
                     f"ranks that should hold the same hold something else: {shown}",
                     safe="This save was dropped; every committed generation is untouched.",
@@ -236,7 +243,9 @@ def _homes(structures: Sequence[str], told: Sequence[list[list[Any]] | None]) ->
 def compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
     """Whether all hold the same under the same name; or they must ask AGAIN who holds what."""
     structures = [one["structure"] for one in told]
-    if (structures != list(agreed) if agreed else len(set(structures)) > 1) or any("sums" not in one for one in told):
+    if structures != list(agreed) if agreed else len(set(structures)) > 1:
+        return AGAIN
+    if len({one.get("knows") for one in told}) > 1:  # it is not all who know, or not the same
         return AGAIN
     divided: dict[str, set[str]] = {}
     content: dict[str, set[str]] = {}
@@ -252,9 +261,14 @@ def compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
 
 
 def _differing(told: list[dict[str, str]]) -> list[list[Any]]:
-    """Keys under which ranks hold something else, and which ranks."""
+    """Keys under which ranks hold something else, and how they differ."""
     found: dict[str, dict[str, list[int]]] = {}
     for rank, digests in enumerate(told):
         for key, one in digests.items():
             found.setdefault(key, {}).setdefault(one, []).append(rank)
-    return [[key, sorted(by.values())] for key, by in found.items() if len(by) > 1]
+    return [[key, _parties(list(by.values()))] for key, by in found.items() if len(by) > 1]
+
+
+def _parties(by: list[list[int]]) -> str:
+    told = [", ".join(map(str, one[:4])) + (", ..." if len(one) > 4 else "") for one in sorted(by)]
+    return "rank " + " against ".join(told[:4]) + (" and others" if len(told) > 4 else "")
