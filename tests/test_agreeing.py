@@ -177,6 +177,47 @@ def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_ba
     assert telling.end == asking.end is not None
 
 
+def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
+    """Told again, it was another step under the same number: rank 0 went by one, and the others by the other."""
+    board, clock = Board(), Clock()
+    first, second = two_on(board)
+    telling, hearing = Announcements(first, clock), Announcements(second, clock)
+    telling.look(1)
+    real = board.set
+
+    def lost(key, data):
+        real(key, data)
+        raise TierDown("its answer was lost")
+
+    board.set = lost
+    with pytest.raises(TierDown):
+        telling.tell(1, "save")
+    board.set = real
+    for n in range(2, 12):
+        clock.now += 1
+        telling.look(n)
+        hearing.look(n)
+    assert not telling.tell(12, "ended", 5), "first what was begun"
+    assert telling.coming == hearing.coming and telling.coming[0].word == "save"
+    assert telling.tell(12, "ended", 5)
+
+
+def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
+    """It was refused as taken, out of the loop."""
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
+    n = 0
+    while not any(one.word == "save" for one in second.ahead.coming):
+        n += 1
+        run((first, second), clock, 1, first=n)
+    told = second.ahead.coming[0].step
+    run((first, second), clock, told - 1 - n, first=n + 1)
+    for one in (first, second):
+        one.timing.begun(Save(told), clock.now, clock.now, 0.0)
+    run((first, second), clock, 1, first=told)
+    assert not first.saved + second.saved
+
+
 # ---- at which steps --------------------------------------------------------------------------------------------
 
 

@@ -437,6 +437,8 @@ class Noted:
 class Others:
     """The ranks that write a generation with the first one, as its `Topic`: some beside it, some when it has sealed."""
 
+    again = False
+
     def __init__(self, world: World, at: GenerationId, meanwhile: Callable[[], object]) -> None:
         self._world, self._at, self._ranks, self._meanwhile = world, at, world.ledger.ranks, meanwhile
         self._told: dict[int, Any] = {}

@@ -84,7 +84,7 @@ class Announcements:
         self._posting = None
         self._ranks.forget(f"{self._name}/{self._heard}")
         self._take_in(told)
-        return told.word == word
+        return (told.word, told.value) == (word, value)
 
     def further(self) -> None:
         """A rank had passed the last one: they are told twice as far ahead from now on."""

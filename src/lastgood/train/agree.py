@@ -9,6 +9,7 @@ import os
 import platform
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
@@ -29,7 +30,8 @@ FIRST_LOOK = 1 / 60
 class Clients:
     """Clients of a store of torch's, which `connect` makes: as many as there are questions at a time, and no more.
 
-    None that works is let go of: where names are looked up slowly, torch's server answers nobody while it looks up a new one's.
+    None that works is let go of: torch's server answers nobody while it looks up the name of a new one, which takes
+    seconds where names are looked up slowly.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -110,14 +112,14 @@ class GroupStore:
 
 def _waited(answer: Future[T], seconds: float, patience_seconds: float, no_use: Callable[[], bool]) -> T:
     """What comes in time. It is asked at FIRST_LOOK of the patience whether that is of use; then ever more rarely."""
-    look, left = FIRST_LOOK * patience_seconds, seconds + patience_seconds
-    while left > look:
+    look, until = FIRST_LOOK * patience_seconds, time.monotonic() + seconds + patience_seconds
+    while time.monotonic() + look < until:
         with contextlib.suppress(NoAnswer):
             return answer.result(look)
         if no_use():
             raise TimedOut("it is of no use to wait for what is not posted")
-        look, left = 2 * look, left - look
-    return answer.result(left)
+        look *= 2
+    return answer.result(max(0.0, until - time.monotonic()))
 
 
 def machine() -> str:

@@ -27,6 +27,8 @@ class Timing:
     def __init__(self, cadence: Every | Pace, note: Note) -> None:
         self._cadence, self._note = cadence, note
         self._saved_at, self._saved_step = 0.0, 0
+        self._begun: int | None = None
+        """the step of the last save that was begun, due or by hand"""
 
     def restored(self, n: int, now: float) -> None:
         """The state is that of step `n`."""
@@ -35,7 +37,7 @@ class Timing:
     def due(self, n: int, now: float) -> bool:
         """Whether to save at step `n`; asked once of each step. `now`: seconds of a monotonic clock."""
         if isinstance(self._cadence, Every):
-            return n != self._saved_step and self._cadence.due(n, now - self._saved_at)
+            return n != self._begun and self._cadence.due(n, now - self._saved_at)
         if why := self._cadence.passed(n, now):
             self._note("tuned", n, why)
         return self._cadence.auto.due(n, self._saved_step)
@@ -52,7 +54,7 @@ class Timing:
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
         """Its state was cut from `began` on, after so long a wait for its place."""
-        self._saved_at, self._saved_step = now, save.step
+        self._saved_at, self._saved_step, self._begun = now, save.step, save.step
         if isinstance(self._cadence, Pace):
             self._cadence.begun(save, save.step, began, waited_seconds)
 
@@ -87,7 +89,7 @@ class TimingTogether(Timing):
             late = HeardLate(f"heard of step {step} at step {n} only")
             self._ranks.at("save", step).fail(late)
             self._note("failed", step, str(late))
-        return (due or self._by_steps(n)) and n != self._saved_step  # by hand it may have been saved already
+        return (due or self._by_steps(n)) and n != self._begun
 
     def tell(self, n: int, now: float) -> None:
         if not self._ranks.coordinates:
@@ -120,7 +122,7 @@ class TimingTogether(Timing):
             self._flying[n] = None
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
-        self._saved_at, self._saved_step, self._last = now, save.step, save
+        self._saved_at, self._saved_step, self._begun, self._last = now, save.step, save.step, save
         if isinstance(self._cadence, Pace) and self._ranks.coordinates:
             self._cadence.begun(save, save.step, began, waited_seconds)
         if save.step in self._flying:
