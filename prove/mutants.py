@@ -1146,7 +1146,7 @@ def _flights() -> list[Mutant]:
             (
                 "place is free again where nothing began",
                 CHECKPOINTER,
-                "            if not started:\n                self._behind.leave(n, topic, sys.exception())\n",
+                "            if not started:\n                self._behind.leave(n, topic, sys.exc_info()[1])\n",
                 "",
             ),
             (

@@ -260,7 +260,8 @@ def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) ->
     return told
 
 
-PATIENCE = 4.0
+PATIENCE = 6.0
+"""more than the five seconds in which torch's server answers nobody, where the name of a client cannot be looked up"""
 STEPS_OF_A_SAVE = {
     "staging": "lastgood.train.staging.Snapshot.fill",
     "write": "lastgood.tiers.disk.Disk.create",

@@ -41,7 +41,7 @@ def export(
     chosen = _chosen(content, only)
     target = os.path.abspath(to)
     folder = to.endswith(("/", ".dcp"))
-    _require_free(target, force and not folder)
+    _require_free(target, force, folder)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
     with telling(target):
         try:
@@ -58,7 +58,7 @@ def export(
                 length = _file(staged, lambda sink: write(content, chosen, sink))
             if folder:
                 PosixFiles().sync_dir(staged)
-            _require_free(target, force and not folder)
+            _require_free(target, force, folder)
             PosixFiles().rename(staged, target)
         except BaseException:
             if os.path.isdir(staged):
@@ -129,9 +129,12 @@ def _chosen(content: Content, only: str | None) -> dict[str, str]:
     return chosen
 
 
-def _require_free(target: str, force: bool) -> None:
-    if os.path.isdir(target) or (os.path.lexists(target) and not force):
-        todo = "Give the name of a file." if os.path.isdir(target) else "Give another name, or --force to replace it."
+def _require_free(target: str, force: bool, folder: bool) -> None:
+    """No folder is replaced, nor by one."""
+    there = os.path.isdir(target)
+    if there or (os.path.lexists(target) and (folder or not force)):
+        name = "Give another name" if folder else "Give the name of a file"
+        todo = f"{name}." if there or folder else "Give another name, or --force to replace it."
         raise Refused(f"{target} exists already", safe="It is untouched.", todo=todo)
 
 

@@ -194,9 +194,9 @@ class RunWriter:
         assert self._incarnation is not None
         begun = self._monotonic()
         pinned = wanted(self._keep, at.step, milestone, metrics or {})
+        with together.failing() if together is not None else contextlib.nullcontext(), self.turn:
+            self._require_newest(at, pinned)
         try:
-            with self.turn:
-                self._require_newest(at, pinned)
             if together is not None and together.again:
                 together.agree(None, lambda _: None)  # by now rank 0 has cleared away what the last try has left
             share = self.share(

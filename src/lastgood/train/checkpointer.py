@@ -25,6 +25,7 @@ from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import (
     HalfLoaded,
+    HeardLate,
     InFlightFull,
     LastgoodError,
     LastgoodWarning,
@@ -399,7 +400,7 @@ class Checkpointer:
                 break
             except Exception as error:  # noqa: BLE001 - told; the end comes all the same
                 problem = error
-                if isinstance(error, StepDiffers):  # a rank had passed the step: there is none that all could save
+                if isinstance(error, HeardLate):  # a rank had passed the step: there is none that all could save
                     break
         with contextlib.suppress(LastgoodError):  # what is known without it is told
             self._look()
@@ -417,7 +418,7 @@ class Checkpointer:
             return mine
         topic = self._ranks.at("leave", self._ahead.end)
         if n > self._ahead.end:
-            late = StepDiffers(f"heard at step {n} only that the end is at step {self._ahead.end}")
+            late = HeardLate(f"heard at step {n} only that the end is at step {self._ahead.end}")
             topic.fail(late)
             raise late
         return bool(topic.agree(mine, all))
@@ -490,7 +491,7 @@ class Checkpointer:
         finally:
             self._busy = False
             if not started:
-                self._behind.leave(n, topic, sys.exception())
+                self._behind.leave(n, topic, sys.exc_info()[1])
         now = time.monotonic()
         save.stall_seconds, self._last = waited + now - begun, save
         self._timing.begun(save, begun, now, waited)

@@ -82,9 +82,9 @@ def load_into(
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
     memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`: what was not
     verified is examined by all of them first, since each reads but a part. `nowhere` as in `match`; `fits(generation,
-    bytes wanted of it)` is asked before anything is written, and says whether this machine reads the same
-    bytes several times. Raises StateMismatch, NoSuchStep,
-    Damaged, NothingGood, Unavailable, each with the live state untouched; HalfLoaded when it is not.
+    bytes wanted of it)` is asked before anything is written, and says whether this machine reads the same bytes several
+    times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with the live state untouched;
+    HalfLoaded when it is not.
     """
     begun = time.monotonic()
     skipped: list[str] = []
@@ -132,9 +132,7 @@ def load_into(
             tell = None if generation.verified else _refuse if step is None else unfit.add
 
             def feed(sink: Filling) -> None:
-                if (
-                    len(manifests) == 1 and not sink.boxed and not shared
-                ):  # what is stored is what is wanted: nothing to be arranged
+                if len(manifests) == 1 and not (sink.boxed or shared):  # what is stored is what is wanted
                     reader.stream(tier, generation, manifests[0], arena, workers, sink, unfit=tell)
                     return
                 plan = [(one, reshard.parts(tensors[name], one.box, rank)) for name, one in sink.targets()]
