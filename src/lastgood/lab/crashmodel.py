@@ -7,6 +7,7 @@ against the ledger, and opened again for writing, where it may crash anew. Scena
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import re
@@ -437,7 +438,7 @@ class Noted:
 class Others:
     """The ranks that write a generation with the first one, as its `Topic`: some beside it, some when it has sealed."""
 
-    again = False
+    again, failing = False, staticmethod(contextlib.nullcontext)
 
     def __init__(self, world: World, at: GenerationId, meanwhile: Callable[[], object]) -> None:
         self._world, self._at, self._ranks, self._meanwhile = world, at, world.ledger.ranks, meanwhile

@@ -111,7 +111,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
+    yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root), shared=True)
 
 
 def in_slots(path: str | os.PathLike[str]) -> bool:

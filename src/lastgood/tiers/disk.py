@@ -44,13 +44,24 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Disk:
-    """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (rawio.files.takes_direct)."""
+    """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (rawio.files.takes_direct).
+
+    `shared`: another process, which writes into the same folders, makes them go: none goes with its last file.
+    """
 
     newest_only: bool = False
 
-    def __init__(self, files: Files, root: str, *, mode: WriteMode = "atomic_dirsync", direct: bool = False) -> None:
+    def __init__(
+        self,
+        files: Files,
+        root: str,
+        *,
+        mode: WriteMode = "atomic_dirsync",
+        direct: bool = False,
+        shared: bool = False,
+    ) -> None:
         self.place = root
-        self._files, self._direct = files, direct
+        self._files, self._direct, self._shared = files, direct, shared
         self._syncs_files = mode != "unsafe"
         self._syncs_names = mode == "atomic_dirsync"
         self._atomic = mode != "unsafe"
@@ -323,7 +334,7 @@ class DiskUpload:
         self._close()
         self._disk._drop(self._disk._path(self._name))
         folder = _folder(self._name)
-        if "/" in folder:  # it goes too when this was all it held
+        if "/" in folder and not self._disk._shared:  # it goes too when this was all it held
             self._disk._drop(self._disk._path(folder))
             self._disk._settled.discard(folder)
 
