@@ -1914,7 +1914,7 @@ def _ranks() -> list[Mutant]:
             (
                 "a verdict that fails is told",
                 RANKS,
-                '                    ranks.post(f"{key}/verdict", told(error))\n',
+                '            ranks.post(f"{key}/verdict", told(error))\n',
                 "",
             ),
             (
@@ -1926,7 +1926,7 @@ def _ranks() -> list[Mutant]:
             (
                 "posts are deleted",
                 RANKS,
-                '                ranks.delete([f"{key}/{ranks.rank}"])  # it has been read\n',
+                '        ranks.delete([f"{key}/{ranks.rank}"])  # it has been read\n',
                 "",
             ),
             ("verdicts are deleted", RANKS, "            self.delete(gone)\n", "            pass\n"),
@@ -1982,8 +1982,8 @@ def _ranks() -> list[Mutant]:
             (
                 "a follower calls bad what is bad",
                 FOLLOWER,
-                "            self._ranks.post(self._told(newest, self.rank), not findings)\n",
-                "            self._ranks.post(self._told(newest, self.rank), True)\n",
+                "            self._ranks.post(self._place(newest, self.rank), not findings)\n",
+                "            self._ranks.post(self._place(newest, self.rank), True)\n",
             ),
             (
                 "of whom nothing is heard the files are read",
@@ -2116,7 +2116,7 @@ def _ranks() -> list[Mutant]:
             (
                 "what several want is read once",
                 CHECKPOINTER,
-                "bool(wanted[machine()] > SHARED * generation.bytes)",
+                "bool(wanted[here] > SHARED * generation.bytes)",
                 "            False",
             ),
             (

@@ -17,10 +17,9 @@ from .ranks import Ranks
 
 LOOK_SECONDS = 1.0
 """between two looks at what was announced; after one that failed twice as long, and so on"""
-
-
 FACTOR, MOST_FACTOR = 2.0, 16.0
 """how far ahead something is told, in LOOK_SECONDS"""
+END = "end"
 
 
 class Told(NamedTuple):
@@ -29,9 +28,6 @@ class Told(NamedTuple):
     step: int
     word: str
     value: int = 0
-
-
-END = "end"
 
 
 class Announcements:

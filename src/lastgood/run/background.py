@@ -307,7 +307,7 @@ class Background:
             job.exception()
         return self.run.admit(step)
 
-    def leave(self, step: int, together: Topic | None = None, error: BaseException | None = None) -> None:
+    def leave(self, step: int, together: Topic | None, error: BaseException | None) -> None:
         """Give back a place that `start` was not called for; of several ranks the others hear why, behind the loop."""
         if together is None or error is None:
             self._free_places.release()

@@ -66,7 +66,7 @@ class _Ranked(RunWriter):
         """Who reads what `rank` has written; in another world it may have been."""
         return rank % self._ranks.size
 
-    def _told(self, generation: Generation, rank: int) -> str:
+    def _place(self, generation: Generation, rank: int) -> str:
         """Where a rank says that its part is good, or is not."""
         return f"{self._ranks.name}/read/{generation.id}/{rank}"
 
@@ -109,7 +109,7 @@ class Leader(_Ranked):
         return findings or disagreeing(self.tier, generation)
 
     def _called_good(self, generation: Generation, patience_seconds: float) -> list[int]:
-        keys = {rank: self._told(generation, rank) for rank in range(1, self._ranks.size)}
+        keys = {rank: self._place(generation, rank) for rank in range(1, self._ranks.size)}
         until = self._monotonic() + patience_seconds
         try:
             while not self._ranks.has(*keys.values()) and self._monotonic() < until:
@@ -195,9 +195,9 @@ class Follower(_Ranked):
         if findings:  # what this machine reads: the leader looks for itself
             self._tell(self._event("damaged", newest.id, detail=restore.told(findings)))
         with contextlib.suppress(TierDown):
-            self._ranks.post(self._told(newest, self.rank), not findings)
+            self._ranks.post(self._place(newest, self.rank), not findings)
             if before is not None:
-                self._ranks.delete([self._told(before, self.rank)])
+                self._ranks.delete([self._place(before, self.rank)])
 
     def point(self) -> None:
         """The leader does."""

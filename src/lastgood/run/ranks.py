@@ -178,22 +178,7 @@ class Topic:
             if self._begun and not self._round:
                 ranks.post(f"{self._series}/{ranks.rank}", self._begun)
             self._round += 1
-            if not ranks.coordinates:
-                ranks.post(f"{key}/{ranks.rank}", post)
-                verdict = self._taken(key)
-                ranks.delete([f"{key}/{ranks.rank}"])  # it has been read
-            else:
-                posts = self._posts(key)
-                try:
-                    verdict = self._verdict([post, *(posts[rank] for rank in range(1, ranks.size))], decide)
-                except Exception as error:  # a bug, or no memory: nobody waits for it
-                    self._over = True
-                    ranks.post(f"{key}/verdict", told(error))
-                    raise
-                ranks.post(f"{key}/verdict", verdict)
-                ranks.forget(f"{key}/verdict")
-                if failed := [f"{key}/{rank}" for rank, one in posts.items() if "error" in one]:
-                    ranks.delete(failed)  # who fails waits for no verdict
+            verdict = self._given(key, post, decide) if ranks.coordinates else self._taken(key, post)
         except (Cancelled, RankFailed, StepDiffers, TierDown):
             self._over = True  # where the store is gone nobody can be told of it, either
             raise
@@ -202,9 +187,25 @@ class Topic:
             raise raised(verdict)
         return verdict["answer"]
 
-    def _taken(self, key: str) -> dict[str, Any]:
-        """The verdict."""
+    def _given(self, key: str, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        """The verdict that the coordinator comes to, and posts."""
+        ranks, posts = self._ranks, self._posts(key)
+        try:
+            verdict = self._verdict([mine, *(posts[rank] for rank in range(1, ranks.size))], decide)
+        except Exception as error:  # a bug, or no memory: nobody waits for it
+            self._over = True
+            ranks.post(f"{key}/verdict", told(error))
+            raise
+        ranks.post(f"{key}/verdict", verdict)
+        ranks.forget(f"{key}/verdict")
+        if failed := [f"{key}/{rank}" for rank, one in posts.items() if "error" in one]:
+            ranks.delete(failed)  # who fails waits for no verdict
+        return verdict
+
+    def _taken(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
+        """The verdict that another rank hears, once it has posted its own."""
         ranks, seconds = self._ranks, 2 * self._ranks.patience_seconds
+        ranks.post(f"{key}/{ranks.rank}", mine)
         elsewhere = ""
 
         def no_use() -> bool:
@@ -213,7 +214,7 @@ class Topic:
             return bool(elsewhere) or ranks.left.is_set()
 
         try:
-            return dict(*ranks.hear([f"{key}/verdict"], seconds, no_use))
+            (verdict,) = ranks.hear([f"{key}/verdict"], seconds, no_use)
         except TimedOut:
             safe = "Every committed generation is untouched."
             if ranks.left.is_set():
@@ -225,6 +226,8 @@ class Topic:
                 safe=safe,
                 todo="See why that process ended or hangs.",
             ) from None
+        ranks.delete([f"{key}/{ranks.rank}"])  # it has been read
+        return dict(verdict)
 
     def _posts(self, key: str) -> dict[int, dict[str, Any]]:
         """What all others have posted; of those that have not, why."""

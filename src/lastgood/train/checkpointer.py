@@ -575,8 +575,9 @@ class Checkpointer:
         """
         if self._loading is None:
             return False
-        wanted = self._loading.agree((generation.root, machine(), wanted_bytes), _wanted_bytes)
-        return bool(wanted[machine()] > SHARED * generation.bytes)
+        here = machine()
+        wanted = self._loading.agree((generation.root, here, wanted_bytes), _wanted_bytes)
+        return bool(wanted[here] > SHARED * generation.bytes)
 
     def _examine(self, generation: Generation) -> list[Finding]:
         """All of it is read again; by several ranks, each a part of the files."""
