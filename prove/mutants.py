@@ -2080,7 +2080,7 @@ def _ranks() -> list[Mutant]:
             (
                 "a name means one thing",
                 TOGETHER,
-                "            if before[1:] != (dtype, shape, len(mesh)):\n",
+                "            if before != what:\n",
                 "            if False:\n",
             ),
             (

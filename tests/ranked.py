@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
@@ -498,9 +499,24 @@ def opened(root: Path, state: dict[str, Any]) -> Any:
 
 
 def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
-    """A save that fails on rank 1, and is made again at once, by all; rank 0 is slow to hear of it."""
+    """A save that fails on rank 1, and is made again at once; rank 0 is slow to hear of it, then to write."""
     from lastgood.format import commit
     from lastgood.run.writer import RunWriter
+    from lastgood.tiers.disk import Disk
+
+    turn, create = root.with_name(f"{root.name}-turn"), Disk.create
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(turn)
+
+    def rank_1_first(*arguments: Any) -> Any:
+        Disk.create = create  # type: ignore[method-assign]
+        if rank == 0:
+            turn.read_bytes()
+        try:
+            return create(*arguments)
+        finally:
+            if rank == 1:
+                turn.write_bytes(b"made")
 
     state: dict[str, Any] = {"w": torch.arange(4000.0), f"mine{rank}": torch.full((5000,), float(rank))}
     with opened(root, state) as ckpt:
@@ -515,7 +531,30 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
             RunWriter._clear = lambda *arguments: (cleared.wait(0.3), clear(*arguments))[1]  # type: ignore[method-assign]
         first = said(lambda: ckpt.save(2).result(LIMIT_SECONDS))
         state.pop("odd", None)
+        Disk.create = rank_1_first  # type: ignore[method-assign]
         return [first, said(lambda: ckpt.save(2).result(LIMIT_SECONDS)), said(ckpt.wait)]
+
+
+def listing_less(rank: int, size: int, root: Path) -> list[str]:
+    """Rank 1's machine does not list the newest generation yet, as a file system of several machines may not."""
+    from lastgood.format import commit
+
+    state, survey = {"w": torch.arange(400.0)}, commit.survey
+
+    def less(tier: Any) -> Any:
+        found = survey(tier)
+        found.generations.pop(max(found.generations))
+        return found
+
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        for n in (1, 2):
+            ckpt.save(n).result(LIMIT_SECONDS)
+            ckpt.wait()
+    if rank == 1:
+        commit.survey = less
+    with opened(root, state) as ckpt:
+        return [said(ckpt.restore)]
 
 
 def unfit(rank: int, size: int, root: Path) -> list[str]:
@@ -570,10 +609,13 @@ def losing_homes(rank: int, size: int, root: Path) -> list[str]:
         return [said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
 
 
-def tied(rank: int, size: int, root: Path) -> list[str]:
-    """Two names for one tensor on rank 0, two tensors on the others."""
-    one = torch.arange(400.0)
-    with opened(root, {"a": one, "b": one if rank == 0 else one.clone()}) as ckpt:
+def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
+    """Two names for one tensor on rank 0; on the others two tensors, or the second name is that of a third."""
+    one, other = torch.arange(400.0), torch.ones(400)
+    state = {"a": one, "b": one, "c": other}
+    if rank:
+        state = {"a": one, "c": other, "b": other if to == "another" else one.clone()}
+    with opened(root, state) as ckpt:
         ckpt.restore()
         return [said(lambda: ckpt.save(1).result(LIMIT_SECONDS))]
 

@@ -297,7 +297,7 @@ def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on(
 
 def test_a_rank_that_hears_of_an_interval_late_fails_what_it_missed_and_saves_with_the_others_again():
     board, clock = Board(), Clock()
-    first, second = (Rank(one, clock, Told({100: 30} if not one.rank else {})) for one in two_on(board))
+    first, second = (Rank(one, clock, Told({100: 37} if not one.rank else {})) for one in two_on(board))
     run((first, second), clock, 90)
     second.deaf = True
     run((first, second), clock, 110, first=91)

@@ -21,6 +21,7 @@ from ranked import (
     failing,
     half_way,
     leaving_out,
+    listing_less,
     losing_homes,
     losing_words,
     paced,
@@ -75,6 +76,8 @@ def test_buffers_that_differ_are_kept_by_each_rank_from_the_first_save_on(tmp_pa
         assert one["restored"] == 4 and one["seen"] == [float(rank)] * 3
     run = lastgood.open(tmp_path)
     assert run.verify(2).good and run.verify(4).good
+    beside = [len(list(tmp_path.glob(f"gen/{step:012}-*/*.1.safetensors"))) for step in (2, 3, 4)]
+    assert beside == [2, 0, 0]  # once it is known, it lies with the rest
     before = [name for name in whole(tmp_path, 4) if name == "net.seen"]
     assert before and world(4, resaved, "ddp", [tmp_path]) == [[4]] * 4
 
@@ -116,6 +119,10 @@ def test_a_save_that_failed_can_be_made_again_at_once(tmp_path, where):
     assert lastgood.open(tmp_path).verify(2).good
 
 
+def test_all_ranks_go_back_to_what_rank_0_knows_of_whatever_their_machine_lists(tmp_path):
+    assert world(2, listing_less, tmp_path) == [["step 2"]] * 2
+
+
 def test_what_is_not_finite_on_one_rank_is_not_called_good_by_another_that_was_asked_for_it(tmp_path):
     assert world(2, unfit, tmp_path) == [["step 2", "step 1"]] * 2
 
@@ -133,10 +140,17 @@ def test_ranks_that_know_different_things_of_each_other_do_not_store_a_tensor_tw
     assert lastgood.open(tmp_path).verify(4).good
 
 
-def test_what_is_tied_on_one_rank_only_is_refused_by_name(tmp_path):
+@pytest.mark.parametrize(
+    ("to", "told"),
+    [
+        ("nothing", "b is float32 [400] on rank 1, and the same as a on rank 0"),
+        ("another", "b is the same as c on rank 1, and the same as a on rank 0"),
+    ],
+)
+def test_what_is_tied_on_one_rank_only_is_refused_by_name(tmp_path, to, told):
     """Such saves succeeded, and none of them could be restored."""
-    for (one,) in world(2, tied, tmp_path):
-        assert one.startswith("StepDiffers: b is float32 [400] on rank 1, and the same as a")
+    for (one,) in world(2, tied, tmp_path, to):
+        assert one.startswith(f"StepDiffers: {told}")
 
 
 def test_a_load_that_was_given_up_half_way_is_not_mixed_with_an_older_step(tmp_path):

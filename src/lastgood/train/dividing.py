@@ -62,13 +62,14 @@ def described(captured: Captured) -> str:
 
 
 def listed(captured: Captured) -> list[list[Any]]:
-    """Name, dtype, shape, and ranks over which it is spread (none: it is not) of everything; and what is tied."""
+    """Of everything: name, what it is, and over which ranks it is spread (none: it is not)."""
     found = []
     for name, one in captured.tensors.items():
         spread = captured.sharded.get(name)
         shape, mesh = (spread.shape, spread.mesh) if spread else (tuple(one.shape), ())
-        found.append([name, dtype_name(one.dtype), list(shape), list(mesh)])
-    return found + [[alias, f"the same as {name}", [], []] for alias, name in captured.aliases.items()]
+        over = f" over {len(mesh)} ranks" if mesh else ""
+        found.append([name, f"{dtype_name(one.dtype)} {list(shape)}{over}", list(mesh)])
+    return found + [[alias, f"the same as {name}", []] for alias, name in captured.aliases.items()]
 
 
 def divide(

@@ -221,16 +221,15 @@ def _homes(structures: Sequence[str], told: Sequence[list[list[Any]] | None]) ->
 
     Raises StepDiffers where a name means two things.
     """
-    first: dict[str, tuple[int, str, list[int], int]] = {}
+    first: dict[str, tuple[int, str]] = {}
     found: dict[str, dict[tuple[int, ...], None]] = {}
     for rank, tensors in enumerate(told):
         alike = [(other,) for other, one in enumerate(structures) if one == structures[rank]] if tensors else []
-        for name, dtype, shape, mesh in tensors or ():
-            before = first.setdefault(name, (rank, dtype, shape, len(mesh)))
-            if before[1:] != (dtype, shape, len(mesh)):
+        for name, what, mesh in tensors or ():
+            whose, before = first.setdefault(name, (rank, what))
+            if before != what:
                 raise StepDiffers(
-                    f"{name} is {dtype} {shape} on rank {rank}, and {before[1]} {before[2]} on rank {before[0]}, or is "
-                    "spread in another way",
+                    f"{name} is {what} on rank {rank}, and {before} on rank {whose}",
                     safe="Nothing was saved.",
                     todo="Give what is not the same another name: state={'stage0': ...} on one, 'stage1' on the other.",
                 )
