@@ -557,6 +557,19 @@ def listing_less(rank: int, size: int, root: Path) -> list[str]:
         return [said(ckpt.restore)]
 
 
+def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
+    """Each rank asks for another step; and what is in its state then."""
+    state = {"w": torch.ones(400)}
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        for n in (1, 2):
+            ckpt.save(n).result(LIMIT_SECONDS)
+            ckpt.wait()
+    state["w"].fill_(7.0)
+    with opened(root, state) as ckpt:
+        return said(lambda: ckpt.restore(step=1 + rank)), float(state["w"].sum())
+
+
 def unfit(rank: int, size: int, root: Path) -> list[str]:
     """NaN in rank 1's rows of step 2, which somebody asks for; then what is restored by itself."""
     from torch.distributed.device_mesh import init_device_mesh

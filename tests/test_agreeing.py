@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 import lastgood
 from harness import save
@@ -405,6 +406,19 @@ def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both,
         verify(leader)
     assert leader.newest_verified() is None
     assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
+
+
+def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both, tmp_path):
+    leader, follower, _ = both
+    follower._incarnation = structs.replace(follower._incarnation, id="deadbeef")
+
+    def saved(run):
+        with pytest.raises(StepDiffers, match=r"ranks have sealed gen/000000000002-.*, gen/000000000002-"):
+            save(run, 2, {f"w{run.rank}": bytes(100)}, together=run._ranks.at("save", 2))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(saved, (leader, follower)))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1]
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -17,6 +17,7 @@ from lastgood.lab.worlds import world
 from ranked import (
     PATIENCE,
     STEPS_OF_A_SAVE,
+    asking_for,
     differing,
     failing,
     half_way,
@@ -121,6 +122,11 @@ def test_a_save_that_failed_can_be_made_again_at_once(tmp_path, where):
 
 def test_all_ranks_go_back_to_what_rank_0_knows_of_whatever_their_machine_lists(tmp_path):
     assert world(2, listing_less, tmp_path) == [["step 2"]] * 2
+
+
+def test_ranks_that_ask_for_different_steps_load_nothing(tmp_path):
+    for told, total in world(2, asking_for, tmp_path):
+        assert told.startswith("StepDiffers: ranks were about to load different generations") and total == 7.0 * 400
 
 
 def test_what_is_not_finite_on_one_rank_is_not_called_good_by_another_that_was_asked_for_it(tmp_path):
