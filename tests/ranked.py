@@ -570,6 +570,33 @@ def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
         return said(lambda: ckpt.restore(step=1 + rank)), float(state["w"].sum())
 
 
+def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
+    """Whether a restore of what has been verified reads tensors past the page cache."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from lastgood.tiers.disk import Disk
+
+    placements = [Shard(0) if placement == "shard" else Replicate()]
+
+    past, real = set[bool](), Disk.read_into
+
+    def read_into(disk: Disk, extent: Any, mv: memoryview, *, fresh: bool = False) -> None:
+        if extent.length > 100_000:
+            past.add(fresh)
+        real(disk, extent, mv, fresh=fresh)
+
+    state = {"w": distribute_tensor(torch.ones(100_000), init_device_mesh("cpu", (size,)), placements)}
+    with opened(root, state) as ckpt:
+        ckpt.restore()
+        ckpt.save(1).result(LIMIT_SECONDS)
+        ckpt.wait()
+        ckpt.restore()
+        Disk.read_into = read_into  # type: ignore[method-assign]
+        ckpt.restore()
+    return sorted(past)
+
+
 def unfit(rank: int, size: int, root: Path) -> list[str]:
     """NaN in rank 1's rows of step 2, which somebody asks for; then what is restored by itself."""
     from torch.distributed.device_mesh import init_device_mesh

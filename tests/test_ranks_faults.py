@@ -27,6 +27,7 @@ from ranked import (
     losing_words,
     paced,
     preempted,
+    reading,
     resaved,
     retried,
     thawing,
@@ -127,6 +128,11 @@ def test_all_ranks_go_back_to_what_rank_0_knows_of_whatever_their_machine_lists(
 def test_ranks_that_ask_for_different_steps_load_nothing(tmp_path):
     for told, total in world(2, asking_for, tmp_path):
         assert told.startswith("StepDiffers: ranks were about to load different generations") and total == 7.0 * 400
+
+
+@pytest.mark.parametrize(("placement", "past"), [("replicate", False), ("shard", True)])
+def test_what_the_ranks_of_a_machine_all_want_is_read_through_its_page_cache(tmp_path, placement, past):
+    assert world(2, reading, tmp_path, placement) == [[past]] * 2
 
 
 def test_what_is_not_finite_on_one_rank_is_not_called_good_by_another_that_was_asked_for_it(tmp_path):
