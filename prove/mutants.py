@@ -63,6 +63,7 @@ SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tabl
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER = "train/checkpointer.py"
 RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
+MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
@@ -1883,6 +1884,24 @@ def _ranks() -> list[Mutant]:
     return _of_kind(
         "ranks",
         [
+            (
+                "a rank that comes after one that died is looked for",
+                MEETING,
+                "            posts.hear(took, min(left, LOOK * patience_seconds))\n",
+                "            posts.hear(took, left)\n",
+            ),
+            (
+                "who is here hears who is not",
+                MEETING,
+                "            answer(map(posts.heard, here))",
+                "            pass",
+            ),
+            (
+                "no meeting has the name of another",
+                MEETING,
+                "    name = secrets.token_hex(8)\n",
+                '    name = "0"\n',
+            ),
             (
                 "a topic of a step has its name from the step",
                 RANKS,

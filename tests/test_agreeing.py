@@ -22,7 +22,8 @@ from lastgood.rawio.files import PosixFiles
 from lastgood.run.announcing import Announcements
 from lastgood.run.background import Save
 from lastgood.run.follower import Follower, Leader
-from lastgood.run.ranks import Ranks
+from lastgood.run.meeting import meet
+from lastgood.run.ranks import Posts, Ranks
 from lastgood.tiers.disk import Disk
 from lastgood.train.pacing import Pace
 from lastgood.train.timing import TimingTogether
@@ -60,6 +61,24 @@ class Board:
             raise TierDown("the board is gone")
 
 
+class Meeting(Board):
+    """A board on which others post from their threads; what nobody must wait for is not waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.news = threading.Condition()
+
+    def set(self, key, data):
+        with self.news:
+            super().set(key, data)
+            self.news.notify_all()
+
+    def get(self, keys, seconds, no_use=lambda: False):
+        with self.news:
+            self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(seconds, 20.0))
+            return super().get(keys, seconds)
+
+
 class Clock:
     """Seconds, as they are told to pass."""
 
@@ -72,6 +91,45 @@ class Clock:
 
 def two_on(board):
     return [Ranks(rank, 2, board, "run") for rank in (0, 1)]
+
+
+# ---- meeting ---------------------------------------------------------------------------------------------------
+
+
+def met(board, ranks, size, patience_seconds=6.0):
+    """What each of these hears of who is here."""
+
+    def tell(rank):
+        try:
+            return meet(Posts(board), "run", rank, size, patience_seconds)
+        except RankFailed as error:
+            return error.what
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(tell, ranks))
+
+
+def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said():
+    """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
+    one had died between two such, none of them came together any more, however often they were started."""
+    board = Meeting()
+    board.set("run/here/1", b'"of a dead one"')
+    board.set("run/here/2", b'"of another"')
+    first, second = (set(met(board, order, 3)) for order in ([2, 0, 1], [0, 1, 2]))
+    assert len(first) == len(second) == 1 and first != second
+    assert len(board.posts) == 4  # the answers to the dead, and two ends
+
+
+def test_who_is_here_hears_who_is_not():
+    assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
+    assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run in 0 s"]
+    assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run in 0 s"]
+
+
+def test_a_rank_that_died_since_it_was_here_is_named():
+    board = Meeting()
+    board.set("run/here/1", b'"of a dead one"')
+    assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
 
 
 # ---- topics ----------------------------------------------------------------------------------------------------
@@ -319,24 +377,6 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
 
 
 # ---- what was saved is read again by those who have written it ----------------------------------------------------
-
-
-class Meeting(Board):
-    """A board on which others post from their threads; what nobody must wait for is not waited for."""
-
-    def __init__(self):
-        super().__init__()
-        self.news = threading.Condition()
-
-    def set(self, key, data):
-        with self.news:
-            super().set(key, data)
-            self.news.notify_all()
-
-    def get(self, keys, seconds, no_use=lambda: False):
-        with self.news:
-            self.news.wait_for(lambda: self.posts.keys() >= set(keys), 20.0)
-            return super().get(keys, seconds)
 
 
 def test_what_is_posted_does_not_pile_up():

@@ -177,7 +177,6 @@ def agreeing(rank: int, size: int, folder: Path) -> Row:
     """Seconds of what a save agrees on, and of its commit, when all ranks come to it together."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks, tier = ranks_of(folder), Disk(PosixFiles(), str(folder))
-    assert ranks is not None
     share = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
     found = []
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from ..errors import TierDown, TimedOut
-from ..run.ranks import PATIENCE_SECONDS, Ranks
+from ..run.meeting import meet
+from ..run.ranks import PATIENCE_SECONDS, Posts, Ranks
 
 T = TypeVar("T")
 BRIEF_SECONDS = 5.0
@@ -79,10 +80,6 @@ class GroupStore:
     def delete(self, keys: Sequence[str]) -> None:
         self._ask(lambda client: [client.delete_key(key) for key in keys])
 
-    def count(self, key: str) -> int:
-        """One more than the last time."""
-        return int(self._ask(lambda client: client.add(key, 1)))
-
     def _ask(self, what: Callable[[Any], T], seconds: float = 0.0, no_use: Callable[[], bool] = lambda: False) -> T:
         answer: Future[T] = Future()
 
@@ -131,14 +128,18 @@ def machine() -> str:
         return platform.node()
 
 
-def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks | None:
-    """This process among those of its group; None in a world of one. All ranks open their runs in the same order."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
+def among_ranks() -> bool:
+    """Whether this process is one of several of a group."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks:
+    """This process among those of its group, once all are here. All ranks open their runs in the same order."""
     store: Any = dist.distributed_c10d._get_default_store()  # the one that the group itself met through
-    rank, run = dist.get_rank(), hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = f"lastgood/{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]}"
 
     clients = Clients(store.clone)
     usual, brief = GroupStore(clients, patience_seconds), GroupStore(clients, min(patience_seconds, BRIEF_SECONDS))
-    opening = usual.count(f"lastgood/{run}/opened/{rank}")
-    return Ranks(rank, dist.get_world_size(), usual, f"lastgood/{run}/{opening}", patience_seconds, brief)
+    name = meet(Posts(usual), place, rank, size, patience_seconds)
+    return Ranks(rank, size, usual, f"{place}/{name}", patience_seconds, brief)

@@ -51,7 +51,7 @@ from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
 from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
 from ..tiers.disk import WriteMode
-from .agree import machine, ranks_of
+from .agree import among_ranks, machine, ranks_of
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, warn_of
 from .merging import homeless
@@ -174,20 +174,20 @@ class Checkpointer:
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
         _require(patience > 0, f"patience={patience}", "Give seconds.")
-        ranks = ranks_of(path, patience)
-        _require(not (ranks and slots), "slots with several ranks", "Give a directory that all ranks see.")
+        several = among_ranks()
+        _require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
         _require(
-            ranks is None or (parity is None and scrub is None),
+            not several or (parity is None and scrub is None),
             "parity or scrub with several ranks",
             "Leave them out: they are for one process so far.",
         )
-        flat = {path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))} if ranks else ()
+        flat = {path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))} if several else ()
         _require(
             not flat,
             f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
         )
-        self._ranks = ranks
+        self._ranks = ranks = ranks_of(path, patience) if several else None
         self._loading: Topic | None = None
         self._behind = Background(
             path,
