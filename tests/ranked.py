@@ -725,7 +725,7 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
             n = ckpt.restore().step
             if late and rank == 1:
                 announcing.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
-            while n < 600:
+            while n < 1000:
                 n += 1
                 loop.step(n)
                 ckpt.step(n)
