@@ -36,9 +36,9 @@ class Board:
         self.posts: dict[str, bytes] = {}
         self.down, self.asked = False, 0
 
-    def set(self, key, data):
+    def set(self, posts):
         self._answer()
-        self.posts[key] = data
+        self.posts |= posts
 
     def has(self, keys):
         self._answer()
@@ -68,9 +68,9 @@ class Meeting(Board):
         super().__init__()
         self.news = threading.Condition()
 
-    def set(self, key, data):
+    def set(self, posts):
         with self.news:
-            super().set(key, data)
+            super().set(posts)
             self.news.notify_all()
 
     def get(self, keys, seconds, no_use=lambda: False):
@@ -113,8 +113,7 @@ def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said(
     """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
     one had died between two such, none of them came together any more, however often they were started."""
     board = Meeting()
-    board.set("run/here/1", b'"of a dead one"')
-    board.set("run/here/2", b'"of another"')
+    board.set({"run/here/1": b'"of a dead one"', "run/here/2": b'"of another"'})
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(met, board, [0], 3)
         board.get(["run/to/of a dead one", "run/to/of another"], 20.0)  # only then do the others come
@@ -132,7 +131,7 @@ def test_who_is_here_hears_who_is_not():
 
 def test_a_rank_that_died_since_it_was_here_is_named():
     board = Meeting()
-    board.set("run/here/1", b'"of a dead one"')
+    board.set({"run/here/1": b'"of a dead one"'})
     assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
 
 
@@ -247,8 +246,8 @@ def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
     telling.look(1)
     real = board.set
 
-    def lost(key, data):
-        real(key, data)
+    def lost(posts):
+        real(posts)
         raise TierDown("its answer was lost")
 
     board.set = lost
@@ -477,10 +476,10 @@ def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
 class Deaf(Board):
     """It can be asked, and takes no verdict."""
 
-    def set(self, key, data):
-        if key.endswith("verdict"):
+    def set(self, posts):
+        if any(key.endswith("verdict") for key in posts):
             raise TierDown("the store is gone")
-        super().set(key, data)
+        super().set(posts)
 
 
 def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):

@@ -76,7 +76,7 @@ class Store(Protocol):
     ======================  ====================================================================
     call                    required behaviour
     ======================  ====================================================================
-    set(key, data)          seen by whoever asks from now on
+    set(posts)              each seen by whoever asks from now on
     get(keys, s, no_use)    waits s seconds at most until all are there; asks now and then whether it is of
                             no use any more; raises TimedOut, or TierDown when gone
     has(keys)               whether all of them are there now
@@ -84,7 +84,7 @@ class Store(Protocol):
     ======================  ====================================================================
     """
 
-    def set(self, key: str, data: bytes) -> None: ...
+    def set(self, posts: Mapping[str, bytes]) -> None: ...
     def has(self, keys: Sequence[str]) -> bool: ...
     def get(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = ...) -> list[bytes]: ...
     def delete(self, keys: Sequence[str]) -> None: ...

@@ -47,13 +47,14 @@ def meet(posts: Posts, place: str, rank: int, size: int, patience_seconds: float
 def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds: float) -> None:
     here = [f"{place}/here/{rank}" for rank in others]
     took = [f"{place}/took/{name}/{rank}" for rank in others]
-    answered = set[str]()
+    answered = set[str | None]()
     until = time.monotonic() + patience_seconds
 
     def answer(words: Iterable[str | None]) -> None:
-        for word in set(words) - answered - {None}:  # it may be that of a dead one, which takes no answer
-            answered.add(str(word))
-            posts.post(f"{place}/to/{word}", name)
+        news = set(words) - answered - {None}  # some may be those of dead ones, which take no answer
+        if news:
+            posts.post_all({f"{place}/to/{word}": name for word in news})
+        answered.update(news)
 
     while True:
         left = max(until - time.monotonic(), 0.0)
@@ -72,7 +73,6 @@ def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds
                 safe=SAFE,
                 todo="See why that process ended or hangs.",
             ) from None
-    posts.delete(took)
 
 
 def _missing(posts: Posts, keys: Sequence[str]) -> list[int]:
@@ -84,7 +84,8 @@ def _joined(posts: Posts, place: str, rank: int, patience_seconds: float) -> str
     posts.post(f"{place}/here/{rank}", word)
     try:
         (name,) = posts.hear([f"{place}/to/{word}"], patience_seconds)
-        posts.post(f"{place}/took/{name}/{rank}", True)
+        took = f"{place}/took/{name}/{rank}"
+        posts.post(took, True)
         (verdict,) = posts.hear([f"{place}/met/{name}"], patience_seconds)
     except TimedOut:
         raise RankFailed(
@@ -92,7 +93,7 @@ def _joined(posts: Posts, place: str, rank: int, patience_seconds: float) -> str
             safe=SAFE,
             todo="See why that process ended or hangs.",
         ) from None
-    posts.delete([f"{place}/here/{rank}", f"{place}/to/{word}"])
+    posts.delete([f"{place}/here/{rank}", f"{place}/to/{word}", took])  # each its own: rank 0 has enough to do
     if verdict:
         raise raised(verdict)
     return str(name)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -41,7 +41,11 @@ class Posts:
         self._store = store
 
     def post(self, key: str, said: Any) -> None:
-        self._store.set(key, msgspec.json.encode(said))
+        self.post_all({key: said})
+
+    def post_all(self, posts: Mapping[str, Any]) -> None:
+        """What is said under each key, in one message."""
+        self._store.set({key: msgspec.json.encode(said) for key, said in posts.items()})
 
     def hear(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[Any]:
         """What was posted under each. Raises TimedOut, also when waiting is of no use any more."""

@@ -10,7 +10,7 @@ import platform
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
@@ -58,8 +58,15 @@ class GroupStore:
     def __init__(self, clients: Clients, patience_seconds: float) -> None:
         self._clients, self._patience_seconds = clients, patience_seconds
 
-    def set(self, key: str, data: bytes) -> None:
-        self._ask(lambda client: client.set(key, data))
+    def set(self, posts: Mapping[str, bytes]) -> None:
+        def put(client: Any) -> None:
+            if client.has_extended_api():
+                client.multi_set(list(posts), list(posts.values()))
+            else:  # it is a file
+                for key, data in posts.items():
+                    client.set(key, data)
+
+        self._ask(put)
 
     def get(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[bytes]:
         names = list(keys)
