@@ -1887,8 +1887,8 @@ def _ranks() -> list[Mutant]:
             (
                 "a rank that comes after one that died is looked for",
                 MEETING,
-                "            posts.hear(took, min(left, LOOK * patience_seconds))\n",
-                "            posts.hear(took, left)\n",
+                "            if left:\n                continue\n",
+                "",
             ),
             (
                 "who is here hears who is not",

@@ -75,6 +75,7 @@ class Meeting(Board):
 
     def get(self, keys, seconds, no_use=lambda: False):
         with self.news:
+            self.news.notify_all()
             self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(seconds, 20.0))
             return super().get(keys, seconds)
 
@@ -116,7 +117,8 @@ def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said(
     board.set({"run/here/1": b'"of a dead one"', "run/here/2": b'"of another"'})
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(met, board, [0], 3)
-        board.get(["run/to/of a dead one", "run/to/of another"], 20.0)  # only then do the others come
+        with board.news:  # the others come when it has looked for them some times
+            assert board.news.wait_for(lambda: board.asked >= 12, 20.0)
         first = {*met(board, [1, 2], 3), *leading.result()}
     second = set(met(board, range(3), 3))
     assert len(first) == len(second) == 1 and first != second

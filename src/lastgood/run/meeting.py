@@ -67,6 +67,8 @@ def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds
                 continue
             answer(map(posts.heard, here))  # who is here hears who is not
             silent = _missing(posts, here) or _missing(posts, took)
+            if not silent:
+                break
             more = f" (and {len(silent) - 1} more ranks)" if len(silent) > 1 else ""
             raise RankFailed(
                 f"rank {others[silent[0]]}{more} has not opened the run in {patience_seconds:.0f} s",
