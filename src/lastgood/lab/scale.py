@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,8 @@ from ..ports import Tier, Upload
 from ..rawio.checksum import digest
 from ..rawio.files import PosixFiles
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
-from ..run.ranks import Ranks
+from ..run.meeting import meet
+from ..run.ranks import Posts, Ranks
 from ..run.sharing import Share
 from ..tiers.disk import Disk
 from ..train.agree import Clients, GroupStore
@@ -93,6 +95,7 @@ def measured(ranks: int, pieces: int) -> Row:
         seal_seconds.append(time.perf_counter() - begun)
     shares = [Share(seal=seal, bytes=seal.length) for seal in seals]
     told: Row = {"seal": statistics.median(seal_seconds), "manifest_bytes": statistics.median(s.length for s in seals)}
+    told["met"] = met(ranks)
     told["commit"], generation = committed(tier, shares)
     told["commit_bytes"] = tier.list(layout.folder(AT))[layout.COMMIT]
     told["list"], _ = timed(lambda: commit.survey(tier))
@@ -142,6 +145,25 @@ def manifest_of(rank: int, ranks: int, tensors: int) -> Manifest:
         aliases={},
         values={},
     )
+
+
+def met(ranks: int) -> float:
+    """What the coordinator does at an opening until all have met, who have come already."""
+    master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    coming, others = master.clone(), range(1, ranks)
+    master.multi_set([f"run/here/{rank}" for rank in others], [f'"word{rank}"'.encode() for rank in others])
+
+    def take() -> None:
+        answers = coming.multi_get([f"run/to/word{rank}" for rank in others])
+        name = msgspec.json.decode(answers[0])
+        coming.multi_set([f"run/took/{name}/{rank}" for rank in others], [b"true"] * len(answers))
+
+    posts = Posts(GroupStore(Clients(master.clone), 60.0))
+    with ThreadPoolExecutor(1) as pool:
+        taking = pool.submit(take)
+        seconds, _ = timed(lambda: meet(posts, "run", 0, ranks, 60.0))
+        taking.result()
+    return seconds
 
 
 def committed(tier: Tier, shares: Sequence[Share]) -> tuple[float, Generation]:
@@ -304,7 +326,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         tables=[Table("", head, lines)],
         rows=rows,
         notes=[
-            f"The coordinator needs at most {most:.2f} s for one save.",
+            f"The coordinator needs at most {most:.2f} s for one save, and {max(row['met'] for row in sizes):.2f} s "
+            "once, when the run is opened, for all to find each other.",
             f"One call here, medians: a record put {1000 * probe['put']:.2f} ms, read {1000 * probe['get']:.3f} ms, "
             f"deleted {1000 * probe['removed']:.2f} ms; a name listed {1e6 * probe['name']:.1f} us.",
             "Every rank that restores reads the records of all: in sum that grows with the pieces times the ranks.",
