@@ -1893,7 +1893,7 @@ def _ranks() -> list[Mutant]:
             (
                 "who is here hears who is not",
                 MEETING,
-                "            answer(map(posts.heard, here))",
+                "            answer(filter(None, map(posts.heard, here)))",
                 "            pass",
             ),
             (

@@ -150,15 +150,13 @@ def manifest_of(rank: int, ranks: int, tensors: int) -> Manifest:
 def met(ranks: int) -> float:
     """What the coordinator does at an opening until all have met, who have come already."""
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coming, others = master.clone(), range(1, ranks)
-    master.multi_set([f"run/here/{rank}" for rank in others], [f'"word{rank}"'.encode() for rank in others])
+    posts, others = Posts(GroupStore(Clients(master.clone), 60.0)), range(1, ranks)
+    posts.post_all({f"run/here/{rank}": f"word{rank}" for rank in others})
 
     def take() -> None:
-        answers = coming.multi_get([f"run/to/word{rank}" for rank in others])
-        name = msgspec.json.decode(answers[0])
-        coming.multi_set([f"run/took/{name}/{rank}" for rank in others], [b"true"] * len(answers))
+        name = posts.hear([f"run/to/word{rank}" for rank in others], 60.0)[0]
+        posts.post_all({f"run/took/{name}/{rank}": True for rank in others})
 
-    posts = Posts(GroupStore(Clients(master.clone), 60.0))
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(take)
         seconds, _ = timed(lambda: meet(posts, "run", 0, ranks, 60.0))
@@ -201,18 +199,17 @@ def committed(tier: Tier, shares: Sequence[Share]) -> tuple[float, Generation]:
     seconds = 0.0
     for number in range(1, ROUNDS + 1):
         topic, at = coordinator.at("save", number), f"run/0/save/{number}/1"
-        _post(master, f"{at}/0", [alike] * len(others))
+        _post(coordinator, f"{at}/0", [alike] * len(others))
         seconds, verdict = timed(lambda: topic.agree(alike, partial(compare, ())))  # noqa: B023 - called at once
         assert verdict == "same", verdict
         if number == ROUNDS:
-            _post(master, f"{at}/1", others)
+            _post(coordinator, f"{at}/1", others)
             seconds += timed(lambda: topic.agree(mine, decide))[0]  # noqa: B023
     return seconds, found[0]
 
 
-def _post(store: Any, at: str, answers: Sequence[Any]) -> None:
-    for rank, one in enumerate(answers, 1):
-        store.set(f"{at}/{rank}", msgspec.json.encode({"answer": one}))
+def _post(posts: Posts, at: str, answers: Sequence[Any]) -> None:
+    posts.post_all({f"{at}/{rank}": {"answer": one} for rank, one in enumerate(answers, 1)})
 
 
 def planned(manifests: Sequence[Manifest], ranks: int) -> int:

@@ -26,7 +26,6 @@ from .ranks import COORDINATOR, Posts, raised, told
 
 LOOK = 1 / 60
 """of the patience: how often rank 0 looks for a rank that has come since"""
-SAFE = "Nothing was touched."
 
 
 def meet(posts: Posts, place: str, rank: int, size: int, patience_seconds: float) -> str:
@@ -47,14 +46,10 @@ def meet(posts: Posts, place: str, rank: int, size: int, patience_seconds: float
 def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds: float) -> None:
     here = [f"{place}/here/{rank}" for rank in others]
     took = [f"{place}/took/{name}/{rank}" for rank in others]
-    answered = set[str | None]()
     until = time.monotonic() + patience_seconds
 
-    def answer(words: Iterable[str | None]) -> None:
-        news = set(words) - answered - {None}  # some may be those of dead ones, which take no answer
-        if news:
-            posts.post_all({f"{place}/to/{word}": name for word in news})
-        answered.update(news)
+    def answer(words: Iterable[str]) -> None:
+        posts.post_all({f"{place}/to/{word}": name for word in words})  # a dead one's, too, which nobody hears
 
     while True:
         left = max(until - time.monotonic(), 0.0)
@@ -65,16 +60,12 @@ def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds
         except TimedOut:
             if left:
                 continue
-            answer(map(posts.heard, here))  # who is here hears who is not
+            answer(filter(None, map(posts.heard, here)))  # who is here hears who is not
             silent = _missing(posts, here) or _missing(posts, took)
             if not silent:
                 break
             more = f" (and {len(silent) - 1} more ranks)" if len(silent) > 1 else ""
-            raise RankFailed(
-                f"rank {others[silent[0]]}{more} has not opened the run in {patience_seconds:.0f} s",
-                safe=SAFE,
-                todo="See why that process ended or hangs.",
-            ) from None
+            raise _not_here(f"rank {others[silent[0]]}{more}", patience_seconds) from None
 
 
 def _missing(posts: Posts, keys: Sequence[str]) -> list[int]:
@@ -90,12 +81,16 @@ def _joined(posts: Posts, place: str, rank: int, patience_seconds: float) -> str
         posts.post(took, True)
         (verdict,) = posts.hear([f"{place}/met/{name}"], patience_seconds)
     except TimedOut:
-        raise RankFailed(
-            f"rank {COORDINATOR} has not opened the run in {patience_seconds:.0f} s",
-            safe=SAFE,
-            todo="See why that process ended or hangs.",
-        ) from None
+        raise _not_here(f"rank {COORDINATOR}", patience_seconds) from None
     posts.delete([f"{place}/here/{rank}", f"{place}/to/{word}", took])  # each its own: rank 0 has enough to do
     if verdict:
         raise raised(verdict)
     return str(name)
+
+
+def _not_here(who: str, seconds: float) -> RankFailed:
+    return RankFailed(
+        f"{who} has not opened the run in {seconds:.0f} s",
+        safe="Nothing was touched.",
+        todo="See why that process ended or hangs, or whether it has opened another directory.",
+    )
