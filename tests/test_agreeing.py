@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
 from msgspec import structs
 
 import lastgood
@@ -25,6 +26,7 @@ from lastgood.run.follower import Follower, Leader
 from lastgood.run.meeting import meet
 from lastgood.run.ranks import Posts, Ranks
 from lastgood.tiers.disk import Disk
+from lastgood.train.agree import Clients, GroupStore
 from lastgood.train.pacing import Pace
 from lastgood.train.timing import TimingTogether
 
@@ -135,6 +137,13 @@ def test_a_rank_that_died_since_it_was_here_is_named():
     board = Meeting()
     board.set({"run/here/1": b'"of a dead one"'})
     assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
+
+
+def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
+    """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
+    came after one that died was not looked for."""
+    store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
+    assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run in 3 s"] * 2
 
 
 # ---- topics ----------------------------------------------------------------------------------------------------
