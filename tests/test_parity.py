@@ -18,6 +18,7 @@ from lastgood.engine.inline import Inline
 from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
 from lastgood.format import layout, stripes
 from lastgood.format.commit import read_manifest
+from lastgood.rawio import isal
 from lastgood.rawio.checksum import digest
 from lastgood.rawio.erasure import Code
 from lastgood.rawio.files import PosixFiles
@@ -498,8 +499,28 @@ def test_parity_that_is_whole_is_not_written_again(root):
     assert {path.name: path.stat().st_ino for path in home(root).iterdir()} == inodes
 
 
+@pytest.fixture(params=["isal", "zfec"])
+def engine(request, monkeypatch):
+    """Each of the two libraries that compute parity."""
+    if request.param == "zfec":
+        monkeypatch.setattr(isal, "library", lambda: None)
+    elif isal.library() is None:
+        pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
+
+
+@pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (4, 2), (10, 2), (16, 4), (250, 6)])
+def test_isal_and_zfec_make_the_same_parity(data, parity, monkeypatch):
+    """Parity that one machine wrote with zfec must repair on another that has ISA-L, and the other way."""
+    if isal.library() is None:
+        pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
+    cells = [memoryview(random.Random(number).randbytes(1000)) for number in range(data)]
+    fast = Code(data, parity).encode(cells)
+    monkeypatch.setattr(isal, "library", lambda: None)
+    assert list(map(bytes, fast)) == list(map(bytes, Code(data, parity).encode(cells)))
+
+
 @pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (10, 2), (5, 3)])
-def test_any_cells_as_many_as_there_is_parity_may_be_lost(data, parity):
+def test_any_cells_as_many_as_there_is_parity_may_be_lost(data, parity, engine):
     chance, code = random.Random(data), Code(data, parity)
     cells = [chance.randbytes(64) for _ in range(data)]
     word = [*cells, *code.encode([memoryview(cell) for cell in cells])]

@@ -21,6 +21,7 @@ from lastgood.errors import Cancelled, LastgoodWarning, Refused, Unreadable
 from lastgood.format import commit, layout
 from lastgood.plan.retention import Keep
 from lastgood.plan.scrub import Scrub, next_to_read
+from lastgood.rawio import isal
 from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.records import Finding
 from lastgood.run.reader import RunReader
@@ -309,9 +310,10 @@ def test_a_sector_that_cannot_be_read_is_rebuilt_from_parity(tmp_path, monkeypat
     assert RunReader(run.tier).verify(1).good
 
 
-def test_a_run_with_parity_is_restored_past_damage_where_zfec_is_not_installed(tmp_path, monkeypatch):
+def test_a_run_with_parity_is_restored_past_damage_without_a_parity_library(tmp_path, monkeypatch):
     run_of(tmp_path, 2, parity="4+2")
     hit(tmp_path, 2)
+    monkeypatch.setattr(isal, "library", lambda: None)
     monkeypatch.setitem(sys.modules, "zfec", None)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
     run.mend_known(None, Arena(3 * CHUNK, CHUNK))

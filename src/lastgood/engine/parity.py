@@ -161,7 +161,7 @@ class Spare(NamedTuple):
 
     @property
     def code(self) -> Code:
-        """The code that they are of. Raises Refused where zfec is not installed."""
+        """The code that they are of. Raises Refused where no library for it is installed."""
         return Code(self.records[0].data, self.records[0].parity)
 
 

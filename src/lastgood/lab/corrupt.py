@@ -221,7 +221,7 @@ def _fired(root: Path) -> set[str]:
 
 
 def run(options: Options, say: Say) -> list[Row]:
-    Code(*striping.parsed(PARITIES[1]))  # refuses here where zfec is missing
+    Code(*striping.parsed(PARITIES[1]))  # refuses here where no parity library is installed
     keys = [
         {"kind": kind, "parity": parity, "trial": trial, "seed": options.seed}
         for parity in PARITIES

@@ -1,0 +1,101 @@
+"""Intel's ISA-L, called through ctypes: products of a matrix over GF(2^8) with cells of bytes.
+
+The library comes with the PyEClib wheel (`pip install lastgood[parity]`) or as Debian's `libisal2`. Calls run without
+the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
+
+import numpy as np
+
+POLYNOMIAL = 0x11D
+"""of the field: zfec's and ISA-L's"""
+TABLE_BYTES = 32
+"""of the multiplication table that ISA-L wants for each element of a matrix"""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library; None where neither PyEClib nor the system has it. Looked for once in a process."""
+    try:
+        files = metadata.files("pyeclib") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    bundled = [str(file.locate()) for file in files if file.name.startswith("libisal")]
+    system = ctypes.util.find_library("isal")
+    for path in (*bundled, *([system] if system else [])):
+        try:
+            loaded = ctypes.CDLL(path)
+        except OSError:
+            continue  # built for another machine; the next one, or zfec, does the same
+        if all(hasattr(loaded, name) for name in ("ec_init_tables", "ec_encode_data", "gf_invert_matrix")):
+            return loaded
+    return None
+
+
+class Product:
+    """Multiplies cells by one matrix, again and again.
+
+    `matrix`: uint8 [outputs, inputs].
+    """
+
+    def __init__(self, isal: ctypes.CDLL, matrix: np.ndarray) -> None:
+        self._isal, (self._outputs, self._inputs) = isal, matrix.shape
+        self._tables = np.empty(TABLE_BYTES * matrix.size, np.uint8)
+        plain = np.ascontiguousarray(matrix)
+        isal.ec_init_tables(self._inputs, self._outputs, _pointer(plain), _pointer(self._tables))
+
+    def of(self, cells: Sequence[memoryview]) -> list[memoryview]:
+        """One new cell for each row of the matrix. `cells`: one for each column, all of one length in bytes."""
+        inputs = [np.frombuffer(cell, np.uint8) for cell in cells]
+        made = np.empty((self._outputs, len(inputs[0])), np.uint8)
+        outputs = list(made)
+        self._isal.ec_encode_data(
+            len(inputs[0]),
+            self._inputs,
+            self._outputs,
+            _pointer(self._tables),
+            _pointers(inputs),
+            _pointers(outputs),
+        )
+        return [memoryview(row.data) for row in outputs]
+
+
+def invert(isal: ctypes.CDLL, matrix: np.ndarray) -> np.ndarray:
+    """The inverse of a square matrix that has one."""
+    source, inverse = matrix.copy(), np.empty_like(matrix)  # ISA-L overwrites the source
+    if isal.gf_invert_matrix(_pointer(source), _pointer(inverse), len(matrix)):
+        raise ArithmeticError("a matrix of a Reed-Solomon code has no inverse")
+    return inverse
+
+
+def systematic(isal: ctypes.CDLL, data: int, parity: int) -> np.ndarray:
+    """The parity rows of zfec's generator matrix: uint8 [parity, data].
+
+    Row 0 of zfec's Vandermonde matrix is (1, 0, 0, ...), row i + 1 holds the powers of 2^i; it is divided by its own
+    first `data` rows, so that data cells stay as they are (zfec 1.x, fec.c, `fec_new`).
+    """
+    powers = [1]
+    while len(powers) < 255:
+        double = powers[-1] << 1
+        powers.append(double ^ POLYNOMIAL if double & 0x100 else double)
+    rows = [[1] + [0] * (data - 1)]
+    rows += [[powers[row * column % 255] for column in range(data)] for row in range(data + parity - 1)]
+    vandermonde = np.array(rows, np.uint8)
+    inverse = invert(isal, np.ascontiguousarray(vandermonde[:data]))
+    columns = Product(isal, vandermonde[data:]).of([memoryview(row.data) for row in inverse])
+    return np.array([np.frombuffer(row, np.uint8) for row in columns])
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def _pointers(arrays: Sequence[np.ndarray]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
