@@ -426,7 +426,8 @@ def main() -> int:
         "violated": [{"fault": str(one.fault), "problems": one.problems} for one in results if one.problems]
         + [{"fault": name, "problems": problems} for name, _, problems in disks if problems],
     }
-    report("syscalls", "Every system call of save, restore and gc", facts, _tables(facts, results), options.tier)
+    title = f"{'A seeded choice of the' if options.trials else 'All'} system calls of save, restore and gc"
+    report("syscalls", title, facts, _tables(facts, results), options.tier)
     return 1 if wrong else 0
 
 

@@ -1,4 +1,4 @@
-"""The reports of the campaigns: prove/reports/NAME.json and NAME.md. Runs nothing, and imports nothing of lastgood."""
+"""The reports of the campaigns: prove/reports/NAME.json and NAME.md. Runs nothing."""
 
 from __future__ import annotations
 
@@ -13,16 +13,32 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+TORCH_FREE = ("rawio", "format", "tiers", "engine", "plan", "run")
+PROVED = {
+    "crash_model": TORCH_FREE,
+    "kills": ("",),
+    "mutation": ("",),
+    "ranks": ("",),
+    "syscalls": TORCH_FREE,
+}
+"""campaign -> the rooms of the package whose behaviour it shows ("" is the whole package)"""
 
 
 def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], tier: str = "directory") -> None:
-    """prove/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine and command."""
+    """prove/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine, commit and command.
+
+    `proved digest` is of the sources of PROVED: where it differs from today's, the report is of older code.
+    """
+    from lastgood.lab import provenance  # not at the top: the mutation run starts children that must import it afresh
+
     stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     facts = {
         "date": datetime.date.today().isoformat(),
         "machine": f"{os.cpu_count()} x {cpu[1] if cpu else platform.machine()}, Linux {platform.release()}",
         "python": platform.python_version(),
+        "commit": provenance.commit(),
+        "proved_digest": provenance.digest(PROVED[name]),
         "command": f"python prove/{name}.py {' '.join(sys.argv[1:])}".strip(),
         **facts,
     }

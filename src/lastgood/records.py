@@ -7,7 +7,7 @@ small record that makes a *generation* exist, an *incarnation* one opening of a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -266,11 +266,33 @@ class Verdict(Record, frozen=True, kw_only=True):
         return not self.findings
 
 
+EventKind = Literal[
+    "staged",
+    "written",
+    "durable",
+    "dropped",
+    "refused",
+    "failed",
+    "waited",
+    "fenced",
+    "skipped",
+    "tuned",
+    "verified",
+    "unfit",
+    "damaged",
+    "repaired",
+    "not_repaired",
+    "not_protected",
+    "deleted",
+    "stepped_over",
+]
+"""what can happen to a save or a generation; docs/saving.md, "Events", says what each means"""
+
+
 class Event(Record, frozen=True, kw_only=True):
     """Something that happened to a save or a generation, for logs and plots."""
 
-    kind: str
-    """staged, durable, failed, verified, damaged, stepped_over, deleted"""
+    kind: EventKind
     step: int
     at_seconds: float
     """monotonic clock"""

@@ -89,10 +89,38 @@ def told(path: Path, trace: Trace) -> str:
 
 
 def measured(options: Options) -> list[Costs]:
-    """The costs that a journal of the interval bench holds, medians over its rounds and kills.
+    """The costs that a journal of the interval bench holds. A slowdown below 0 costs nothing.
 
     Raises Refused where they were measured in more than one way.
     """
+    medians, flights = _medians(options)
+    plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])
+    return [
+        Costs(
+            policy=policy,
+            interval=interval,
+            step_seconds=plain,
+            stall_seconds=max(0.0, one["slowdown"]) * plain * interval,
+            save_seconds=one["save_seconds"],
+            load_seconds=one.get("load_seconds", 0.0),
+            restart_seconds=one.get("restart_seconds", 0.0),
+            in_flight=flights[policy],
+        )
+        for (policy, interval), one in medians.items()
+    ]
+
+
+def clamped(options: Options) -> list[str]:
+    """The slowdowns in the journal that are below 0, which the replay takes as 0."""
+    if options.journal is None:
+        return []
+    medians, _ = _medians(options)
+    below = {at: one["slowdown"] for at, one in medians.items() if one["slowdown"] < 0}
+    return [f"{policy} every {interval}: {100 * slowdown:.1f} %" for (policy, interval), slowdown in below.items()]
+
+
+def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]], dict[str, int]]:
+    """(policy, interval) -> each measured value, its median over rounds and kills; policy -> saves in flight."""
     assert options.journal is not None
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     flights: dict[str, int] = {}
@@ -113,26 +141,14 @@ def measured(options: Options) -> list[Costs]:
         what = f"the journal holds {options.model} in more than one way:\n{listed}"
         raise Refused(what, todo="\nChoose with --scale and --work.")
     medians = {at: {name: statistics.median(values) for name, values in lists.items()} for at, lists in found.items()}
-    plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])
-    return [
-        Costs(
-            policy=policy,
-            interval=interval,
-            step_seconds=plain,
-            stall_seconds=max(0.0, one["slowdown"]) * plain * interval,
-            save_seconds=one["save_seconds"],
-            load_seconds=one.get("load_seconds", 0.0),
-            restart_seconds=one.get("restart_seconds", 0.0),
-            in_flight=flights[policy],
-        )
-        for (policy, interval), one in medians.items()
-    ]
+    return medians, flights
 
 
 # ---- the report ------------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
+    below = clamped(options)
     intervals = sorted({row["interval"] for row in rows})
     policies = list(dict.fromkeys(row["policy"] for row in rows))
     tables = []
@@ -166,6 +182,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             "where the loop stops, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 "
             "for PCcheck and lastgood; the restart is added here",
             "Gemini's saves count as durable: the peer that holds them is taken to survive",
+            *(["slowdowns measured below 0 (noise) count as 0: " + "; ".join(below)] if below else []),
             *(f"{path.stem}: {told(path, read(path))}" for path in options.traces),
         ],
         figures={

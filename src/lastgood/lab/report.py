@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .provenance import commit
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -51,7 +53,7 @@ class Report:
     figures: Mapping[str, Callable[[], Figure]] = field(default_factory=dict)
 
     def markdown(self, command: str, today: str) -> str:
-        parts = [f"# {self.title}", f"{today}, {machine()}; `{command}`. {self.about}"]
+        parts = [f"# {self.title}", f"{today}, {machine()}, commit {commit()}; `{command}`. {self.about}"]
         parts += [table.markdown() for table in self.tables]
         if self.notes:
             parts.append("\n".join(f"- {note}" for note in self.notes))
@@ -63,7 +65,14 @@ class Report:
         stem = f"{self.name}-{today}-{hardware()}"
         text, data = out / f"{stem}.md", out / f"{stem}.json"
         text.write_text(self.markdown(command, today))
-        record = {"bench": self.name, "date": today, "machine": machine(), "command": command, "rows": list(self.rows)}
+        record = {
+            "bench": self.name,
+            "date": today,
+            "machine": machine(),
+            "commit": commit(),
+            "command": command,
+            "rows": list(self.rows),
+        }
         data.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
         return [text, data, *self.draw(out, f"{stem}-")]
 
@@ -140,9 +149,12 @@ def percent(values: Sequence[float]) -> str:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of them do not exceed (nearest rank)."""
+    """The value below which `share` of them lie; between neighbours it is interpolated linearly, as NumPy does."""
     ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered) - 1e-9) - 1)]
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
 
 
 def _row(cells: Sequence[str]) -> str:

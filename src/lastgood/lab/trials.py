@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .journal import Journal
+from .provenance import commit
 from .report import Report, Say, machine
 
 Row = dict[str, Any]
@@ -123,6 +124,7 @@ def write(report: Report, summary: Mapping[str, Any], out: Path, command: str, t
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows(report.rows)
-    record = {"lab": report.name, "date": today, "machine": machine(), "command": command, **summary}
+    made = {"lab": report.name, "date": today, "machine": machine(), "commit": commit(), "command": command}
+    record = {**made, **summary}
     told.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
     return [text, table, told, *report.draw(out)]

@@ -31,7 +31,7 @@ from ..format.layout import Image
 from ..plan.restore import told
 from ..plan.retention import Keep
 from ..plan.scrub import Scrub
-from ..records import Event, Generation, GenerationId, Piece
+from ..records import Event, EventKind, Generation, GenerationId, Piece
 from ..tiers.disk import WriteMode
 from . import places
 from .follower import Follower, Leader
@@ -524,7 +524,7 @@ class Background:
             one.give_up(Overtaken(f"step {newer.at.step} was committed before step {one.at.step}"))
 
     def _tell_end(self, save: Save, error: BaseException) -> None:
-        kind = "dropped" if save.dropped() else "refused" if isinstance(error, NoSpace) else "failed"
+        kind: EventKind = "dropped" if save.dropped() else "refused" if isinstance(error, NoSpace) else "failed"
         detail = f"{type(error).__name__}: {error}"
         self.events.put(
             Event(kind=kind, step=save.step, at_seconds=time.monotonic(), seconds=save.seconds, detail=detail)

@@ -50,6 +50,7 @@ from ..rawio.erasure import Code
 from ..records import (
     Commit,
     Event,
+    EventKind,
     Finding,
     Generation,
     GenerationId,
@@ -605,7 +606,7 @@ class RunWriter:
             chain = restore.lineage(self.survey).chain
             return [there[at] for at in chain if at in there]
 
-    def _event(self, kind: str, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> Event:
+    def _event(self, kind: EventKind, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> Event:
         return Event(
             kind=kind,
             step=at.step,

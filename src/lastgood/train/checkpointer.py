@@ -44,7 +44,7 @@ from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
 from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
-from ..records import Event, Finding, Generation, GenerationId
+from ..records import Event, EventKind, Finding, Generation, GenerationId
 from ..run import places, reader
 from ..run.announcing import Announcements
 from ..run.background import Background, Save
@@ -668,7 +668,7 @@ class Checkpointer:
             file=sys.stderr,
         )
 
-    def _tell(self, kind: str, step: int, detail: str = "", seconds: float = 0.0) -> None:
+    def _tell(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)
         self._behind.events.put(event)
 

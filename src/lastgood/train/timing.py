@@ -12,12 +12,13 @@ from collections.abc import Callable
 from ..errors import HeardLate
 from ..plan.cadence import Every
 from ..plan.tune import FIRST_STEPS
+from ..records import EventKind
 from ..run.announcing import Announcements
 from ..run.background import Save
 from ..run.ranks import Ranks
 from .pacing import Pace
 
-Note = Callable[[str, int, str], None]
+Note = Callable[[EventKind, int, str], None]
 """of an event: kind, step, detail"""
 
 
