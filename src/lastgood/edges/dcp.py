@@ -205,7 +205,7 @@ class _Content:
                 dcp.ChunkStorageMetadata(torch.Size(one.box.offsets), torch.Size(one.box.shape))
                 for one in tensor.stored
             ]
-            properties = dcp.TensorProperties(dtype=tensors.TORCH_DTYPES[tensor.dtype])
+            properties = dcp.TensorProperties(dtype=tensors.dtype_of(tensor.dtype))
             told[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
         told |= {name: dcp.BytesStorageMetadata() for name in self._values}
         return dcp.Metadata(told, planner_data=self._paths or {name: (name,) for name in told})

@@ -41,6 +41,7 @@ _PATTERNS |= {
     "complex128": _PATTERNS["float64"],
     "complex64": _PATTERNS["float32"],
     "complex32": _PATTERNS["float16"],
+    "bcomplex32": _PATTERNS["bfloat16"],
 }
 
 

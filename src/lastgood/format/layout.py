@@ -58,6 +58,7 @@ DTYPES: dict[str, tuple[int, str]] = {
     "float8_e8m0fnu": (8, ""),
     "float4_e2m1fn_x2": (8, ""),
     "complex32": (32, ""),
+    "bcomplex32": (32, ""),
     "complex128": (128, ""),
     **{f"{sign}int{bits}": (8, "") for sign in ("", "u") for bits in range(1, 8)},
     **{name: (8, "") for name in ("bits1x8", "bits2x4", "bits4x2", "bits8")},

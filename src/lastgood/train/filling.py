@@ -70,7 +70,7 @@ class Filling:
         """Wait for what the devices still do: parts are written by other threads, which are on other streams."""
         devices = {place.device for places in self._places.values() for place in places}
         for device in devices - {torch.device("cpu")}:
-            torch.accelerator.synchronize(device)
+            torch.cuda.synchronize(device)
 
     def targets(self) -> Iterator[tuple[str, Target]]:
         """What is wanted: the stored name of a tensor, and which box of it."""

@@ -21,6 +21,7 @@ from .capture import require_keys, wanted
 from .filling import Filling
 from .objects import Parameters, load_rng, modules_of, rng_differs
 from .reading import SavedObject, Stored, TensorRef, read_values
+from .tensors import dtype_of
 
 
 class Match:
@@ -88,6 +89,9 @@ def match(
         raise Refused(f"the state is a {type(state).__name__}, which cannot be written to", todo="Pass a dict.")
     require_keys(state)
     moved, names = Rename(rename or {}), wanted(include, exclude)
+    for name, (dtype, _) in stored.tensors.items():
+        if names.keeps(name):
+            dtype_of(dtype)
     values, referenced = read_values(stored)
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
     plan = Binder(stored, offered, names, moved, Parameters(modules_of(state)))

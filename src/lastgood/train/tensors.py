@@ -9,20 +9,35 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import Refused
 from ..format.layout import DTYPES
 from ..format.values import dtype_text, refusal
 from . import shards
 
-TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+"""the dtypes of the format that this version of torch has"""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # torch lacks copy kernels for these, on some device or all, or warns of them: they are copied as integers.
-_COPIED_AS = {
-    **{TORCH_DTYPES[f"{sign}int{bits}"]: torch.uint8 for sign in ("", "u") for bits in range(1, 8)},
-    **{TORCH_DTYPES[name]: torch.uint8 for name in ("bits1x8", "bits2x4", "bits4x2", "bits8")},
-    torch.bits16: torch.int16,
-    torch.complex32: torch.int32,
+_SHELLS = {
+    **{f"{sign}int{bits}": torch.uint8 for sign in ("", "u") for bits in range(1, 8)},
+    **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8"), torch.uint8),
+    "bits16": torch.int16,
+    "complex32": torch.int32,
+    "bcomplex32": torch.int32,
 }
+_COPIED_AS = {TORCH_DTYPES[name]: shell for name, shell in _SHELLS.items() if name in TORCH_DTYPES}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of this name in the format. Raises Refused where this version of torch does not have it."""
+    if name not in TORCH_DTYPES:
+        raise Refused(
+            f"the generation holds tensors of {name}, which torch {torch.__version__} does not have",
+            safe="Nothing was loaded.",
+            todo="Load it with a newer torch, or leave these tensors out with exclude=[...].",
+        )
+    return TORCH_DTYPES[name]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -41,7 +56,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def from_bytes(data: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """The inverse of `as_bytes`: a view of `data`, uint8 [bytes], as `dtype` (a name: `bfloat16`) of `shape`."""
-    return data.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
+    return data.view(dtype_of(dtype)).reshape(tuple(shape))
 
 
 def from_buffer(data: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -68,15 +83,14 @@ def write(live: torch.Tensor, source: torch.Tensor) -> None:
 
 def blank(dtype: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """A new tensor, one run of memory whose content is to come."""
-    kind = TORCH_DTYPES[dtype]
+    kind = dtype_of(dtype)
     with torch.inference_mode(False), torch.no_grad():
         return torch.empty(tuple(shape), dtype=_COPIED_AS.get(kind, kind), device=device).view(kind)
 
 
 def at_hand(device: torch.device) -> torch.device:
     """The device, or the CPU where this machine has no such one."""
-    here = torch.accelerator.current_accelerator()
-    if here is not None and here.type == device.type and (device.index or 0) < torch.accelerator.device_count():
+    if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
         return device
     return torch.device("cpu")
 
