@@ -167,9 +167,9 @@ def listing_view(data: Mapping[str, Any]) -> RenderableType:
     end = f"a restore takes step {takes['step']} ({takes['incarnation']})" if takes else "NOTHING HERE CAN BE RESTORED"
     last = [Text(f"{plural(len(rows), 'generation')}, {total}; {end}", style="bold")]
     if any(row["lastgood"] for row in rows):
-        last.append(Text("* LASTGOOD.json points here", style="dim"))
+        last.append(Text(f"* {layout.POINTER} points here", style="dim"))
     elif data["lastgood"]:
-        last.append(Text(f"LASTGOOD.json points to step {data['lastgood']['step']}, which is gone", style="yellow"))
+        last.append(Text(f"{layout.POINTER} points to step {data['lastgood']['step']}, which is gone", style="yellow"))
     states = {row["state"] for row in rows}
     last += [Text(f"{state}: {what}", style="dim") for state, what in MEANINGS.items() if state in states]
     return Group(table, *([Text(), *below] if below else []), Text(), *last)
