@@ -190,3 +190,9 @@ class Lock:
         fd, self._fd = self._fd, None
         if fd is not None:
             _close(fd)
+
+
+def free_bytes(path: str) -> int:
+    """What this user may still write on the file system of `path`. Raises OSError."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

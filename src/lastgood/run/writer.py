@@ -45,7 +45,7 @@ from ..format import commit, layout
 from ..format import stripes as striping
 from ..format.layout import Image
 from ..plan import restore
-from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, unverified_ahead, wanted
+from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
 from ..ports import Mendable, Tier
 from ..rawio.erasure import Code
 from ..records import (
@@ -66,6 +66,7 @@ from . import reader, sharing
 from .deletion import Deletions
 from .ranks import Topic
 from .reader import Reading, read_all, read_on
+from .room import Roomy
 from .sharing import Approve, Files, Share, nothing_more
 
 
@@ -73,7 +74,8 @@ class RunWriter:
     """Torch-free writer of one run on one tier.
 
     `new_id` makes 8 hex digits, `wall_seconds` is the time for people, `tell` hears of events. `resumes`: a generation
-    that an earlier opening has admitted, whose files are there and which this one is to commit.
+    that an earlier opening has admitted, whose files are there and which this one is to commit. `make_room` is called
+    when a save finds the disk full, and returns whether it has deleted something (default: `relieve`).
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class RunWriter:
         monotonic_seconds: Callable[[], float] = time.monotonic,
         tell: Callable[[Event], object] = lambda _: None,
         resumes: GenerationId | None = None,
+        make_room: Callable[[], bool] | None = None,
     ) -> None:
         self.tier, self._keep, self._algorithm, self._workers = tier, keep, algorithm, workers
         self._code = Code(*striping.parsed(parity)) if parity else None
@@ -106,6 +109,8 @@ class RunWriter:
         self.mended: dict[GenerationId, list[str]] = {}
         """what was put back from parity"""
         self._deletions = Deletions(tier)
+        self._roomy = Roomy(tier, make_room or self.relieve)
+        self._was_full = False
         self._pointed: Pointer | None = None
         """what this opening has written to the pointer: its first pointing replaces whatever stands there"""
         self._pointing_failed = False
@@ -268,7 +273,7 @@ class RunWriter:
             return more
 
         return sharing.share(
-            self.tier,
+            self._roomy,
             at,
             self.rank,
             images,
@@ -610,6 +615,23 @@ class RunWriter:
             if stop():
                 return
             self._delete(at)
+
+    def relieve(self) -> bool:
+        """The disk is full: delete the oldest generation that newer verified ones make needless, whatever `last` says.
+
+        Returns whether one was deleted. Pinned generations, the newest verified and the newest committed one stay.
+        """
+        for at in self._deletable(under_pressure):
+            if self._delete(at, "the disk is full"):
+                if not self._was_full:
+                    reporting.warning(
+                        f"the disk of {self.tier.place} is full: {at} was deleted to make room for the next save, and "
+                        "older ones will be, down to the newest verified one. Free space on this disk, or keep fewer "
+                        "generations (retention=Keep(last=...))."
+                    )
+                self._was_full = True
+                return True
+        return False
 
     def _delete(self, at: GenerationId, detail: str = "") -> bool:
         """Whether it is gone. It counts no more, and is litter, from the moment that its COMMIT is."""

@@ -31,6 +31,7 @@ from ..errors import (
     LastgoodWarning,
     NoSpace,
     NoSuchStep,
+    NotWritable,
     Refused,
     StepDiffers,
     StepTaken,
@@ -44,8 +45,9 @@ from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
 from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
+from ..rawio.files import free_bytes
 from ..records import Event, Finding, Generation, GenerationId
-from ..run import places, reader
+from ..run import places, reader, room
 from ..run.announcing import Announcements
 from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
@@ -603,7 +605,7 @@ class Checkpointer:
         """Marks, pointers and announcements: where they cannot be written now, that is told, and the run goes on."""
         try:
             yield
-        except Unavailable as error:
+        except (Unavailable, NotWritable) as error:
             self._behind.problems.put(error)
 
     def _surface(self, stacklevel: int) -> None:
@@ -667,6 +669,9 @@ class Checkpointer:
             "beside that stay milestones, what is found damaged, and for a while what a rewind left",
             file=sys.stderr,
         )
+        held = sum(one.bytes for one in self._behind.run.survey.generations.values())
+        with contextlib.suppress(OSError):  # a disk that fails says so when it is written
+            room.compare(place, total, kept + self._in_flight + 2, held, free_bytes(place))
 
     def _tell(self, kind: str, step: int, detail: str = "", seconds: float = 0.0) -> None:
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)
