@@ -24,6 +24,7 @@ import msgspec
 from .. import reporting
 from ..engine import guard, parity, persist
 from ..engine.arena import Arena
+from ..engine.finite import exception
 from ..errors import (
     BeyondRepair,
     Cancelled,
@@ -694,7 +695,9 @@ def _problem(step: int, findings: list[Finding]) -> LastgoodError:
         return NotFinite(
             f"step {step} is intact, and not good: {what}",
             safe=safe,
-            todo="Go back with restore() if training does not recover. The evidence is in UNFIT.json beside it.",
+            todo=f"If it may hold them, open the run with {exception(*(one.tensor for one in findings[:3]))}; "
+            f"restore(step={step}) loads this step by hand. Else go back with restore() if training does not recover. "
+            "The evidence is in UNFIT.json beside it.",
         )
     return Damaged(
         f"step {step} was committed and does not read back: {what}",

@@ -274,6 +274,7 @@ class Checkpointer:
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
+        self._cutter.exempt(self._request.state, found.not_demanded if found.generation else None)
         self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
         if not self._unknown:
             self._cutter.agree(self._request.state, self._behind.workers)
@@ -538,6 +539,7 @@ class Checkpointer:
         """Let the samplers know, once a step, that the weights have seen what the loop was given."""
         _require(hasattr(n, "__index__"), f"step {n!r} is no whole number", "Count completed optimizer steps.")
         n = operator.index(n)
+        self._cutter.exempt(self._request.state)
         if n > self._advanced:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
