@@ -76,7 +76,7 @@ class Disk:
     def create(self, name: str, length: int) -> DiskUpload:
         """Open a new blob of `length` bytes, its space reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
         path = self._path(name)
-        with self._telling(name):
+        with self._telling(name), self._still_there(name):
             self._make_folder(_folder(name))
             try:
                 file = self._files.open(path, "new", direct=self._direct)
@@ -95,7 +95,7 @@ class Disk:
         path = self._path(name)
         # Of this thread alone: what is linked below must not be what somebody else is still writing.
         staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
-        with self._telling(name):
+        with self._telling(name), self._still_there(name):
             self._make_folder(_folder(name))
             if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
                 self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
@@ -307,6 +307,34 @@ class Disk:
         # The caller's outcome is settled; what cannot be removed is litter that the next opening takes away.
         with contextlib.suppress(OSError):
             self._files.remove(staged)
+
+    @contextlib.contextmanager
+    def _still_there(self, name: str) -> Iterator[None]:
+        """Say what has happened where a folder of the run is missing while it is written. None is made anew.
+
+        A folder that was moved holds the generations: a new one in its place would be a second run, without them.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            folder = _folder(name)
+            lost = [folder.partition("/")[0], folder] if folder else []
+            missing = next((one for one in ["", *lost] if not self._is_folder(one)), None)
+            if missing is None:
+                raise
+            raise TierDown(
+                f"{self._path(missing)} is gone: the run was moved or deleted while it was open, and {name} cannot be "
+                "written",
+                safe="Nothing was made anew, and whatever was moved is as it was.",
+                todo="Move it back, and the next save works. Or stop, and start again with the path where it is now.",
+            ) from error
+
+    def _is_folder(self, folder: str) -> bool:
+        try:
+            self._files.list(self._path(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     @contextlib.contextmanager
     def _telling(self, name: str) -> Iterator[None]:
