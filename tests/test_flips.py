@@ -80,7 +80,7 @@ def run() -> Iterator[Run]:
 
 def test_the_run_holds_what_the_damage_below_is_meant_for(run):
     assert sorted(run.files) == [
-        "LASTGOOD.json",
+        "POINTER.json",
         *(
             f"gen/{at}/{name}"
             for at in ("000000000010-00000011", "000000000020-00000020")

@@ -513,7 +513,7 @@ def test_a_commit_with_a_parent_that_cannot_be_is_only_a_wrong_word(run, parent)
 # ---- newer versions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [MANIFEST, COMMIT, "lastgood.json", "LASTGOOD.json", f"{HOME}/VERIFIED.json"])
+@pytest.mark.parametrize("name", [MANIFEST, COMMIT, "lastgood.json", "POINTER.json", f"{HOME}/VERIFIED.json"])
 def test_what_a_newer_version_wrote_is_refused_and_not_stepped_over(run, name):
     """Stepping over would train on from an older state, beside a newer one that is good."""
     if name == MANIFEST:
@@ -582,7 +582,7 @@ def test_a_thing_in_place_of_a_file_is_refused_and_not_followed_or_waited_for(ru
 
 
 @pytest.mark.parametrize(
-    "name", ["LASTGOOD.json", "lastgood.json", "incarnations/000001-0a0a0a0a.json", f"{HOME}/VERIFIED.json"]
+    "name", ["POINTER.json", "lastgood.json", "incarnations/000001-0a0a0a0a.json", f"{HOME}/VERIFIED.json"]
 )
 @pytest.mark.parametrize("thing", THINGS)
 def test_a_thing_in_place_of_a_hint_costs_nothing(run, name, thing):
@@ -705,12 +705,12 @@ def test_an_incarnation_that_continues_what_cannot_be_leads_nowhere(run):
 def test_a_pointer_to_elsewhere_is_only_a_wrong_word(run):
     for step, incarnation in ((-1, "../../outside"), (2**62, "x" * 10**6), (20, "0b0b0b0b")):
         claim = Pointer(format=1, step=step, incarnation=incarnation, root="xxh3_128:0")
-        run.put("LASTGOOD.json", msgspec.json.encode(claim))
+        run.put("POINTER.json", msgspec.json.encode(claim))
         assert contained(run.root, lambda: restored(run.tier)) == (20, NEW, {})
     expect_unharmed(run)
 
 
-@pytest.mark.parametrize("name", ["LASTGOOD.json", "lastgood.json", f"{HOME}/VERIFIED.json", f"{HOME}/DAMAGED.json"])
+@pytest.mark.parametrize("name", ["POINTER.json", "lastgood.json", f"{HOME}/VERIFIED.json", f"{HOME}/DAMAGED.json"])
 @pytest.mark.parametrize("length", [0, 64 << 20, 1 << 40])
 def test_a_hint_of_any_length_costs_nothing(run, name, length):
     run.sparse(name, length)

@@ -144,7 +144,7 @@ class Incarnation(Record, frozen=True, kw_only=True):
 
 
 class Pointer(Record, frozen=True, kw_only=True):
-    """`LASTGOOD.json`: the newest verified generation of the lineage. A hint, never the truth."""
+    """`POINTER.json`: the newest verified generation of the lineage. A hint, never the truth."""
 
     format: int
     step: int

@@ -35,8 +35,9 @@ from ..records import LAYERS, Finding, Generation, GenerationId
 from ..run import places
 from ..run.content import Content
 from ..run.reader import WORKERS
-from . import compare, exporting, importing, mending, sizing, sweep, tuning
+from . import compare, completion, exporting, importing, mending, sizing, sweep, tuning
 from . import show as views
+from .protection import unprotected
 from .terminal import Watched, clean, console, progress
 
 USAGE, DIFFERS, INTERRUPTED, BROKEN_PIPE = 2, 7, 130, 141
@@ -50,7 +51,6 @@ UsageError: type[Any] = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     help="Look at a run of lastgood, check it, clean it, and take tensors out of it or into it.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -62,6 +62,7 @@ AnyStep = Annotated[
         metavar="STEP",
         help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore would take.",
         show_default=False,
+        autocompletion=completion.steps,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
@@ -74,6 +75,8 @@ class Answer(NamedTuple):
     view: RenderableType
     code: int = 0
     error: bool = False
+    note: str = ""
+    """for people, on stderr, whatever stdout is"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             whole = answer.error or isinstance(answer.view, Text)  # a message or a report is never cut in a pipe
             console(stderr=answer.error).print(answer.view, soft_wrap=whole)
         sys.stdout.flush()
+        if answer.note:
+            console(stderr=True).print(Text(answer.note, style="yellow"), soft_wrap=True)
         return answer.code
     except BrokenPipeError:  # whoever read our output has gone: no more to say, also not at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -230,7 +235,7 @@ def verify(
         bad |= {at: one.damaged or one.unfit for at, one in known.items()}
         if not wanted:
             raise NoSuchStep(views.NOTHING_YET)
-    results = []
+    results, lacking = [], unprotected(tier, survey)
     total = sum(survey.generations[at].bytes for at in wanted if at not in bad)
     with progress("reading", total) as seen, ThreadPoolExecutor(WORKERS) as workers:
         for at in wanted:
@@ -239,7 +244,8 @@ def verify(
                 bad[at] if at in bad else sweep.damage(Watched(tier, seen), survey.generations[at], workers, layers)
             )
             read_bytes = 0 if at in bad else survey.generations[at].bytes
-            results.append(views.verified(at, findings, read_bytes, time.monotonic() - begun))
+            seconds = time.monotonic() - begun
+            results.append(views.verified(at, findings, read_bytes, seconds, lacking.get(at, "")))
     data = {
         "place": tier.place,
         "good": all(one["good"] for one in results),
@@ -313,13 +319,18 @@ def scrub(
 
 
 @app.command()
-def repair(run: Run, step: AnyStep = None, as_json: Json = False) -> Answer:
-    """Rebuild what is damaged from parity: of STEP, or of all that is known to be. Exit code 4 where that is too much.
+def repair(
+    run: Run,
+    step: AnyStep = None,
+    known: Annotated[bool, typer.Option("--known", help="Read only what is known to be damaged already.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Read STEP, or every generation, and rebuild what is damaged from parity. Exit code 4 where that is too much.
 
     A damaged file stays until its replacement is durable and was read back.
     """
     survey = commit.survey(places.for_reading(run))
-    data = mending.repaired(run, find(survey, step) if step else None)
+    data = mending.repaired(run, find(survey, step) if step else None, known)
     return Answer(data, mending.repaired_view(data), 0 if data["good"] else Damaged.exit_code)
 
 
@@ -357,7 +368,11 @@ def export(
     count = views.plural(data["tensors"], "tensor")
     text = f"{data['file']}: {count}, {words.size(data['bytes'])}, from {generation.id}"
     text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())
-    return Answer(data, Text(clean(text, "\n")))
+    newer = restore.choose(survey, None).passed_over if step is None else []
+    over = [(at, why) for at, why in newer if at.step >= generation.step]
+    data["stepped_over"] = [{**views.named(at), "why": why} for at, why in over]
+    note = "\n".join(f"stepped over {at}: {clean(why)}" for at, why in over)
+    return Answer(data, Text(clean(text, "\n")), note=note)
 
 
 @app.command("import")
@@ -366,7 +381,7 @@ def import_file(
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="model.safetensors, model.pt, or a folder of torch.distributed.checkpoint.",
+            help="model.safetensors, model.pt, or a folder of torch.distributed.checkpoint or of Hugging Face.",
             show_default=False,
         ),
     ],
@@ -381,7 +396,7 @@ def import_file(
     as_json: Json = False,
 ) -> Answer:
     """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
-    if not os.path.exists(os.path.join(file, importing.DCP_METADATA)):
+    if not importing.is_known_folder(file):
         _require_kind(file, KINDS)
     with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)

@@ -1,7 +1,7 @@
-"""A new generation from a `.safetensors`, a `.pt` or a folder of torch.distributed.checkpoint.
+"""A new generation from a `.safetensors`, a `.pt`, or a folder of torch.distributed.checkpoint or of Hugging Face.
 
-Checks what a file says of itself before it is believed. torch is imported for the latter two only; a `.pt` is read with
-`weights_only=True`: nothing in it runs.
+Checks what a file says of itself before it is believed. torch is imported for a `.pt` and for a folder of
+torch.distributed.checkpoint only; a `.pt` is read with `weights_only=True`: nothing in it runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..records import Generation
 from ..run import places
 from ..run.reader import WORKERS
 from ..run.writer import RunWriter
-from .exporting import telling
+from .exporting import HF_FILE, HF_INDEX, telling
 from .terminal import Seen, Watched
 
 DCP_METADATA = ".metadata"
@@ -33,6 +33,11 @@ _NATIVE = {there: ours for ours, (_, there) in layout.DTYPES.items() if there}
 
 Read = Callable[[str, int, memoryview], None]
 """name of a tensor, first byte of it that is wanted, buffer to fill"""
+
+
+def is_known_folder(path: str) -> bool:
+    """Whether `path` is a folder of torch.distributed.checkpoint or of Hugging Face."""
+    return any(os.path.exists(os.path.join(path, name)) for name in (DCP_METADATA, HF_FILE, HF_INDEX))
 
 
 class Foreign:
@@ -113,21 +118,28 @@ def opened(path: str, under: str) -> Iterator[Foreign]:
     """A file or folder, checked. Raises Refused, Unstorable, ManifestInvalid, Truncated."""
     prefix = under.rstrip(".") + "." if under else ""
     with telling(path):
-        if os.path.isdir(path):
+        if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
+            from . import hf_folder
+
+            with hf_folder.opened(path, prefix) as source:
+                yield source
+        elif os.path.isdir(path):
             from . import dcp_folder
 
             yield dcp_folder.opened(path, prefix)
         elif path.endswith(".safetensors"):
             file = PosixFiles().open(os.path.realpath(path), "read")
             try:
-                yield _safetensors(file, path, prefix)
+                yield safetensors(file, path, prefix)
             finally:
                 file.close()
         else:
             yield _pt(path, prefix)
 
 
-def _safetensors(file: File, path: str, prefix: str) -> Foreign:
+def safetensors(file: File, path: str, prefix: str) -> Foreign:
+    """What a `.safetensors` file holds; its header is checked against its length."""
+
     def need(holds: bool, what: str) -> None:
         if not holds:
             raise ManifestInvalid(f"{path} is no valid .safetensors file: {what}", safe="Nothing was touched.")

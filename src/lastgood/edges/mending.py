@@ -14,16 +14,17 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError
+from ..errors import Damaged, LastgoodError, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..records import GenerationId, intact
 from ..run import places
-from ..run.reader import WORKERS
+from ..run.reader import WORKERS, read_on
 from ..run.upkeep import Scrubbed, Scrubber
 from ..run.writer import RunWriter
 from ..words import size
+from .protection import unprotected
 from .show import named, plural
 from .terminal import Watched, clean, progress
 
@@ -56,7 +57,9 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
                 }
             )
         writer.point()
-        place = writer.tier.place
+        place, lacking = writer.tier.place, unprotected(writer.tier, writer.survey)
+    for row in rows:
+        row["unprotected"] = lacking.get(GenerationId(step=row["step"], incarnation=row["incarnation"]), "")
     return {
         "place": place,
         "intact": all(one["state"] != "damaged" for one in rows),
@@ -71,12 +74,20 @@ def _state(one: Scrubbed) -> str:
     return "damaged" if not one.whole else "not good" if one.findings else "good"
 
 
-def repaired(run: str, wanted: GenerationId | None) -> dict[str, Any]:
-    """Put back what is damaged of one generation, or of each that is known to be. Raises BeyondRepair for one."""
-    rows = []
+def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, Any]:
+    """Read one generation, or all of them, and put back what is damaged. Raises BeyondRepair for one.
+
+    `known`: read only what is known to be damaged already.
+    """
+    rows, read = [], 0
     with _writing(run, "repairing") as (writer, arena):
-        for at in [wanted] if wanted else damaged(writer.survey):
+        there = set() if known else {*writer.survey.generations}
+        for at in [wanted] if wanted else sorted({*damaged(writer.survey), *there}):
             try:
+                if not known and _whole(writer, at, arena):
+                    read += 1
+                    rows += [{**named(at), "repaired": [], "why": ""}] if wanted else []
+                    continue
                 rows.append({**named(at), "repaired": writer.mend(at, arena), "why": ""})
             except LastgoodError as error:
                 if wanted:
@@ -84,7 +95,23 @@ def repaired(run: str, wanted: GenerationId | None) -> dict[str, Any]:
                 rows.append({**named(at), "repaired": [], "why": error.what})
         writer.point()
         place = writer.tier.place
-    return {"place": place, "good": all(not one["why"] for one in rows), "generations": rows}
+    good = all(not one["why"] for one in rows)
+    return {"place": place, "good": good, "looked": not known, "whole": read, "generations": rows}
+
+
+def _whole(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
+    """Read a generation past the page cache; where it is damaged, mark it. Whether every byte is as committed."""
+    generation = writer.survey.generations.get(at)
+    if generation is None:
+        return False
+    try:
+        findings = read_on(writer.reading(generation, arena), lambda: False)
+    except Unreadable:
+        return False
+    if intact(findings):
+        return True
+    writer.conclude(generation, findings)
+    return False
 
 
 def damaged(survey: Survey) -> list[GenerationId]:
@@ -103,6 +130,7 @@ def scrubbed_view(data: Mapping[str, Any]) -> RenderableType:
         lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", (state, style), told))
         lines += [Text(f"  {clean(row['why'])}")] if row["why"] else []
         lines += [Text(f"  put back from parity: {', '.join(row['repaired'])}")] if row["repaired"] else []
+        lines += [Text(f"  it {row['unprotected']}", style="yellow")] if row["unprotected"] else []
     return Group(*lines, Text(f"{plural(len(data['generations']), 'generation')} read again", style="bold"))
 
 
@@ -114,4 +142,6 @@ def repaired_view(data: Mapping[str, Any]) -> RenderableType:
         state = "BEYOND REPAIR" if row["why"] else "good"
         lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", (state, style)))
         lines.append(Text(f"  {clean(told)}"))
-    return Group(*lines) if lines else Text("nothing is known to be damaged; `lastgood scrub` looks")
+    if data["whole"] and not data["generations"]:
+        lines.append(Text(f"{plural(data['whole'], 'generation')} read: nothing is damaged", style="green"))
+    return Group(*lines) if lines else Text("nothing is known to be damaged")

@@ -24,6 +24,7 @@ from ..ports import Tier
 from ..records import Finding, GenerationId, intact
 from ..run.content import Content
 from ..words import size
+from .protection import unprotected
 from .terminal import clean
 
 FINDINGS_SHOWN = 20
@@ -116,6 +117,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
     hint = survey.pointer
     points = GenerationId(step=hint.step, incarnation=hint.incarnation) if hint else None
     known = {*survey.generations, *survey.broken, *survey.incomplete, *survey.going}
+    lacking = unprotected(tier, survey)
     rows = []
     for at in newest_first(survey, known):
         (state, why), one = state_of(survey, at), survey.generations.get(at)
@@ -132,6 +134,7 @@ def listing(tier: Tier, survey: Survey) -> dict[str, Any]:
                 "restores": at == takes,
                 "root": one.root if one else None,
                 "why": why,
+                "unprotected": lacking.get(at, ""),
             }
         )
     return {
@@ -160,6 +163,8 @@ def listing_view(data: Mapping[str, Any]) -> RenderableType:
         table.add_row(*cells, size(row["bytes"]), _state(row["state"]), ", ".join(notes))
         if row["why"]:
             below.append(Text(f"step {row['step']} ({row['incarnation']}): {clean(row['why'])}", style="red"))
+        if row["unprotected"]:
+            below.append(Text(f"step {row['step']} ({row['incarnation']}) {row['unprotected']}", style="yellow"))
     if not any(row["milestone"] or row["metrics"] for row in rows):
         table.columns.pop()
     total = size(sum(row["bytes"] for row in rows))
@@ -167,9 +172,9 @@ def listing_view(data: Mapping[str, Any]) -> RenderableType:
     end = f"a restore takes step {takes['step']} ({takes['incarnation']})" if takes else "NOTHING HERE CAN BE RESTORED"
     last = [Text(f"{plural(len(rows), 'generation')}, {total}; {end}", style="bold")]
     if any(row["lastgood"] for row in rows):
-        last.append(Text("* LASTGOOD.json points here", style="dim"))
+        last.append(Text(f"* {layout.POINTER} points here", style="dim"))
     elif data["lastgood"]:
-        last.append(Text(f"LASTGOOD.json points to step {data['lastgood']['step']}, which is gone", style="yellow"))
+        last.append(Text(f"{layout.POINTER} points to step {data['lastgood']['step']}, which is gone", style="yellow"))
     states = {row["state"] for row in rows}
     last += [Text(f"{state}: {what}", style="dim") for state, what in MEANINGS.items() if state in states]
     return Group(table, *([Text(), *below] if below else []), Text(), *last)
@@ -334,7 +339,9 @@ def told_value(value: Any) -> str:
 # ---- verify ----------------------------------------------------------------------------------------------------
 
 
-def verified(at: GenerationId, findings: list[Finding], read_bytes: int, seconds: float) -> dict[str, Any]:
+def verified(
+    at: GenerationId, findings: list[Finding], read_bytes: int, seconds: float, unprotected: str
+) -> dict[str, Any]:
     names = ("layer", "kind", "what", "tensor", "blob", "offset", "chunk")
     told = [{name: getattr(one, name) for name in names} for one in findings]
     return {
@@ -344,6 +351,7 @@ def verified(at: GenerationId, findings: list[Finding], read_bytes: int, seconds
         "bytes": read_bytes,
         "seconds": round(seconds, 3),
         "findings": told,
+        "unprotected": unprotected,
     }
 
 
@@ -356,4 +364,5 @@ def verified_view(data: Mapping[str, Any]) -> RenderableType:
         lines += [Text(f"  {one['layer']}: {clean(one['what'])}") for one in row["findings"][:FINDINGS_SHOWN]]
         if len(row["findings"]) > FINDINGS_SHOWN:
             lines.append(Text(f"  and {len(row['findings']) - FINDINGS_SHOWN:,} more (--json has them all)"))
+        lines += [Text(f"  it {row['unprotected']}", style="yellow")] if row["unprotected"] else []
     return Group(*lines) if lines else Text(NOTHING_YET)

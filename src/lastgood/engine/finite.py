@@ -6,6 +6,7 @@ So integers are compared: no rounding and no overflow can come in between, and n
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import numpy as np
@@ -62,10 +63,15 @@ def not_finite(dtype: str, data: memoryview) -> bool:
     return False
 
 
+def exception(*tensors: str) -> str:
+    """The argument that exempts these tensors: finite_except=["model.mask"]."""
+    return f"finite_except={json.dumps(sorted(set(tensors)))}"
+
+
 def not_finite_error(tensor: str) -> NotFinite:
     return NotFinite(
         f"{tensor} holds NaN or infinity",
         tensor=tensor,
         safe="The generation is intact and stays; it is loaded only when its step is asked for.",
-        todo="Go back to an older step, or name the tensor in finite_except where it may hold them.",
+        todo=f"Go back to an older step, or open the run with {exception(tensor)} if it may hold them.",
     )

@@ -78,7 +78,11 @@ def confirm(tier: Tier, at: GenerationId) -> None:
 
 
 def retire(tier: Tier, at: GenerationId) -> None:
-    """End a generation, or finish an ending that a crash cut short, or clear what never became one."""
+    """End a generation, or finish an ending that a crash cut short, or clear what never became one.
+
+    A file that cannot be deleted does not keep the others: its error is raised at the end. GOING stays as long as
+    anything else is left, so that the rest is known to be of a deletion, and a later call finishes it.
+    """
     home = layout.folder(at)
     there = tier.list(home)
     if layout.COMMIT in there:
@@ -89,10 +93,17 @@ def retire(tier: Tier, at: GenerationId) -> None:
             tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
     # Also when it is gone: whoever removed it may have died before that was durable.
     tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
+    first: LastgoodError | None = None
     for name, length in sorted(tier.list(home).items()):
         if name != layout.GOING and length is not None:  # a folder is nobody's of this house, and stays
-            tier.delete(f"{home}/{name}")
-    tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
+            try:
+                tier.delete(f"{home}/{name}")
+            except LastgoodError as error:
+                first = first or error
+    if first is not None:
+        raise first
+    if tier.list(home).keys() <= {layout.GOING}:  # NFS keeps a file that somebody has open, under another name
+        tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -189,6 +200,7 @@ def survey(tier: Tier) -> Survey:
     root = tier.list("")
     header = _hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
     pointer = _hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
+    pointer = pointer or _hint(tier, layout.OLD_POINTER, root.get(layout.OLD_POINTER), Pointer)
     found = Survey(run=header.run if header else None, pointer=pointer)
     for name, length in sorted(tier.list("gen").items()):
         at = layout.parse_folder(name)

@@ -70,7 +70,12 @@ SAFETENSORS_BITS = {name: bits for bits, name in DTYPES.values() if name}
 # ---- names ---------------------------------------------------------------------------------------------------
 
 HEADER = "lastgood.json"
-POINTER = "LASTGOOD.json"
+POINTER = "POINTER.json"
+OLD_POINTER = "LASTGOOD.json"
+"""name of the pointer in runs written before 2026-11-22. It is still read. It was given up because a file system that
+ignores case takes it for HEADER."""
+LINK = "latest_ok"
+"""symbolic link to the folder of the generation that POINTER names, for people and scripts"""
 COMMIT = "COMMIT.json"
 VERIFIED = "VERIFIED.json"
 DAMAGED = "DAMAGED.json"
@@ -119,7 +124,7 @@ def is_litter(home: str, name: str) -> bool:
     """Whether a file is one that somebody died over. In the run's own folder other people's files lie too."""
     if home:
         return name.endswith(".tmp")
-    ours = name.startswith((HEADER, POINTER, "latest_ok")) and name.endswith(".tmp")
+    ours = name.startswith((HEADER, POINTER, OLD_POINTER, LINK)) and name.endswith(".tmp")
     return ours or name.startswith(".probe-")
 
 

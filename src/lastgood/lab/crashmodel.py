@@ -8,6 +8,7 @@ against the ledger, and opened again for writing, where it may crash anew. Scena
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import random
 import re
@@ -114,6 +115,8 @@ class Ledger:
     """bytes of the largest tensor of a save"""
     disturbed: bool = False
     """an error was injected, so litter and stale hints are no violation"""
+    full: bool = False
+    """the disk is full: only the newest verified generation and pinned ones are owed"""
     ranks: int = 1
     """how many write a generation together"""
     in_flight: int = 0
@@ -161,7 +164,7 @@ class Ledger:
         line = self.line(self.current)
         good = self.verified - self.ending - self.rotten - self.doubted
         newer = [one for one in line if one in good and self.rank(one) > self.rank(at)]
-        need = self.keep.last if at in good or at not in line else 1
+        need = self.keep.last if (at in good or at not in line) and not self.full else 1
         _must(len(newer) >= need, f"{at} is deleted while {len(newer)} newer ones are verified, of {need}")
         pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
         _must(not pinned, f"{at} is deleted, and was to be kept")
@@ -633,9 +636,11 @@ class World:
     def fault(self, at: int, code: int, sticky: bool = False, applied: bool = False) -> None:
         self.disk.fault = Fault(at, code, sticky, applied)
         self.ledger.disturbed = True
+        self.ledger.full = code == errno.ENOSPC
 
     def heal(self) -> None:
         self.disk.fault = None
+        self.ledger.full = False
 
     def carry_on(self) -> None:
         """What the next process does after a crash: all of it must work, and hold."""

@@ -203,7 +203,7 @@ def planning(rank: int, size: int, folder: Path) -> Row:
             begun = time.perf_counter()
             captured = cutter._capture.take(state)
             took.append(time.perf_counter() - begun)
-            cutter._planned(captured, topic)
+            cutter._planned(state, captured, topic)
             planned.append(time.perf_counter() - begun - took[-1])
     return {"capture": took, "seconds": planned}
 

@@ -159,6 +159,28 @@ def commits_that_nobody_knows_of(world: World) -> None:
     world.steps(7)
 
 
+def full_disk(world: World) -> None:
+    """Space for a tensor file is refused once or twice in each save: older verified generations make room for it."""
+    world.ledger.keep = Keep(last=3)
+    world.open()
+    world.steps(1, 2, 3)
+    for step in (4, 5, 6):
+        refusals = [errno.ENOSPC] * world.judge.rng.randint(1, 2)
+        world.disk.watch = functools.partial(_refuse_space, world, refusals)
+        world.save(step)
+        world.disk.watch = world._watch
+        world.look_after()
+        world.heal()
+    world.open()
+    world.steps(7, 8)
+
+
+def _refuse_space(world: World, refusals: list[int], call: str, path: str) -> None:
+    if refusals and call == "open" and path.endswith(layout.blob_name(0)):
+        world.fault(0, refusals.pop())
+    world._watch(call, path)
+
+
 def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> None:
     if path.endswith(name) and call in ("write", "sync", "rename") and not world.disk.fault:
         world.fault(world.judge.rng.randrange(2), errno.EIO, applied=applied)
@@ -223,6 +245,7 @@ SCENARIOS = [
     Scenario(overtaken_saves),
     Scenario(rebuilding_from_parity),
     Scenario(failing_rebuilding),
+    Scenario(full_disk),
     Scenario(overtaken_saves, in_flight=2),
     Scenario(saves_in_flight, in_flight=4),
     Scenario(commits_that_nobody_knows_of, in_flight=1),

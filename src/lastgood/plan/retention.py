@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import Refused
@@ -64,6 +64,15 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
         if newer >= keep.last and not one.damaged and not _pinned(keep, one):
             going.append(one.id)
     return sorted(going)
+
+
+def under_pressure(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generation]) -> list[GenerationId]:
+    """Generations that may go when the disk is full, oldest first; arguments as in `surplus`.
+
+    The newest verified and the newest committed generation stay, and what `every`, a milestone or `best` asks for: only
+    `last` is given up.
+    """
+    return surplus(replace(keep, last=1), chain, abandoned)
 
 
 def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float]) -> bool:

@@ -71,7 +71,7 @@ class PosixFiles:
         # O_NONBLOCK means nothing to a file, and a pipe that stands in its place is not waited for.
         there = os.O_NONBLOCK | (os.O_RDWR if mode == "write" else os.O_RDONLY)
         flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else there
-        fd = os.open(path, flags, 0o644)
+        fd = os.open(path, flags, 0o666)
         if fresh and not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages leave the cache
         return PosixFile(fd, path, in_place=mode == "write")
@@ -140,7 +140,7 @@ def takes_direct(folder: str) -> bool:
         return False
     path = os.path.join(folder, f".probe-{os.getpid()}")
     page = mmap.mmap(-1, BLOCK_BYTES)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         page[:4] = b"tail"
         direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
@@ -169,7 +169,7 @@ class Lock:
 
     def __init__(self, path: str) -> None:
         """Raises BlockingIOError when somebody else holds it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -190,3 +190,9 @@ class Lock:
         fd, self._fd = self._fd, None
         if fd is not None:
             _close(fd)
+
+
+def free_bytes(path: str) -> int:
+    """What this user may still write on the file system of `path`. Raises OSError."""
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

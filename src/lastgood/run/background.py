@@ -44,6 +44,8 @@ from .writer import RunWriter
 Pool = TypeVar("Pool", bound=ThreadPoolExecutor)
 
 UPKEEP_CHUNKS = 3
+DELETIONS_AHEAD = 2
+"""generations deleted before a reservation, at most: more than a save adds, so that what is too many is worked off"""
 BACKLOG_LIMIT = 2
 """unverified generations newer than the newest verified one, above which verifying goes before the next save"""
 UNREAD_LIMIT = 10
@@ -268,7 +270,13 @@ class Background:
             for _ in range(in_flight):
                 self._writers.put(started(Workers(writers, "lastgood-write"), writers))
             self.run = _writer(ranks)(
-                disk, self.workers, keep=keep, parity=parity, algorithm=algorithm, tell=self.events.put
+                disk,
+                self.workers,
+                keep=keep,
+                parity=parity,
+                algorithm=algorithm,
+                tell=self.events.put,
+                make_room=self._make_room,
             )
             if opening and leads:
                 opening.agree(None, lambda _: None)
@@ -580,24 +588,42 @@ class Background:
     def _catch_up(self) -> None:
         """Verify and delete before the next reservation: the disk stays bounded. What is found does not stop the save.
 
+        Only DELETIONS_AHEAD generations are deleted here, so that no save waits for many; upkeep deletes the rest.
         Where the tier lets go of what is not the newest, no other save may be committed while it is read.
         """
         try:
             if self.run.backlog() > self._backlog_limit:
-                self._look_after(lambda: False, self.run.tier.newest_only)
+                self._look_after(lambda: False, self.run.tier.newest_only, DELETIONS_AHEAD)
             elif self.run.surplus():
                 with self._looking:
-                    self.run.clean()
+                    self.run.clean(most=DELETIONS_AHEAD)
         except LastgoodError as error:
             self.problems.put(error)
 
-    def _look_after(self, stop: Callable[[], bool], alone: bool = False) -> None:
+    def _look_after(self, stop: Callable[[], bool], alone: bool = False, most: int | None = None) -> None:
+        """Verify, point, and delete `most` generations at most; what verifying finds does not keep it from deleting."""
         with self._looking, self.run.turn if alone else contextlib.nullcontext():
             try:
                 self.run.verify(self.small_arena(), stop)
+            except Cancelled:
+                raise
+            except LastgoodError as error:
+                self.problems.put(error)
             finally:
                 self.note_latest()
-            self.run.clean()
+            self.run.clean(stop, most)
+
+    def _make_room(self) -> bool:
+        """The disk is full: delete an older generation, once verifying newer ones has made it needless if need be."""
+        with self._looking:
+            if self.run.relieve():
+                return True
+            try:
+                self.run.verify(self.small_arena())
+            except LastgoodError as error:
+                self.problems.put(error)
+            self.note_latest()
+            return self.run.relieve()
 
 
 def _writer(ranks: Ranks | None) -> Callable[..., RunWriter]:

@@ -202,7 +202,7 @@ class Follower(_Ranked):
     def point(self) -> None:
         """The leader does."""
 
-    def clean(self) -> None:
+    def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
         """The leader does."""
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:

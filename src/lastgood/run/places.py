@@ -20,7 +20,7 @@ LOCK = ".lock"
 SLOTS = "slots://"
 """before the absolute path of a run that lives in slots"""
 _GENERATIONS = {"gen", HOME}
-_OURS = {layout.HEADER, layout.POINTER, LOCK, "incarnations", "latest_ok", *_GENERATIONS}
+_OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
 Persist = Literal["direct", "mmap"]
 """how the slots are written: by direct I/O, where the file system takes it, or through a shared mapping"""

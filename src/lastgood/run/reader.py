@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, cast
 
 from ..engine import fetch, guard
 from ..engine.arena import Arena
+from ..engine.finite import exception
 from ..engine.scatter import Scatter
 from ..errors import Cancelled, Damaged, HalfLoaded, ManifestInvalid, NoSuchStep, NotFinite, NothingGood, Unreadable
 from ..format import commit, layout
@@ -65,6 +66,8 @@ def newest_good(
     """
     choice = restore.choose(survey, step)
     over = [(at.step, reason) for at, reason in choice.passed_over]
+    known = {at: survey.generations[at].unfit for at, _ in choice.passed_over if at in survey.generations}
+    unfit = {at.step: [one.tensor for one in findings[:3]] for at, findings in known.items() if findings}
 
     def attempt(generation: Generation) -> None:
         together(lambda: load(generation, commit.read_manifests(tier, generation)))
@@ -96,20 +99,33 @@ def newest_good(
         except HalfLoaded:
             raise
         except (Damaged, NotFinite) as error:
+            if isinstance(error, NotFinite):
+                unfit[at.step] = [error.tensor]
             if again or (step is not None and at == choice.candidates[-1]):
                 raise
             over.append((at.step, str(error)))
     if not over:
         return Found(None, [])
     told = "\n".join(f"  step {at}: {reason}" for at, reason in sorted(over, reverse=True))
-    others = sorted({at.step for at in survey.generations} - {at for at, _ in over})
     raise NothingGood(
         f"no generation of this run is good:\n{told}",
         safe="\nNothing was loaded and nothing was deleted.",
-        todo=f"Outside the lineage there is still: {', '.join(map(str, others))}; ask for it with restore(step=...)."
-        if others
-        else "Restore the files from a copy, or start over with restore(step=0).",
+        todo=_remedy(survey, {at for at, _ in over}, unfit),
     )
+
+
+def _remedy(survey: Survey, over: set[int], unfit: Mapping[int, Sequence[str]]) -> str:
+    """What may help where nothing is good. `over`: steps that were tried; `unfit`: tensors of intact steps."""
+    if unfit:
+        step = max(unfit)
+        return (
+            f"Step {step} is intact, and restore(step={step}) loads it by hand. If {', '.join(unfit[step])} may hold "
+            f"NaN or infinity, open the run with {exception(*unfit[step])}: saves are good from then on."
+        )
+    others = sorted({at.step for at in survey.generations} - over)
+    if others:
+        return f"Outside the lineage there is still: {', '.join(map(str, others))}; ask for it with restore(step=...)."
+    return "Restore the files from a copy, or start over with restore(step=0)."
 
 
 def _blobs(manifests: Sequence[Manifest]) -> list[Blob]:

@@ -21,8 +21,10 @@ from typing import Any, cast
 
 import msgspec
 
+from .. import reporting
 from ..engine import guard, parity, persist
 from ..engine.arena import Arena
+from ..engine.finite import exception
 from ..errors import (
     BeyondRepair,
     Cancelled,
@@ -44,7 +46,7 @@ from ..format import commit, layout
 from ..format import stripes as striping
 from ..format.layout import Image
 from ..plan import restore
-from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, unverified_ahead, wanted
+from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
 from ..ports import Mendable, Tier
 from ..rawio.erasure import Code
 from ..records import (
@@ -63,8 +65,10 @@ from ..records import (
     judged,
 )
 from . import reader, sharing
+from .deletion import Deletions
 from .ranks import Topic
 from .reader import Reading, read_all, read_on
+from .room import Roomy
 from .sharing import Approve, Files, Share, nothing_more
 
 
@@ -72,7 +76,8 @@ class RunWriter:
     """Torch-free writer of one run on one tier.
 
     `new_id` makes 8 hex digits, `wall_seconds` is the time for people, `tell` hears of events. `resumes`: a generation
-    that an earlier opening has admitted, whose files are there and which this one is to commit.
+    that an earlier opening has admitted, whose files are there and which this one is to commit. `make_room` is called
+    when a save finds the disk full, and returns whether it has deleted something (default: `relieve`).
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class RunWriter:
         monotonic_seconds: Callable[[], float] = time.monotonic,
         tell: Callable[[Event], object] = lambda _: None,
         resumes: GenerationId | None = None,
+        make_room: Callable[[], bool] | None = None,
     ) -> None:
         self.tier, self._keep, self._algorithm, self._workers = tier, keep, algorithm, workers
         self._code = Code(*striping.parsed(parity)) if parity else None
@@ -104,6 +110,12 @@ class RunWriter:
         self._protected: set[GenerationId] = set()
         self.mended: dict[GenerationId, list[str]] = {}
         """what was put back from parity"""
+        self._deletions = Deletions(tier)
+        self._roomy = Roomy(tier, make_room or self.relieve)
+        self._was_full = False
+        self._pointed: Pointer | None = None
+        """what this opening has written to the pointer: its first pointing replaces whatever stands there"""
+        self._pointing_failed = False
         self.turn = threading.RLock()
         self._settle()
 
@@ -118,21 +130,24 @@ class RunWriter:
             if newest is None and unread:
                 raise unread  # it may be read later, and a new name now would disown it
             ident = newest.commit.run if newest else self._new_id()
-            if layout.HEADER in self.tier.list(""):
-                self.tier.delete(layout.HEADER)  # damaged: the commits say which run this is
+            for name in self.tier.list(""):
+                if name.lower() == layout.HEADER:  # damaged, or where case does not count the old pointer in its place
+                    self.tier.delete(name)  # the commits say which run this is
             self.tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=ident)))
         self._run = ident
         kept = [*self.survey.generations, *self.survey.broken, *self.survey.incomplete]
         for home in ("", "incarnations", *map(layout.folder, kept)):
             for name, length in self.tier.list(home).items():
                 if length is not None and layout.is_litter(home, name):
-                    self.tier.delete(f"{home}/{name}".lstrip("/"))
+                    self._deletions.remove(f"{home}/{name}".lstrip("/"))
             for name in striping.unfinished(self.tier.list(home)):
-                self.tier.delete(f"{home}/{name}")
+                self._deletions.remove(f"{home}/{name}")
+        if {layout.HEADER, layout.OLD_POINTER} <= self.tier.list("").keys():  # two files: this disk minds case
+            self._deletions.remove(layout.OLD_POINTER)
         for at in sorted(self.survey.going | restore.never_committed(self.survey)):
-            commit.retire(self.tier, at)
-            self.survey.going.discard(at)
-            self.survey.incomplete.discard(at)
+            if self._deletions.delete(at):
+                self.survey.going.discard(at)
+                self.survey.incomplete.discard(at)
 
     def begin(self, parent: GenerationId | None) -> None:
         """Open an incarnation that continues `parent` (None: from scratch). Durable on return."""
@@ -144,8 +159,8 @@ class RunWriter:
         self.survey.incarnations[record.id], self.survey.order = record, order
         self._incarnation, self._last = record, parent
         for stale in stale_incarnations(self.survey):
-            self.tier.delete(layout.incarnation_name(stale))
-            del self.survey.incarnations[stale.id]
+            if self._deletions.remove(layout.incarnation_name(stale)):
+                del self.survey.incarnations[stale.id]
 
     def admit(self, step: int) -> GenerationId:
         """Where a save of `step` will go. Raises StepTaken, NotRestored; touches nothing in a run that is begun."""
@@ -260,7 +275,7 @@ class RunWriter:
             return more
 
         return sharing.share(
-            self.tier,
+            self._roomy,
             at,
             self.rank,
             images,
@@ -565,35 +580,93 @@ class RunWriter:
                 self.point()
 
     def point(self) -> None:
-        """Let LASTGOOD.json and latest_ok name the newest verified generation of the lineage."""
+        """Let POINTER.json and latest_ok name the newest verified generation of the lineage.
+
+        Both are hints: where they cannot be written that is reported once, and every later call tries again.
+        """
         with self.turn:
             newest = self.newest_verified()
-            if newest is not None:
-                pointer = Pointer(
-                    format=layout.FORMAT, step=newest.step, incarnation=newest.id.incarnation, root=newest.root
-                )
-                if pointer != self.survey.pointer:
-                    self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))
-                    self.survey.pointer = pointer
+            if newest is None:
+                return
+            pointer = Pointer(
+                format=layout.FORMAT, step=newest.step, incarnation=newest.id.incarnation, root=newest.root
+            )
+            if pointer == self._pointed:
+                return
+            try:
+                self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))
+            except LastgoodError as error:
+                if not self._pointing_failed:
+                    reporting.warning(
+                        f"{layout.POINTER} and {layout.LINK} cannot be moved to step {newest.step}: {error.what}. They "
+                        "are hints: saving, restoring and deleting go on, and they are moved as soon as that works."
+                    )
+                self._pointing_failed = True
+                return
+            self.survey.pointer = self._pointed = pointer
+            self._pointing_failed = False
 
-    def clean(self) -> None:
-        """Delete what retention lets go, each in two phases; never what the pointer still names."""
+    def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
+        """Delete what retention lets go, oldest first, each in two phases; never what the pointer still names.
+
+        At most `most` generations, and none after `stop()`. What cannot be deleted is skipped and tried again later.
+        """
         self.point()
-        for at in self.surplus():
-            commit.retire(self.tier, at)
-            with self.turn:
-                self.survey.generations.pop(at, None)
-            self._tell(self._event("deleted", at))
+        self._deletions.next_cleaning()
+        for at in self.surplus()[:most]:
+            if stop():
+                return
+            self._delete(at)
+
+    def relieve(self) -> bool:
+        """The disk is full: delete the oldest generation that newer verified ones make needless, whatever `last` says.
+
+        Returns whether one was deleted. Pinned generations, the newest verified and the newest committed one stay.
+        """
+        for at in self._deletable(under_pressure):
+            if self._delete(at, "the disk is full"):
+                if not self._was_full:
+                    reporting.warning(
+                        f"the disk of {self.tier.place} is full: {at} was deleted to make room for the next save, and "
+                        "older ones will be, down to the newest verified one. Free space on this disk, or keep fewer "
+                        "generations (retention=Keep(last=...))."
+                    )
+                self._was_full = True
+                return True
+        return False
+
+    def _delete(self, at: GenerationId, detail: str = "") -> bool:
+        """Whether it is gone. It counts no more, and is litter, from the moment that its COMMIT is."""
+        gone = self._deletions.delete(at)
+        if not gone and self._deletions.committed(at):
+            return False
+        with self.turn:
+            known = self.survey.generations.pop(at, None)
+            (self.survey.going.discard if gone else self.survey.going.add)(at)
+        if known is not None:
+            self._tell(self._event("deleted", at, detail=detail))
+        return gone
 
     def surplus(self) -> list[GenerationId]:
-        """What retention lets go, oldest first; nothing where the tier does so by itself."""
+        """What is to be deleted now, oldest first: what retention lets go, and what is left of earlier deletions.
+
+        Nothing where the tier deletes by itself.
+        """
+        return self._deletable(surplus)
+
+    def _deletable(
+        self, decide: Callable[[Keep, list[Generation], list[Generation]], list[GenerationId]]
+    ) -> list[GenerationId]:
         if self.tier.newest_only:
             return []
         with self.turn:
             chain = self.lineage()
             of_lineage = {one.id for one in chain}
             abandoned = [one for at, one in self.survey.generations.items() if at not in of_lineage]
-            return surplus(self._keep, chain, abandoned)
+            going = [*sorted(self.survey.going), *decide(self._keep, chain, abandoned)]
+            named = self.survey.pointer
+            pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
+            return [at for at in going if at != pointed and not self._deletions.postponed(at)]
 
     def newest_verified(self) -> Generation | None:
         """The newest verified generation of the lineage."""
@@ -623,7 +696,9 @@ def _problem(step: int, findings: list[Finding]) -> LastgoodError:
         return NotFinite(
             f"step {step} is intact, and not good: {what}",
             safe=safe,
-            todo="Go back with restore() if training does not recover. The evidence is in UNFIT.json beside it.",
+            todo=f"If it may hold them, open the run with {exception(*(one.tensor for one in findings[:3]))}; "
+            f"restore(step={step}) loads this step by hand. Else go back with restore() if training does not recover. "
+            "The evidence is in UNFIT.json beside it.",
         )
     return Damaged(
         f"step {step} was committed and does not read back: {what}",

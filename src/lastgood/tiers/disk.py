@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
+from .. import reporting
 from ..errors import (
     CommitUnknown,
     LastgoodError,
@@ -35,6 +37,8 @@ from ..rawio.files import BLOCK_BYTES, round_up
 from ..records import Extent
 
 WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]
+LINK = "latest_ok"
+"""symbolic link that leads people and scripts to what the pointer record names"""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -72,7 +76,7 @@ class Disk:
     def create(self, name: str, length: int) -> DiskUpload:
         """Open a new blob of `length` bytes, its space reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
         path = self._path(name)
-        with self._telling(name):
+        with self._telling(name), self._still_there(name):
             self._make_folder(_folder(name))
             try:
                 file = self._files.open(path, "new", direct=self._direct)
@@ -91,7 +95,7 @@ class Disk:
         path = self._path(name)
         # Of this thread alone: what is linked below must not be what somebody else is still writing.
         staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
-        with self._telling(name):
+        with self._telling(name), self._still_there(name):
             self._make_folder(_folder(name))
             if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
                 self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
@@ -119,11 +123,12 @@ class Disk:
             self._drop(staged)
 
     def point(self, name: str, data: bytes, to: str) -> None:
-        """Replace the pointer record `name`, and the symbolic link `latest_ok` beside it."""
-        path, link = self._path(name), self._path("latest_ok")
+        """Replace the pointer record `name`, and the symbolic link `latest_ok` beside it, whatever stands there."""
+        path, link = self._path(name), self._path(LINK)
         with self._telling(name):
             self._write_staged(path + ".tmp", data)
-            self._files.rename(path + ".tmp", path)
+            self._rename_over(path + ".tmp", path)
+        with self._telling(LINK):
             self._remove_if_there(link + ".tmp")
             try:
                 self._files.symlink(to, link + ".tmp")
@@ -131,7 +136,7 @@ class Disk:
                 if error.errno not in _NO_LINKS:
                     raise
             else:
-                self._files.rename(link + ".tmp", link)
+                self._rename_over(link + ".tmp", link)
             self._sync_folder("")
 
     def replace(self, name: str, by: str) -> None:
@@ -276,6 +281,24 @@ class Disk:
             raise NameTaken(f"{path} exists already with other bytes", safe="It is untouched.") from error
         raise _unknown(path, error) from error
 
+    def _rename_over(self, staged: str, path: str) -> None:
+        """Give `staged` the name `path`. A folder that stands there is renamed, never deleted: it may be the only copy.
+
+        A run that was copied with symbolic links followed has a folder of copied files in the place of `latest_ok`.
+        """
+        try:
+            self._files.rename(staged, path)
+        except IsADirectoryError:
+            there = self._files.list(os.path.dirname(path))
+            names = (f"{os.path.basename(path)}.copy-{number}" for number in itertools.count(1))
+            aside = os.path.join(os.path.dirname(path), next(name for name in names if name not in there))
+            self._files.rename(path, aside)
+            self._files.rename(staged, path)
+            reporting.warning(
+                f"{path} was a folder, as it is after a copy that followed symbolic links. It is renamed to {aside}, "
+                "and nothing in it is used. Delete it to free its space."
+            )
+
     def _remove_if_there(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(path)
@@ -284,6 +307,34 @@ class Disk:
         # The caller's outcome is settled; what cannot be removed is litter that the next opening takes away.
         with contextlib.suppress(OSError):
             self._files.remove(staged)
+
+    @contextlib.contextmanager
+    def _still_there(self, name: str) -> Iterator[None]:
+        """Say what has happened where a folder of the run is missing while it is written. None is made anew.
+
+        A folder that was moved holds the generations: a new one in its place would be a second run, without them.
+        """
+        try:
+            yield
+        except FileNotFoundError as error:
+            folder = _folder(name)
+            lost = [folder.partition("/")[0], folder] if folder else []
+            missing = next((one for one in ["", *lost] if not self._is_folder(one)), None)
+            if missing is None:
+                raise
+            raise TierDown(
+                f"{self._path(missing)} is gone: the run was moved or deleted while it was open, and {name} cannot be "
+                "written",
+                safe="Nothing was made anew, and whatever was moved is as it was.",
+                todo="Move it back, and the next save works. Or stop, and start again with the path where it is now.",
+            ) from error
+
+    def _is_folder(self, folder: str) -> bool:
+        try:
+            self._files.list(self._path(folder))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     @contextlib.contextmanager
     def _telling(self, name: str) -> Iterator[None]:

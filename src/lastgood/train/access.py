@@ -17,6 +17,7 @@ from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
 from . import staging
 from .capture import finite
+from .exempt import untrained
 from .loading import Request, Restored, load_into, warn_of
 from .state import capture
 from .tensors import from_buffer
@@ -50,7 +51,7 @@ def save_once(path: str | os.PathLike[str], state: MutableMapping[str, Any], ste
         newest = next(iter(run.lineage()), None)
         run.begin(newest.id if newest else None)
         tensors = captured.tensors
-        images = staging.lay_out(tensors, finite(captured))
+        images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
         chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -133,17 +133,20 @@ class Capture:
         )
 
 
-def finite(captured: Captured, also: Sequence[str] = (), but: Sequence[str] = ()) -> frozenset[str]:
+def finite(
+    captured: Captured, also: Sequence[str] = (), but: Sequence[str] = (), exempt: Collection[str] = ()
+) -> frozenset[str]:
     """Tensors in which NaN or infinity makes a state unfit: parameters, what optimizers keep, and what `also` names.
 
-    Never those named in `but`, nor what can hold neither. Patterns as in `capture`.
+    Never those named in `but`, nor what can hold neither; those in `exempt` only where `also` names them. `also` and
+    `but` are patterns as in `capture`, `exempt` are stored names.
     """
     named, left = Filter(also, ()), Filter((), but)
     return frozenset(
         name
         for name, tensor in captured.tensors.items()
         if (tensor.is_floating_point() or tensor.is_complex())
-        and (captured.origins[name] is not Origin.OTHER or (also and named.keeps(name)))
+        and ((captured.origins[name] is not Origin.OTHER and name not in exempt) or (also and named.keeps(name)))
         and left.keeps(name)
     )
 

@@ -31,6 +31,7 @@ from ..errors import (
     LastgoodWarning,
     NoSpace,
     NoSuchStep,
+    NotWritable,
     Refused,
     StepDiffers,
     StepTaken,
@@ -44,8 +45,9 @@ from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
 from ..plan.tune import Auto
 from ..rawio.checksum import ALGORITHMS
+from ..rawio.files import free_bytes
 from ..records import Event, EventKind, Finding, Generation, GenerationId
-from ..run import places, reader
+from ..run import places, reader, room
 from ..run.announcing import Announcements
 from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
@@ -272,6 +274,7 @@ class Checkpointer:
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
+        self._cutter.exempt(self._request.state, found.not_demanded if found.generation else None)
         self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
         if not self._unknown:
             self._cutter.agree(self._request.state, self._behind.workers)
@@ -536,6 +539,7 @@ class Checkpointer:
         """Let the samplers know, once a step, that the weights have seen what the loop was given."""
         _require(hasattr(n, "__index__"), f"step {n!r} is no whole number", "Count completed optimizer steps.")
         n = operator.index(n)
+        self._cutter.exempt(self._request.state)
         if n > self._advanced:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
@@ -603,7 +607,7 @@ class Checkpointer:
         """Marks, pointers and announcements: where they cannot be written now, that is told, and the run goes on."""
         try:
             yield
-        except Unavailable as error:
+        except (Unavailable, NotWritable) as error:
             self._behind.problems.put(error)
 
     def _surface(self, stacklevel: int) -> None:
@@ -667,6 +671,9 @@ class Checkpointer:
             "beside that stay milestones, what is found damaged, and for a while what a rewind left",
             file=sys.stderr,
         )
+        held = sum(one.bytes for one in self._behind.run.survey.generations.values())
+        with contextlib.suppress(OSError):  # a disk that fails says so when it is written
+            room.compare(place, total, kept + self._in_flight + 2, held, free_bytes(place))
 
     def _tell(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)

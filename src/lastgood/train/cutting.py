@@ -24,6 +24,7 @@ from ..run.sharing import Approve, Files
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite
 from .dividing import Division
+from .exempt import holding_no_numbers, untrained
 from .together import Together
 
 SMALL_BYTES = 4 << 20
@@ -97,6 +98,8 @@ class Cutter:
         self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
         self._algorithm, self._quiet = algorithm, quiet
         self._finite = finite_also, finite_except
+        self._exempt: frozenset[str] | None = None
+        """parameters that held NaN or infinity before the training began; None: nobody has looked"""
         self._arena: Arena | None = None
         self._spoiled = False
         self._pin: staging.Pin | None = None
@@ -109,7 +112,7 @@ class Cutter:
         """
         captured = self._capture.take(state)
         tensors, addresses = captured.tensors, captured.addresses
-        plan = self._planned(captured, topic)
+        plan = self._planned(state, captured, topic)
         if plan.division:
             tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.division.mine}
             addresses = [one.data_ptr() for one in tensors.values()]
@@ -165,6 +168,16 @@ class Cutter:
             {"aliases": captured.aliases, "values": captured.values, "chunk_bytes": arena.chunk_bytes},
         )
 
+    def exempt(self, state: Mapping[str, Any], stored: Collection[str] | None = None) -> None:
+        """Find the parameters that hold NaN or infinity although nothing has diverged: no later save is unfit for them.
+
+        `stored`: after a restore, the names that the generation was saved with and that were not demanded to be finite;
+        only those are exempt. None: nothing was restored; only the first such call of an opening looks.
+        """
+        if stored is None and self._exempt is not None:
+            return
+        self._exempt, self._plan = holding_no_numbers(state, stored), None
+
     def agree(self, state: Mapping[str, Any], beside: Executor) -> None:
         """Let the ranks find out who holds what, before the next save: it must wait for nobody."""
         if self._together:
@@ -201,11 +214,11 @@ class Cutter:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _planned(self, captured: Captured, topic: Topic | None) -> _Plan:
+    def _planned(self, state: Mapping[str, Any], captured: Captured, topic: Topic | None) -> _Plan:
         """The plan of the last cut, where it still holds; of several ranks, of what this one writes."""
         plan = self._plan
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
-        must = plan.finite if plan is not None and known else finite(captured, *self._finite)
+        must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
         division = self._together.divided(captured, must, topic) if self._together and topic else None
         if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
             if self._together and division:
@@ -215,6 +228,10 @@ class Cutter:
             plan = self._plan = _Plan(captured.key, must, files, division)
         plan.origins = captured.origins
         return plan
+
+    def _must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
+        exempt = {captured.aliases.get(name, name) for name in self._exempt or ()}
+        return finite(captured, *self._finite, exempt=untrained(state, captured) | exempt)
 
     def _overlapped(
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool

@@ -49,6 +49,8 @@ class Restored:
     """with strict=False: what did not fit"""
     unfit: list[str] = field(default_factory=list)
     """of a step that was asked for: tensors that must be finite and are not"""
+    not_demanded: frozenset[str] = frozenset()
+    """tensors that the generation was saved with, and that may hold NaN or infinity"""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def load_into(
     begun = time.monotonic()
     skipped: list[str] = []
     unfit: set[str] = set()
+    not_demanded: set[str] = set()
     half: int | None = None  # step of which the live state holds a part
 
     def in_one_reading(generation: Generation) -> bool:
@@ -126,6 +129,8 @@ def load_into(
             together is not None or reader.headers_agree(tier, generation, manifests, arena)
         )
         try:
+            not_demanded.clear()
+            not_demanded.update(piece.name for manifest in manifests for piece in manifest.pieces if not piece.finite)
             unfit.clear()
             unfit.update(one.tensor for one in findings)  # of all ranks: this one reads but a part
             # Of its own accord nobody loads what is not good; what was verified has been asked already.
@@ -165,6 +170,7 @@ def load_into(
         misread=found.misread,
         skipped=skipped,
         unfit=sorted(unfit),
+        not_demanded=frozenset(not_demanded),
     )
 
 

@@ -1,0 +1,80 @@
+"""Room on the disk: what a run may take beside what is free, and what a save does when the disk is full."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from .. import reporting
+from ..errors import NoSpace
+from ..ports import Tier, Upload
+from ..records import Extent
+from ..words import size
+
+LEAST_STATES = 2
+"""the newest verified generation and the one that is being written: with room for fewer no save can succeed"""
+
+
+class Roomy:
+    """`ports.Tier` of a save: where it finds the disk full, `make_room()` is called and the call is tried again.
+
+    `make_room` returns whether it has deleted something. Space is reserved before the first byte of a file, so nothing
+    has been written by then.
+    """
+
+    def __init__(self, tier: Tier, make_room: Callable[[], bool]) -> None:
+        self._tier, self._make_room = tier, make_room
+        self.place, self.newest_only = tier.place, tier.newest_only
+
+    def create(self, name: str, length: int) -> Upload:
+        while True:
+            try:
+                return self._tier.create(name, length)
+            except NoSpace:
+                if not self._make_room():
+                    raise
+
+    def put_new(self, name: str, data: bytes) -> None:
+        while True:
+            try:
+                self._tier.put_new(name, data)
+            except NoSpace:
+                if not self._make_room():
+                    raise
+            else:
+                return
+
+    def point(self, name: str, data: bytes, to: str) -> None:
+        self._tier.point(name, data, to)
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        self._tier.read_into(extent, mv, fresh=fresh)
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        return self._tier.list(folder)
+
+    def delete(self, name: str) -> None:
+        self._tier.delete(name)
+
+
+def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free_bytes: int) -> None:
+    """Report where the disk has less room than a run may take.
+
+    `bound_states`: states of `state_bytes` that the run takes at most. `held_bytes`: what it holds already;
+    `free_bytes`: what the disk gives beside that. A quota that the file system does not show in its free space is found
+    only when a reservation fails.
+    """
+    fit = (held_bytes + free_bytes) // max(state_bytes, 1)
+    if fit >= bound_states:
+        return
+    has = f"{place} has room for {fit} states of {size(state_bytes)} ({size(free_bytes)} free, {size(held_bytes)} held)"
+    if fit < LEAST_STATES:
+        reporting.threat(
+            f"{has}: no save can succeed beside an older one that stays until the new one is verified. "
+            f"Free {size(LEAST_STATES * state_bytes - held_bytes - free_bytes)}, or give another disk."
+        )
+        return
+    reporting.warning(
+        f"{has}, and the run may take {bound_states}: when the disk is full, older verified generations are deleted, "
+        f"down to the newest verified one. Free {size(bound_states * state_bytes - held_bytes - free_bytes)}, or keep "
+        "fewer generations (retention=Keep(last=...))."
+    )

@@ -1,0 +1,47 @@
+"""Parameters that may hold NaN or infinity although the training has not diverged: masks, as a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..engine.finite import not_finite
+from .capture import Captured, Origin
+from .objects import modules_of, plain_name
+from .tensors import as_bytes, dtype_name
+
+_SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
+    """Stored names of the parameters that require no gradient under any name, and that no optimizer steps."""
+    trains: dict[str, bool] = {}
+    for name, parameter in _parameters(state):
+        stored = captured.aliases.get(name, name)
+        trains[stored] = trains.get(stored, False) or parameter.requires_grad
+    return frozenset(name for name in trains if not trains[name] and captured.origins.get(name) is Origin.PARAMETER)
+
+
+def holding_no_numbers(state: Mapping[str, Any], among: Collection[str] | None = None) -> frozenset[str]:
+    """Names of the parameters that hold NaN or infinity now. Only those in `among` are looked at (default: all)."""
+    wanted = ((name, one) for name, one in _parameters(state) if among is None or name in among)
+    return frozenset(name for name, parameter in wanted if not _all_finite(parameter))
+
+
+def _all_finite(parameter: torch.Tensor) -> bool:
+    """Whether a parameter, or the part of it that this process holds, has neither NaN nor infinity."""
+    local = getattr(parameter, "_local_tensor", parameter).detach()
+    if local.is_meta or not (local.is_floating_point() or local.is_complex()):
+        return True
+    if local.dtype in _SUMMED and bool(torch.isfinite(local.sum())):
+        return True  # NaN and infinity pass into a sum; one that is not finite may also have overflowed
+    return not not_finite(dtype_name(local.dtype), as_bytes(local.cpu()).numpy().data)
+
+
+def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The parameters of all modules of a state, by their names in a save."""
+    for path, module in modules_of(state).items():
+        for raw, parameter in module.named_parameters(remove_duplicate=False):
+            yield f"{path}.{plain_name(raw)}", parameter

@@ -1,0 +1,105 @@
+"""NaN and infinity that are no sign of diverged training: what does not train, and what held them from the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lastgood
+from lastgood.errors import NothingGood
+
+INFINITE = float("-inf")
+
+
+class Masked(nn.Module):
+    """A linear layer, and a mask of -inf that is a parameter."""
+
+    def __init__(self, trains: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.mask = nn.Parameter(torch.full((4,), INFINITE), requires_grad=trains)
+
+
+def trained(root: Path, model: nn.Module, steps: range, poison: int | None = None, **options: object) -> None:
+    """Train on the layer alone, and save each step; at step `poison` its weight becomes NaN."""
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, momentum=0.9)
+    with lastgood.Checkpointer(root, {"model": model, "optimizer": optimizer}, **options) as ckpt:
+        ckpt.restore()
+        for step in steps:
+            model.layer(torch.ones(4)).sum().backward()
+            optimizer.step()
+            if step == poison:
+                model.layer.weight.data.fill_(float("nan"))
+            ckpt.save(step)
+            ckpt.wait()
+
+
+def good(root: Path) -> dict[int, bool]:
+    return {one.step: one.good for one in lastgood.open(root).generations()}
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "not finite from the start"])
+def test_a_mask_that_is_a_parameter_does_not_make_a_save_unfit(tmp_path, trains):
+    """Every save of the run was "not good", older ones were deleted, and nothing could be restored."""
+    trained(tmp_path, Masked(trains), range(1, 4))
+    assert good(tmp_path) == {1: True, 2: True, 3: True}
+    trained(tmp_path, Masked(trains), range(4, 6))  # and in the next session
+    assert good(tmp_path) == {3: True, 4: True, 5: True}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_diverge_later_are_unfit_beside_an_exempt_mask(tmp_path):
+    trained(tmp_path, Masked(trains=True), range(1, 4), poison=3)
+    assert good(tmp_path) == {1: True, 2: True, 3: False}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path):
+    """Else the first save after restore(step=3) would call its own NaN good."""
+    trained(tmp_path, Masked(), range(1, 4), poison=3)
+    model = Masked()
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, momentum=0.9)
+    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+        ckpt.restore(step=3)
+        ckpt.save(4).result(60)
+        ckpt.wait()
+    assert not good(tmp_path)[4]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_pattern_demands_to_be_finite_is_demanded_although_it_does_not_train(tmp_path):
+    trained(tmp_path, Masked(), range(1, 2), finite_also=["model.mask"])
+    assert good(tmp_path) == {1: False}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tied_parameter_trains_if_one_of_its_names_does(tmp_path):
+    model = Masked()
+    model.again = nn.Module()
+    model.again.weight = model.layer.weight
+    trained(tmp_path, model, range(1, 3), poison=2)
+    assert good(tmp_path) == {1: True, 2: False}
+
+
+def test_a_frozen_mask_is_good_in_one_save_without_a_loop(tmp_path):
+    lastgood.save(tmp_path / "run", {"model": Masked()}, 1)
+    assert good(tmp_path / "run") == {1: True}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_errors_name_the_exception_and_the_step_to_load_by_hand(tmp_path):
+    model = Masked()
+    model.layer.weight.data.fill_(float("nan"))
+    with pytest.raises(lastgood.errors.NotFinite, match=r'finite_except=\["model.layer.weight"\]') as found:
+        lastgood.save(tmp_path / "run", {"model": model}, 5)
+    assert "restore(step=5)" in str(found.value)
+    with pytest.raises(NothingGood, match=r'finite_except=\["model.layer.weight"\]') as nothing:
+        lastgood.load(tmp_path / "run", {"model": Masked()})
+    assert "restore(step=5)" in str(nothing.value)
+    (mark,) = (tmp_path / "run").glob("gen/*/UNFIT.json")
+    mark.unlink()  # nobody has read it yet: what a restore finds itself says the same
+    with pytest.raises(NothingGood, match=r'finite_except=\["model.layer.weight"\]'):
+        lastgood.load(tmp_path / "run", {"model": Masked()})

@@ -1,0 +1,54 @@
+"""Retention of a run that holds many more generations than it keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import lastgood
+from harness import save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFiles
+from lastgood.run.background import DELETIONS_AHEAD
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+
+MANY = 30
+
+
+def run_of_many(root: Path) -> None:
+    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), keep=Keep(last=999))
+    run.begin(None)
+    for step in range(1, MANY + 1):
+        save(run, step, {"w": bytes(8)})
+        run.verify(Arena(3 * 8192, 8192))
+
+
+def test_many_deletions_follow_the_save_and_do_not_precede_it(tmp_path):
+    """After 1,000 generations and a restart with Keep(last=3), the next save took 45 s: all deletions went first."""
+    run_of_many(tmp_path)
+    events: list[lastgood.Event] = []
+    state = {"w": torch.zeros(8, dtype=torch.uint8)}
+    with lastgood.Checkpointer(
+        tmp_path, state, retention=Keep(last=3), exclude=["rng"], on_event=events.append
+    ) as ckpt:
+        ckpt.restore(strict=False)
+        ckpt.save(MANY + 1)
+        ckpt.wait()
+    kinds = [one.kind for one in events if one.kind in ("durable", "deleted")]
+    assert kinds.index("durable") == DELETIONS_AHEAD
+    assert len([*(tmp_path / "gen").iterdir()]) == 3
+
+
+def test_more_go_before_each_save_than_a_save_adds(tmp_path):
+    """Else a run that saves so often that upkeep never has its turn would never come down to what it keeps."""
+    assert DELETIONS_AHEAD > 1
+    run_of_many(tmp_path)
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))
+    run.clean(most=DELETIONS_AHEAD)
+    assert len(run.surplus()) == MANY - 3 - DELETIONS_AHEAD
+    run.clean(stop=lambda: len(run.surplus()) == 5)
+    assert len(run.surplus()) == 5

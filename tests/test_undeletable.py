@@ -1,0 +1,172 @@
+"""What cannot be deleted is reported once, skipped, and tried again later; saving, restoring and deleting go on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import load, save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
+from lastgood.format import commit, layout
+from lastgood.plan import restore
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFiles
+from lastgood.run.deletion import RETRY_CLEANINGS
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+
+
+class Sticky(PosixFiles):
+    """A file system that refuses to remove, or to create, what has one of these texts in its path."""
+
+    def __init__(self, *texts: str, code: int = errno.EPERM) -> None:
+        self.texts, self.code = list(texts), code
+
+    def _refuse(self, path: str) -> None:
+        if any(text in path for text in self.texts):
+            raise OSError(self.code, os.strerror(self.code), path)
+
+    def remove(self, path: str) -> None:
+        self._refuse(path)
+        super().remove(path)
+
+
+class SilentlyRenamed(PosixFiles):
+    """An NFS client on which somebody has the tensor files open: a removed one stays under another name."""
+
+    def remove(self, path: str) -> None:
+        if path.endswith(".safetensors"):
+            os.rename(path, os.path.join(os.path.dirname(path), ".nfs0000000000000001"))
+        elif ".nfs" in path:
+            raise OSError(errno.EBUSY, "Device or resource busy", path)
+        else:
+            super().remove(path)
+
+
+def opened(root: Path, files: PosixFiles, keep: int = 1) -> RunWriter:
+    run = RunWriter(Disk(files, str(root)), Inline(), keep=Keep(last=keep))
+    newest = next(iter(run.lineage()), None)
+    run.begin(newest.id if newest else None)
+    return run
+
+
+def saved(run: RunWriter, *steps: int, clean: bool = True) -> None:
+    for step in steps:
+        save(run, step, {"w": bytes([step]) * 20_000})
+        run.verify(Arena(3 * 8192, 8192))
+        if clean:
+            run.clean()
+
+
+def steps_in(root: Path) -> list[int]:
+    return sorted(at.step for at in commit.survey(Disk(PosixFiles(), str(root))).generations)
+
+
+@pytest.fixture
+def run_of_three(tmp_path: Path) -> Path:
+    saved(opened(tmp_path, PosixFiles(), keep=9), 1, 2, 3)
+    return tmp_path
+
+
+STUCK = [layout.COMMIT, layout.blob_name(0), layout.manifest_name(0), layout.VERIFIED]
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_one_generation_that_cannot_be_deleted_keeps_no_other(run_of_three, caplog, name):
+    """Twelve generations lay there with Keep(last=3): the oldest was immutable, and nothing was deleted any more."""
+    files = Sticky(f"{one_folder(run_of_three, 1)}/{name}")
+    run = opened(run_of_three, files)
+    saved(run, 4, 5, 6)
+    assert steps_in(run_of_three) == ([1, 6] if name == layout.COMMIT else [6])
+    assert caplog.text.count("could not be deleted") == 1, "it is reported once for each opening"
+    files.texts.clear()
+    again = opened(run_of_three, PosixFiles())
+    again.clean()
+    assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000006"]
+
+
+def one_folder(root: Path, step: int) -> str:
+    (path,) = root.glob(f"gen/{step:012d}-*")
+    return path.name
+
+
+def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
+    files = Sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
+    opened(run_of_three, files).clean()
+    left = {one.name for one in (run_of_three / "gen" / one_folder(run_of_three, 1)).iterdir()}
+    assert left == {layout.manifest_name(0), layout.GOING}
+
+
+def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_three):
+    """Its COMMIT is gone, and a later commit names it: without GOING it would count as a loss for ever."""
+    opened(run_of_three, Sticky(one_folder(run_of_three, 1) + "/" + layout.blob_name(0))).clean()
+    seen = commit.survey(Disk(PosixFiles(), str(run_of_three)))
+    assert {at.step for at in seen.going} == {1} and not seen.broken and not seen.incomplete
+    assert restore.lineage(seen).lost == []
+    opened(run_of_three, PosixFiles())
+    assert len([*(run_of_three / "gen").iterdir()]) == 1
+
+
+def test_a_file_that_an_nfs_client_keeps_open_stays_known_as_deleted(run_of_three):
+    run = opened(run_of_three, SilentlyRenamed())
+    run.clean()
+    seen = commit.survey(run.tier)
+    assert {at.step for at in seen.going} == {1, 2} and restore.lineage(seen).lost == []
+    opened(run_of_three, SilentlyRenamed())  # its opening goes on too
+    opened(run_of_three, PosixFiles())
+    assert len([*(run_of_three / "gen").iterdir()]) == 1
+
+
+@pytest.mark.parametrize("litter", ["incarnations/x.1-2.tmp", "latest_ok.tmp", "gen/{}/COMMIT.json.1-2.tmp"])
+def test_litter_that_cannot_be_removed_does_not_stop_an_opening(run_of_three, litter, caplog):
+    path = run_of_three / litter.format(one_folder(run_of_three, 3))
+    path.write_bytes(b"half")
+    run = opened(run_of_three, Sticky(path.name))
+    assert load(run.tier)[0].generation.step == 3
+    assert path.name in caplog.text
+
+
+def test_a_stale_incarnation_that_cannot_be_removed_does_not_stop_a_restore(run_of_three):
+    opened(run_of_three, PosixFiles())
+    opened(run_of_three, Sticky("incarnations/000002"))
+    assert load(Disk(PosixFiles(), str(run_of_three)))[0].generation.step == 3
+
+
+def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three):
+    files = Sticky(one_folder(run_of_three, 1), code=errno.EIO)
+    run = opened(run_of_three, files)
+    run.clean()
+    files.texts.clear()
+    for _ in range(RETRY_CLEANINGS - 1):
+        run.clean()
+    assert steps_in(run_of_three) == [1, 3]
+    run.clean()
+    assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000003"]
+
+
+@pytest.fixture
+def immutable(run_of_three: Path) -> Iterator[Path]:
+    """Step 1, none of whose files can be changed or removed, not even by root."""
+    folder = run_of_three / "gen" / one_folder(run_of_three, 1)
+    paths = [str(one) for one in folder.iterdir()]
+    try:
+        subprocess.run(["chattr", "+i", *paths, str(folder)], check=True, capture_output=True)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("needs root, e2fsprogs, and a file system that knows `chattr +i`")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["chattr", "-i", str(folder), *paths], check=True)
+
+
+def test_an_immutable_generation_stays_whole_and_stops_nothing(immutable, run_of_three, caplog):
+    run = opened(run_of_three, PosixFiles())
+    saved(run, 4, 5)
+    assert steps_in(run_of_three) == [1, 5]
+    assert load(run.tier)[0].generation.step == 5 and caplog.text.count("could not be deleted") == 1
