@@ -17,7 +17,7 @@ from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
 from . import staging
 from .capture import finite
-from .loading import Request, Restored, load_into, warn_of
+from .loading import Request, Restored, load_into, report
 from .state import capture
 from .tensors import from_buffer
 
@@ -85,5 +85,5 @@ def load_once(
             return read_all(tier, generation, small, workers)
 
         found = load_into(Request(state, strict, rename), tier, commit.survey(tier), step, Arena, workers, examine)
-    warn_of(found, "loaded")
+    report(found, "loaded")
     return found
