@@ -83,6 +83,7 @@ class Writer(StorageWriter):
             run.begin(chain[0].id if chain else None)
             wanted = _step(self.checkpoint_id)
             at = run.admit(wanted if wanted is not None else chain[0].step + 1 if chain else 0)
+            run.record_incarnation()  # the opening that commits finds it there
         told = msgspec.to_builtins(at)
         return [replace(plan, storage_data=(told, rank, len(plans))) for rank, plan in enumerate(plans)]
 

@@ -28,7 +28,6 @@ from ..errors import (
     HeardLate,
     InFlightFull,
     LastgoodError,
-    NoSpace,
     NoSuchStep,
     NotRestored,
     StepDiffers,
@@ -41,7 +40,7 @@ from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
 from ..plan.tune import Auto
-from ..records import Event, Finding, Generation, GenerationId
+from ..records import Event, Finding, Generation
 from ..run import places, reader
 from ..run.announcing import Announcements
 from ..run.background import Background, Save
@@ -215,8 +214,10 @@ class Checkpointer:
     ) -> Restored:
         """Bring the newest good generation of the lineage (or that of `step`) into the live state.
 
-        With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds: what came after N is never
-        chosen by itself again; `restore(step=0)` without a generation of step 0 starts over. `rename`: old name -> new.
+        With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds this process; the first save
+        after it makes the rewind durable, and what came after N is never chosen by itself again. Until then the next
+        process resumes as if nobody had looked. `restore(step=0)` without a generation of step 0 starts over in the
+        same way. `rename`: old name -> new.
         Raises StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then. HalfLoaded when it is
         not: nothing is saved until a restore succeeds.
         """
@@ -233,7 +234,7 @@ class Checkpointer:
             found = load_into(
                 request,
                 run.tier,
-                run.survey,
+                run.view,
                 step,
                 self._cutter.reading_arena,
                 self._behind.workers,
@@ -257,7 +258,7 @@ class Checkpointer:
             raise
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
-        self._begin(found.generation.id if found.generation else None)
+        run.begin(found.generation.id if found.generation else None)
         self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
         if not self._unknown:
             self._cutter.agree(self._request.state, self._behind.workers)
@@ -571,14 +572,6 @@ class Checkpointer:
             self._unknown = False
             self._cutter.agree(self._request.state, self._behind.workers)
         return n
-
-    def _begin(self, parent: GenerationId | None) -> None:
-        """Open the incarnation; on a full disk, after retention has made room."""
-        try:
-            self._behind.run.begin(parent)
-        except NoSpace:
-            self._behind.run.clean()
-            self._behind.run.begin(parent)
 
     def _all_load(self, attempt: Callable[[], None]) -> None:
         """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
