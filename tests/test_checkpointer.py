@@ -288,7 +288,7 @@ def test_retention_counts_and_milestones_and_metrics(tmp_path: Path) -> None:
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with (
         lastgood.Checkpointer(tmp_path, build()),
-        pytest.raises(errors.RunLocked, match="another process"),
+        pytest.raises(errors.RunLocked, match="in this process already"),
     ):
         lastgood.Checkpointer(tmp_path, build())
     lastgood.Checkpointer(tmp_path, build()).close()

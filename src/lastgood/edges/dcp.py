@@ -62,7 +62,7 @@ class Writer(StorageWriter):
     """Saves of torch.distributed.checkpoint as generations of the run at `path`, which all ranks must see."""
 
     def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
-        self.path, self._digest = os.path.abspath(path), digest
+        self.path, self._digest = places.directory(path), digest
         self.checkpoint_id: str | os.PathLike[str] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -150,7 +150,7 @@ class Reader(StorageReader):
     """Loads of torch.distributed.checkpoint from the run at `path`, whoever wrote it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.abspath(path)
+        self.path = places.directory(path)
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self._content: _Content | None = None
 

@@ -47,7 +47,7 @@ from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
 from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
 from ..tiers.disk import WriteMode
-from .agree import among_ranks, machine, ranks_of
+from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, report
 from .merging import homeless
@@ -152,6 +152,7 @@ class Checkpointer:
             save_on_exit=save_on_exit,
             durable_within_seconds=durable_within_seconds,
         )
+        require_group()
         several = among_ranks()
         options.check_place(places.in_slots(path), several)
         self._request = Request(state, include=tuple(include), exclude=tuple(exclude))
@@ -677,6 +678,12 @@ class Checkpointer:
     def _require_open(self) -> None:
         require(not self._closed, "this checkpointer is closed", "Open a new one.")
         require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
+        opened, now = self._ranks.size if self._ranks else 1, world_size()
+        require(
+            now in (opened, 1),
+            f"opened by a world of {opened}, and called in a group of {now} ranks",
+            "Call torch.distributed.init_process_group() before opening the run.",
+        )
 
 
 def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
