@@ -61,7 +61,7 @@ BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
 RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
 SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
-CHECKPOINTER = "train/checkpointer.py"
+CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
 RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
 MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
@@ -468,10 +468,16 @@ def _orders() -> list[Mutant]:
                 "            with self.turn:\n",
             ),
             (
-                "begin is durable before it is used",
+                "the record of an incarnation is written",
                 WRITER,
-                "        self.tier.put_new(layout.incarnation_name(record), layout.encode(record))\n",
-                "",
+                "            self.tier.put_new(name, layout.encode(record))\n",
+                "            pass\n",
+            ),
+            (
+                "the pointer follows the durable lineage",
+                WRITER,
+                "            chain = restore.lineage(self.survey).chain\n            there = self.survey.generations\n            newest",
+                "            chain = restore.lineage(self.view).chain\n            there = self.survey.generations\n            newest",
             ),
             (
                 "order ascends",
@@ -1238,20 +1244,32 @@ def _flights() -> list[Mutant]:
             (
                 "failure is told in the loop",
                 BACKGROUND,
-                "        if not isinstance(error, Overtaken):\n            self.problems.put(error)\n",
+                "        if not isinstance(error, Overtaken):\n            self.outcomes.put(error, save.step)\n",
                 "",
             ),
             (
                 "overtaken one is no failure",
                 BACKGROUND,
-                "        if not isinstance(error, Overtaken):\n            self.problems.put(error)\n",
-                "        self.problems.put(error)\n",
+                "        if not isinstance(error, Overtaken):\n            self.outcomes.put(error, save.step)\n",
+                "        self.outcomes.put(error, save.step)\n",
             ),
             (
-                "full disk is told once",
+                "failures are reported at growing intervals",
+                OUTCOMES,
+                "        if _is_power_of_two(self.row):\n",
+                "        if self.row == 1:\n",
+            ),
+            (
+                "a row of failures ends with a durable save",
+                OUTCOMES,
+                "        self.row = self.torn_row = 0\n",
+                "        self.torn_row = 0\n",
+            ),
+            (
+                "the newest step is saved on a clean exit",
                 CHECKPOINTER,
-                "self._full_told = True",
-                "self._full_told = False",
+                "                self._save_last()\n",
+                "                pass\n",
             ),
             (
                 "due save is skipped",
@@ -1262,8 +1280,8 @@ def _flights() -> list[Mutant]:
             (
                 "save by hand is not skipped",
                 CHECKPOINTER,
-                'self._when_full == "skip" and not must\n',
-                'self._when_full == "skip"\n',
+                'self._options.when_full == "skip" and not must\n',
+                'self._options.when_full == "skip"\n',
             ),
             (
                 "upkeep gives way to saves",
@@ -1456,14 +1474,14 @@ def _fences() -> list[Mutant]:
             (
                 "twice torn, then blocking",
                 CHECKPOINTER,
-                "        if self._torn == TORN_LIMIT and self._cutter",
+                "        if outcomes.torn_row >= TORN_LIMIT and self._cutter",
                 "        if False and self._cutter",
             ),
             (
                 "torn in a row",
-                CHECKPOINTER,
-                "                self._full_told, self._torn = False, 0\n",
-                "                self._full_told = False\n",
+                OUTCOMES,
+                "        self.row = self.torn_row = 0\n",
+                "        self.row = 0\n",
             ),
         ],
     )
@@ -1971,13 +1989,13 @@ def _ranks() -> list[Mutant]:
             (
                 "what was missed by time fails",
                 TIMING,
-                "                missed += [one.step] if one.step < n and not self._by_steps(one.step) else []\n",
+                "                missed += [one.step] if one.step <= before else []\n",
                 "",
             ),
             (
                 "what was missed by an interval fails",
                 TIMING,
-                "                missed += range(one.step + one.value, n, one.value)\n",
+                "                missed += range(one.step + one.value, before + 1, one.value)\n",
                 "",
             ),
             (

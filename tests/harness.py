@@ -1,12 +1,46 @@
-"""Torch-free saves and loads for tests, and the Debian packages that some of them need."""
+"""Torch-free saves and loads for tests, what was reported meanwhile, and the Debian packages that some tests need."""
 
+import contextlib
+import logging
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 
 from lastgood.lab.plain import State, filled, load, save
+from lastgood.reporting import LOGGER
 
-__all__ = ["State", "filled", "install", "load", "save"]
+__all__ = ["State", "filled", "install", "load", "reported", "reports", "save"]
+
+
+class _Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@contextlib.contextmanager
+def reports(least: int = logging.INFO) -> Iterator[list[str]]:
+    """The texts that the package reports inside, at the level `least` or above; complete when the block has ended."""
+    kept, texts = _Kept(), list[str]()
+    LOGGER.addHandler(kept)
+    try:
+        yield texts
+    finally:
+        LOGGER.removeHandler(kept)
+        texts += [one.getMessage() for one in kept.records if one.levelno >= least]
+
+
+@contextlib.contextmanager
+def reported(match: str = "", least: int = logging.WARNING) -> Iterator[None]:
+    """Fails unless something that matches is reported inside, at the level `least` or above."""
+    with reports(least) as texts:
+        yield
+    assert any(re.search(match, one) for one in texts), f"{match!r} was not reported: {texts}"
 
 
 def install(package: str) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import lastgood
+from harness import reported
 from lastgood import errors
-from lastgood.errors import LastgoodWarning
 from lastgood.rawio.files import PosixFile, PosixFiles
 
 
@@ -81,7 +81,7 @@ def test_a_damaged_newest_is_stepped_over_by_itself_and_the_evidence_stays(tmp_p
     flip(newest_blob(tmp_path / "run"))
     state = build(seed=3)
     with lastgood.Checkpointer(tmp_path / "run", state, cadence=lastgood.Every(steps=3)) as ckpt:
-        with pytest.warns(LastgoodWarning, match="step 9: .*differs from its digest"):
+        with reported("step 9: .*differs from its digest"):
             found = ckpt.restore()
         assert found.step == 6
         assert [step for step, _ in found.stepped_over] == [9]
@@ -98,9 +98,9 @@ def test_after_a_rewind_the_abandoned_steps_are_never_chosen_by_themselves(tmp_p
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore(step=6).step == 6
         assert ckpt.latest() == 6
-    with lastgood.Checkpointer(tmp_path, state) as ckpt:
-        assert ckpt.restore().step == 6
         ckpt.save(9).result()  # the number 9 is taken in the abandoned lineage, and free in this one
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore().step == 9
     assert lastgood.load(tmp_path, state).step == 9
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000009")
 
@@ -155,7 +155,7 @@ def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path
         save = ckpt.save(2)
         with pytest.raises(errors.TierDown, match="Input/output error"):
             save.result()
-        with pytest.warns(LastgoodWarning, match=r"TierDown.*untouched"):
+        with reported(r"TierDown.*untouched"):
             ckpt.wait()
         broken.clear()
         ckpt.save(2).result()
@@ -206,7 +206,7 @@ def test_a_writer_that_fails_while_the_arena_is_full_does_not_hang_the_loop(tmp_
         with pytest.raises(errors.TierDown):
             save.result(timeout=30)
         monkeypatch.undo()
-        with pytest.warns(LastgoodWarning):
+        with reported():
             ckpt.save(1).result(timeout=30)
 
 
@@ -220,8 +220,8 @@ def test_leaving_on_an_exception_masks_nothing_and_saves_nothing(tmp_path: Path)
 
 def test_what_cannot_be_stored_is_refused_by_its_path_before_anything_is_written(tmp_path: Path) -> None:
     with (
-        lastgood.Checkpointer(tmp_path, {"extra": {"fn": lambda: 1}}) as ckpt,
         pytest.raises(errors.Unstorable, match=r"extra\.fn"),
+        lastgood.Checkpointer(tmp_path, {"extra": {"fn": lambda: 1}}) as ckpt,
     ):
         ckpt.save(1)
     assert not (tmp_path / "gen").exists()
@@ -229,8 +229,8 @@ def test_what_cannot_be_stored_is_refused_by_its_path_before_anything_is_written
 
 def test_the_one_name_that_safetensors_keeps_to_itself_is_refused(tmp_path: Path) -> None:
     with (
-        lastgood.Checkpointer(tmp_path, {"__metadata__": torch.zeros(3)}) as ckpt,
         pytest.raises(errors.Refused, match="__metadata__"),
+        lastgood.Checkpointer(tmp_path, {"__metadata__": torch.zeros(3)}) as ckpt,
     ):
         ckpt.save(1)
 
@@ -288,7 +288,7 @@ def test_retention_counts_and_milestones_and_metrics(tmp_path: Path) -> None:
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with (
         lastgood.Checkpointer(tmp_path, build()),
-        pytest.raises(errors.RunLocked, match="another process"),
+        pytest.raises(errors.RunLocked, match="in this process already"),
     ):
         lastgood.Checkpointer(tmp_path, build())
     lastgood.Checkpointer(tmp_path, build()).close()
@@ -476,9 +476,7 @@ def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypa
         return count
 
     monkeypatch.setattr(PosixFile, "read_into", flipping)
-    with pytest.warns(
-        LastgoodWarning, match="step 6 is good, and was misread at first: .*differs from its own digest. Check"
-    ):
+    with reported("step 6 is good, and was misread at first: .*differs from its own digest. Check"):
         assert restored(tmp_path, state).step == 6
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
 
@@ -494,7 +492,7 @@ def test_what_the_medium_refuses_to_read_is_stepped_over_and_not_marked(tmp_path
         return real(self, mv, offset)
 
     monkeypatch.setattr(PosixFile, "read_into", failing)
-    with pytest.warns(LastgoodWarning, match="step 6: .*cannot be read"):
+    with reported("step 6: .*cannot be read"):
         assert restored(tmp_path, state).step == 3
     monkeypatch.undo()
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
@@ -539,7 +537,7 @@ def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, monkeypa
         return real(self, mv, offset)
 
     monkeypatch.setattr(PosixFile, "write_at", full)
-    with pytest.warns(LastgoodWarning):
+    with reported():
         assert restored(tmp_path, state).step == 3
 
 

@@ -46,7 +46,7 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
             lastgood.Checkpointer,
             "path state * cadence retention write_mode digest on_error memory include exclude on_event "
             "staging torn_check in_flight when_full writers chunk overhead persist "
-            "parity scrub finite_also finite_except preemption patience",
+            "parity scrub finite_also finite_except preemption patience save_on_exit durable_within_seconds",
         ),
         (lastgood.Checkpointer.restore, "self step strict rename"),
         (lastgood.Checkpointer.step, "self n"),

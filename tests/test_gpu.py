@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import lastgood
+from harness import reported
 from lastgood.train import staging
 
 pytestmark = [
@@ -86,7 +87,7 @@ def test_a_change_behind_the_fence_is_found_on_a_device_too(tmp_path):
     state = build()
     train(state)
     with (
-        pytest.warns(lastgood.errors.LastgoodWarning, match="TornSnapshot"),
+        reported("TornSnapshot"),
         lastgood.Checkpointer(tmp_path, state) as ckpt,
     ):
         ckpt.save(1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import lastgood
-from harness import State, load, save
+from harness import State, load, reported, reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.finite import not_finite
 from lastgood.engine.inline import Inline
-from lastgood.errors import LastgoodWarning, NotFinite, NothingGood
+from lastgood.errors import NotFinite, NothingGood
 from lastgood.format import layout
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import PosixFiles
@@ -154,22 +154,23 @@ class Net(nn.Module):
 
 
 def trained(root: Path, poison: Callable[[nn.Module, torch.optim.Optimizer], object], **options: object) -> list[str]:
-    """Two good steps, one that is poisoned, and what was warned of."""
+    """Two good steps, one that is poisoned, and what was reported."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with lastgood.Checkpointer(root, {"net": net, "optimizer": optimizer}, **options) as ckpt:
-            ckpt.restore()
-            for step in (1, 2, 3):
-                net.layer(torch.ones(4)).sum().backward()
-                optimizer.step()
-                if step == 3:
-                    with torch.no_grad():
-                        poison(net, optimizer)
-                ckpt.save(step)
-                ckpt.wait()
-    return [str(one.message) for one in told if issubclass(one.category, LastgoodWarning)]
+    with (
+        reports(logging.WARNING) as texts,
+        lastgood.Checkpointer(root, {"net": net, "optimizer": optimizer}, **options) as ckpt,
+    ):
+        ckpt.restore()
+        for step in (1, 2, 3):
+            net.layer(torch.ones(4)).sum().backward()
+            optimizer.step()
+            if step == 3:
+                with torch.no_grad():
+                    poison(net, optimizer)
+            ckpt.save(step)
+            ckpt.wait()
+    return texts
 
 
 POISON = {
@@ -192,7 +193,7 @@ def test_a_state_that_is_not_finite_is_intact_and_not_good(tmp_path, name):
     assert newest.unfit and not newest.verified and not newest.damaged
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000002-")
     with lastgood.Checkpointer(tmp_path, {"net": Net()}, include=["net"]) as ckpt:
-        with pytest.warns(LastgoodWarning, match="intact, and not good"):
+        with reported("intact, and not good"):
             assert ckpt.restore(strict=False).step == 2
         found = ckpt.restore(step=3, strict=False)  # it was asked for
         assert found.step == 3 and found.unfit == [name]
@@ -230,7 +231,7 @@ def test_a_state_that_was_never_read_back_is_not_restored_either_when_it_is_not_
     net = Net()
     with (
         lastgood.Checkpointer(tmp_path, {"net": net}, include=["net"]) as ckpt,
-        pytest.warns(LastgoodWarning, match="NaN or infinity"),
+        reported("NaN or infinity"),
     ):
         assert ckpt.restore(strict=False).step == 2
     assert torch.isfinite(net.layer.weight).all()

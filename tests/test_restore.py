@@ -18,11 +18,11 @@ import torch
 
 import harness
 import lastgood
+from harness import reported
 from lastgood import errors
 from lastgood.engine import fetch
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import LastgoodWarning
 from lastgood.format import commit, layout
 from lastgood.format.layout import Image
 from lastgood.rawio.files import PosixFile, PosixFiles
@@ -113,7 +113,7 @@ def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(fetch.Contents, "see", flipping)
-        with pytest.warns(LastgoodWarning, match="memory changed it"):
+        with reported("memory changed it"):
             saved(tmp_path, 5)
     state = blank()
     with pytest.raises(errors.NothingGood, match="memory changed it"):
@@ -224,7 +224,7 @@ def test_what_damage_half_way_has_left_is_overwritten_by_the_next_older_generati
     flip(tmp_path, 6)
     bare(tmp_path, 6)
     state = blank()
-    with pytest.warns(LastgoodWarning, match="step 6: .*chunk 12"):
+    with reported("step 6: .*chunk 12"):
         assert restore(tmp_path, state).step == 3
     assert is_of(state, 3)
     assert (blob(tmp_path, 6).parent / "DAMAGED.json").exists()
@@ -292,7 +292,7 @@ def test_with_strict_false_all_is_verified_before_a_byte_is_applied(tmp_path: Pa
     saved(tmp_path, 3, 6)
     flip(tmp_path, 6)
     state = blank() | {"more": torch.zeros(3)}
-    with pytest.warns(LastgoodWarning, match="step 6"):
+    with reported("step 6"):
         assert lastgood.load(tmp_path, state, strict=False).step == 3
     assert is_of(state, 3)
 

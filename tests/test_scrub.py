@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import lastgood
-from harness import State, load, save
+from harness import State, load, reported, reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import Cancelled, LastgoodWarning, Refused, Unreadable
+from lastgood.errors import Cancelled, Refused, Unreadable
 from lastgood.format import commit, layout
 from lastgood.plan.retention import Keep
 from lastgood.plan.scrub import Scrub, next_to_read
@@ -199,19 +199,20 @@ def test_a_training_run_reads_its_old_generations_beside_its_saves(tmp_path):
 
 
 def looped(root: Path, scrub: Scrub, **options: object) -> list[str]:
-    """Eight saves, the first of which rots after the second; what was warned of."""
+    """Eight saves, the first of which rots after the second; what was reported."""
     net = nn.Linear(100, 100)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        with lastgood.Checkpointer(root, {"net": net}, retention=Keep(last=9), scrub=scrub, **options) as ckpt:
-            ckpt.restore()
-            for step in range(1, 9):
-                ckpt.save(step).result()
-                ckpt._behind._keeper.submit(int).result()  # upkeep is done
-                ckpt._behind._keeper.submit(int).result()  # and what it began
-                if step == 2:
-                    hit(root, 1)
-    return [str(one.message) for one in told if issubclass(one.category, LastgoodWarning)]
+    with (
+        reports(logging.WARNING) as texts,
+        lastgood.Checkpointer(root, {"net": net}, retention=Keep(last=9), scrub=scrub, **options) as ckpt,
+    ):
+        ckpt.restore()
+        for step in range(1, 9):
+            ckpt.save(step).result()
+            ckpt._behind._keeper.submit(int).result()  # upkeep is done
+            ckpt._behind._keeper.submit(int).result()  # and what it began
+            if step == 2:
+                hit(root, 1)
+    return texts
 
 
 def test_damage_that_is_found_beside_training_is_told_in_the_loop(tmp_path):
@@ -259,7 +260,7 @@ def test_a_restore_rebuilds_the_newest_by_itself_and_says_so(tmp_path):
     (commit,) = tmp_path.glob(f"gen/*2-*/{layout.COMMIT}")
     commit.unlink()
     other = nn.Linear(100, 100)
-    with lastgood.Checkpointer(tmp_path, {"net": other}) as ckpt, pytest.warns(LastgoodWarning, match="was rebuilt"):
+    with lastgood.Checkpointer(tmp_path, {"net": other}) as ckpt, reported("was rebuilt"):
         found = ckpt.restore()
     assert found.step == 2 and found.stepped_over == [] and [step for step, _ in found.repaired] == [2]
     assert torch.equal(net.weight, other.weight)

@@ -7,7 +7,7 @@
     |- Damaged       bytes are not what was committed                      an older generation   exit 4
     |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood  HalfLoaded
     |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
-    |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull
+    |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull  NothingDurable
     |- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
     |    TornSnapshot  RankFailed  StepDiffers (HeardLate)  ReplicaDiffers
     `- Unfit         intact, and not good                                  an older generation   exit 8
@@ -194,6 +194,10 @@ class InFlightFull(Unavailable):
     """As many saves are in flight as were allowed, and `when_full="raise"` was asked for."""
 
 
+class NothingDurable(Unavailable):
+    """No save became durable for as long as `Checkpointer(durable_within_seconds=...)` allows."""
+
+
 class Diverged(LastgoodError):
     """The cut, or what should be equal, disagrees."""
 
@@ -235,4 +239,7 @@ class NotFinite(Unfit):
 
 
 class LastgoodWarning(UserWarning):
-    """Something went wrong behind the training loop, and training can go on."""
+    """Kept so that scripts which name it in a warnings filter go on to work. It is not raised any more.
+
+    What goes wrong behind the training loop is reported through the logger `lastgood`, and on stderr.
+    """

@@ -449,7 +449,7 @@ def tune(
         ),
     ] = None,
     overhead: Annotated[
-        float, typer.Option(metavar="PART", parser=tuning.positive, help="By how much saving may slow training.")
+        float, typer.Option(metavar="PART", parser=tuning.share, help="By how much saving may slow training.")
     ] = 0.03,
     quick: Annotated[bool, typer.Option("--quick", help="Smaller samples: some 20 s instead of 120 at most.")] = False,
     as_json: Json = False,

@@ -62,7 +62,7 @@ class Writer(StorageWriter):
     """Saves of torch.distributed.checkpoint as generations of the run at `path`, which all ranks must see."""
 
     def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
-        self.path, self._digest = os.path.abspath(path), digest
+        self.path, self._digest = places.directory(path), digest
         self.checkpoint_id: str | os.PathLike[str] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -83,6 +83,7 @@ class Writer(StorageWriter):
             run.begin(chain[0].id if chain else None)
             wanted = _step(self.checkpoint_id)
             at = run.admit(wanted if wanted is not None else chain[0].step + 1 if chain else 0)
+            run.record_incarnation()  # the opening that commits finds it there
         told = msgspec.to_builtins(at)
         return [replace(plan, storage_data=(told, rank, len(plans))) for rank, plan in enumerate(plans)]
 
@@ -149,7 +150,7 @@ class Reader(StorageReader):
     """Loads of torch.distributed.checkpoint from the run at `path`, whoever wrote it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.path.abspath(path)
+        self.path = places.directory(path)
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self._content: _Content | None = None
 

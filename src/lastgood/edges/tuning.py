@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import sys
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from ..plan import tune
 from ..plan.retention import KEEP
-from ..run import measure
+from ..run import measure, places
 from ..words import size
 from .show import new_table, plural
 from .terminal import clean, progress
@@ -54,6 +53,14 @@ def positive(text: str) -> float:
     return number
 
 
+def share(text: str) -> float:
+    """A number above zero and below one. Raises BadParameter."""
+    number = positive(text)
+    if number >= 1:
+        raise typer.BadParameter(f"{text!r} is no share: give 0.03 for 3 %.")
+    return number
+
+
 def tuned(
     run: str,
     state_bytes: int,
@@ -64,6 +71,7 @@ def tuned(
     quick: bool,
 ) -> dict[str, Any]:
     """Measure beside `run` and choose. Raises Refused, NoSpace, what opening and writing raise."""
+    run = places.directory(run)
     effort = measure.QUICK if quick else measure.FULL
     free = shutil.disk_usage(measure.beside(run)).free
     memory, disk = memory_bytes or state_bytes, disk_bytes or free
@@ -83,7 +91,7 @@ def tuned(
     by_slots = tune.interval_steps(tw, setting.in_flight, overhead, step_seconds)
     keep = disk // state_bytes - setting.in_flight - tune.SLOTS_BESIDE
     return {
-        "place": os.path.abspath(run),
+        "place": run,
         "state_bytes": state_bytes,
         "step_seconds": step_seconds,
         "memory_bytes": memory,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..errors import LastgoodWarning, NothingGood
+from ..errors import NothingGood
 from ..format import commit, layout
 from ..format import stripes as striping
 from ..plan.restore import lineage
@@ -174,8 +173,7 @@ def begin(root: Path) -> None:
 def one(key: Row) -> Row:
     """One trial."""
     base, chance = _base[-1], random.Random(str(sorted(key.items())))
-    with tempfile.TemporaryDirectory(dir=base.root) as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore", LastgoodWarning)
+    with tempfile.TemporaryDirectory(dir=base.root) as folder:
         root = Path(shutil.copytree(base.root / key["parity"], Path(folder) / "run", symlinks=True))
         (home,) = root.glob(f"gen/{NEWER:012d}-*")
         before = _contents(home)

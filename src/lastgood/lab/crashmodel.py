@@ -107,7 +107,7 @@ class Ledger:
     parents: dict[str, GenerationId | None] = field(default_factory=dict)
     current: str | None = None
     opening: set[str] = field(default_factory=set)
-    """incarnations newer than `current` whose record may or may not be there"""
+    """incarnations newer than `current` of which the first COMMIT may or may not be there"""
     idents: int = 0
     attempts: int = 0
     parity: str | None = None
@@ -149,12 +149,16 @@ class Ledger:
         return self.acknowledged - self.ending - self.rotten - self.doubted
 
     def choices(self) -> list[tuple[set[GenerationId], GenerationId | None]]:
-        """For each incarnation that may be the newest: what a restore may choose, and the oldest it may choose."""
+        """For each incarnation that may be the newest: what a restore may choose, and the oldest it may choose.
+
+        An incarnation is nothing without a COMMIT: of one that may have none, only what it saved itself is chosen.
+        """
         owed = self.owed()
         found = []
         for incarnation in {self.current, *self.opening}:
             line = self.line(incarnation)
-            found.append((set(line) - (self.rotten - self.mending), next((at for at in line if at in owed), None)))
+            mine = [at for at in line if incarnation == self.current or at.incarnation == incarnation]
+            found.append((set(mine) - (self.rotten - self.mending), next((at for at in line if at in owed), None)))
         return found
 
     def end(self, at: GenerationId) -> None:
@@ -366,9 +370,8 @@ def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
     for name, folder in disk.root.names.get("gen", Folder()).names.items():
         if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), Commit):
             after.acknowledged.add(named(name))
-    records = disk.root.names.get("incarnations", Folder()).names
     for ident in sorted(after.opening, key=after.orders.__getitem__):
-        if any(name.startswith(f"{after.orders[ident]:06d}-{ident}") and name.endswith(".json") for name in records):
+        if any(at.incarnation == ident for at in after.acknowledged):
             after.current = ident
     after.opening.clear()
     return after
@@ -576,10 +579,7 @@ class World:
         ident = f"{ledger.idents + 1:08x}"
         ledger.orders[ident] = 1 + max((one.order for one in self.run.survey.incarnations.values()), default=0)
         ledger.parents[ident] = parent
-        ledger.opening.add(ident)
         self.run.begin(parent)
-        ledger.current = ident
-        ledger.opening.clear()
 
     def save(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
         """One save; whether it was acknowledged. An error of the tree is an answer, any other is not.
@@ -590,6 +590,8 @@ class World:
         at = self.run.admit(step)
         ledger.attempts += ledger.disturbed
         ledger.given[at] = payload(at, ledger.attempts if ledger.disturbed else 0, ledger.weight)
+        if at.incarnation != ledger.current:
+            ledger.opening.add(at.incarnation)
         others = Others(self, at, meanwhile)
         together: Any = others if ledger.ranks > 1 else None
         try:
@@ -604,8 +606,12 @@ class World:
         except LastgoodError:
             ledger.given.pop(at)
             _must(ledger.disturbed, "a save failed without a fault")
+            if not any(one.incarnation == at.incarnation for one in ledger.given):
+                ledger.opening.discard(at.incarnation)
             return False
         ledger.acknowledged.add(at)
+        ledger.current = at.incarnation
+        ledger.opening.clear()
         self.forget()
         _must(not ledger.in_flight or all(at in table for table in ledger.tables), f"{at} is durable, they say")
         return True

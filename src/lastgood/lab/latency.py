@@ -10,7 +10,6 @@ import contextlib
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import LastgoodWarning
 from ..plan.cadence import Every
 from ..plan.retention import Keep
 from ..tiers.disk import WriteMode
@@ -92,8 +90,6 @@ def run(options: Options, say: Say) -> list[Row]:
 def _measure(folder: Path, size: int, keys: Sequence[Row], journal: Journal) -> None:
     state = state_of(size)
     with contextlib.ExitStack() as opened:
-        opened.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", LastgoodWarning)
         ckpts = {
             mode: opened.enter_context(
                 Checkpointer(

@@ -11,7 +11,6 @@ import shutil
 import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +22,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ..errors import LastgoodWarning
 from ..format import commit
 from ..plan.cadence import Every
 from ..plan.retention import Keep
@@ -105,13 +103,9 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
     model, moments = get_state_dict(net, optimizer)
     state = {"model": model, "optimizer": moments}
     theirs = folder / "dcp"
-    with (
-        warnings.catch_warnings(),
-        Checkpointer(
-            folder / "ours", {"net": net, "optimizer": optimizer}, cadence=Every(steps=10**9), retention=Keep(last=1)
-        ) as ckpt,
-    ):
-        warnings.simplefilter("ignore", LastgoodWarning)
+    with Checkpointer(
+        folder / "ours", {"net": net, "optimizer": optimizer}, cadence=Every(steps=10**9), retention=Keep(last=1)
+    ) as ckpt:
 
         def save_theirs() -> None:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(str(theirs), thread_count=4))
@@ -146,8 +140,7 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
     what all ranks of this machine have read from its disk."""
     net = layers(mib)
     optimizer = stepped(nn.parallel.DistributedDataParallel(net))
-    with warnings.catch_warnings(), Checkpointer(folder, {"net": net, "optimizer": optimizer}) as ckpt:
-        warnings.simplefilter("ignore", LastgoodWarning)
+    with Checkpointer(folder, {"net": net, "optimizer": optimizer}) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
         ckpt.wait()
@@ -193,8 +186,7 @@ def agreeing(rank: int, size: int, folder: Path) -> Row:
 def planning(rank: int, size: int, folder: Path) -> Row:
     """Seconds in which a cut takes small tensors and plans who writes them, the plan being known: all but the copy."""
     state = {"w": {f"{n:04d}": torch.zeros(4) for n in range(SMALL)}}
-    with warnings.catch_warnings(), Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
-        warnings.simplefilter("ignore", LastgoodWarning)
+    with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
         assert ckpt._ranks is not None

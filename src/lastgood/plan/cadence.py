@@ -9,18 +9,34 @@ from ..errors import Refused
 
 @dataclass(frozen=True)
 class Every:
-    """Save every so many `steps`, or as soon as so many `seconds` have passed; either, or both."""
+    """Save when a multiple of `steps` is reached or passed, or as soon as `seconds` have passed; either, or both.
+
+    Raises Refused for values that cannot be meant.
+    """
 
     steps: int | None = None
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        steps_hold = self.steps is None or self.steps >= 1
-        seconds_hold = self.seconds is None or self.seconds > 0  # a NaN does not
+        steps_hold = self.steps is None or (_is_number(self.steps, int) and self.steps >= 1)
+        seconds_hold = self.seconds is None or (_is_number(self.seconds, (int, float)) and self.seconds > 0)
         if not (steps_hold and seconds_hold) or self.steps is self.seconds is None:
-            raise Refused(f"{self} says nothing", todo="Give Every(steps=...) >= 1, or Every(seconds=...) > 0.")
+            raise Refused(
+                f"{self} says nothing",
+                safe="Nothing was touched.",
+                todo="Give Every(steps=...), a whole number >= 1, or Every(seconds=...) > 0.",
+            )
 
-    def due(self, step: int, seconds_since_save: float) -> bool:
-        """Whether a save is due after `step`."""
-        by_step = self.steps is not None and step % self.steps == 0
+    def due(self, step: int, seconds_since_save: float, since: int | None = None) -> bool:
+        """Whether a save is due after `step`. `since`: the step before it that was looked at, or saved (step - 1)."""
+        by_step = self.steps is not None and crossed(self.steps, step - 1 if since is None else since, step)
         return by_step or (self.seconds is not None and seconds_since_save >= self.seconds)
+
+
+def crossed(interval: int, since: int, step: int) -> bool:
+    """Whether a multiple of `interval` lies after `since`, up to and with `step`. Steps need not count by ones."""
+    return step // interval > since // interval
+
+
+def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)

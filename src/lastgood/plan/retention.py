@@ -9,13 +9,15 @@ verification may have passed it by, or a power loss may have taken its mark.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..errors import Refused
 from ..format.commit import Survey
 from ..records import Generation, GenerationId, Incarnation
+
+_SAFE = "Nothing was touched."
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,24 @@ class Keep:
     best: tuple[str, Literal["min", "max"], int] | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1 or (self.every is not None and self.every < 1):
-            raise Refused(f"{self} keeps nothing", todo="Give last >= 1 and every >= 1.")
-        if self.best is not None and (len(self.best) != 3 or self.best[1] not in ("min", "max") or self.best[2] < 1):
-            raise Refused(f"best={self.best!r}", todo='Give ("loss", "min", 3): a metric, "min" or "max", how many.')
+        if not (_is_count(self.last) and (self.every is None or _is_count(self.every))):
+            raise Refused(f"{self} keeps nothing", safe=_SAFE, todo="Give whole numbers: last >= 1 and every >= 1.")
+        listed = isinstance(self.milestones, Collection) and not isinstance(self.milestones, (str, bytes, Mapping))
+        if not (listed and all(_is_count(one, 0) for one in self.milestones)):
+            raise Refused(f"milestones={self.milestones!r}", safe=_SAFE, todo="Give a tuple of steps: (1000, 2000).")
+        if self.best is not None and not (
+            isinstance(self.best, (tuple, list))
+            and len(self.best) == 3
+            and isinstance(self.best[0], str)
+            and self.best[1] in ("min", "max")
+            and _is_count(self.best[2])
+        ):
+            todo = 'Give ("loss", "min", 3): a metric, "min" or "max", how many.'
+            raise Refused(f"best={self.best!r}", safe=_SAFE, todo=todo)
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 KEEP = Keep()

@@ -21,8 +21,12 @@ class Scrub:
     bytes_per_second: float = 100e6
 
     def __post_init__(self) -> None:
-        if not (self.seconds >= 0 and self.bytes_per_second > 0):
-            raise Refused(f"{self}", todo="Give seconds >= 0 and bytes_per_second > 0.")
+        numbers = all(
+            isinstance(one, (int, float)) and not isinstance(one, bool) for one in (self.seconds, self.bytes_per_second)
+        )
+        if not (numbers and self.seconds >= 0 and self.bytes_per_second > 0):
+            todo = "Give seconds >= 0 and bytes_per_second > 0."
+            raise Refused(f"{self}", safe="Nothing was touched.", todo=todo)
 
 
 def next_to_read(

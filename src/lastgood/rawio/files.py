@@ -160,6 +160,25 @@ def takes_direct(folder: str) -> bool:
         page.close()
 
 
+def lock_holder(path: str) -> int | None:
+    """The process that holds the lock at `path`; None where the system does not say, or it is in another namespace."""
+    try:
+        of = os.stat(path)
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing itself is closed
+                if os.path.samestat(os.stat(f"/proc/self/fd/{fd}"), of):
+                    return os.getpid()
+        place = f"{os.major(of.st_dev):02x}:{os.minor(of.st_dev):02x}:{of.st_ino}"
+        with open("/proc/locks") as file:
+            found = [line.split() for line in file]
+    except OSError:
+        return None
+    for one in found:  # 1: FLOCK ADVISORY WRITE 4321 08:02:131 0 EOF
+        if len(one) > 5 and one[1] == "FLOCK" and one[5] == place and one[4].isdigit() and one[4] != "0":
+            return int(one[4])
+    return None
+
+
 class Lock:
     """An exclusive lock on a run, held while this object is open; it dies with its process.
 

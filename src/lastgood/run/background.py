@@ -4,8 +4,8 @@
                                                           where the loop waits for the copy, it makes it itself)
     lane (one of `in_flight`): chunks -> writers -> COMMIT     keeper: verify -> point -> clean
 
-Torch-free. Owns the lock, the threads and the writer of a run. Whatever fails here lies in `problems` until somebody
-has told it; what nobody asked for by the end of the process is printed. Nothing here waits for the training thread.
+Torch-free. Owns the lock, the threads and the writer of a run. What fails here waits in `outcomes` until the training
+thread reports it, at the latest at the end of the process. Nothing here waits for the training thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
 import time
 import weakref
@@ -35,6 +34,7 @@ from ..records import Event, EventKind, Generation, GenerationId, Piece
 from ..tiers.disk import WriteMode
 from . import places
 from .follower import Follower, Leader
+from .outcomes import Outcomes
 from .ranks import Ranks, Topic
 from .reader import WORKERS
 from .sharing import Approve, Files
@@ -232,7 +232,7 @@ class Background:
         ranks: Ranks | None = None,
     ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.problems: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+        self.outcomes = Outcomes(os.fspath(path))
         self.latest: int | None = None
         """step of the newest verified generation"""
         self._upkeep_arena: Arena | None = None
@@ -291,7 +291,7 @@ class Background:
             pause=self._busy.wait,
         )
         self.note_latest()
-        self._unheard = weakref.finalize(self, _print_unheard, self.problems, disk.place)
+        self._unreported = weakref.finalize(self, self.outcomes.report_unread)
 
     # ---- from the training thread --------------------------------------------------------------------------
 
@@ -425,10 +425,9 @@ class Background:
         if self._ranks is not None:
             self._ranks.left.set()
 
-    def heard(self) -> None:
-        """Every problem has been told: nothing is printed at the end."""
-        if self.problems.empty():
-            self._unheard.detach()
+    def reported(self) -> None:
+        """Every outcome has been reported: nothing is left for the end of the process."""
+        self._unreported.detach()
 
     def small_arena(self) -> Arena:
         """Memory for reading beside a save."""
@@ -464,7 +463,7 @@ class Background:
         try:
             self._place.close()
         except LastgoodError as error:
-            self.problems.put(error)
+            self.outcomes.put(error)
 
     def _copy(self, flight: _Flight, fill: Callable[[Callable[[], bool]], Iterator[Lease]]) -> None:
         """The live state is read here, and may change again once this is over."""
@@ -507,8 +506,9 @@ class Background:
             if not chunks.unwanted:
                 self._catch_up()
             generation = self.run.save(flight.at, images, iter(chunks), approve=approved, writers=writers, **options)
+            self.outcomes.durable(flight.at.step)
             self._overtake(flight)
-        except BaseException as error:  # noqa: BLE001 - kept, and raised in the training loop
+        except BaseException as error:  # noqa: BLE001 - kept, and reported by the training thread
             failed = error
             flight.give_up(error)
             if options["together"] is not None and generation is None:
@@ -538,7 +538,7 @@ class Background:
             Event(kind=kind, step=save.step, at_seconds=time.monotonic(), seconds=save.seconds, detail=detail)
         )
         if not isinstance(error, Overtaken):
-            self.problems.put(error)
+            self.outcomes.put(error, save.step)
 
     @property
     def _backlog_limit(self) -> int:
@@ -556,8 +556,8 @@ class Background:
             self._look_after(give_way)
         except Cancelled:
             return  # a later commit has made this one uninteresting; that one is looked after
-        except BaseException as error:  # noqa: BLE001 - raised in the training loop
-            self.problems.put(error)
+        except BaseException as error:  # noqa: BLE001 - reported by the training thread
+            self.outcomes.put(error)
         if self._scrub and time.monotonic() - self._scrubbed_at >= self._scrub.seconds:
             with self._state:
                 if not self._flights and not self._hurried:
@@ -571,13 +571,13 @@ class Background:
                 done = self._scrubber.next_one(self._busy.is_set) or self._scrubber.next_one(self._busy.is_set)
         except Cancelled:
             return  # its turn comes again
-        except BaseException as error:  # noqa: BLE001 - raised in the training loop
-            self.problems.put(error)
+        except BaseException as error:  # noqa: BLE001 - reported by the training thread
+            self.outcomes.put(error)
             done = None
         self._scrubbed_at = time.monotonic()
         if done is not None and not done.whole:
             self.note_latest()
-            self.problems.put(
+            self.outcomes.put(
                 Damaged(
                     f"step {done.generation.step} was good and does not read back any more: {told(done.findings)}",
                     safe="It is marked; restore goes to a good one. Its neighbours are read next.",
@@ -598,7 +598,7 @@ class Background:
                 with self._looking:
                     self.run.clean(most=DELETIONS_AHEAD)
         except LastgoodError as error:
-            self.problems.put(error)
+            self.outcomes.put(error)
 
     def _look_after(self, stop: Callable[[], bool], alone: bool = False, most: int | None = None) -> None:
         """Verify, point, and delete `most` generations at most; what verifying finds does not keep it from deleting."""
@@ -608,7 +608,7 @@ class Background:
             except Cancelled:
                 raise
             except LastgoodError as error:
-                self.problems.put(error)
+                self.outcomes.put(error)
             finally:
                 self.note_latest()
             self.run.clean(stop, most)
@@ -621,7 +621,7 @@ class Background:
             try:
                 self.run.verify(self.small_arena())
             except LastgoodError as error:
-                self.problems.put(error)
+                self.outcomes.put(error)
             self.note_latest()
             return self.run.relieve()
 
@@ -630,9 +630,3 @@ def _writer(ranks: Ranks | None) -> Callable[..., RunWriter]:
     if ranks is None:
         return RunWriter
     return partial(Leader if ranks.coordinates else Follower, ranks=ranks)
-
-
-def _print_unheard(problems: queue.SimpleQueue[BaseException], place: str) -> None:
-    while not problems.empty():
-        error = problems.get()
-        print(f"lastgood: {place} was never closed; unheard: {type(error).__name__}: {error}", file=sys.stderr)

@@ -134,8 +134,7 @@ class Follower(_Ranked):
 
     def begin(self, parent: GenerationId | None) -> None:
         record = msgspec.convert(self._ranks.agree("begin", None, lambda _: None), Incarnation)
-        self.survey.incarnations[record.id], self.survey.order = record, record.order
-        self._incarnation, self._last = record, parent
+        self._incarnation, self._last, self.survey.order = record, parent, record.order
         self._was_read = self.survey.generations.get(parent) if parent else None
 
     def _committed(

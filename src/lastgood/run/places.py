@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from typing import Literal
 
 from ..errors import LastgoodError, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import layout
 from ..ports import Files, Tier
-from ..rawio.files import Lock, PosixFiles, takes_direct
+from ..rawio.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..rawio.mapped import MappedFiles
 from ..tiers.disk import Disk, WriteMode
 from ..tiers.slots import HOME, Slots
@@ -19,6 +20,8 @@ from ..tiers.slots import HOME, Slots
 LOCK = ".lock"
 SLOTS = "slots://"
 """before the absolute path of a run that lives in slots"""
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]*:/+")
+"""of a URL; pathlib makes one slash of the two"""
 _GENERATIONS = {"gen", HOME}
 _OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
@@ -71,17 +74,13 @@ def for_writing(
             raise NotARun(
                 f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
                 safe="It is untouched.",
-                todo="Give a new or empty directory.",
+                todo=f"Give a new or empty directory, for example one inside it: {os.path.join(root, 'checkpoints')}",
             )
     try:
         _make(root)
         lock = Lock(os.path.join(root, LOCK))
     except BlockingIOError as error:
-        raise RunLocked(
-            f"{root} is open for writing in another process",
-            safe="Nothing was touched.",
-            todo="End that process, or give this run another path. The lock goes with its process.",
-        ) from error
+        raise _locked(root) from error
     except OSError as error:
         raise _refused(root, error) from error
     try:
@@ -114,17 +113,44 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
     yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root), shared=True)
 
 
+def directory(path: str | os.PathLike[str]) -> str:
+    """The directory of a run that does not live in slots, in full. Raises Refused, also for slots."""
+    root, slots = _parsed(path)
+    if slots:
+        raise Refused(f"path={path!r}: slots are for a Checkpointer", safe="Nothing was touched.", todo=f"Give {root}")
+    return root
+
+
 def in_slots(path: str | os.PathLike[str]) -> bool:
     """Whether a path means a run that lives in slots."""
-    return os.fspath(path).startswith(SLOTS)
+    return _parsed(path)[1]
 
 
 def _parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """The directory, and whether the run in it lives in slots."""
-    text = os.fspath(path)
+    """The directory, and whether the run in it lives in slots. Raises Refused for what is no path of a directory."""
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise Refused(
+            f"path={path!r} names no directory",
+            safe="Nothing was touched.",
+            todo=f"Give the directory of the run as text or as a pathlib.Path, or {SLOTS}/its/path.",
+        )
+    scheme = _SCHEME.match(text)
+    if scheme and not text.startswith(SLOTS) and (isinstance(path, os.PathLike) or scheme[0].endswith("//")):
+        raise Refused(
+            f"path={text!r} is a URL, and runs live in directories of a mounted file system",
+            safe="Nothing was touched.",
+            todo=f"Give a directory, or {SLOTS}/its/path (in small letters, as text).",
+        )
+    root = os.path.expanduser(text.removeprefix(SLOTS))
+    if root.startswith("~"):
+        raise Refused(
+            f"path={text!r}: there is no user {root.partition('/')[0]}",
+            safe="Nothing was touched.",
+            todo="Give the directory in full; for a name that begins with ~ write ./~name.",
+        )
     if not text.startswith(SLOTS):
-        return os.path.abspath(text), False
-    root = text.removeprefix(SLOTS)
+        return os.path.abspath(root), False
     if not os.path.isabs(root):
         raise NotARun(f"{text} has no absolute path", todo=f"Write {SLOTS}{os.path.abspath(root)}")
     return os.path.normpath(root), True
@@ -141,6 +167,12 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
     try:
         found = PosixFiles().list(root)
     except (FileNotFoundError, NotADirectoryError):
+        if os.path.islink(root):
+            raise NotARun(
+                f"{root} is a link to {os.readlink(root)}, which is not a directory",
+                safe="It is untouched.",
+                todo="Make that directory, or give another path.",
+            ) from None
         raise NotARun(f"{root} is a file, not the directory of a run", safe="It is untouched.") from None
     except OSError as error:
         raise _refused(root, error) from error
@@ -151,6 +183,23 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
         if found.get(name, None) is not None:
             raise NotARun(f"{os.path.join(root, name)} is not a directory of its own", todo="Put the real one there.")
     return set(found)
+
+
+def _locked(root: str) -> RunLocked:
+    """Who holds the lock, as far as the system says."""
+    holder = lock_holder(os.path.join(root, LOCK))
+    if holder == os.getpid():
+        return RunLocked(
+            f"{root} is open for writing in this process already",
+            safe="Nothing was touched.",
+            todo="close() the earlier Checkpointer first: a notebook cell that is run twice opens the run twice.",
+        )
+    which = f"process {holder}" if holder else "another process"
+    return RunLocked(
+        f"{root} is open for writing in {which}",
+        safe="Nothing was touched.",
+        todo="End that process, or give this run another path. The lock goes with its process.",
+    )
 
 
 def _make(root: str) -> None:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -103,6 +104,8 @@ class RunWriter:
         self._incarnation = self.survey.incarnations.get(resumes.incarnation) if resumes else None
         if resumes:
             self.survey.incomplete.discard(resumes)
+        self._recorded = resumes.incarnation if resumes else ""
+        """the incarnation of which the record was written, or found"""
         self._last: GenerationId | None = None
         """newest step that was tried and may exist"""
         self._unread = 0
@@ -150,17 +153,36 @@ class RunWriter:
                 self.survey.incomplete.discard(at)
 
     def begin(self, parent: GenerationId | None) -> None:
-        """Open an incarnation that continues `parent` (None: from scratch). Durable on return."""
+        """Open an incarnation that continues `parent` (None: from scratch), in this process only.
+
+        It becomes durable with its first COMMIT, which names the parent. Until then the next process, and the pointer,
+        go by what was there before; this process goes by `view`.
+        """
         if parent is not None:
             commit.confirm(self.tier, parent)
         order = self.survey.order + 1
         record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
-        self.tier.put_new(layout.incarnation_name(record), layout.encode(record))
-        self.survey.incarnations[record.id], self.survey.order = record, order
-        self._incarnation, self._last = record, parent
+        self._incarnation, self._last, self.survey.order = record, parent, order
+
+    def record_incarnation(self) -> None:
+        """Write the record of this incarnation, once, and delete those that lead nowhere any more."""
+        record = self._incarnation
+        assert record is not None
+        name = layout.incarnation_name(record)
+        if name.partition("/")[2] not in self.tier.list("incarnations"):
+            self.tier.put_new(name, layout.encode(record))
+        self.survey.incarnations[record.id], self._recorded = record, record.id
         for stale in stale_incarnations(self.survey):
             if self._deletions.remove(layout.incarnation_name(stale)):
                 del self.survey.incarnations[stale.id]
+
+    @property
+    def view(self) -> commit.Survey:
+        """What lies in the run, as this process goes on from it: its incarnation is the newest, also before a save."""
+        mine = self._incarnation
+        if mine is None or mine.id in self.survey.incarnations:
+            return self.survey
+        return replace(self.survey, incarnations={**self.survey.incarnations, mine.id: mine})
 
     def admit(self, step: int) -> GenerationId:
         """Where a save of `step` will go. Raises StepTaken, NotRestored; touches nothing in a run that is begun."""
@@ -319,6 +341,9 @@ class RunWriter:
             self._note_tried(at)
             self._take_in(generation)
             self._unread += 1
+            if self._recorded != at.incarnation:
+                with contextlib.suppress(Unavailable):  # each COMMIT says the same; the next save tries again
+                    self.record_incarnation()
             return generation
 
     def _committed(
@@ -359,6 +384,8 @@ class RunWriter:
 
     def _take_in(self, generation: Generation) -> None:
         self.survey.generations[generation.id] = generation
+        if self._incarnation is not None and generation.id.incarnation == self._incarnation.id:
+            self.survey.incarnations[self._incarnation.id] = self._incarnation
         if self.tier.newest_only:
             there = self.tier.list("gen")
             for gone in [one for one in self.survey.generations if layout.folder(one).partition("/")[2] not in there]:
@@ -509,7 +536,7 @@ class RunWriter:
 
     def mend_known(self, step: int | None, arena: Arena) -> None:
         """Mend what a restore (of `step`) would pass over, newest first, down to what it would take."""
-        chain, lost = restore.lineage(self.survey)
+        chain, lost = restore.lineage(self.view)
         known = sorted({*chain, *lost}, key=self._age, reverse=True)
         astray = self.survey.broken.keys() - set(known)
         mended = False
@@ -580,12 +607,14 @@ class RunWriter:
                 self.point()
 
     def point(self) -> None:
-        """Let POINTER.json and latest_ok name the newest verified generation of the lineage.
+        """Let POINTER.json and latest_ok name the newest verified generation of the lineage, as it is durable.
 
         Both are hints: where they cannot be written that is reported once, and every later call tries again.
         """
         with self.turn:
-            newest = self.newest_verified()
+            chain = restore.lineage(self.survey).chain
+            there = self.survey.generations
+            newest = next((there[at] for at in chain if at in there and there[at].good), None)
             if newest is None:
                 return
             pointer = Pointer(
@@ -676,7 +705,7 @@ class RunWriter:
         """Committed generations of the lineage, newest first; those whose commit is not sure are not among them."""
         with self.turn:
             there = self.survey.generations
-            chain = restore.lineage(self.survey).chain
+            chain = restore.lineage(self.view).chain
             return [there[at] for at in chain if at in there]
 
     def _event(self, kind: EventKind, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> Event:

@@ -18,7 +18,7 @@ from ..run.writer import RunWriter
 from . import staging
 from .capture import finite
 from .exempt import untrained
-from .loading import Request, Restored, load_into, warn_of
+from .loading import Request, Restored, load_into, report
 from .state import capture
 from .tensors import from_buffer
 
@@ -86,5 +86,5 @@ def load_once(
             return read_all(tier, generation, small, workers)
 
         found = load_into(Request(state, strict, rename), tier, commit.survey(tier), step, Arena, workers, examine)
-    warn_of(found, "loaded")
+    report(found, "loaded")
     return found

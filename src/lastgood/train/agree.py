@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..errors import TierDown, TimedOut
+from ..errors import Refused, TierDown, TimedOut
 from ..run.meeting import meet
 from ..run.ranks import PATIENCE_SECONDS, Posts, Ranks
 
@@ -139,7 +139,24 @@ def machine() -> str:
 
 def among_ranks() -> bool:
     """Whether this process is one of several of a group."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return world_size() > 1
+
+
+def world_size() -> int:
+    """Processes of the group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def require_group(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a process that a launcher has started as one of several, and that has not joined their group."""
+    size, rank = environ.get("WORLD_SIZE", ""), environ.get("RANK", "")
+    if size.isdigit() and int(size) > 1 and rank.isdigit() and not (dist.is_available() and dist.is_initialized()):
+        raise Refused(
+            f"this is rank {rank} of {size} (RANK and WORLD_SIZE are set), and torch.distributed is not initialised",
+            safe="Nothing was touched.",
+            todo="Call torch.distributed.init_process_group() before opening the run. For one process by itself unset "
+            "RANK and WORLD_SIZE.",
+        )
 
 
 def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks:

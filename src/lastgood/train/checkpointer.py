@@ -1,7 +1,7 @@
 """The checkpointer: the one object in the training loop. Holds what the training thread does; threads are not here.
 
-The training thread cuts (train/cutting.py) and goes on; run/background.py does the rest. Everything that happened there
-is told at the next call.
+The training thread cuts (train/cutting.py) and goes on; run/background.py does the rest. What happened there is
+reported at the next call (run/outcomes.py).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 import operator
 import os
 import sys
+import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from .. import words
+from .. import reporting, words
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import (
@@ -28,36 +28,33 @@ from ..errors import (
     HeardLate,
     InFlightFull,
     LastgoodError,
-    LastgoodWarning,
-    NoSpace,
     NoSuchStep,
+    NotRestored,
     NotWritable,
-    Refused,
     StepDiffers,
     StepTaken,
-    TornSnapshot,
     Unavailable,
 )
 from ..format import stripes as striping
-from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
+from ..format.layout import CHUNK_BYTES
 from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
 from ..plan.tune import Auto
-from ..rawio.checksum import ALGORITHMS
 from ..rawio.files import free_bytes
-from ..records import Event, EventKind, Finding, Generation, GenerationId
+from ..records import Event, EventKind, Finding, Generation
 from ..run import places, reader, room
 from ..run.announcing import Announcements
 from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
 from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
 from ..tiers.disk import WriteMode
-from .agree import among_ranks, machine, ranks_of
+from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .cutting import Cutter, Staging, TornCheck
-from .loading import Request, Restored, load_into, warn_of
+from .loading import Request, Restored, load_into, report
 from .merging import homeless
 from .objects import is_fsdp1, modules_of
+from .options import OnError, Options, WhenFull, check_state, is_whole, require
 from .pacing import Pace
 from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
@@ -65,7 +62,6 @@ from .timing import Timing, TimingTogether
 from .together import Together
 
 CADENCE = Every(seconds=300)
-LEAST_MEMORY_BYTES = 1 << 20
 TORN_LIMIT = 2
 """torn saves in a row, after which a state is staged while the loop waits"""
 SHARED = 1.5
@@ -85,8 +81,11 @@ class Checkpointer:
     "blocking" before the call returns; `torn_check`: "full" digests everything at the cut. `in_flight`: saves side by
     side, each with so many `writers`; `when_full`: a due step waits, is skipped, or raises. `chunk`: bytes of a buffer;
     `memory`: bound of all of them (default: the size of the state; smaller makes the next update wait for the disk).
-    `on_error`: "warn" lets training go on when a background save failed, "raise" raises in the loop. `on_event` hears,
-    on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch).
+    `on_error`: "warn" reports a save that failed in the background and lets training go on, "raise" raises in the loop.
+    `durable_within_seconds` (default None: no limit): `step()` raises NothingDurable when no save became durable for so
+    long, whatever `on_error` says. `save_on_exit` (default True): leaving the `with` without an exception saves the
+    newest step that `step()` or `save()` was called with, unless it is saved already, and waits for it.
+    `on_event` is called on the training thread with each Event. `include` / `exclude`: name patterns (fnmatch).
     NaN or infinity in a parameter or in an optimizer's state makes a save intact, and not good: it is never restored by
     itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
     `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
@@ -105,7 +104,7 @@ class Checkpointer:
         retention: Keep = KEEP,
         write_mode: WriteMode = "atomic_dirsync",
         digest: str = "xxh3_128",
-        on_error: Literal["warn", "raise"] = "warn",
+        on_error: OnError = "warn",
         memory: int | None = None,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
@@ -113,7 +112,7 @@ class Checkpointer:
         staging: Staging | None = None,
         torn_check: TornCheck = "sampled",
         in_flight: int = 2,
-        when_full: Literal["wait", "skip", "raise"] = "wait",
+        when_full: WhenFull = "wait",
         writers: int = reader.WORKERS,
         chunk: int = CHUNK_BYTES,
         overhead: float | None = None,
@@ -124,67 +123,54 @@ class Checkpointer:
         finite_except: Sequence[str] = (),
         preemption: Preemption | None = None,
         patience: float = PATIENCE_SECONDS,
+        save_on_exit: bool = True,
+        durable_within_seconds: float | None = None,
     ) -> None:
-        _require(digest in ALGORITHMS, f"digest={digest!r}", f"One of {', '.join(ALGORITHMS)}.")
-        _require(write_mode in ("atomic_dirsync", "atomic_nodirsync", "unsafe"), f"write_mode={write_mode!r}", "")
-        _require(on_error in ("warn", "raise"), f"on_error={on_error!r}", 'Give "warn" or "raise".')
-        _require(memory is None or memory >= LEAST_MEMORY_BYTES, f"memory={memory}", "At least 1 MiB.")
-        _require(staging in (None, "overlap", "blocking"), f"staging={staging!r}", 'Give "overlap" or "blocking".')
-        _require(torn_check in ("sampled", "full"), f"torn_check={torn_check!r}", 'Give "sampled" or "full".')
-        _require(when_full in ("wait", "skip", "raise"), f"when_full={when_full!r}", 'Give "wait", "skip" or "raise".')
-        _require(1 <= in_flight <= 64 and 1 <= writers <= 64, f"in_flight={in_flight}, writers={writers}", "1 to 64.")
-        _require(4096 <= chunk <= CHUNK_LIMIT_BYTES and chunk % 4096 == 0, f"chunk={chunk}", "Whole pages, to 256 MiB.")
-        slots = places.in_slots(path)
-        _require(
-            persist == "direct" or (slots and persist == "mmap"), f"persist={persist!r}", '"mmap" is for slots://.'
+        check_state(state)
+        self._options = options = Options(
+            cadence=cadence,
+            retention=retention,
+            write_mode=write_mode,
+            digest=digest,
+            on_error=on_error,
+            memory=memory,
+            include=include,
+            exclude=exclude,
+            on_event=on_event,
+            staging=staging,
+            torn_check=torn_check,
+            in_flight=in_flight,
+            when_full=when_full,
+            writers=writers,
+            chunk=chunk,
+            overhead=overhead,
+            persist=persist,
+            parity=parity,
+            scrub=scrub,
+            finite_also=finite_also,
+            finite_except=finite_except,
+            preemption=preemption,
+            patience=patience,
+            save_on_exit=save_on_exit,
+            durable_within_seconds=durable_within_seconds,
         )
-        _require(
-            not slots or not (retention.every or retention.milestones or retention.best),
-            f"{retention} in slots, which keep the newest only",
-            "Put what is to be kept into a directory: a second Checkpointer with a path, and its own cadence.",
-        )
-        _require(
-            not slots or (parity is None and scrub is None),
-            "parity or scrub in slots, which keep the newest only",
-            "Put what is to be kept into a directory.",
-        )
-        _require(scrub is None or isinstance(scrub, Scrub), f"scrub={scrub!r}", "Give lastgood.Scrub(...).")
-        _require(
-            preemption is None or isinstance(preemption, Preemption),
-            f"preemption={preemption!r}",
-            "Give Preemption(...).",
-        )
-        auto = cadence == "auto"
-        _require(auto or isinstance(cadence, Every), f"cadence={cadence!r}", 'Give lastgood.Every(...) or "auto".')
-        _require(
-            overhead is None or (auto and 0 < overhead < 1), f"overhead={overhead}", 'A share, with cadence="auto".'
-        )
-        _require(isinstance(state, MutableMapping), f"state is a {type(state).__name__}", "Give a dict.")
+        require_group()
+        several = among_ranks()
+        options.check_place(places.in_slots(path), several)
         self._request = Request(state, include=tuple(include), exclude=tuple(exclude))
         self._cadence: Every | Pace = (
             cadence
             if isinstance(cadence, Every)
             else Pace(Auto(in_flight=in_flight) if overhead is None else Auto(overhead=overhead, in_flight=in_flight))
         )
-        self._keep, self._on_error, self._on_event = retention, on_error, on_event
-        self._in_flight, self._when_full = in_flight, when_full
         self._last: Save | None = None
-        self._advanced = 0  # steps that the samplers have been told of
+        self._advanced = self._resumed = 0  # the newest step that the loop has completed, and where it began
         self._busy = self._half_loaded = self._closed = False
         self._unknown = True  # to each other: the ranks, what they are made of
         self._process = os.getpid()
-        self._full_told = False  # that the disk is full, since something was durable last
-        self._fence_seconds, self._torn = 0.0, 0
-        _require(patience > 0, f"patience={patience}", "Give seconds.")
-        several = among_ranks()
-        _require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
-        _require(
-            not several or (parity is None and scrub is None),
-            "parity or scrub with several ranks",
-            "Leave them out: they are for one process so far.",
-        )
+        self._fence_seconds = 0.0
         flat = {path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))} if several else ()
-        _require(
+        require(
             not flat,
             f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
@@ -231,8 +217,10 @@ class Checkpointer:
     ) -> Restored:
         """Bring the newest good generation of the lineage (or that of `step`) into the live state.
 
-        With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds: what came after N is never
-        chosen by itself again; `restore(step=0)` without a generation of step 0 starts over. `rename`: old name -> new.
+        With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds this process; the first save
+        after it makes the rewind durable, and what came after N is never chosen by itself again. Until then the next
+        process resumes as if nobody had looked. `restore(step=0)` without a generation of step 0 starts over in the
+        same way. `rename`: old name -> new.
         Raises StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then. HalfLoaded when it is
         not: nothing is saved until a restore succeeds.
         """
@@ -249,7 +237,7 @@ class Checkpointer:
             found = load_into(
                 request,
                 run.tier,
-                run.survey,
+                run.view,
                 step,
                 self._cutter.reading_arena,
                 self._behind.workers,
@@ -273,7 +261,7 @@ class Checkpointer:
             raise
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
-        self._begin(found.generation.id if found.generation else None)
+        run.begin(found.generation.id if found.generation else None)
         self._cutter.exempt(self._request.state, found.not_demanded if found.generation else None)
         self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
         if not self._unknown:
@@ -283,19 +271,21 @@ class Checkpointer:
         with self._hints():
             run.point()
         self._behind.note_latest()
-        self._last, self._advanced = None, found.step
+        self._last, self._advanced, self._resumed = None, found.step, found.step
+        self._behind.outcomes.restored()
         self._count_steps(found.step)
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
-        warn_of(found, "resumed from")
+        report(found, "resumed from")
         self._deliver()
         return found
 
     def step(self, n: int) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
 
-        Raises or warns of what failed in the background since the last call; Preempted after a signal that asks for it,
-        when a last save is durable or the grace is over.
+        Reports or raises what failed in the background since the last call, as `on_error` says. Raises Preempted after
+        a signal that asks for it, when a last save is durable or the grace is over; NothingDurable as
+        `durable_within_seconds` says; StepTaken when `n` is smaller than before; Refused after `close()`.
         """
         n = self._advance(n)
         if self._ahead is not None and self._listens:
@@ -304,7 +294,8 @@ class Checkpointer:
                 self._timing.tell(n, time.monotonic())
         if self._asked is not None and self._ends(n, self._asked):
             self._leave(n, self._asked)
-        self._surface(stacklevel=3)
+        self._surface()
+        self._behind.outcomes.require_durable(n, self._options.durable_within_seconds)
         return self._save(n, False, None, must=False) if self._timing.due(n, time.monotonic()) else None
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
@@ -314,9 +305,9 @@ class Checkpointer:
         NotRestored at once.
         """
         n = self._advance(n)
-        self._surface(stacklevel=3)
+        self._surface()
         kept = not (milestone and self._behind.run.tier.newest_only)
-        _require(
+        require(
             kept,
             "a milestone in slots, which keep the newest only",
             "Save it to a directory: lastgood.save(path, ...).",
@@ -332,7 +323,7 @@ class Checkpointer:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is durable and looked after. Raises TimedOut; surfaces what failed."""
         self._behind.wait(timeout)
-        self._surface(stacklevel=3)
+        self._surface()
 
     def latest(self) -> int | None:
         """Step of the newest verified generation of the lineage."""
@@ -348,9 +339,10 @@ class Checkpointer:
         return self._asked is not None and self._asked.at is not None
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight, then let go of the run. Raises TimedOut, and surfaces what failed.
+        """Wait for saves in flight, then release the run. Saves nothing itself; a line says what is not durable.
 
-        After TimedOut what was under way is given up at its next chunk; the lock goes when its thread has ended.
+        Raises TimedOut after `timeout` seconds; what was under way is given up at its next chunk then, and the lock
+        goes when its thread has ended. Reports or raises what failed, as `on_error` says.
         """
         if self._process != os.getpid():
             return  # a fork of the process that has it open
@@ -363,20 +355,26 @@ class Checkpointer:
         self._cutter.close()
         if self._asked is not None:
             self._asked.close()
-        self._surface(stacklevel=3)
-        self._behind.heard()
+        try:
+            self._surface()
+        finally:
+            self._behind.reported()
+            self._report_end()
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
-            self.close()
+            try:
+                self._save_last()
+            finally:
+                self.close()
             return
         try:
             self.close(self._asked.left_seconds if self._asked and self.preempted else EXIT_SECONDS)
-        except Exception as second:  # noqa: BLE001 - the loop's own exception goes first; this one is told beside it
-            print(f"lastgood: while leaving: {type(second).__name__}: {second}", file=sys.stderr)
+        except Exception as second:  # noqa: BLE001 - the loop's own exception goes first; this one is reported
+            reporting.threat(f"while leaving: {type(second).__name__}: {second}")
 
     # ---- on the training thread ----------------------------------------------------------------------------
 
@@ -408,11 +406,36 @@ class Checkpointer:
         with contextlib.suppress(LastgoodError):  # what is known without it is told
             self._look()
         newest = next((one for one in self._behind.run.lineage() if not one.damaged and not one.unfit), None)
-        told = f"step {newest.step} is durable" if newest else "nothing is durable"
+        durable = f"step {newest.step} is durable" if newest else "nothing is durable"
         more = f" {type(problem).__name__}: {problem}" if problem else ""
-        with contextlib.suppress(OSError):
-            print(f"lastgood: asked to end at step {n}: {told}, exit {asked.wish.exit_code}.{more}", file=sys.stderr)
+        level = reporting.threat if newest is None or problem else reporting.warning
+        level(f"asked to end at step {n}: {durable}, exit {asked.wish.exit_code}.{more}")
         raise Preempted(asked.wish.exit_code, newest.step if newest else None)
+
+    def _save_last(self) -> None:
+        """Leaving normally: the newest step of the loop is saved, unless it is, or nothing was stepped.
+
+        Of several ranks each comes to the same decision by itself: it depends on the steps and on saves that succeed or
+        fail on all of them.
+        """
+        n = self._advanced
+        if self._closed or self._process != os.getpid() or not self._options.save_on_exit or n == self._resumed:
+            return
+        if self._half_loaded:
+            return
+        self._behind.wait()
+        if self._last is None or self._last.step < n or self._last.failed():
+            with contextlib.suppress(NotRestored):  # this state does not continue the run: the closing line says so
+                save = self._save(n, False, None, must=True, patience_seconds=threading.TIMEOUT_MAX)
+                assert save is not None
+                save.wait_ended()
+
+    def _report_end(self) -> None:
+        if self._ranks is not None and not self._ranks.coordinates:
+            return
+        if self._advanced > self._resumed or self._behind.outcomes.failed_saves:
+            newest = next((one for one in self._behind.run.lineage() if not one.damaged and not one.unfit), None)
+            self._behind.outcomes.report_end(newest.step if newest else None, self._advanced)
 
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
         """Whether a save can be durable in time, as the last one took; of several ranks, on all."""
@@ -420,7 +443,7 @@ class Checkpointer:
         if self._ranks is None or self._ahead is None or self._ahead.end is None:
             return mine
         topic = self._ranks.at("leave", self._ahead.end)
-        if n > self._ahead.end:
+        if self._timing.before >= self._ahead.end:
             late = HeardLate(f"heard at step {n} only that the end is at step {self._ahead.end}")
             topic.fail(late)
             raise late
@@ -451,11 +474,7 @@ class Checkpointer:
         must: bool,
         patience_seconds: float | None = None,
     ) -> Save | None:
-        self._require_open()
-        _require(
-            not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
-        )
-        _require(not self._half_loaded, "the live state is half of another step", "restore() it first.")
+        require(not self._half_loaded, "the live state is half of another step", "restore() it first.")
         if self._last is not None and not self._last.failed() and n <= self._last.step:
             raise StepTaken(
                 f"step {n} cannot follow step {self._last.step}",
@@ -477,10 +496,10 @@ class Checkpointer:
             at = self._behind.admit_step(n)
             if self._last is None:
                 if self._ranks is None or self._ranks.coordinates:
-                    self._tell_bound(cut.bytes * (self._ranks.size if self._ranks else 1))  # all write about as much
+                    self._report_bound(cut.bytes * (self._ranks.size if self._ranks else 1))  # all write about as much
                 if self._cutter.note:
-                    warnings.warn(self._cutter.note, LastgoodWarning, stacklevel=4)
-            pinned = wanted(self._keep, n, milestone, scores)
+                    reporting.info(self._cutter.note)
+            pinned = wanted(self._options.retention, n, milestone, scores)
             options = {**cut.options, "milestone": milestone, "metrics": scores, "together": topic}
             started = True
             here = not cut.overlapped
@@ -507,7 +526,7 @@ class Checkpointer:
             self._timing, self._listens = Timing(self._cadence, self._tell), False
         else:
             self._ahead = Announcements(ranks)
-            bound = None if self._when_full == "wait" else self._in_flight
+            bound = None if self._options.when_full == "wait" else self._options.in_flight
             self._timing = together = TimingTogether(self._cadence, self._tell, ranks, self._ahead, bound)
             self._listens = together.listens or self._asked is not None
         self._timing.restored(n, time.monotonic())
@@ -520,14 +539,14 @@ class Checkpointer:
         full = self._timing.full()
         if not full and self._behind.admit(0.0):
             return 0.0
-        if full is not False and self._when_full == "raise" and patience_seconds is None:
+        if full is not False and self._options.when_full == "raise" and patience_seconds is None:
             raise InFlightFull(
-                f"step {n} was not saved: {self._in_flight} saves are in flight",
+                f"step {n} was not saved: {self._options.in_flight} saves are in flight",
                 safe="They go on.",
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
         begun = time.monotonic()
-        skips = full is not False and self._when_full == "skip" and not must
+        skips = full is not False and self._options.when_full == "skip" and not must
         if skips or not self._behind.admit(patience_seconds):
             self._tell("skipped", n)
             return None
@@ -536,9 +555,19 @@ class Checkpointer:
         return waited
 
     def _advance(self, n: int) -> int:
-        """Let the samplers know, once a step, that the weights have seen what the loop was given."""
-        _require(hasattr(n, "__index__"), f"step {n!r} is no whole number", "Count completed optimizer steps.")
+        """The loop has completed step `n`: samplers count, once a step, what the weights have seen."""
+        self._require_open()
+        require(
+            not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
+        )
+        require(is_whole(n, 0), f"step {n!r} is no whole number", "Count completed optimizer steps.")
         n = operator.index(n)
+        if n < self._advanced:
+            raise StepTaken(
+                f"step {n} cannot follow step {self._advanced}",
+                safe="Nothing was written.",
+                todo="Give ascending steps, over all epochs; to go back, restore(step=...) first.",
+            )
         self._cutter.exempt(self._request.state)
         if n > self._advanced:
             self._advanced = n
@@ -548,14 +577,6 @@ class Checkpointer:
             self._unknown = False
             self._cutter.agree(self._request.state, self._behind.workers)
         return n
-
-    def _begin(self, parent: GenerationId | None) -> None:
-        """Open the incarnation; on a full disk, after retention has made room."""
-        try:
-            self._behind.run.begin(parent)
-        except NoSpace:
-            self._behind.run.clean()
-            self._behind.run.begin(parent)
 
     def _all_load(self, attempt: Callable[[], None]) -> None:
         """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
@@ -608,41 +629,26 @@ class Checkpointer:
         try:
             yield
         except (Unavailable, NotWritable) as error:
-            self._behind.problems.put(error)
+            self._behind.outcomes.put(error)
 
-    def _surface(self, stacklevel: int) -> None:
-        """Tell of what happened behind the loop: events first, then failures, the first of them raised if asked to."""
+    def _surface(self) -> None:
+        """Deliver events, then report what failed behind the loop; the first failure is raised if asked to."""
         self._deliver()
         self._note_fence()
-        first: BaseException | None = None
-        while not self._behind.problems.empty():
-            error = self._behind.problems.get()
-            if isinstance(error, TornSnapshot):
-                self._note_torn()
-            if isinstance(error, NoSpace) and self._on_error == "warn":
-                if self._full_told:
-                    continue  # each save would say it again; the events do
-                self._full_told = True
-            if first is None and (self._on_error == "raise" or not isinstance(error, LastgoodError)):
-                first = error
-            else:
-                warnings.warn(f"{type(error).__name__}: {error}", LastgoodWarning, stacklevel=stacklevel)
-        if first is not None:
-            raise first
+        outcomes = self._behind.outcomes
+        error = outcomes.report(raises=self._options.on_error == "raise")
+        if outcomes.torn_row >= TORN_LIMIT and self._cutter.stop_overlapping():
+            reporting.warning(
+                f"{TORN_LIMIT} saves in a row were torn: from now on the state is copied while the loop waits"
+            )
+        if error is not None:
+            raise error
 
     def _deliver(self) -> None:
         while not self._behind.events.empty():
             event = self._behind.events.get()
-            if event.kind == "durable":
-                self._full_told, self._torn = False, 0
-            if self._on_event is not None:
-                self._on_event(event)
-
-    def _note_torn(self) -> None:
-        self._torn += 1
-        if self._torn == TORN_LIMIT and self._cutter.stop_overlapping():
-            what = f"{TORN_LIMIT} saves in a row were torn: from now on the state is copied while the loop waits"
-            warnings.warn(what, LastgoodWarning, stacklevel=4)
+            if self._options.on_event is not None:
+                self._options.on_event(event)
 
     def _note_fence(self) -> None:
         """What the loop waited for at the fence is part of what its last save cost."""
@@ -652,36 +658,39 @@ class Checkpointer:
             self._last.stall_seconds += waited
             self._tell("fenced", self._last.step, seconds=waited)
 
-    def _tell_bound(self, total: int) -> None:
+    def _report_bound(self, total: int) -> None:
+        """The most that the run takes on its disk, once the size of the state is known."""
+        keep, in_flight, place = self._options.retention, self._options.in_flight, self._behind.run.tier.place
         if self._behind.run.tier.newest_only:
-            most = words.size((self._in_flight + 2) * total)
-            what = f"({self._in_flight} in flight + 2) slots of {words.size(total)} = {most}, and a little for records"
-            print(f"lastgood: {self._behind.run.tier.place} takes {what}", file=sys.stderr)
+            most = words.size((in_flight + 2) * total)
+            what = f"({in_flight} in flight + 2) slots of {words.size(total)} = {most}, and a little for records"
+            reporting.info(f"{place} takes {what}")
             return
         total += round(total * self._spare)
-        kept = self._keep.last + len(self._keep.milestones) + (self._keep.best[2] if self._keep.best else 0)
-        more = f", and each {self._keep.every}th step" if self._keep.every else ""
-        place, size, most = (
-            self._behind.run.tier.place,
-            words.size(total),
-            words.size((kept + self._in_flight + 2) * total),
-        )
-        print(
-            f"lastgood: {place} takes at most ({kept} kept + {self._in_flight} in flight + 2) x {size} = {most}{more}; "
-            "beside that stay milestones, what is found damaged, and for a while what a rewind left",
-            file=sys.stderr,
+        kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)
+        more = f", and each {keep.every}th step" if keep.every else ""
+        most = words.size((kept + in_flight + 2) * total)
+        reporting.info(
+            f"{place} takes at most ({kept} kept + {in_flight} in flight + 2) x {words.size(total)} = {most}{more}; "
+            "beside that stay milestones, what is found damaged, and for a while what a rewind left"
         )
         held = sum(one.bytes for one in self._behind.run.survey.generations.values())
         with contextlib.suppress(OSError):  # a disk that fails says so when it is written
-            room.compare(place, total, kept + self._in_flight + 2, held, free_bytes(place))
+            room.compare(place, total, kept + in_flight + 2, held, free_bytes(place))
 
     def _tell(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)
         self._behind.events.put(event)
 
     def _require_open(self) -> None:
-        _require(not self._closed, "this checkpointer is closed", "Open a new one.")
-        _require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
+        require(not self._closed, "this checkpointer is closed", "Open a new one.")
+        require(self._process == os.getpid(), "this checkpointer was opened in another process", "Open one here.")
+        opened, now = self._ranks.size if self._ranks else 1, world_size()
+        require(
+            now in (opened, 1),
+            f"opened by a world of {opened}, and called in a group of {now} ranks",
+            "Call torch.distributed.init_process_group() before opening the run.",
+        )
 
 
 def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
@@ -709,10 +718,5 @@ def _samplers(container: object) -> Iterator[ResumableSampler]:
 def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
     found = {name: float(value) for name, value in metrics.items()}
     bad = [name for name, value in found.items() if not math.isfinite(value)]
-    _require(not bad, f"metrics that are no finite numbers: {', '.join(bad)}", "Leave them out.")
+    require(not bad, f"metrics that are no finite numbers: {', '.join(bad)}", "Leave them out.")
     return found
-
-
-def _require(holds: bool, what: str, todo: str) -> None:
-    if not holds:
-        raise Refused(what, safe="Nothing was touched.", todo=todo)

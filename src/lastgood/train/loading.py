@@ -8,16 +8,16 @@ docs/decisions/0006). Values, optimizers and random number generators follow whe
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import reporting
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
 from ..engine.scatter import Scatter
-from ..errors import Damaged, HalfLoaded, LastgoodError, LastgoodWarning, NotFinite
+from ..errors import Damaged, HalfLoaded, LastgoodError, NotFinite
 from ..format.commit import Survey
 from ..format.values import component
 from ..plan import reshard, restore
@@ -174,19 +174,17 @@ def load_into(
     )
 
 
-def warn_of(found: Restored, verb: str) -> None:
-    """Tell the caller's caller what was stepped over, misread, or rebuilt."""
+def report(found: Restored, verb: str) -> None:
+    """Report what was stepped over, misread, or rebuilt."""
     if found.stepped_over:
-        told = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
-        warnings.warn(f"{verb} step {found.step}, stepping over\n{told}", LastgoodWarning, stacklevel=3)
+        reasons = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
+        reporting.threat(f"{verb} step {found.step}, stepping over\n{reasons}")
     if found.misread:
-        warnings.warn(
-            f"step {found.step} is good, and was misread at first: {found.misread} Check memory, cable, controller.",
-            LastgoodWarning,
-            stacklevel=3,
+        reporting.warning(
+            f"step {found.step} is good, and was misread at first: {found.misread} Check memory, cable, controller."
         )
     for at, names in found.repaired:
-        warnings.warn(f"step {at} was damaged ({names}) and was rebuilt", LastgoodWarning, stacklevel=3)
+        reporting.warning(f"step {at} was damaged ({names}) and was rebuilt")
 
 
 def _refuse(tensor: str) -> None:

@@ -7,10 +7,11 @@ Everything here runs on the training thread.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from ..errors import HeardLate
-from ..plan.cadence import Every
+from ..plan.cadence import Every, crossed
 from ..plan.tune import FIRST_STEPS
 from ..records import EventKind
 from ..run.announcing import Announcements
@@ -20,6 +21,8 @@ from .pacing import Pace
 
 Note = Callable[[EventKind, int, str], None]
 """of an event: kind, step, detail"""
+REMEMBERED_STEPS = 10_000
+"""of the loop, among which the one is found at which the other ranks have saved"""
 
 
 class Timing:
@@ -30,15 +33,18 @@ class Timing:
         self._saved_at, self._saved_step = 0.0, 0
         self._begun: int | None = None
         """the step of the last save that was begun, due or by hand"""
+        self.before = 0
+        """the step of the loop that was asked about last"""
 
     def restored(self, n: int, now: float) -> None:
         """The state is that of step `n`."""
-        self._saved_at, self._saved_step = now, n
+        self._saved_at, self._saved_step, self.before = now, n, n
 
     def due(self, n: int, now: float) -> bool:
-        """Whether to save at step `n`; asked once of each step. `now`: seconds of a monotonic clock."""
+        """Whether to save at step `n`. `now`: seconds of a monotonic clock."""
+        since, self.before = max(self.before, self._saved_step), n
         if isinstance(self._cadence, Every):
-            return n != self._begun and self._cadence.due(n, now - self._saved_at)
+            return n != self._begun and self._cadence.due(n, now - self._saved_at, since)
         if why := self._cadence.passed(n, now):
             self._note("tuned", n, why)
         return self._cadence.auto.due(n, self._saved_step)
@@ -77,20 +83,26 @@ class TimingTogether(Timing):
         """saves of which the end has not been told, or does not hold yet"""
         self._told_ends: set[int] = set()
         self._last: Save | None = None
+        self._steps: deque[tuple[int, bool]] = deque(maxlen=REMEMBERED_STEPS)
+        """the newest steps of the loop, and whether a save was due"""
 
     def restored(self, n: int, now: float) -> None:
         super().restored(n, now)
+        self._steps.clear()
         if isinstance(self._cadence, Pace):
             self._from = n
 
     def due(self, n: int, now: float) -> bool:
-        """As of one process. What this rank has heard of too late fails, on all ranks."""
-        due, missed = self._hear(n)
+        """As of one process. What was announced to this rank too late fails, on all ranks."""
+        since, before, self.before = max(self.before, self._saved_step), self.before, n
+        due, missed = self._take_announced(n, before)
         for step in missed:
             late = HeardLate(f"heard of step {step} at step {n} only")
             self._ranks.at("save", step).fail(late)
             self._note("failed", step, str(late))
-        return (due or self._by_steps(n)) and n != self._begun
+        due = (due or self._by_steps(n, since)) and n != self._begun
+        self._steps.append((n, due))
+        return due
 
     def tell(self, n: int, now: float) -> None:
         if not self._ranks.coordinates:
@@ -129,20 +141,29 @@ class TimingTogether(Timing):
         if save.step in self._flying:
             self._flying[save.step] = save
 
-    def _by_steps(self, n: int) -> bool:
-        return bool(self._interval) and n > self._from and (n - self._from) % self._interval == 0
+    def _by_steps(self, n: int, since: int) -> bool:
+        since = max(since, self._from)
+        return bool(self._interval) and n > since and crossed(self._interval, since - self._from, n - self._from)
 
-    def _hear(self, n: int) -> tuple[bool, list[int]]:
-        """Whether a save was told of for this step, and the steps of which it was told too late."""
+    def _take_announced(self, n: int, before: int) -> tuple[bool, list[int]]:
+        """Whether a save was announced for this step, and the steps of which it was announced too late.
+
+        Steps need not count by ones: what was announced for a step that lies between two holds at the second one.
+        """
         due, missed = False, list[int]()
         for one in self._ahead.take(n):
             if one.word == "ended":
                 self._flying.pop(one.value, None)
                 self._told_ends.discard(one.value)
             elif one.word == "save":
-                due |= one.step == n
-                missed += [one.step] if one.step < n and not self._by_steps(one.step) else []
+                due |= one.step > before
+                missed += [one.step] if one.step <= before else []
             elif one.word == "every":
                 self._interval, self._from = one.value, one.step
-                missed += range(one.step + one.value, n, one.value)
-        return due, missed
+                missed += range(one.step + one.value, before + 1, one.value)
+        held = [self._held_at(step) for step in missed]
+        return due, sorted({step for step, saved in held if not saved})
+
+    def _held_at(self, announced: int) -> tuple[int, bool]:
+        """The step of the loop at which an announced one held, and whether this rank saved at it all the same."""
+        return next((one for one in self._steps if one[0] >= announced), (announced, False))

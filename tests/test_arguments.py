@@ -1,0 +1,169 @@
+"""Arguments that cannot be meant are refused by name, before anything is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from lastgood import errors
+from lastgood.edges import cli
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import Lock
+from lastgood.train import agree, checkpointer
+
+URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:///x/run", "SLOTS:///x/run"]
+
+
+@pytest.mark.parametrize("path", [*URLS, Path("s3://bucket/run"), None, b"run", "", 5, "a\0b"])
+def test_what_is_no_directory_is_refused_by_every_way_in(tmp_path: Path, monkeypatch, path: object) -> None:
+    """s3://bucket/run made a folder `s3:` beside the script, on a disk that went away with the machine."""
+    monkeypatch.chdir(tmp_path)
+    ways = [
+        lambda: lastgood.Checkpointer(path, {}),
+        lambda: lastgood.open(path),
+        lambda: lastgood.save(path, {"n": 1}),
+        lambda: lastgood.load(path, {"n": 1}),
+        lambda: lastgood.dcp.Writer(path),
+        lambda: lastgood.dcp.Reader(path),
+    ]
+    for way in ways:
+        with pytest.raises(errors.Refused, match="path="):
+            way()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command", [["ls"], ["verify"], ["show"], ["tune", "--state-bytes", "1MB", "--step-seconds", "1"]]
+)
+def test_the_command_line_refuses_urls(tmp_path: Path, monkeypatch, capsys, command: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([command[0], "s3://bucket/run", *command[1:]]) == 3
+    assert "is a URL" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch) -> None:
+    """~/run made a folder named `~`."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    lastgood.save("~/run", {"n": 1})
+    assert lastgood.open(Path("~/run")).generation().step == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+    with pytest.raises(errors.Refused, match="no user ~nobody-of-that-name"):
+        lastgood.open("~nobody-of-that-name/run")
+
+
+WRONG = [
+    {"retention": 3},
+    {"parity": 12},
+    {"parity": "many"},
+    {"cadence": 10},
+    {"on_event": "print"},
+    {"include": "model"},
+    {"exclude": [1]},
+    {"finite_except": "model.*"},
+    {"memory": "1GB"},
+    {"memory": 2.5e6},
+    {"in_flight": 2.0},
+    {"in_flight": True},
+    {"writers": 0},
+    {"chunk": "8MB"},
+    {"overhead": 2},
+    {"patience": "10"},
+    {"staging": 1},
+    {"when_full": None},
+    {"digest": None},
+    {"scrub": 3600},
+    {"preemption": True},
+    {"save_on_exit": "no"},
+    {"persist": "mmap"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_an_option_of_the_wrong_kind_is_refused_by_name(tmp_path: Path, wrong: dict) -> None:
+    """retention=3 was an AttributeError at the first save, memory="1GB" a TypeError."""
+    with pytest.raises(errors.Refused, match=next(iter(wrong))):
+        lastgood.Checkpointer(tmp_path / "run", {}, **wrong)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("state", [[1], {1: torch.zeros(3)}, None])
+def test_a_state_that_is_no_dict_of_names_is_refused(tmp_path: Path, state: object) -> None:
+    with pytest.raises(errors.Refused, match="state"):
+        lastgood.Checkpointer(tmp_path / "run", state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"last": True}, {"last": 2.5}, {"every": "10"}, {"milestones": 5}, {"milestones": "5"}, {"best": "loss"}],
+    ids=str,
+)
+def test_a_retention_that_cannot_be_meant_is_refused(wrong: dict) -> None:
+    with pytest.raises(errors.Refused, match=next(iter(wrong))):
+        Keep(**wrong)
+
+
+def test_tune_refuses_an_overhead_that_is_no_share(tmp_path: Path, capsys) -> None:
+    """--overhead 2 was taken for 200 %."""
+    command = ["tune", str(tmp_path / "run"), "--state-bytes", "1MB", "--step-seconds", "1", "--overhead", "2"]
+    assert cli.main(command) == 2
+    assert "share" in capsys.readouterr().err
+
+
+def test_a_notebook_cell_that_is_run_twice_is_told_so(tmp_path: Path) -> None:
+    """It was asked to end another process, which was itself."""
+    with (
+        lastgood.Checkpointer(tmp_path, {}),
+        pytest.raises(errors.RunLocked, match=r"in this process already.*close\(\)"),
+    ):
+        lastgood.Checkpointer(tmp_path, {})
+
+
+def test_the_process_that_holds_the_lock_is_named(tmp_path: Path) -> None:
+    program = "import sys; from lastgood.rawio.files import Lock; l = Lock(sys.argv[1]); print(flush=True); input()"
+    command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None
+        other.stdout.readline()
+        with pytest.raises(errors.RunLocked, match=rf"in (process {other.pid}|another process)\..*End that process"):
+            lastgood.Checkpointer(tmp_path, {})
+        other.stdin.close()
+    Lock(str(tmp_path / ".lock")).close()
+
+
+def test_a_rank_without_a_process_group_is_refused(tmp_path: Path, monkeypatch) -> None:
+    """Under torchrun without init_process_group, rank 0 was asked to end rank 1: following it made two half runs."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(errors.Refused, match=r"rank 1 of 2 .*init_process_group\(\) before opening"):
+        lastgood.Checkpointer(tmp_path / "run", {})
+    assert not os.path.exists(tmp_path / "run")
+    agree.require_group({"WORLD_SIZE": "1", "RANK": "0"})
+
+
+def test_a_checkpointer_that_was_opened_before_the_group_is_refused_at_its_next_call(tmp_path, monkeypatch) -> None:
+    """It went on as a world of one: each rank would have saved the whole run for itself."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        monkeypatch.setattr(checkpointer, "world_size", lambda: 2)
+        for call in (lambda: ckpt.step(1), lambda: ckpt.save(1), ckpt.restore):
+            with pytest.raises(errors.Refused, match=r"world of 1, and called in a group of 2 ranks"):
+                call()
+    assert not lastgood.open(tmp_path).generations()
+
+
+def test_a_dangling_link_and_a_folder_of_other_files_say_what_they_are(tmp_path: Path) -> None:
+    """A dangling link was called a file; a folder with a .gitignore was refused without a way out."""
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(errors.NotARun, match=r"a link to .*nowhere, which is not a directory"):
+        lastgood.Checkpointer(tmp_path / "link", {})
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.yaml").touch()
+    with pytest.raises(errors.NotARun, match=r"config.yaml.*one inside it: .*project/checkpoints"):
+        lastgood.Checkpointer(tmp_path / "project", {})

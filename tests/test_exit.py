@@ -1,0 +1,168 @@
+"""The last state is saved when the loop ends, and the cadence passes over no multiple."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from harness import reported, reports
+from lastgood import errors
+from lastgood.plan.cadence import Every
+from lastgood.rawio.files import PosixFile
+
+
+def steps(path: Path) -> list[int]:
+    return [one.step for one in lastgood.open(path).generations()]
+
+
+def trained(path: Path, total: int, **options: object) -> torch.Tensor:
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(path, state, **options) as ckpt:
+        for n in range(ckpt.restore().step + 1, total + 1):
+            state["w"].fill_(n)
+            ckpt.step(n)
+    return state["w"]
+
+
+def test_a_run_shorter_than_its_cadence_keeps_its_last_state(tmp_path: Path) -> None:
+    """280 steps under the default cadence of 300 s saved nothing at all, without a word."""
+    trained(tmp_path, 280)
+    assert steps(tmp_path) == [280]
+    assert trained(tmp_path, 280).tolist() == [280] * 3, "nothing was stepped: nothing more is saved"
+    assert steps(tmp_path) == [280]
+
+
+def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
+    trained(tmp_path, 20, cadence=Every(steps=10))
+    assert steps(tmp_path) == [10, 20]
+
+
+def test_without_a_save_on_exit_a_line_says_what_was_not_saved(tmp_path: Path) -> None:
+    with reported("newest durable step 10 of 15; the state after it was not saved"):
+        trained(tmp_path, 15, cadence=Every(steps=10), save_on_exit=False)
+    assert steps(tmp_path) == [10]
+    with reported("nothing is durable of 3 steps", logging.ERROR):
+        trained(tmp_path / "none", 3, save_on_exit=False)
+
+
+def test_leaving_on_an_exception_saves_nothing_and_says_what_is_durable(tmp_path: Path) -> None:
+    """The state of an exception may be half of a step."""
+    with (
+        reported("newest durable step 10 of 15"),
+        pytest.raises(KeyboardInterrupt),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=10)) as ckpt,
+    ):
+        for n in range(1, 16):
+            ckpt.step(n)
+        raise KeyboardInterrupt
+    assert steps(tmp_path) == [10]
+
+
+def test_close_saves_nothing_and_says_so(tmp_path: Path) -> None:
+    """It stands in `finally:` clauses too, where the state may be half of a step."""
+    ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
+    ckpt.save(1)
+    ckpt.step(2)
+    with reported("newest durable step 1 of 2; the state after it was not saved"):
+        ckpt.close()
+    assert steps(tmp_path) == [1]
+
+
+def test_a_last_save_that_failed_is_made_once_more_at_the_exit(tmp_path: Path, monkeypatch) -> None:
+    reserve, failures = PosixFile.reserve, iter([True])
+
+    def fails_once(self: PosixFile, length: int) -> None:
+        if next(failures, False):
+            raise OSError(errno.EIO, "Input/output error")
+        reserve(self, length)
+
+    monkeypatch.setattr(PosixFile, "reserve", fails_once)
+    with reports() as texts:
+        trained(tmp_path, 10, cadence=Every(steps=10))
+    assert steps(tmp_path) == [10]
+    assert any("newest durable step 10 of 10; 1 save failed: TierDown" in one for one in texts)
+
+
+@pytest.mark.parametrize("on_error", ["warn", "raise"])
+def test_a_save_at_the_exit_that_fails_is_reported_or_raised(tmp_path: Path, monkeypatch, on_error: str) -> None:
+    def full(self: PosixFile, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PosixFile, "reserve", full)
+    with reported("nothing is durable of 3 steps; 1 save failed: NoSpace", logging.ERROR):
+        if on_error == "warn":
+            trained(tmp_path, 3, on_error="warn")
+        else:
+            with pytest.raises(errors.NoSpace):
+                trained(tmp_path, 3, on_error="raise")
+
+
+def test_a_save_at_the_exit_waits_for_a_place_whatever_when_full_says(tmp_path: Path) -> None:
+    for when_full in ("skip", "raise"):
+        trained(tmp_path / when_full, 5, cadence=Every(steps=4), in_flight=1, when_full=when_full)
+        assert steps(tmp_path / when_full) == [4, 5]
+
+
+def test_a_state_that_was_not_restored_is_not_saved_at_the_exit(tmp_path: Path) -> None:
+    trained(tmp_path, 3)
+    with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3)}, cadence=Every(steps=100)) as ckpt:
+        ckpt._advanced = 5  # stepped, before anything could be known
+    assert steps(tmp_path) == [3]
+
+
+def test_a_loop_that_continues_after_the_with_is_stopped_at_its_first_step(tmp_path: Path) -> None:
+    """By a wrong indentation 99 steps went by after the `with`, and not a word until a save was due."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=100)) as ckpt:
+        ckpt.step(1)
+    with pytest.raises(errors.Refused, match="closed"):
+        ckpt.step(2)
+
+
+@pytest.mark.parametrize(
+    ("every", "numbers", "saved"),
+    [
+        (10, range(5, 50, 10), [15, 25, 35, 45]),
+        (10, range(1, 31), [10, 20, 30]),
+        (10, [3, 3, 9, 10, 10, 11], [10]),
+        (1000, range(48, 3000, 48), [1008, 2016]),
+    ],
+)
+def test_every_so_many_steps_is_due_when_a_multiple_was_passed(tmp_path, every, numbers, saved) -> None:
+    """Every(steps=10) with steps 5, 15, 25, ... never saved; nor did most counts of tokens or samples."""
+    options = {"cadence": Every(steps=every), "save_on_exit": False, "retention": lastgood.Keep(last=9)}
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
+        for n in numbers:
+            ckpt.step(n)
+            ckpt.wait()
+    assert steps(tmp_path) == saved
+
+
+def test_a_multiple_that_was_saved_by_hand_or_restored_is_not_due_again(tmp_path: Path) -> None:
+    options = {"cadence": Every(steps=10), "save_on_exit": False}
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
+        ckpt.step(8)
+        ckpt.save(12).result()
+        assert ckpt.step(13) is None
+    with lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
+        ckpt.restore()
+        assert ckpt.step(19) is None and ckpt.step(21) is not None
+
+
+def test_step_numbers_that_fall_are_refused_at_once(tmp_path: Path) -> None:
+    """A loop that counts anew in each epoch was stopped by the first save that was due in the second."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1000)) as ckpt:
+        ckpt.step(100)
+        with pytest.raises(errors.StepTaken, match=r"step 1 cannot follow step 100.*over all epochs"):
+            ckpt.step(1)
+
+
+@pytest.mark.parametrize("given", [{"steps": 2.5}, {"steps": "10"}, {"steps": True}, {"seconds": "60"}])
+def test_a_cadence_of_another_type_is_refused_by_name(given: dict) -> None:
+    with pytest.raises(errors.Refused, match=next(iter(given))):
+        Every(**given)

@@ -1,0 +1,180 @@
+"""What fails behind the training loop is reported, at growing intervals, whatever the script does with warnings."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from harness import reported, reports
+from lastgood import errors
+from lastgood.errors import Cancelled, Damaged, NoSpace, NothingDurable, TierDown, TornSnapshot
+from lastgood.rawio.files import PosixFile
+from lastgood.run.outcomes import Outcomes
+from lastgood.run.writer import RunWriter
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set: the disk is full."""
+    event, reserve = threading.Event(), PosixFile.reserve
+
+    def none_left(self: PosixFile, length: int) -> None:
+        if event.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(self, length)
+
+    monkeypatch.setattr(PosixFile, "reserve", none_left)
+    return event
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, full, capfd) -> None:
+    """With warnings filtered, 29 failed saves in a row printed nothing, and the exit code was 0."""
+    with warnings.catch_warnings(), reports(logging.ERROR) as threats:
+        warnings.simplefilter("ignore")
+        with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=lastgood.Every(steps=1)) as ckpt:
+            for n in range(1, 31):
+                ckpt.step(n)
+                ckpt.wait()
+                full.set()
+    *saves, closing = threats
+    assert [one.split("step ")[1].split(" ")[0] for one in saves] == ["2", "3", "5", "9", "17"]
+    assert "failed save 16 in a row" in saves[-1] and "NoSpace" in saves[-1]
+    assert "newest durable step 1 of 30; 30 saves failed: NoSpace: no space left" in closing, "one more at the exit"
+    stderr = capfd.readouterr().err
+    assert all(one in stderr for one in threats)
+
+
+def test_a_row_of_failures_ends_with_the_next_durable_save() -> None:
+    outcomes = Outcomes("run")
+    with reports() as texts:
+        outcomes.put(NoSpace("full"), 1)
+        outcomes.put(NoSpace("full"), 2)
+        outcomes.durable(3)
+        outcomes.put(NoSpace("full"), 4)
+        outcomes.report()
+    assert ["not saved" in one for one in texts] == [True, True, False, True]
+    assert texts[2] == "run: step 3 is durable, after 2 saves that failed"
+    assert "in a row" in texts[1] and "in a row" not in texts[3]
+
+
+def test_what_happened_before_a_durable_save_does_not_count_after_it() -> None:
+    outcomes = Outcomes("run")
+    for step in (1, 2):
+        outcomes.put(TornSnapshot("changed"), step)
+    outcomes.report()
+    assert (outcomes.row, outcomes.torn_row) == (2, 2)
+    outcomes.put(NoSpace("full"), 3)
+    outcomes.report()
+    assert (outcomes.row, outcomes.torn_row) == (3, 0)
+    outcomes.durable(4)
+    outcomes.report()
+    assert (outcomes.row, outcomes.failed_saves) == (0, 3)
+
+
+def test_upkeep_that_fails_at_every_save_is_reported_at_growing_intervals_and_damage_each_time() -> None:
+    """A pointer that could not be written gave two warnings for each save: 77 in 41 saves."""
+    outcomes = Outcomes("run")
+    with reports() as texts:
+        for _ in range(20):
+            outcomes.put(TierDown("the pointer"))
+            outcomes.report()
+    assert len(texts) == 5 and "occurrence 16" in texts[-1]
+    with reports(logging.ERROR) as threats:
+        for step in range(5):
+            outcomes.put(Damaged(f"step {step}"))
+        outcomes.report()
+    assert len(threats) == 5
+
+
+def test_a_bug_behind_the_loop_does_not_end_training(tmp_path: Path, monkeypatch) -> None:
+    """An unexpected error in the background was raised in the loop although on_error was "warn"."""
+
+    def verify(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(RunWriter, "verify", verify)
+    with (
+        reported(r"(?s)KeyError.*in verify.*a bug in lastgood", logging.ERROR),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt,
+    ):
+        ckpt.save(1)
+        ckpt.wait()
+        ckpt.save(2).result()
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 2]
+
+
+def test_a_bug_behind_the_loop_is_raised_if_asked_to(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(RunWriter, "verify", lambda *_: {}["a bug"])
+    with (
+        pytest.raises(KeyError, match="a bug"),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, on_error="raise") as ckpt,
+    ):
+        ckpt.save(1)
+        ckpt.wait()
+
+
+def test_a_run_in_which_nothing_becomes_durable_for_the_stated_time_ends(tmp_path: Path, full) -> None:
+    """With on_error="warn" a run could go on for weeks without a single save."""
+    clock, cadence = Clock(), lastgood.Every(steps=1)
+    state = {"w": torch.zeros(3)}
+    options = {"cadence": cadence, "durable_within_seconds": 3600, "save_on_exit": False}
+    with lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
+        ckpt._behind.outcomes._now = clock
+        for n in (1, 2):  # a durable save starts the time anew
+            clock.now += 3000
+            ckpt.step(n)
+            ckpt.wait()
+        full.set()
+        ckpt.step(3)
+        ckpt.wait()
+        clock.now += 3599
+        ckpt.step(4)
+        ckpt.wait()
+        clock.now += 2
+        with pytest.raises(NothingDurable, match=r"(?s)step 5 .* 3601 s .*NoSpace.*untouched") as raised:
+            ckpt.step(5)
+        assert raised.value.retry and "more time" in raised.value.todo
+    assert lastgood.open(tmp_path).generations()[-1].step == 2
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "60", True, float("nan"), 300])
+def test_a_time_without_a_save_that_cannot_be_kept_is_refused(tmp_path: Path, seconds: object) -> None:
+    """300 s are the default cadence: every wait for its next save would raise."""
+    with pytest.raises(errors.Refused, match="durable_within_seconds"):
+        lastgood.Checkpointer(tmp_path / "run", {}, durable_within_seconds=seconds)
+
+
+def test_the_bound_of_the_disk_goes_through_the_logger(tmp_path: Path, capfd) -> None:
+    """It was printed by every run, and nothing could silence it."""
+    before = logging.getLogger("lastgood").level
+    logging.getLogger("lastgood").setLevel(logging.WARNING)
+    try:
+        lastgood.Checkpointer(tmp_path / "silent", {"w": torch.zeros(3)}).save(1).result()
+    finally:
+        logging.getLogger("lastgood").setLevel(before)
+    assert capfd.readouterr().err == ""
+    with reported("takes at most", logging.INFO), lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(3)}) as c:
+        c.save(1)
+
+
+def test_an_error_that_is_not_from_a_save_keeps_the_saves_counted_as_they_were() -> None:
+    outcomes = Outcomes("run")
+    with reports(logging.WARNING) as texts:
+        outcomes.put(Cancelled("a reading gave way"))
+        outcomes.report()
+    assert texts == ["run: Cancelled: a reading gave way."] and outcomes.failed_saves == 0

@@ -1,0 +1,134 @@
+"""A restore of an older step moves the run only with the first save after it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from lastgood import errors
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFile
+
+
+def trained(path: Path) -> dict[str, torch.Tensor]:
+    """Steps 1 to 5, each of them verified."""
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(path, state, retention=Keep(last=9)) as ckpt:
+        for n in range(1, 6):
+            state["w"].fill_(n)
+            ckpt.save(n).result()
+            ckpt.wait()
+    return state
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(path)): one.read_bytes() for one in path.rglob("*") if one.is_file()}
+
+
+def newest(path: Path) -> int:
+    return lastgood.load(path, {"w": torch.zeros(3)}).step
+
+
+def test_looking_at_an_old_step_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    """restore(step=2) to evaluate, nothing saved: the next session resumed at 2, and 3 to 5 were deleted later."""
+    state = trained(tmp_path)
+    before = contents(tmp_path)
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore(step=2).step == 2 and state["w"].tolist() == [2, 2, 2]
+        assert ckpt.latest() == 2, "this process goes on from there"
+        assert ckpt.restore().step == 2
+    assert contents(tmp_path) == before
+    assert newest(tmp_path) == 5
+
+
+def test_the_first_save_after_a_rewind_makes_it_durable(tmp_path: Path) -> None:
+    state = trained(tmp_path)
+    with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
+        ckpt.restore(step=2)
+        ckpt.save(3).result()
+        ckpt.wait()
+    assert newest(tmp_path) == 3
+    assert (tmp_path / "latest_ok").resolve().name.startswith("000000000003")
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore().step == 3
+        steps = [one.step for one in ckpt._behind.run.lineage()]
+    assert steps == [3, 2, 1], "what came after step 2 is abandoned"
+
+
+@pytest.mark.parametrize("what", [".safetensors", "COMMIT"])
+def test_a_first_save_that_does_not_reach_its_commit_leaves_the_old_lineage(tmp_path, monkeypatch, what) -> None:
+    """The rewind is all or nothing with the COMMIT of that save."""
+    state = trained(tmp_path)
+    write_at = PosixFile.write_at
+
+    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if what in self._path:
+            raise OSError(errno.EIO, "Input/output error")
+        return write_at(self, mv, offset)
+
+    with lastgood.Checkpointer(tmp_path, state, save_on_exit=False) as ckpt:
+        ckpt.restore(step=2)
+        monkeypatch.setattr(PosixFile, "write_at", failing)
+        with pytest.raises(errors.TierDown):
+            ckpt.save(3).result()
+        monkeypatch.undo()
+    assert newest(tmp_path) == 5
+
+
+def test_a_rewind_whose_record_could_not_be_written_is_durable_all_the_same(tmp_path: Path, monkeypatch) -> None:
+    """Its COMMIT says what it continues; the next save, or the next session, writes the record."""
+    state = trained(tmp_path)
+    write_at = PosixFile.write_at
+
+    def full(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if "incarnations/" in self._path:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write_at(self, mv, offset)
+
+    with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
+        ckpt.restore(step=2)
+        monkeypatch.setattr(PosixFile, "write_at", full)
+        ckpt.save(3).result()
+        assert newest(tmp_path) == 3
+        monkeypatch.undo()
+        assert len(list((tmp_path / "incarnations").iterdir())) == 1
+        ckpt.save(4).result()
+    assert len(list((tmp_path / "incarnations").iterdir())) == 2
+    assert newest(tmp_path) == 4
+
+
+def test_starting_over_becomes_durable_with_its_first_save(tmp_path: Path) -> None:
+    state = trained(tmp_path)
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore(step=0).step == 0
+        assert ckpt.latest() is None
+    assert newest(tmp_path) == 5
+    with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
+        ckpt.restore(step=0)
+        ckpt.save(1).result()
+    assert newest(tmp_path) == 1
+
+
+def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> None:
+    state = trained(tmp_path)
+    with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=1)) as ckpt:
+        ckpt.restore(step=2)
+        ckpt._behind.run.clean()
+    assert newest(tmp_path) == 5
+
+
+def test_lineages_are_told_apart_after_their_commits_have_gone(tmp_path: Path) -> None:
+    """Sessions that save once each: the records of those in between say how the newest leads to the oldest."""
+    state = trained(tmp_path)
+    keep = Keep(last=1, milestones=(1,))
+    for n in (6, 7, 8):
+        with lastgood.Checkpointer(tmp_path, state, retention=keep) as ckpt:
+            ckpt.restore()
+            ckpt.save(n).result()
+            ckpt.wait()
+    with lastgood.Checkpointer(tmp_path, state, retention=keep) as ckpt:
+        assert [one.step for one in ckpt._behind.run.lineage()] == [8, 1]
