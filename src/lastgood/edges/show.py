@@ -291,6 +291,8 @@ def parts_of(value: Any) -> list[tuple[str, Any]]:
             return [(key if isinstance(key, str) else told_value(key), part) for key, part in value[tag]]
         if not tag.startswith("!"):
             return list(value.items())
+        if tag == "!permuted":
+            return [("memory_order", value[tag][0])]
         value = value[tag]
         if isinstance(value, dict):  # an object and what it is made of
             return parts_of(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +26,18 @@ from .reading import ArrayRef, SavedObject, SavedOptimizer, Stored, TensorRef
 
 Put = Callable[[], Any]
 """run once the tensors are there: makes what belongs at a place; where it can be, the live object itself, refilled"""
-Home = Callable[[TensorRef, str], tuple[torch.device, torch.Tensor | None]]
-"""the device of the new tensor at a path, and the tensor that it is sharded like, if it is"""
+
+
+class Making(NamedTuple):
+    """How a new tensor is made: its device, its memory order, and the tensor that it is sharded like, if it is."""
+
+    device: torch.device
+    order: tensors.Order = ()
+    like: torch.Tensor | None = None
+
+
+Home = Callable[[TensorRef, str], Making]
+"""how the new tensor at a path is made"""
 
 ABSENT: Any = type("Absent", (), {"__doc__": "Stands where the live state has nothing."})()
 
@@ -59,7 +69,7 @@ class Binder:
         self._regions: dict[Hashable, tuple[str, str]] = {}  # live memory -> stored tensor it takes, live name
         self.boxed: dict[str, tuple[str, Box]] = {}
         """name in `places`, `takers`, `checks` -> the stored tensor, and which box of it"""
-        self._slots: dict[tuple[str, torch.device], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
+        self._slots: dict[tuple[str, torch.device, tensors.Order], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
 
     def differences(self) -> list[str]:
         """All of them, each with its reason."""
@@ -143,17 +153,18 @@ class Binder:
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
-        device, like = home(ref, path) if home else (tensors.at_hand(ref.device), None)
+        making = home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
         if isinstance(live, torch.Tensor):
             tensors.require_storable(live, path)
             why = self._unlike(live, ref.name)
             if home is None and why:
                 self._differs(path, why)
                 return _stays(live)
-            if not why and (home is None or (live.device == device and self._is_free(live, ref.name))):
+            fits = (live.device, tensors.order(live)) == (making.device, making.order)
+            if not why and (home is None or (fits and self._is_free(live, ref.name))):
                 self._write(live, ref.name, path)
                 return _stays(live)
-        return partial(_formed, self._new(ref.name, device, like, path), ref)
+        return partial(_formed, self._new(ref.name, making, path), ref)
 
     def _array(self, live: Any, ref: ArrayRef, path: str) -> Put:
         if isinstance(live, np.ndarray):
@@ -167,7 +178,7 @@ class Binder:
                     taker = partial(_fill_array, live, ref.dtype)
                     self.takers.setdefault(self._target(ref.name), []).append(taker)
                 return _stays(live)
-        slot = self._new(ref.name, torch.device("cpu"))
+        slot = self._new(ref.name, Making(torch.device("cpu"), ref.order), path)
         return lambda: tensors.to_array(slot[0], ref.dtype)
 
     def _target(self, name: str) -> str:
@@ -209,10 +220,7 @@ class Binder:
         live, target = self._placed(live, name, path)
         part = tensors.once(live)
         if part.shape == live.shape:
-            if place := Place.of(live):
-                self.places.setdefault(target, []).append(place)
-            else:
-                self.takers.setdefault(target, []).append(partial(tensors.write, live))
+            self._fill(live, target)
             return
         first = tuple(slice(size) for size in part.shape)
 
@@ -225,21 +233,27 @@ class Binder:
         self.checks.setdefault(target, []).append(check)
         self.takers.setdefault(target, []).append(lambda source: tensors.write(part, source[first]))
 
-    def _new(
-        self, name: str, device: torch.device, like: torch.Tensor | None = None, path: str = ""
-    ) -> list[torch.Tensor]:
-        """Where a new tensor will be found; one for all names of one stored tensor. `like`: sharded like this one."""
+    def _fill(self, tensor: torch.Tensor, target: str) -> None:
+        """Plan to write all of a tensor: part by part where its memory is one run of its bytes, else as a whole."""
+        if place := Place.of(tensor):
+            self.places.setdefault(target, []).append(place)
+        else:
+            self.takers.setdefault(target, []).append(partial(tensors.write, tensor))
+
+    def _new(self, name: str, making: Making, path: str) -> list[torch.Tensor]:
+        """Where a new tensor will be found; one for all names of one stored tensor."""
+        device, order, like = making
         target = self._target(name) if like is None else self._placed(like, name, path)[1]
-        return self._slots.setdefault((target, device), ([], like))[0]
+        return self._slots.setdefault((target, device, order), ([], like))[0]
 
     def make_new(self) -> None:
         """Make the new tensors; their content is still to come."""
-        for (target, device), (slot, like) in self._slots.items():
+        for (target, device, order), (slot, like) in self._slots.items():
             stored, box = self.boxed.get(target) or (target, None)
             dtype, shape = self._stored.tensors[stored]
-            made = tensors.blank(dtype, shape if box is None else box.shape, device)
-            slot[:] = [made if like is None else shards.like(made, like)]
-            self.places.setdefault(target, []).append(Place(made))
+            made = tensors.blank(dtype, shape if box is None else box.shape, device, order)
+            slot[:] = [made if like is None else shards.like(made, like, tensors.strides(like.shape, order))]
+            self._fill(made, target)
 
     # ---- objects -------------------------------------------------------------------------------------------------
 
@@ -263,11 +277,11 @@ class Binder:
         """What the object hands out as shards it is handed back as such; asked only where there may be shards."""
         spread = shards.below(KINDS[tag].read(live), path) if shards.are_possible() else {}
 
-        def home(ref: TensorRef, path: str) -> tuple[torch.device, torch.Tensor | None]:
+        def home(ref: TensorRef, path: str) -> Making:
             like = spread.get(path)
             if like is None or self._unlike(like, ref.name):
-                return tensors.at_hand(ref.device), None
-            return like.device, like
+                return Making(tensors.at_hand(ref.device), ref.order)
+            return Making(like.device, ref.order, like)
 
         return home if spread else None
 
@@ -336,11 +350,12 @@ class Binder:
                 if one.qualified not in stored:
                     continue
                 name, shape = stored[one.qualified], list(one.parameter.shape)
-                if (theirs_shape := list(theirs.params[name])) == shape:
+                theirs_shape, order = theirs.params[name]
+                if list(theirs_shape) == shape:
                     data = saved.state.get(name, ABSENT)
-                    puts.append(self._of_parameter(live, one.parameter, held, data, f"{path}.state.{one.short}"))
+                    puts.append(self._of_parameter(live, one.parameter, order, held, data, f"{path}.state.{one.short}"))
                 else:
-                    why = f"of a parameter of shape {theirs_shape} in the generation, {shape} here"
+                    why = f"of a parameter of shape {list(theirs_shape)} in the generation, {shape} here"
                     self._differs(f"{path}.state.{one.short}", why)
         shared = {key: item for key, item in live.state.items() if not isinstance(key, torch.Tensor)}
         puts.append(
@@ -350,21 +365,28 @@ class Binder:
         return None
 
     def _of_parameter(
-        self, live: Optimizer, parameter: torch.Tensor, held: bool, saved: Any, path: str
+        self, live: Optimizer, parameter: torch.Tensor, order: tensors.Order, held: bool, saved: Any, path: str
     ) -> Callable[[], object]:
-        """`held`: capturable or fused, which keep all of it with the parameter."""
+        """`order`: the memory order of the parameter at the save. `held`: capturable or fused, which keep all of its
+        state with the parameter.
+
+        State that had the shape and the memory order of the parameter takes the memory order of the live parameter,
+        because fused kernels pair elements by their place in memory. All other state keeps its own.
+        """
         before = live.state.get(parameter, ABSENT)
         if saved is ABSENT:
             return partial(_set_or_clear, live.state, parameter, self.bind(before, {}, path))
         parts = saved.values() if isinstance(saved, dict) else [saved]
         accelerated = any(isinstance(part, TensorRef) and part.device.type != "cpu" for part in parts)
 
-        def home(ref: TensorRef, path: str) -> tuple[torch.device, torch.Tensor | None]:
+        def home(ref: TensorRef, path: str) -> Making:
             """With the parameter, but for scalars on the host: `step`, and what a parameter elsewhere had there."""
             shape = self._stored.tensors[ref.name][1]
+            alike = shape == tuple(parameter.shape)
             scalar = shape == () and ref.device.type == "cpu"
             device = ref.device if scalar and not held and (accelerated or path.endswith(".step")) else parameter.device
-            return device, parameter if shards.is_sharded(parameter) and shape == tuple(parameter.shape) else None
+            memory = tensors.order(parameter) if alike and ref.order == order else ref.order
+            return Making(device, memory, parameter if alike and shards.is_sharded(parameter) else None)
 
         return partial(_set, live.state, parameter, self.bind(before, saved, path, home))
 

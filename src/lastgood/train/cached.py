@@ -46,6 +46,7 @@ _ORIGINAL = {name: getattr(nn.Module, name) for name in _METHODS}
 
 _dtype, _device, _layout = map(operator.attrgetter, ("dtype", "device", "layout"))
 _shape, _nested = operator.attrgetter("shape"), operator.attrgetter("is_nested")
+_stride = torch.Tensor.stride
 _gradient = operator.attrgetter("requires_grad", "is_leaf")
 
 
@@ -58,7 +59,7 @@ class Flat:
     slots: list[Any] = field(default_factory=list)
     """what lies under these names, in order: live tensors, or None"""
     told: list[torch.Tensor] = field(default_factory=list)
-    """live tensors that are stored elsewhere, and whose shapes are told here"""
+    """live tensors that are stored elsewhere, and whose shapes and memory orders are stored here"""
 
 
 # ---- live objects -> flat ----------------------------------------------------------------------------------------
@@ -220,10 +221,11 @@ class Part:
     """The names and the JSON of one object, and the structure for which they hold.
 
     `names`: one for each slot, empty for what is not stored; `origins`: one for each that is. `tree` is shared by all
-    saves and never changed. `says_grad`: whether it tells which tensors want a gradient.
+    saves and never changed. `refers`: whether it refers to each tensor, and so says which of them want a gradient, and
+    in which order their dimensions lie in memory.
     """
 
-    def __init__(self, flat: Flat, names: Sequence[str], tree: Any, origins: Sequence[Any], says_grad: bool) -> None:
+    def __init__(self, flat: Flat, names: Sequence[str], tree: Any, origins: Sequence[Any], refers: bool) -> None:
         self._kept = None if all(names) else list(map(bool, names))
         kept = list(compress(flat.slots, names))
         self.names = list(filter(None, names))
@@ -234,8 +236,10 @@ class Part:
         self._devices = [one.setdefault(device, device) for device in map(_device, kept)]
         self._shapes = [one.setdefault(shape, shape) for shape in map(_shape, kept)]
         self._told = [one.setdefault(shape, shape) for shape in map(_shape, flat.told)]
-        self._grads = [one.setdefault(grad, grad) for grad in map(_gradient, kept)] if says_grad else None
-        self.untracked = says_grad and nn.Parameter not in self._types and not any(one.requires_grad for one in kept)
+        self._told_strides = [one.setdefault(stride, stride) for stride in map(_stride, flat.told)]
+        self._strides = [one.setdefault(stride, stride) for stride in map(_stride, kept)] if refers else None
+        self._grads = [one.setdefault(grad, grad) for grad in map(_gradient, kept)] if refers else None
+        self.untracked = refers and nn.Parameter not in self._types and not any(one.requires_grad for one in kept)
         """whether all are plain tensors that want no gradient"""
 
     def take(self, flat: Flat) -> list[torch.Tensor] | None:
@@ -244,7 +248,8 @@ class Part:
             return None
         kept = flat.slots if self._kept is None else list(compress(flat.slots, self._kept))
         same = all(self._same(kept[at : at + _BLOCK], at) for at in range(0, len(kept), _BLOCK))
-        return kept if same and all(map(operator.eq, map(_shape, flat.told), self._told)) else None
+        same = same and all(map(operator.eq, map(_shape, flat.told), self._told))
+        return kept if same and all(map(operator.eq, map(_stride, flat.told), self._told_strides)) else None
 
     def _same(self, block: list[torch.Tensor], at: int) -> bool:
         to = slice(at, at + len(block))
@@ -254,5 +259,6 @@ class Part:
             and list(map(_dtype, block)) == self._dtypes[to]
             and list(map(_device, block)) == self._devices[to]
             and list(map(_shape, block)) == self._shapes[to]
+            and (self._strides is None or list(map(_stride, block)) == self._strides[to])
             and (self._grads is None or list(map(_gradient, block)) == self._grads[to])
         )

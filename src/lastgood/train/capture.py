@@ -172,6 +172,18 @@ def _untracked(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach() if tracked else tensor
 
 
+def _in_order(tensor: torch.Tensor, tree: dict[str, Any]) -> dict[str, Any]:
+    """A reference, and the memory order of its tensor where that is not row-major."""
+    order = tensors.order(tensor)
+    return {"!permuted": [[*order], tree]} if order else tree
+
+
+def _described(one: Member) -> list[Any]:
+    """Name and shape of an optimizer's parameter, and its memory order where that is not row-major."""
+    order = tensors.order(one.parameter)
+    return [one.qualified, [*one.parameter.shape], *([[*order]] if order else [])]
+
+
 class _Walk:
     """One walk over a state, and what it has found so far."""
 
@@ -257,7 +269,7 @@ class _Walk:
         self._found_origins += part.origins if part.untracked else map(self._stepping, live, part.origins)
         return part.tree
 
-    def _remember(self, path: str, flat: Flat, names: Sequence[str], since: int, tree: Any, says_grad: bool) -> None:
+    def _remember(self, path: str, flat: Flat, names: Sequence[str], since: int, tree: Any, refers: bool) -> None:
         """Keep what a walk has made of an object, if since `since` it has found just what `flat` says.
 
         `names`: one for each slot of `flat`, empty for what is not stored.
@@ -267,7 +279,7 @@ class _Walk:
             tensors.region(one) == tensors.region(other) for one, other in zip(live, self._found[since:], strict=True)
         ):
             origins = [Origin.PARAMETER if one is Origin.STEPPED else one for one in self._found_origins[since:]]
-            part = self.parts[path] = Part(flat, names, tree, origins, says_grad)
+            part = self.parts[path] = Part(flat, names, tree, origins, refers)
             self.makeup[len(self.makeup) - len(live) :] = [part]
 
     # ---- the walk ------------------------------------------------------------------------------------------
@@ -309,7 +321,7 @@ class _Walk:
             with self._mode(as_one=True):
                 tree = walk()
             names = [name if self._names.keeps(name) else "" for name in container_slots(obj, path)]
-            self._remember(path, flat, names, since, tree, says_grad=True)
+            self._remember(path, flat, names, since, tree, refers=True)
         return tree
 
     @contextmanager
@@ -325,13 +337,14 @@ class _Walk:
 
     def _tensor(self, obj: torch.Tensor | np.ndarray, path: str) -> Any:
         if isinstance(obj, np.ndarray):
-            self._add(path, tensors.from_array(obj, path), Origin.OTHER)
-            return {"!ndarray": [path, dtype_text(obj.dtype)]}
+            tensor = tensors.from_array(obj, path)
+            self._add(path, tensor, Origin.OTHER)
+            return _in_order(tensor, {"!ndarray": [path, dtype_text(obj.dtype)]})
         self._add(path, obj, self._origin)
         is_parameter, wants_grad = isinstance(obj, nn.Parameter), obj.requires_grad and obj.is_leaf
         if obj.device.type == "cpu" and not is_parameter and not wants_grad:
-            return {"!tensor": path}
-        return {"!tensor": [path, str(obj.device), is_parameter, wants_grad]}
+            return _in_order(obj, {"!tensor": path})
+        return _in_order(obj, {"!tensor": [path, str(obj.device), is_parameter, wants_grad]})
 
     def _module(self, module: nn.Module, path: str, inner: Inner) -> Any:
         flat = self._flats.get(id(module))
@@ -363,7 +376,7 @@ class _Walk:
             slots = zip(module_slots(module), flat.slots, strict=True)
             full = [f"{path}.{plain_name(raw)}" if stored and one is not None else "" for (raw, stored), one in slots]
             kept = [name if self._names.keeps(name) else "" for name in full]
-            self._remember(path, flat, kept, since, tree, says_grad=False)
+            self._remember(path, flat, kept, since, tree, refers=False)
         return tree
 
     def _optimizer(self, optimizer: Optimizer, path: str, inner: Inner) -> Any:
@@ -384,7 +397,7 @@ class _Walk:
                 held = [one for group in members for one in group if one.parameter in of]
                 names = [join(f"{path}.state.{one.short}", key) for one in held for key in of[one.parameter]]
                 kept = [name if self._names.keeps(name) else "" for name in names]
-                self._remember(path, flat, kept, since, tree, says_grad=True)
+                self._remember(path, flat, kept, since, tree, refers=True)
         named, state, shared = tree
         if not self._names.keeps(path) and not state and all(part is LEFT_OUT for part in (shared, *options)):
             return LEFT_OUT
@@ -402,7 +415,7 @@ class _Walk:
 
     def _optimizer_state(self, optimizer: Optimizer, members: list[list[Member]], path: str, inner: Inner) -> Any:
         """Names and shapes of the parameters by group, their state, and what is the state of none."""
-        named = [[[one.qualified, list(one.parameter.shape)] for one in group] for group in members]
+        named = [[_described(one) for one in group] for group in members]
         state: dict[str, Any] = {}
         known: set[torch.Tensor] = set()
         for one in chain.from_iterable(members):

@@ -64,7 +64,7 @@ def _optimizer(one: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[st
     alike = [other for other in others if len(other["groups"]) == len(one["groups"])]
     groups = []
     for index, group in enumerate(one["groups"]):
-        params = {name: shape for other in alike for name, shape in other["groups"][index]["params"]}
-        groups.append({**group, "params": [[name, shape] for name, shape in params.items()]})
+        params = {one[0]: one for other in alike for one in other["groups"][index]["params"]}
+        groups.append({**group, "params": [*params.values()]})
     state = {name: entry for other in alike for name, entry in other["state"].items()}
     return {**one, "groups": groups, "state": state | one["state"]}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class TensorRef:
     device: torch.device
     is_parameter: bool = False
     wants_grad: bool = False
+    order: tensors.Order = ()
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class ArrayRef:
     name: str
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
+    order: tensors.Order = ()
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,9 @@ class SavedObject:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A parameter group: qualified name -> shape of its parameters in order, and its hyperparameters."""
+    """A parameter group: qualified name -> shape and memory order of its parameters, and its hyperparameters."""
 
-    params: dict[str, tuple[int, ...]]
+    params: dict[str, tuple[tuple[int, ...], tensors.Order]]
     options: dict[str, Any]
 
 
@@ -100,6 +102,8 @@ class _Hook:
             return self._tensor(body)
         if tag == "!ndarray":
             return self._array(body)
+        if tag == "!permuted":
+            return self._permuted(body)
         if tag == "!torch.dtype":
             need(type(body) is str and body in tensors.TORCH_DTYPES, tag)
             return tensors.TORCH_DTYPES[body]
@@ -130,6 +134,16 @@ class _Hook:
         need((stored, shape[-1:]) == ("uint8", (dtype.itemsize,)) and dtype.itemsize, "!ndarray of another dtype")
         return ArrayRef(body[0], dtype, shape[:-1])
 
+    def _permuted(self, body: Any) -> TensorRef | ArrayRef:
+        """The tensor or array in it, whose memory is not row-major."""
+        need(_types(body) == [list, dict] and len(body[1]) == 1, "!permuted")
+        ((tag, inside),) = body[1].items()
+        need(tag in ("!tensor", "!ndarray"), "!permuted")
+        ref = self._tensor(inside) if tag == "!tensor" else self._array(inside)
+        shape = self._tensors[ref.name][1]
+        need(isinstance(ref, TensorRef) or ref.shape == shape, "!permuted")  # no dtype that is stored as its bytes
+        return replace(ref, order=_order(body[0], shape))
+
     def _known(self, name: str) -> str:
         need(name in self._tensors, f"no tensor {name[:200]!r}")
         self.referenced.add(name)
@@ -143,8 +157,7 @@ def _optimizer(body: Any, inner: Callable[[Any], Any]) -> SavedOptimizer:
     for group in body["groups"]:
         need(type(group) is dict and group.keys() == {"params", "options"}, "a group of an !optimizer")
         need(type(group["params"]) is list, "a group of an !optimizer")
-        need(all(_types(one) == [str, list] for one in group["params"]), "a parameter of an !optimizer")
-        params = {name: _shape(shape) for name, shape in group["params"]}
+        params = dict(_parameter(one) for one in group["params"])
         need(len(params) == len(group["params"]), "a parameter that stands twice in an !optimizer")
         groups.append(SavedGroup(params, inner(group["options"])))
     state = {name: inner(tree) for name, tree in body["state"].items()}
@@ -164,6 +177,19 @@ def _types(items: Any) -> list[type]:
 def _shape(body: Any) -> tuple[int, ...]:
     need(type(body) is list and all(type(size) is int and 0 <= size < 2**63 for size in body), "a shape")
     return tuple(body)
+
+
+def _order(body: Any, shape: tuple[int, ...]) -> tensors.Order:
+    plain = [*range(len(shape))]
+    need(type(body) is list and body != plain and all(type(at) is int for at in body), "a memory order")
+    need(sorted(body) == plain, "a memory order")
+    return tuple(body)
+
+
+def _parameter(body: Any) -> tuple[str, tuple[tuple[int, ...], tensors.Order]]:
+    need(_types(body) in ([str, list], [str, list, list]), "a parameter of an !optimizer")
+    shape = _shape(body[1])
+    return body[0], (shape, _order(body[2], shape) if len(body) > 2 else ())
 
 
 def _device(text: Any) -> torch.device:

@@ -112,10 +112,10 @@ def holders(tensor: Any) -> tuple[int, ...]:
     return tuple(sorted(int(rank) for rank in mesh[tuple(at)].reshape(-1)))
 
 
-def like(memory: torch.Tensor, other: Any) -> torch.Tensor:
-    """A tensor sharded as `other` is, of which this process holds `memory`."""
+def like(memory: torch.Tensor, other: Any, stride: tuple[int, ...]) -> torch.Tensor:
+    """A tensor sharded as `other` is, of which this process holds `memory`; `stride` is that of the whole tensor."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        memory, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=other.stride()
+        memory, other.device_mesh, other.placements, run_check=False, shape=other.shape, stride=stride
     )

@@ -27,6 +27,10 @@ dots and lose `module.` (DistributedDataParallel), `_orig_mod.` (torch.compile) 
 
 Memory that has two names is stored once, the further names are aliases: same device, address, dtype, shape, strides.
 
+**Memory order.** Strides belong to a tensor. Whatever is made anew has its dimensions in the stored order in memory;
+optimizer state that had its parameter's order takes that of the live parameter. What is written in place stays as it
+lies. See docs/format.md, section 4.
+
 **Restoring** keeps identity. Tensors and arrays are written in place and must agree in shape and dtype. Dicts, lists,
 sets and counters are refilled: entries that the generation lacks are removed, new ones made, a tensor on the device it
 was on if there is one. Objects and modules are loaded where they are; one that has nothing stored, or no place, is a
@@ -53,11 +57,14 @@ object's load_state_dict does not see it.
 
     {"!tensor": name} or {"!tensor": [name, device, is a Parameter, requires_grad]}; short for a plain one on the CPU
     {"!ndarray": [name, dtype]}             a dtype that torch lacks is stored as uint8 with one more dimension
+    {"!permuted": [order, tree]}            one of the two above whose memory is not row-major: its dimensions from the
+                                            outermost to the innermost in memory
     {"!torch.dtype": "float32"}   {"!torch.device": "cuda:0"}   {"!torch.Size": [2, 3]}
     {"!module": {name: tree}}               its tensors are those whose names begin with its path; here, what else its
                                             state_dict() holds
     {"!optimizer": {"class": name, "groups": [{"params": [[name, shape], ...], "options": tree}, ...],
-                    "state": {name: tree}, "common": tree}}        names with the key of their module
+                    "state": {name: tree}, "common": tree}}        names with the key of their module; [name, shape,
+                                            order] where the memory of a parameter is not row-major
     {"!object": tree}                       its state_dict()
     {"!scaler": tree}                       a GradScaler, read without waiting for the device; {} if disabled
     {"!torch.Generator": {"device", "state"}}   {"!random.Random": getstate()}

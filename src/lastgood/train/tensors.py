@@ -1,4 +1,7 @@
-"""Tensors: which can be stored, as which bytes, and how they are written in place. Knows no state."""
+"""Tensors: which can be stored, as which bytes, in which memory order, and how they are written in place.
+
+Knows no state.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from ..errors import Refused
 from ..format.layout import DTYPES
 from ..format.values import dtype_text, refusal
 from . import shards
+
+Order = tuple[int, ...]
+"""memory order: the dimensions of a tensor from the outermost to the innermost in memory; empty for row-major"""
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 """the dtypes of the format that this version of torch has"""
@@ -49,9 +55,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The content in row-major order: uint8 [bytes], on the tensor's device; a view of it where it is contiguous."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return _copyable(tensor).contiguous().reshape(-1).view(torch.uint8)
+    """The content in row-major order: uint8 [bytes], on the tensor's device; a view of it where it is contiguous.
+
+    A contiguous tensor of at most one element may have any strides, and `view(dtype)` refuses all but 1: the flat
+    tensor is therefore described anew, and not reshaped.
+    """
+    tensor = _copyable(tensor.detach().resolve_conj().resolve_neg()).contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -81,11 +91,36 @@ def write(live: torch.Tensor, source: torch.Tensor) -> None:
         live.copy_(source)
 
 
-def blank(dtype: str, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """A new tensor, one run of memory whose content is to come."""
+def blank(dtype: str, shape: Sequence[int], device: torch.device, order: Order = ()) -> torch.Tensor:
+    """A new dense tensor with its dimensions in this memory order. Its content is undefined."""
     kind = dtype_of(dtype)
     with torch.inference_mode(False), torch.no_grad():
-        return torch.empty(tuple(shape), dtype=_COPIED_AS.get(kind, kind), device=device).view(kind)
+        made = torch.empty_strided(tuple(shape), strides(shape, order), dtype=_COPIED_AS.get(kind, kind), device=device)
+        return made.view(kind)
+
+
+def order(tensor: torch.Tensor) -> Order:
+    """The memory order of a tensor; of a sharded one, that of the part that this process holds.
+
+    Gaps between elements are no part of it. Tensors of at most one element, and expanded ones (a stride of 0), count
+    as row-major. For every dense tensor, `strides(shape, order(tensor))` are its own strides.
+    """
+    tensor = shards.local(tensor)
+    shape, stride = tensor.shape, tensor.stride()
+    if tensor.numel() <= 1 or 0 in stride:
+        return ()
+    plain = range(tensor.dim())
+    found = sorted(plain, key=lambda at: (-stride[at], shape[at] == 1))
+    return () if found == [*plain] else tuple(found)
+
+
+def strides(shape: Sequence[int], order: Order = ()) -> tuple[int, ...]:
+    """The strides of a dense tensor whose dimensions have this memory order."""
+    found, step = [0] * len(shape), 1
+    for at in reversed(order or range(len(shape))):
+        found[at] = step
+        step *= max(shape[at], 1)
+    return tuple(found)
 
 
 def at_hand(device: torch.device) -> torch.device:
