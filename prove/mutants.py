@@ -345,8 +345,8 @@ def _commits() -> list[Mutant]:
             (
                 "run that is not restored is refused",
                 WRITER,
-                "            if self.survey.generations or self.survey.broken:\n                newest",
-                "            if False:\n                newest",
+                "if self._incarnation is None and (self.survey.generations or self.survey.broken):",
+                "if False:",
             ),
             (
                 "taken name: nothing is retired",

@@ -57,8 +57,10 @@ from .loading import Request, Restored, load_into, warn_of
 from .merging import homeless
 from .objects import is_fsdp1, modules_of
 from .pacing import Pace
+from .patterns import Patterns
 from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
+from .snapshots import Numbers, require_live
 from .timing import Timing, TimingTogether
 from .together import Together
 
@@ -77,14 +79,16 @@ class Checkpointer:
 
     `path`: the run's directory, or "slots:///..." for the newest only, overwritten in place (`persist`: "direct" or
     "mmap"). `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or
-    list; re-read at every save. Random number generators are captured without asking.
+    list; re-read at every save. What an object's state_dict() returned is refused: it would never change again. Random
+    number generators are captured without asking.
     `cadence`: Every(...), or "auto" with `overhead`, the share of time that saving may cost (default 0.03).
     `staging`: "overlap" (default where the optimizers can be held) copies behind the next forward and backward,
     "blocking" before the call returns; `torn_check`: "full" digests everything at the cut. `in_flight`: saves side by
     side, each with so many `writers`; `when_full`: a due step waits, is skipped, or raises. `chunk`: bytes of a buffer;
     `memory`: bound of all of them (default: the size of the state; smaller makes the next update wait for the disk).
     `on_error`: "warn" lets training go on when a background save failed, "raise" raises in the loop. `on_event` hears,
-    on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch).
+    on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch); one
+    that matches no name is refused at the first step.
     NaN or infinity in a parameter or in an optimizer's state makes a save intact, and not good: it is never restored by
     itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
     `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
@@ -158,7 +162,9 @@ class Checkpointer:
             overhead is None or (auto and 0 < overhead < 1), f"overhead={overhead}", 'A share, with cadence="auto".'
         )
         _require(isinstance(state, MutableMapping), f"state is a {type(state).__name__}", "Give a dict.")
-        self._request = Request(state, include=tuple(include), exclude=tuple(exclude))
+        require_live(state)
+        patterns = Patterns(include, exclude, finite_also, finite_except)
+        self._request = Request(state, include=tuple(include), exclude=tuple(exclude), patterns=patterns)
         self._cadence: Every | Pace = (
             cadence
             if isinstance(cadence, Every)
@@ -169,7 +175,7 @@ class Checkpointer:
         self._last: Save | None = None
         self._advanced = 0  # steps that the samplers have been told of
         self._busy = self._half_loaded = self._closed = False
-        self._unknown = True  # to each other: the ranks, what they are made of
+        self._unknown = True  # what the state is made of, and to each other: the ranks
         self._process = os.getpid()
         self._full_told = False  # that the disk is full, since something was durable last
         self._fence_seconds, self._torn = 0.0, 0
@@ -240,7 +246,7 @@ class Checkpointer:
             self.wait()
         else:
             self._meet(self._ranks)
-        request = Request(self._request.state, strict, rename, self._request.include, self._request.exclude)
+        request = replace(self._request, strict=strict, rename=rename)
         run.mended.clear()
         try:
             run.mend_known(step, self._behind.small_arena())
@@ -274,7 +280,7 @@ class Checkpointer:
         self._begin(found.generation.id if found.generation else None)
         self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
         if not self._unknown:
-            self._cutter.agree(self._request.state, self._behind.workers)
+            self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
         if found.generation is not None and not found.generation.verified:
             self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
         with self._hints():
@@ -291,8 +297,9 @@ class Checkpointer:
     def step(self, n: int) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
 
-        Raises or warns of what failed in the background since the last call; Preempted after a signal that asks for it,
-        when a last save is durable or the grace is over.
+        The first call raises what every save would: NotRestored, Unstorable with all that cannot be stored, Refused for
+        a name pattern that matches nothing. Each call raises or warns of what failed in the background since the last
+        one; Preempted after a signal that asks for it, when a last save is durable or the grace is over.
         """
         n = self._advance(n)
         if self._ahead is not None and self._listens:
@@ -460,6 +467,8 @@ class Checkpointer:
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
         scores = _finite(metrics or {})
+        if self._ranks is None:
+            self._request.patterns.require(self._request.state)
         waited = self._wait_for_a_place(n, must, patience_seconds)
         if waited is None:
             return None
@@ -495,11 +504,13 @@ class Checkpointer:
         now = time.monotonic()
         save.stall_seconds, self._last = waited + now - begun, save
         self._timing.begun(save, begun, now, waited)
+        self._numbers.saved(n, self._request.state)
         return save
 
     def _count_steps(self, n: int) -> None:
         """The steps after `n` follow; what was told of others holds no more."""
         ranks, self._ahead = self._ranks, None
+        self._numbers = Numbers(self._request.state, self._request.include, self._request.exclude)
         if ranks is None:
             self._timing, self._listens = Timing(self._cadence, self._tell), False
         else:
@@ -536,13 +547,15 @@ class Checkpointer:
         """Let the samplers know, once a step, that the weights have seen what the loop was given."""
         _require(hasattr(n, "__index__"), f"step {n!r} is no whole number", "Count completed optimizer steps.")
         n = operator.index(n)
+        if self._unknown:
+            self._require_open()
+            self._behind.run.require_restored()
+            self._unknown = False
+            self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
         if n > self._advanced:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
                 one.consumed()
-        if self._unknown:
-            self._unknown = False
-            self._cutter.agree(self._request.state, self._behind.workers)
         return n
 
     def _begin(self, parent: GenerationId | None) -> None:
