@@ -206,7 +206,7 @@ def test_damage_is_stepped_over_by_the_dict_too_and_never_handed_out(run) -> Non
         lastgood.load(path, step=4)
 
 
-def test_an_empty_run_gives_an_empty_dict_and_arguments_without_sense_are_refused(tmp_path: Path) -> None:
+def test_an_empty_run_is_an_empty_dict_and_senseless_arguments_are_refused(tmp_path: Path) -> None:
     lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}).close()
     assert lastgood.load(tmp_path / "run") == {}
     for options in ({"strict": False}, {"rename": {"a": "b"}}):

@@ -165,6 +165,14 @@ def test_patterns_that_match_a_name_or_what_lies_below_one_are_taken(tmp_path: P
             ckpt.step(n)
 
 
+@pytest.mark.parametrize("argument", ["include", "exclude", "finite_also", "finite_except"])
+def test_one_text_in_place_of_a_list_of_patterns_is_refused_at_once(tmp_path: Path, argument: str) -> None:
+    """finite_except="model.mask" was taken for ten patterns of one letter each, or refused at the first save."""
+    with pytest.raises(errors.Refused, match=rf"{argument}='model.mask'.*Give {argument}=\['model.mask'\]"):
+        lastgood.Checkpointer(tmp_path / "run", build(), **{argument: "model.mask"})
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_pattern_for_state_that_an_optimizer_never_makes_ends_in_a_refusal(tmp_path: Path) -> None:
     """SGD without momentum keeps nothing: a misspelt "*lorra*" would have been waited for without end."""
     state = build(optim.SGD)
@@ -264,7 +272,11 @@ def test_everything_that_cannot_be_stored_is_listed_at_the_first_step(tmp_path: 
         "loader",
         "batches",
     )
-    assert "6 entries of the state cannot be stored" in text and 'exclude=["nested.a.1"]' in text
+    assert (
+        "6 entries of the state cannot be stored" in text
+        and 'exclude=["nested.a.1"]' in text
+        and 'exclude=["nested.[[]b]"]' in text
+    )
     assert "batches is the loader of a ResumableSampler" in text and 'state={"sampler": sampler}' in text
     assert "ResumableSampler, or the StatefulDataLoader of torchdata" in text
     assert not (tmp_path / "gen").exists()
@@ -274,7 +286,7 @@ def test_everything_that_cannot_be_stored_is_listed_at_the_first_step(tmp_path: 
 
 def test_the_list_of_what_cannot_be_stored_has_an_end(tmp_path: Path) -> None:
     with (
-        lastgood.Checkpointer(tmp_path, {"many": [print] * 1000}) as ckpt,
+        lastgood.Checkpointer(tmp_path, {"many": [print] * 50}) as ckpt,
         pytest.raises(errors.Unstorable, match=f"{LISTED} entries at least"),
     ):
         ckpt.step(1)

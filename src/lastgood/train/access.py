@@ -130,9 +130,10 @@ def load_once(
     """
     if state is None and (rename or not strict):
         raise Refused("rename= and strict= speak of a live state", safe="Nothing was read.", todo="Give state=.")
+    patterns = Patterns(include, exclude)
     if include and not any(matches(one, ["rng"]) or one.startswith("rng.") for one in include):
         exclude = [*exclude, "rng"]
-    everything, patterns = Everything(include, exclude), Patterns(include, exclude)
+    everything = Everything(include, exclude)
     request = everything if state is None else Request(state, strict, rename, include, exclude, patterns, partial=True)
     tier = places.for_reading(path)
 

@@ -87,8 +87,8 @@ class Checkpointer:
     side, each with so many `writers`; `when_full`: a due step waits, is skipped, or raises. `chunk`: bytes of a buffer;
     `memory`: bound of all of them (default: the size of the state; smaller makes the next update wait for the disk).
     `on_error`: "warn" lets training go on when a background save failed, "raise" raises in the loop. `on_event` hears,
-    on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch); one
-    that matches no name is refused at the first step.
+    on the training thread, of what happened. `include` / `exclude`: name patterns (fnmatch); one that matches no name
+    is refused at the first step.
     NaN or infinity in a parameter or in an optimizer's state makes a save intact, and not good: it is never restored by
     itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
     `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
@@ -278,7 +278,8 @@ class Checkpointer:
         self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         self._begin(found.generation.id if found.generation else None)
-        self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
+        # What optimizers keep exists once it was restored, or after the first step.
+        self._unknown = self._ranks is None or found.generation is None
         if not self._unknown:
             self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
         if found.generation is not None and not found.generation.verified:

@@ -72,7 +72,10 @@ def names_in(state: Mapping[str, Any], names: Filter = EVERYTHING) -> Names:
 
 
 class Patterns:
-    """The patterns that have matched no name yet, as (argument, pattern): ("include", "model.*")."""
+    """The patterns that have matched no name yet, as (argument, pattern): ("include", "model.*").
+
+    Raises Refused for a text in place of a list.
+    """
 
     def __init__(
         self,
@@ -81,8 +84,12 @@ class Patterns:
         finite_also: Sequence[str] = (),
         finite_except: Sequence[str] = (),
     ) -> None:
-        self._names = wanted(include, exclude)
         given = {"include": include, "exclude": exclude, "finite_also": finite_also, "finite_except": finite_except}
+        for argument, patterns in given.items():
+            if isinstance(patterns, str):
+                what = f"{argument}={patterns!r} is one text, not a list of patterns"
+                raise Refused(what, safe="Nothing was touched.", todo=f"Give {argument}=[{patterns!r}].")
+        self._names = wanted(include, exclude)
         self.pending = [(argument, one) for argument, patterns in given.items() for one in patterns]
         self._looks = 0
         self._noted: frozenset[str] = frozenset()

@@ -15,6 +15,7 @@ from .. import reporting
 from ..errors import Refused
 from ..format.values import DEPTH_LIMIT, component, join, only_numbers
 from .capture import wanted
+from .objects import tag_of
 
 UNCHANGED_SAVES = 3
 """saves of ascending steps, after which a number that never changed is reported"""
@@ -46,7 +47,7 @@ def _snapshots(obj: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]
     """Path and kind of every `state_dict()` in nested containers."""
     if depth > DEPTH_LIMIT:
         return  # the first save refuses it by name
-    if isinstance(obj, Mapping):
+    if isinstance(obj, Mapping) and not tag_of(obj):  # else it is an object, which is read anew
         if kind := _kind(obj):
             yield path, kind
             return

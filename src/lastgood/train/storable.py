@@ -22,10 +22,13 @@ def require_storable(capture: Capture, state: Mapping[str, Any]) -> Captured:
     try:
         return capture.take(state)
     except Unstorable as error:
-        raise _all(capture, state, error) from error
+        found = _all(capture, state, error)
+        if len(found) == 1:
+            raise
+        raise _listed(found) from error
 
 
-def _all(capture: Capture, state: Mapping[str, Any], first: Unstorable) -> Unstorable:
+def _all(capture: Capture, state: Mapping[str, Any], first: Unstorable) -> list[Unstorable]:
     found, passed = [first], list[str]()
     while len(found) < LISTED and (further := _passable(found[-1], passed)):
         passed.append(further)
@@ -36,12 +39,14 @@ def _all(capture: Capture, state: Mapping[str, Any], first: Unstorable) -> Unsto
                 found.append(error)
         else:
             break
-    if len(found) == 1:
-        return first
-    listed = "\n".join(f"  {one.what}. {one.todo}" for one in found)
+    return found
+
+
+def _listed(found: list[Unstorable]) -> Unstorable:
+    lines = "\n".join(f"  {one.what}. {one.todo}" for one in found)
     more = " at least" if len(found) == LISTED else ""
     return Unstorable(
-        f"{len(found)} entries{more} of the state cannot be stored:\n{listed}",
+        f"{len(found)} entries{more} of the state cannot be stored:\n{lines}",
         safe="\nNothing was written.",
         todo="Change each as it says; one exclude=[...] can list several.",
         names=tuple(name for one in found for name in one.names),
