@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 
 import lastgood
 from lastgood import errors
+from lastgood.edges import cli
 from lastgood.lab.worlds import world
 from ranked import made, trained
 
@@ -219,6 +222,21 @@ def test_slots_are_read_as_a_dict(tmp_path: Path) -> None:
     with lastgood.Checkpointer(path, build()) as ckpt:
         ckpt.save(1)
     assert lastgood.load(path)["epoch"] == 7
+
+
+def test_tensors_that_no_object_owns_are_in_the_dict_by_their_names(tmp_path: Path) -> None:
+    """Of an imported file, and of a state that torch.distributed.checkpoint wrote, the dict was empty."""
+    weights = {"model.0.weight": torch.arange(4.0), "model.0.bias": torch.ones(2), "alone": torch.zeros(1)}
+    safetensors.torch.save_file(weights, tmp_path / "x.safetensors")
+    assert cli.main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "imported")]) == 0
+    found = lastgood.load(tmp_path / "imported")
+    own = {"0.weight": weights["model.0.weight"], "0.bias": weights["model.0.bias"]}
+    assert equal(found["model"], own) and equal(found["alone"], weights["alone"])
+    dcp.save(
+        {"model": own, "n": 3, "w": torch.ones(2)}, storage_writer=lastgood.dcp.Writer(tmp_path / "d"), no_dist=True
+    )
+    found = lastgood.load(tmp_path / "d", exclude=["model.0.bias"])
+    assert equal(found["model"], {"0.weight": own["0.weight"]}) and equal(found["w"], torch.ones(2))
 
 
 def test_what_several_ranks_saved_is_whole_in_the_dict(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ Made of:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -93,10 +93,11 @@ class _DataBinder(Binder):
     """Binds what was saved of objects as the data that it is, and every tensor to a new one on the CPU."""
 
     def __init__(self, stored: Stored, names: Filter) -> None:
-        self._values, referenced = read_values(stored)
+        values, referenced = read_values(stored)
         of_modules = {name: name for name in stored.tensors if name not in referenced}
         super().__init__(stored, of_modules, names, Rename({}), Parameters({}))
-        self._modules = sorted(path for key, tree in self._values.items() for path in _modules(tree, key))
+        self._modules = sorted(path for key, tree in values.items() for path in _modules(tree, key))
+        self._values = values | _unowned(of_modules, self._modules, values)
 
     def bind_all(self) -> dict[str, Put]:
         """How each top-level entry is made, by its key."""
@@ -168,6 +169,19 @@ class _DataBinder(Binder):
 
     def _nothing(self, path: str) -> Any:
         return {} if self._names.keeps(path) else LEFT_OUT
+
+
+def _unowned(names: Iterable[str], modules: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Entries for tensors that no value speaks of, as of an imported file: by the first part of their name, like the
+    tensors of a module; where a value has that name, each by itself.
+    """
+    found: dict[str, Any] = {}
+    for name in names:
+        top, _, rest = name.partition(".")
+        if any(name.startswith(f"{one}.") for one in modules):
+            continue
+        found |= {top: SavedObject("!module", {})} if rest and top not in values else {name: TensorRef(name, CPU)}
+    return found
 
 
 def _modules(tree: Any, path: str) -> Iterator[str]:
