@@ -25,6 +25,8 @@ MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
 """for what looks at, rebuilds and reads again"""
 RANKS_TESTS = ["agreeing", "reshard", "ranks_faults", "ranks"]
 """for what several ranks agree on; the last two are worlds of processes"""
+REQUEST_TESTS = ["load_once", "refusals"]
+"""for what is refused before the first save, and what a load is asked for; these need torch"""
 
 
 class Mutant(NamedTuple):
@@ -52,6 +54,8 @@ class Mutant(NamedTuple):
             names = [*MENDING_TESTS, *names]
         if self.kind == "ranks":
             names = RANKS_TESTS
+        if self.kind == "request":
+            names = REQUEST_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -66,6 +70,8 @@ RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower
 MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
+SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
+MATCH, ACCESS = "train/match.py", "train/access.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
 STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
@@ -88,6 +94,7 @@ def mutants() -> list[Mutant]:
         *_fences(),
         *_mending(),
         *_ranks(),
+        *_requests(),
     ]
 
 
@@ -345,8 +352,8 @@ def _commits() -> list[Mutant]:
             (
                 "run that is not restored is refused",
                 WRITER,
-                "            if self.survey.generations or self.survey.broken:\n                newest",
-                "            if False:\n                newest",
+                "if self._incarnation is None and (self.survey.generations or self.survey.broken):",
+                "if False:",
             ),
             (
                 "taken name: nothing is retired",
@@ -2179,6 +2186,78 @@ def _ranks() -> list[Mutant]:
                 RESHARD,
                 "Part(tensor.own.get((rank, one.box), one), box)",
                 "Part(one, box)",
+            ),
+        ],
+    )
+
+
+def _requests() -> list[Mutant]:
+    return _of_kind(
+        "request",
+        [
+            ("state_dict() in the state is refused", CHECKPOINTER, "        require_live(state)\n", ""),
+            (
+                "a number is watched from the beginning",
+                SNAPSHOTS,
+                "type(value) in (int, float)",
+                "type(value) is float",
+            ),
+            ("a pattern is checked at the first step", CUTTING, "            patterns.require(state)\n", ""),
+            (
+                "a pattern for an optimizer's state is not waited for without end",
+                PATTERNS,
+                "return self._looks < LOOKS and any",
+                "return any",
+            ),
+            (
+                "an optimizer's state may come with its first step",
+                PATTERNS,
+                "return self._looks < LOOKS and any",
+                "return False and any",
+            ),
+            (
+                "a pattern that matches on one rank only is right",
+                TOGETHER,
+                "return [one for one in first if all(one in other for other in others)]",
+                "return first",
+            ),
+            (
+                "a pattern that matches on no rank is refused",
+                TOGETHER,
+                "return [one for one in first if all(one in other for other in others)]",
+                "return []",
+            ),
+            (
+                "a forgotten restore is known at the first step",
+                CHECKPOINTER,
+                "            self._behind.run.require_restored()\n",
+                "",
+            ),
+            (
+                "every unstorable entry is listed",
+                STORABLE,
+                "while len(found) < LISTED and",
+                "while False and",
+            ),
+            ("the list of them has an end", STORABLE, "while len(found) < LISTED and", "while"),
+            (
+                "a part of a run leaves the generators",
+                MATCH,
+                "if partial and others and not any",
+                "if False and not any",
+            ),
+            (
+                "a misspelt key shows what is there",
+                MATCH,
+                "if partial and others and not any(component(key) in plan.missing for key in state):",
+                "if partial and others:",
+            ),
+            ("a restore takes no part", LOADING, "    partial: bool = False\n", "    partial: bool = True\n"),
+            (
+                "generators are loaded with a pattern only if it names them",
+                ACCESS,
+                'exclude = [*exclude, "rng"]',
+                "exclude = [*exclude]",
             ),
         ],
     )

@@ -17,7 +17,7 @@ from .records import Event, Finding, Generation, Verdict
 if TYPE_CHECKING:
     from .edges import dcp
     from .run.background import Save
-    from .train.access import Run
+    from .train.access import Loaded, Run
     from .train.access import load_once as load
     from .train.access import open_run as open
     from .train.access import save_once as save
@@ -32,6 +32,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "Audit": ("train.audit", "Audit"),
     "Checkpointer": ("train.checkpointer", "Checkpointer"),
+    "Loaded": ("train.access", "Loaded"),
     "Preempted": ("train.preemption", "Preempted"),
     "Preemption": ("train.preemption", "Preemption"),
     "ResumableSampler": ("train.sampler", "ResumableSampler"),
@@ -52,6 +53,7 @@ __all__ = [
     "Finding",
     "Generation",
     "Keep",
+    "Loaded",
     "Preempted",
     "Preemption",
     "Restored",

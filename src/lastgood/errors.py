@@ -68,7 +68,11 @@ class StateMismatch(Refused):
 
 
 class Unstorable(Refused):
-    """Something in the state cannot be stored without running code on load."""
+    """Entries of the state cannot be stored without running code on load; `names` lists them."""
+
+    def __init__(self, what: str, *, safe: str = "", todo: str = "", names: tuple[str, ...] = ()) -> None:
+        self.names = names
+        super().__init__(what, safe=safe, todo=todo)
 
 
 class UnknownFormat(Refused):

@@ -26,6 +26,7 @@ from __future__ import annotations
 import base64
 import enum
 import fnmatch
+import glob
 import math
 import re
 import struct
@@ -141,9 +142,8 @@ def encode(
 def refusal(path: str, what: str, remedy: str = "") -> Unstorable:
     """The error for something at `path` that cannot be stored."""
     known = "Store it as numbers or tensors, or give the object a state_dict()/load_state_dict() pair"
-    return Unstorable(
-        f"{path} {what}", safe="Nothing was touched.", todo=f'{remedy or known}, or leave it out: exclude=["{path}"]'
-    )
+    todo = f'{remedy or known}, or leave it out: exclude=["{glob.escape(path)}"]'
+    return Unstorable(f"{path} {what}", safe="Nothing was touched.", todo=todo, names=(path,))
 
 
 class _Encoder:

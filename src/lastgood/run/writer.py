@@ -184,16 +184,20 @@ class RunWriter:
             return self.survey
         return replace(self.survey, incarnations={**self.survey.incarnations, mine.id: mine})
 
+    def require_restored(self) -> None:
+        """Raises NotRestored where the run holds generations, and no restore has said which of them is continued."""
+        if self._incarnation is None and (self.survey.generations or self.survey.broken):
+            newest = max([*self.survey.generations, *self.survey.broken])
+            raise NotRestored(
+                f"{self.tier.place} already holds {newest}, which this state does not continue",
+                safe="Nothing was written.",
+                todo="Call restore() before the first step, or restore(step=0) to start over on purpose.",
+            )
+
     def admit(self, step: int) -> GenerationId:
         """Where a save of `step` will go. Raises StepTaken, NotRestored; touches nothing in a run that is begun."""
+        self.require_restored()
         if self._incarnation is None:
-            if self.survey.generations or self.survey.broken:
-                newest = max([*self.survey.generations, *self.survey.broken])
-                raise NotRestored(
-                    f"{self.tier.place} already holds {newest}, which this state does not continue",
-                    safe="Nothing was written.",
-                    todo="Call restore() before the first save, or restore(step=0) to start over on purpose.",
-                )
             self.begin(None)
         assert self._incarnation is not None
         last = self._last if self._last and self._last.incarnation == self._incarnation.id else None

@@ -86,6 +86,10 @@ class Binder:
         if self._names.keeps(path):
             self.unexpected.append(path)
 
+    def leave_out(self, paths: list[str]) -> None:
+        """Note entries that are stored and not asked for; they are no difference."""
+        self._whole += paths
+
     def note_unclaimed(self) -> None:
         """Note the stored tensors that no module has asked for."""
         for name in self._offered:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, compress
@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import Refused
+from ..errors import Refused, Unstorable
 from ..format.values import LEFT_OUT, Filter, component, dtype_text, encode, join, refusal
 from . import tensors
 from .cached import Flat, Owners, Part, container_slots, flat_container, flat_module, module_slots
@@ -30,6 +30,8 @@ from .objects import (
     module_entries,
     plain_name,
     read_rng,
+    require_no_loader,
+    stale_state,
     tag_of,
 )
 from .shards import Sharded, Shards
@@ -90,6 +92,7 @@ class Capture:
     """`capture` for one run: knows from the last time what the state was made of, and walks only what has changed."""
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
+        self._include, self._exclude = include, exclude
         self._names = wanted(include, exclude)
         self._owners = Owners()
         self._parts: dict[str, Part] = {}
@@ -101,6 +104,10 @@ class Capture:
         self._key = 0
         self.walks = 0
         """how many modules, optimizers and containers of tensors have been walked, all saves together"""
+
+    def without(self, names: Iterable[str]) -> Capture:
+        """Another one, which leaves out further names."""
+        return Capture(self._include, [*self._exclude, *names])
 
     def take(self, state: Mapping[str, Any]) -> Captured:
         """As `capture(state)`. Every reference is read anew; the plan says no more than how things are named."""
@@ -155,6 +162,17 @@ def wanted(include: Sequence[str], exclude: Sequence[str]) -> Filter:
     """The filter that a caller's patterns make."""
     names = Filter(include, exclude)
     return names if not include else Filter([*include, "rng"], exclude)
+
+
+def visit(state: Mapping[str, Any], names: Filter) -> None:
+    """Ask `names` about every name in `state`, and of the random number generators, as a capture would.
+
+    Of an entry that cannot be stored, about the names before the obstacle.
+    """
+    walk = _Walk(state, names, Owners(), {})
+    for key, value in (*state.items(), ("rng", read_rng())):
+        with suppress(Unstorable):
+            walk.encode(value, component(key))
 
 
 def require_keys(state: Mapping[str, Any]) -> None:
@@ -296,6 +314,7 @@ class _Walk:
             return {"!torch.Size": list(obj)}
         tag = tag_of(obj)
         if not tag:
+            require_no_loader(obj, path)
             return NotImplemented
         if self._only_data:
             if not self._names.keeps(path):
@@ -426,8 +445,7 @@ class _Walk:
                     state[one.qualified] = data
         common = {key: item for key, item in optimizer.state.items() if key not in known}
         if any(isinstance(key, torch.Tensor) for key in common):
-            what = "holds the state of a tensor that is in none of its groups"
-            raise refusal(f"{path}.state", what, "Delete that entry of optimizer.state")
+            raise stale_state(optimizer, path)
         return named, state, inner(common, f"{path}.state")
 
     @cached_property

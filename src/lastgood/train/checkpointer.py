@@ -56,8 +56,10 @@ from .merging import homeless
 from .objects import is_fsdp1, modules_of
 from .options import OnError, Options, WhenFull, check_state, is_whole, require
 from .pacing import Pace
+from .patterns import Patterns
 from .preemption import Asked, Preempted, Preemption
 from .sampler import ResumableSampler
+from .snapshots import Numbers, require_live
 from .timing import Timing, TimingTogether
 from .together import Together
 
@@ -75,7 +77,8 @@ class Checkpointer:
 
     `path`: the run's directory, or "slots:///..." for the newest only, overwritten in place (`persist`: "direct" or
     "mmap"). `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or
-    list; re-read at every save. Random number generators are captured without asking.
+    list; re-read at every save. What an object's state_dict() returned is refused: it would never change again. Random
+    number generators are captured without asking.
     `cadence`: Every(...), or "auto" with `overhead`, the share of time that saving may cost (default 0.03).
     `staging`: "overlap" (default where the optimizers can be held) copies behind the next forward and backward,
     "blocking" before the call returns; `torn_check`: "full" digests everything at the cut. `in_flight`: saves side by
@@ -85,7 +88,8 @@ class Checkpointer:
     `durable_within_seconds` (default None: no limit): `step()` raises NothingDurable when no save became durable for so
     long, whatever `on_error` says. `save_on_exit` (default True): leaving the `with` without an exception saves the
     newest step that `step()` or `save()` was called with, unless it is saved already, and waits for it.
-    `on_event` is called on the training thread with each Event. `include` / `exclude`: name patterns (fnmatch).
+    `on_event` is called on the training thread with each Event. `include` / `exclude`: name patterns (fnmatch); one
+    that matches no name is refused at the first step.
     NaN or infinity in a parameter or in an optimizer's state makes a save intact, and not good: it is never restored by
     itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
     `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
@@ -154,10 +158,12 @@ class Checkpointer:
             save_on_exit=save_on_exit,
             durable_within_seconds=durable_within_seconds,
         )
+        require_live(state)
         require_group()
         several = among_ranks()
         options.check_place(places.in_slots(path), several)
-        self._request = Request(state, include=tuple(include), exclude=tuple(exclude))
+        patterns = Patterns(include, exclude, finite_also, finite_except)
+        self._request = Request(state, include=tuple(include), exclude=tuple(exclude), patterns=patterns)
         self._cadence: Every | Pace = (
             cadence
             if isinstance(cadence, Every)
@@ -166,7 +172,7 @@ class Checkpointer:
         self._last: Save | None = None
         self._advanced = self._resumed = 0  # the newest step that the loop has completed, and where it began
         self._busy = self._half_loaded = self._closed = False
-        self._unknown = True  # to each other: the ranks, what they are made of
+        self._unknown = True  # what the state is made of, and to each other: the ranks
         self._process = os.getpid()
         self._fence_seconds = 0.0
         flat = {path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))} if several else ()
@@ -230,7 +236,7 @@ class Checkpointer:
             self.wait()
         else:
             self._meet(self._ranks)
-        request = Request(self._request.state, strict, rename, self._request.include, self._request.exclude)
+        request = replace(self._request, strict=strict, rename=rename)
         run.mended.clear()
         try:
             run.mend_known(step, self._behind.small_arena())
@@ -263,9 +269,10 @@ class Checkpointer:
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
         run.begin(found.generation.id if found.generation else None)
         self._cutter.exempt(self._request.state, found.not_demanded if found.generation else None)
-        self._unknown = found.generation is None  # and what optimizers keep does not exist before the first step
+        # What optimizers keep exists once it was restored, or after the first step.
+        self._unknown = self._ranks is None or found.generation is None
         if not self._unknown:
-            self._cutter.agree(self._request.state, self._behind.workers)
+            self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
         if found.generation is not None and not found.generation.verified:
             self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
         with self._hints():
@@ -283,9 +290,11 @@ class Checkpointer:
     def step(self, n: int) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
 
-        Reports or raises what failed in the background since the last call, as `on_error` says. Raises Preempted after
-        a signal that asks for it, when a last save is durable or the grace is over; NothingDurable as
-        `durable_within_seconds` says; StepTaken when `n` is smaller than before; Refused after `close()`.
+        The first call raises what every save would: NotRestored, Unstorable with all that cannot be stored, Refused for
+        a name pattern that matches nothing. Each call reports or raises what failed in the background since the last
+        one, as `on_error` says. Raises Preempted after a signal that asks for it, when a last save is durable or the
+        grace is over; NothingDurable as `durable_within_seconds` says; StepTaken when `n` is smaller than before;
+        Refused after `close()`.
         """
         n = self._advance(n)
         if self._ahead is not None and self._listens:
@@ -482,6 +491,8 @@ class Checkpointer:
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
         scores = _finite(metrics or {})
+        if self._ranks is None:
+            self._request.patterns.require(self._request.state)
         waited = self._wait_for_a_place(n, must, patience_seconds)
         if waited is None:
             return None
@@ -517,11 +528,13 @@ class Checkpointer:
         now = time.monotonic()
         save.stall_seconds, self._last = waited + now - begun, save
         self._timing.begun(save, begun, now, waited)
+        self._numbers.saved(n, self._request.state)
         return save
 
     def _count_steps(self, n: int) -> None:
         """The steps after `n` follow; what was told of others holds no more."""
         ranks, self._ahead = self._ranks, None
+        self._numbers = Numbers(self._request.state, self._request.include, self._request.exclude)
         if ranks is None:
             self._timing, self._listens = Timing(self._cadence, self._tell), False
         else:
@@ -568,14 +581,15 @@ class Checkpointer:
                 safe="Nothing was written.",
                 todo="Give ascending steps, over all epochs; to go back, restore(step=...) first.",
             )
+        if self._unknown:
+            self._behind.run.require_restored()
+            self._unknown = False
+            self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
         self._cutter.exempt(self._request.state)
         if n > self._advanced:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
                 one.consumed()
-        if self._unknown:
-            self._unknown = False
-            self._cutter.agree(self._request.state, self._behind.workers)
         return n
 
     def _all_load(self, attempt: Callable[[], None]) -> None:

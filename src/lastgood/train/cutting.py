@@ -25,6 +25,8 @@ from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite
 from .dividing import Division
 from .exempt import holding_no_numbers, untrained
+from .patterns import Patterns
+from .storable import require_storable
 from .together import Together
 
 SMALL_BYTES = 4 << 20
@@ -178,11 +180,19 @@ class Cutter:
             return
         self._exempt, self._plan = holding_no_numbers(state, stored), None
 
-    def agree(self, state: Mapping[str, Any], beside: Executor) -> None:
-        """Let the ranks find out who holds what, before the next save: it must wait for nobody."""
-        if self._together:
-            with self._together.topic() as topic:
-                self._together.agree(topic, self._capture.take(state), beside)
+    def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> None:
+        """What can be known before the first save: whether all of the state can be stored; `Patterns.require`.
+
+        Ranks also start to find out who holds what: the next save must wait for nobody. Copies nothing. Raises
+        Unstorable with everything that cannot be stored; Refused.
+        """
+        if self._together is None:
+            require_storable(self._capture, state)
+            patterns.require(state)
+            return
+        with self._together.topic() as topic:
+            captured = require_storable(self._capture, state)
+            self._together.agree(topic, captured, patterns.unmatched(state), beside)
 
     def begun(self, cut: Cut) -> None:
         """The copy is on its way: no update goes before it."""

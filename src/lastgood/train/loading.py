@@ -24,16 +24,21 @@ from ..plan import reshard, restore
 from ..ports import Tier
 from ..records import Finding, Generation, Manifest
 from ..run import reader
+from .as_dict import Everything, stored_names
 from .filling import Filling
-from .match import Rename
+from .match import Match, Rename
 from .merging import merged
 from .objects import seed_rng
+from .patterns import Patterns
 from .state import Stored, match
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore did. `step` is 0 and `generation` None when there was nothing to restore."""
+    """What a restore did. `step` is 0 and `generation` None when there was nothing to restore.
+
+    It counts as its step where a whole number is asked for: `for n in range(ckpt.restore(), total)`.
+    """
 
     step: int
     generation: Generation | None
@@ -52,6 +57,9 @@ class Restored:
     not_demanded: frozenset[str] = frozenset()
     """tensors that the generation was saved with, and that may hold NaN or infinity"""
 
+    def __index__(self) -> int:
+        return self.step
+
 
 @dataclass(frozen=True)
 class Request:
@@ -62,10 +70,38 @@ class Request:
     rename: Mapping[str, str] | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    patterns: Patterns = field(default_factory=Patterns)
+    """which of the two have matched no name so far"""
+    partial: bool = False
+    """whether the state may lack top-level entries that the generation has"""
+
+    def has_place(self, entry: str) -> bool:
+        """Whether the state has a place for a top-level entry of a generation."""
+        return Rename(self.rename or {}).key(entry) in set(map(component, self.state))
+
+    def fit(self, stored: Stored, nowhere: Callable[[list[str]], list[str]], alone: bool) -> Match:
+        """How a generation goes into the state. Raises as `match`; `alone`, without other ranks, as `Patterns.require`.
+
+        Another rank may have what a pattern matches.
+        """
+        if self.patterns.pending:
+            self.patterns.note(stored_names(stored))
+        if alone:
+            self.patterns.require(self.state)
+        return match(
+            self.state,
+            stored,
+            strict=self.strict,
+            rename=self.rename,
+            include=self.include,
+            exclude=self.exclude,
+            nowhere=nowhere,
+            partial=self.partial,
+        )
 
 
 def load_into(
-    request: Request,
+    request: Request | Everything,
     tier: Tier,
     survey: Survey,
     step: int | None,
@@ -112,17 +148,9 @@ def load_into(
         aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-        places, moved = set(map(component, request.state)), Rename(request.rename or {})
-        values = merged(manifests, rank, lambda name: moved.key(name) in places)
-        fit = match(
-            request.state,
-            Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values),
-            strict=request.strict,
-            rename=request.rename,
-            include=request.include,
-            exclude=request.exclude,
-            nowhere=nowhere,
-        )
+        values = merged(manifests, rank, request.has_place)
+        stored = Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values)
+        fit = request.fit(stored, nowhere, alone=together is None)
         shared = fits(generation, fit.bytes)
         arena = arena_for(*reader.reading_bytes(manifests))
         once = in_one_reading(generation) and (

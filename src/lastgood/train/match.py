@@ -76,14 +76,16 @@ def match(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     nowhere: Callable[[list[str]], list[str]] = list,
+    partial: bool = False,
 ) -> Match:
     """How `stored` goes into the live state. Touches nothing.
 
     Raises StateMismatch with all that is missing, unexpected or different; with strict=False that is skipped, and
     listed. `rename`: stored name -> live name, exact or both prefixes that end in ".". `include`, `exclude`: what is
     not wanted is not demanded and stays as it is. `nowhere`: of what this state has no place for, and other processes
-    may have, what they have not either. Raises ManifestInvalid for malformed values, Unstorable for live
-    tensors that cannot be written, Refused for a state or a `rename` that makes no sense.
+    may have, what they have not either. `partial`: the state may lack top-level entries of the generation; where it
+    does, the random number generators stay as they are. Raises ManifestInvalid for malformed values, Unstorable for
+    live tensors that cannot be written, Refused for a state or a `rename` that makes no sense.
     """
     if not isinstance(state, MutableMapping):
         raise Refused(f"the state is a {type(state).__name__}, which cannot be written to", todo="Pass a dict.")
@@ -95,8 +97,13 @@ def match(
     values, referenced = read_values(stored)
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
     plan = Binder(stored, offered, names, moved, Parameters(modules_of(state)))
-    puts = _bind_entries(plan, state, values, moved, names)
-    _bind_rng(plan, values, stored, names)
+    puts, others = _bind_entries(plan, state, values, moved, names)
+    if partial and others and not any(component(key) in plan.missing for key in state):  # a key may be misspelt
+        plan.leave_out(others)
+    else:
+        for path in others:
+            plan.has_no_place(path)
+        _bind_rng(plan, values, stored, names)
     plan.note_unclaimed()
     plan.unexpected = nowhere(plan.unexpected)
     if strict and plan.differences():
@@ -106,7 +113,8 @@ def match(
 
 def _bind_entries(
     plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: Rename, names: Filter
-) -> list[tuple[str, Put]]:
+) -> tuple[list[tuple[str, Put]], list[str]]:
+    """The Puts of the state, and the entries of the generation that it has no place for."""
     entries = moved.all((name for name in values if name != "rng"), moved.key)
     puts = []
     for key, live in state.items():
@@ -118,9 +126,7 @@ def _bind_entries(
             puts.append((key, plan.bind(live, saved, path)))
         elif names.keeps(path):
             plan.missing.append(path)
-    for path in entries:
-        plan.has_no_place(path)
-    return puts
+    return puts, list(entries)
 
 
 def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filter) -> None:

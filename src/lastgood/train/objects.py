@@ -17,8 +17,11 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
+from ..errors import Unstorable
 from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
+from .sampler import Loader
 
 
 class Kind(NamedTuple):
@@ -52,6 +55,30 @@ def tag_of(obj: Any) -> str:
 def _has_methods_of(base: Any, obj: Any) -> bool:
     kind: Any = type(obj)
     return kind.state_dict is base.state_dict and kind.load_state_dict is base.load_state_dict
+
+
+def require_no_loader(obj: Any, path: str) -> None:
+    """Raises Unstorable, by name, for a data loader that has no state of its own."""
+    if isinstance(obj, Loader):
+        what = "is the loader of a ResumableSampler: the sampler holds its place in the data"
+        raise refusal(path, what, 'Put the sampler there: state={"sampler": sampler}')
+    if isinstance(obj, DataLoader):
+        what = "is a torch DataLoader, which cannot continue from a place in its data"
+        raise refusal(path, what, "Use lastgood.ResumableSampler, or the StatefulDataLoader of torchdata")
+
+
+def stale_state(optimizer: Optimizer, path: str) -> Unstorable:
+    """The error for an optimizer that keeps the state of tensors which are not its parameters any more."""
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    stale = [one for one in optimizer.state if isinstance(one, torch.Tensor) and id(one) not in stepped]
+    shapes = ", ".join(str(list(one.shape)) for one in stale[:3]) + (", ..." if len(stale) > 3 else "")
+    return Unstorable(
+        f"{path}.state holds the state of a tensor that is in none of its groups: {len(stale)} such, of shape {shapes}",
+        safe="Nothing was touched.",
+        todo="A parameter was replaced. Move or delete its state where that happens: "
+        "optimizer.state[new] = optimizer.state.pop(old), or del optimizer.state[old].",
+        names=(f"{path}.state",),
+    )
 
 
 def holds_objects(obj: Any, depth: int = 0) -> bool:

@@ -40,6 +40,7 @@ from ..run.sharing import Approve, Files
 from . import staging
 from .capture import Captured, Origin
 from .dividing import Division, Item, described, divide, listed
+from .patterns import refused
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,10 +80,13 @@ class Together:
         with topic.failing():
             yield topic
 
-    def agree(self, topic: Topic, captured: Captured, beside: Executor) -> None:
-        """Find out, with all other ranks, who holds what; the next save waits for it. No tensor is held until then."""
+    def agree(self, topic: Topic, captured: Captured, unmatched: Sequence[tuple[str, str]], beside: Executor) -> None:
+        """Find out, with all other ranks, who holds what; the next save waits for it. No tensor is held until then.
+
+        `unmatched`: name patterns that match nothing here; the next save is refused if one matches on no rank.
+        """
         structure, names = self._structure(captured), listed(captured)
-        self._known, self._asking = None, beside.submit(self._ask, topic, structure, names)
+        self._known, self._asking = None, beside.submit(self._ask, topic, structure, names, unmatched)
 
     def divided(self, captured: Captured, finite: Collection[str], topic: Topic) -> Division:
         """What this rank writes. Where nothing could be agreed on before, all ranks do so now, under `topic`.
@@ -109,16 +113,20 @@ class Together:
             self._described = captured.key, described(captured)
         return self._described[1]
 
-    def _ask(self, topic: Topic, structure: str, names: list[list[Any]]) -> _Known:
+    def _ask(
+        self, topic: Topic, structure: str, names: list[list[Any]], unmatched: Sequence[tuple[str, str]] = ()
+    ) -> _Known:
         structures: list[str] = []
 
         def judge(told: list[dict[str, Any]]) -> str | list[int]:
             structures[:] = [one["structure"] for one in told]
             if any("sums" in one for one in told):
                 return AGAIN  # it is not all who ask
+            if nowhere := _in_all([one.get("unmatched", []) for one in told]):
+                raise refused(nowhere, [name for name, *_ in names])
             return SAME if len(set(structures)) == 1 else _speakers(structures)
 
-        while (verdict := topic.agree({"structure": structure}, judge)) == AGAIN:
+        while (verdict := topic.agree({"structure": structure, "unmatched": unmatched}, judge)) == AGAIN:
             continue
         if verdict == SAME:
             return _Known()
@@ -209,6 +217,12 @@ def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
 # ---- what the coordinator decides ----------------------------------------------------------------------------
 
 SAME, DIFFERING, AGAIN = "same", "differing", "again"
+
+
+def _in_all(unmatched: Sequence[Sequence[Sequence[str]]]) -> list[tuple[str, str]]:
+    """The patterns, with the argument that each was given in, that match nothing on any rank."""
+    first, *others = [[(argument, pattern) for argument, pattern in one] for one in unmatched]
+    return [one for one in first if all(one in other for other in others)]
 
 
 def _speakers(structures: Sequence[str]) -> list[int]:

@@ -1,0 +1,323 @@
+"""What is refused, or warned of, before training time is lost: snapshots, patterns, forgotten restores, unstorables."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn, optim
+
+import lastgood
+from lastgood import errors
+from lastgood.lab.worlds import world
+from lastgood.train.patterns import LOOKS
+from lastgood.train.storable import LISTED
+
+EACH_STEP = lastgood.Every(steps=1)
+LATER = lastgood.Every(steps=500)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter, named as PEFT names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(3, 3)
+        self.lora_A = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_A(x).sum()
+
+
+def build(kind: type[optim.Optimizer] = optim.AdamW) -> dict[str, object]:
+    model = Adapted()
+    optimizer = kind(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer}
+
+
+def train(state: dict, steps: int = 1) -> None:
+    for _ in range(steps):
+        state["optimizer"].zero_grad()
+        state["model"](torch.ones(2, 3)).square().sum().backward()
+        state["optimizer"].step()
+
+
+# ---- snapshots -----------------------------------------------------------------------------------------------
+
+
+def schedulers(optimizer: optim.Optimizer) -> list[object]:
+    of = optim.lr_scheduler
+    constant = [of.ConstantLR(optimizer), of.ConstantLR(optimizer)]
+    return [
+        of.StepLR(optimizer, 1),
+        of.ReduceLROnPlateau(optimizer),
+        of.SequentialLR(optimizer, constant, [2]),
+        of.ChainedScheduler(constant),
+        optim.swa_utils.SWALR(optimizer, 0.1),
+    ]
+
+
+def test_state_dicts_in_the_state_are_refused_by_name_before_the_run_exists(tmp_path: Path) -> None:
+    """The habit of torch.save: every save stored the empty optimizer and the schedule of step 0, without a word."""
+    state = build()
+    model, optimizer = state["model"], state["optimizer"]
+    sampler = lastgood.ResumableSampler(8, 4, seed=1)
+    given = {
+        "model": model.state_dict(),
+        "train": {"optimizers": [optimizer.state_dict()]},
+        "schedulers": tuple(one.state_dict() for one in schedulers(optimizer)),
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "sampler": sampler.state_dict(),
+        "fine": {"state": 1, "param_groups": [], "last_epoch": 3, "scale": 2.0},
+    }
+    with pytest.raises(errors.Refused) as caught:
+        lastgood.Checkpointer(tmp_path / "run", given)
+    named = [line.split(":")[0].strip() for line in str(caught.value).splitlines() if line.startswith("  ")]
+    assert named == [
+        "model",
+        "train.optimizers.0",
+        *(f"schedulers.{index}" for index in range(5)),
+        "scaler",
+        "sampler",
+    ]
+    assert "Hand in the object itself" in caught.value.todo
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_stateful_loader_s_state_dict_is_refused(tmp_path: Path) -> None:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(range(4))
+    for workers in (0, 1):
+        loader = type(loader)(range(4), num_workers=workers)
+        next(iter(loader))
+        with pytest.raises(errors.Refused, match="data: the state_dict\\(\\) of a StatefulDataLoader"):
+            lastgood.Checkpointer(tmp_path / "run", {"data": loader.state_dict()})
+
+
+def test_weights_copied_on_purpose_and_a_save_of_this_moment_are_taken(tmp_path: Path) -> None:
+    state = build()
+    best = {name: one.clone() for name, one in state["model"].state_dict().items()}
+    with lastgood.Checkpointer(tmp_path / "run", state | {"best": best}) as ckpt:
+        ckpt.save(1)
+    train(state)
+    snapshot = copy.deepcopy({"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict()})
+    lastgood.save(tmp_path / "once", snapshot)
+    assert lastgood.load(tmp_path / "once")["optimizer"]["state"][0]["step"] == 1
+
+
+def test_a_number_that_stays_what_it_was_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`{"epoch": epoch}`: the loop was in epoch 3, every save held 0, and nothing reported it."""
+    state = build() | {"epoch": 0, "done": 0, "config": {"width": 64}, "resumed": False, "name": "x", "left_out": 1}
+    reports = []
+    with lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, exclude=["left_out"]) as ckpt:
+        for n in range(1, 9):
+            state["done"] = min(n, 2)
+            ckpt.step(n)
+            ckpt.wait()
+            reports.append([one.getMessage() for one in caplog.records if "holds a number" in one.getMessage()])
+    assert [len(one) for one in reports] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert "(steps 1 to 3): 'epoch' = 0. " in reports[-1][0] and "state['epoch'] = ..." in reports[-1][0]
+
+
+# ---- patterns ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"include": ["lora"]}, "include=['lora'] matches no name. Near it: '*lora*'"),
+        ({"include": ["Model.*lora_*"]}, "Near it: 'model'"),
+        ({"include": ["model.base.weigth"]}, "Near it: 'model.base.weight'"),
+        ({"exclude": ["modle.*"]}, "exclude=['modle.*'] matches no name. Near it: 'model'"),
+        ({"exclude": ["zzz"]}, "There is: model, optimizer, rng"),
+        ({"finite_also": ["model.mask"]}, "finite_also=['model.mask'] matches no name"),
+        ({"finite_except": ["model.mask"]}, "finite_except=['model.mask'] matches no name"),
+    ],
+)
+def test_a_pattern_that_matches_nothing_is_refused_at_the_first_step(tmp_path: Path, options, message) -> None:
+    """PEFT with include=["lora"]: every save held random numbers only, was verified good, and restored nothing."""
+    state = build()
+    with lastgood.Checkpointer(tmp_path, state, cadence=LATER, on_error="warn", **options) as ckpt:
+        assert ckpt.restore().step == 0
+        train(state)
+        with pytest.raises(errors.Refused) as caught:
+            ckpt.step(1)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"include": ["*lora*"]},
+        {"include": ["model", "optimizer.param_groups"], "exclude": ["optimizer.state.*"]},
+        {"exclude": ["model.base", "model.base.weight", "rng.cuda", "rng.python"]},
+        {"exclude": ["*.exp_avg_sq"], "finite_except": ["optimizer.state.*.exp_avg"], "finite_also": ["model"]},
+    ],
+)
+def test_patterns_that_match_a_name_or_what_lies_below_one_are_taken(tmp_path: Path, options) -> None:
+    state = build()
+    with lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, **options) as ckpt:
+        ckpt.save(0)  # before the first step of the optimizer, which has no state yet
+        for n in range(1, 1 + LOOKS):
+            train(state)
+            ckpt.step(n)
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude", "finite_also", "finite_except"])
+def test_one_text_in_place_of_a_list_of_patterns_is_refused_at_once(tmp_path: Path, argument: str) -> None:
+    """finite_except="model.mask" was taken for ten patterns of one letter each, or refused at the first save."""
+    with pytest.raises(errors.Refused, match=rf"{argument}='model.mask'.*Give {argument}=\['model.mask'\]"):
+        lastgood.Checkpointer(tmp_path / "run", build(), **{argument: "model.mask"})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pattern_for_state_that_an_optimizer_never_makes_ends_in_a_refusal(tmp_path: Path) -> None:
+    """SGD without momentum keeps nothing: a misspelt "*lorra*" would have been waited for without end."""
+    state = build(optim.SGD)
+    options = {"cadence": EACH_STEP, "in_flight": 1, "include": ["*lorra*"]}
+    with lastgood.Checkpointer(tmp_path / "a", state, **options) as ckpt:
+        ckpt.step(1)
+        with pytest.raises(errors.Refused, match="lorra"):
+            ckpt.step(2)
+    with lastgood.Checkpointer(tmp_path / "b", state, cadence=EACH_STEP, exclude=["optimizer.state.*"]) as ckpt:
+        for n in range(1, 9):
+            ckpt.step(n)
+
+
+def test_a_pattern_that_matches_only_the_generation_is_taken_in_a_restore(tmp_path: Path) -> None:
+    lastgood.save(tmp_path, build() | {"more": {"a": 1}})
+    with lastgood.Checkpointer(tmp_path, build(), exclude=["more.a", "more"]) as ckpt:
+        ckpt.restore()
+        ckpt.save(1)
+
+
+def test_a_misspelt_pattern_is_refused_in_a_restore_before_anything_is_loaded(tmp_path: Path) -> None:
+    state = build()
+    train(state)
+    lastgood.save(tmp_path, state)
+    fresh = build()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    with (
+        lastgood.Checkpointer(tmp_path, fresh, include=["lora"]) as ckpt,
+        pytest.raises(errors.Refused, match=r"\*lora\*"),
+    ):
+        ckpt.restore()
+    assert torch.equal(torch.get_rng_state(), before) and not fresh["optimizer"].state
+
+
+def stages(rank: int, size: int, root: Path, patterns: list[str]) -> str:
+    """One save by ranks that each hold another stage; what it is refused with."""
+    stage = nn.Linear(3, 3)
+    with lastgood.Checkpointer(root, {f"stage{rank}": stage}, cadence=EACH_STEP, include=patterns) as ckpt:
+        ckpt.restore()
+        try:
+            ckpt.step(1)
+        except errors.Refused as error:
+            return str(error)
+        ckpt.wait()
+    return ""
+
+
+def test_a_pattern_is_refused_where_no_rank_has_a_match_and_only_there(tmp_path: Path) -> None:
+    """The stages of a pipeline have names of their own: "stage1.*" matches nothing on rank 0, and is right."""
+    assert world(2, stages, tmp_path / "right", ["stage0.*", "stage1.weight"]) == ["", ""]
+    assert "stage1.weight" in lastgood.open(tmp_path / "right").content(1).tensors()
+    for refusal in world(2, stages, tmp_path / "wrong", ["stage0.*", "stage1.wieght"]):
+        assert "include=['stage1.wieght'] matches no name" in refusal and "stage0.*" not in refusal
+
+
+# ---- known at the first step ---------------------------------------------------------------------------------
+
+
+def test_a_forgotten_restore_is_raised_at_the_first_step(tmp_path: Path) -> None:
+    """With saves each 500 steps it was raised after 500 steps, and the work was lost."""
+    lastgood.save(tmp_path, build(), step=4)
+    with lastgood.Checkpointer(tmp_path, build(), cadence=LATER, on_error="warn") as ckpt:
+        for n in (1, 2):
+            with pytest.raises(errors.NotRestored, match=r"restore\(\) before the first step"):
+                ckpt.step(n)
+        ckpt.restore()
+        ckpt.step(5)
+
+
+class Keeping(optim.SGD):
+    """Keeps something that cannot be stored, from its first step on."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.state[self.param_groups[0]["params"][0]]["hook"] = print
+
+
+def test_everything_that_cannot_be_stored_is_listed_at_the_first_step(tmp_path: Path) -> None:
+    """It was found one entry at a time, each at the first save that was due, each ending the training."""
+    state = build(Keeping) | {
+        "fn": lambda: 1,
+        "nested": {"a": [0, object()], "[b]": object()},
+        "loader": torch.utils.data.DataLoader([1]),
+        "batches": lastgood.ResumableSampler(8, 4, seed=1).loader([0] * 8),
+    }
+    with lastgood.Checkpointer(tmp_path, state, cadence=LATER, on_error="warn") as ckpt:
+        train(state)
+        with pytest.raises(errors.Unstorable) as caught:
+            ckpt.step(1)
+    text = str(caught.value)
+    assert caught.value.names == (
+        "optimizer.state.base.weight.hook",
+        "fn",
+        "nested.a.1",
+        "nested.[b]",
+        "loader",
+        "batches",
+    )
+    assert (
+        "6 entries of the state cannot be stored" in text
+        and 'exclude=["nested.a.1"]' in text
+        and 'exclude=["nested.[[]b]"]' in text
+    )
+    assert "batches is the loader of a ResumableSampler" in text and 'state={"sampler": sampler}' in text
+    assert "ResumableSampler, or the StatefulDataLoader of torchdata" in text
+    assert not (tmp_path / "gen").exists()
+    with pytest.raises(errors.Unstorable, match="6 entries"):
+        lastgood.save(tmp_path / "once", state)
+
+
+def test_the_list_of_what_cannot_be_stored_has_an_end(tmp_path: Path) -> None:
+    with (
+        lastgood.Checkpointer(tmp_path, {"many": [print] * 50}) as ckpt,
+        pytest.raises(errors.Unstorable, match=f"{LISTED} entries at least"),
+    ):
+        ckpt.step(1)
+
+
+def test_the_stale_entry_of_a_replaced_parameter_is_named_with_its_own_remedy(tmp_path: Path) -> None:
+    """The advice was exclude=["optimizer.state"], which drops what the optimizer keeps of all other parameters."""
+    state = build() | {"fn": print}
+    train(state)
+    state["model"].lora_A.weight = nn.Parameter(torch.zeros(4, 3))
+    optimizer, old = state["optimizer"], state["optimizer"].param_groups[0]["params"][2]
+    optimizer.param_groups[0]["params"][2] = state["model"].lora_A.weight
+    with lastgood.Checkpointer(tmp_path, state) as ckpt, pytest.raises(errors.Unstorable) as caught:
+        ckpt.step(1)
+    listed = str(caught.value).splitlines()
+    assert "optimizer.state" in listed[1] and "[2, 3]" in listed[1] and "exclude" not in listed[1]
+    assert "del optimizer.state[old]" in listed[1] and listed[2].startswith("  fn is ")
+    del optimizer.state[old], state["fn"]
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1)
+
+
+def test_the_first_step_steps_over_nothing_and_copies_nothing(tmp_path: Path) -> None:
+    """The look at the first step leaves the random numbers, the sampler and the weights as they are."""
+    sampler = lastgood.ResumableSampler(8, 4, seed=1)
+    state = build() | {"sampler": sampler}
+    train(state)
+    before = torch.get_rng_state(), copy.deepcopy(state["model"].state_dict())
+    with lastgood.Checkpointer(tmp_path, state, cadence=LATER) as ckpt:
+        ckpt.step(1)
+        assert sampler.position == (0, 1)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert all(torch.equal(one, before[1][name]) for name, one in state["model"].state_dict().items())
+    assert not (tmp_path / "gen").exists()
