@@ -255,6 +255,7 @@ class Checkpointer:
                 self._mark,
                 lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
                 rank=self._ranks.rank if self._ranks else 0,
+                ranks=self._ranks.size if self._ranks else 1,
                 together=self._all_load if self._ranks else None,
                 nowhere=self._homeless,
                 fits=self._all_fit,
@@ -533,13 +534,13 @@ class Checkpointer:
         return waited
 
     def _advance(self, n: int) -> int:
-        """Let the samplers know, once a step, that the weights have seen what the loop was given."""
+        """Count optimizer step `n` in every sampler of the state; a sampler counts each step once."""
         _require(hasattr(n, "__index__"), f"step {n!r} is no whole number", "Count completed optimizer steps.")
         n = operator.index(n)
         if n > self._advanced:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
-                one.consumed()
+                one.advance_to(n)
         if self._unknown:
             self._unknown = False
             self._cutter.agree(self._request.state, self._behind.workers)

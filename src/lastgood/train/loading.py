@@ -73,6 +73,7 @@ def load_into(
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
     rank: int = 0,
+    ranks: int = 1,
     together: Callable[[Callable[[], None]], None] | None = None,
     nowhere: Callable[[list[str]], list[str]] = list,
     fits: Callable[[Generation, int], bool] = lambda *_: False,
@@ -80,11 +81,11 @@ def load_into(
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
-    memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`: what was not
-    verified is examined by all of them first, since each reads but a part. `nowhere` as in `match`; `fits(generation,
-    bytes wanted of it)` is asked before anything is written, and says whether this machine reads the same bytes several
-    times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with the live state untouched;
-    HalfLoaded when it is not.
+    memory. `rank` of the `ranks` that load takes the place of that rank of those that saved. `together` as in
+    `newest_good`: what was not verified is examined by all of them first, since each reads but a part. `nowhere` as in
+    `match`; `fits(generation, bytes wanted of it)` is asked before anything is written, and says whether this machine
+    reads the same bytes several times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with
+    the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
     skipped: list[str] = []
@@ -110,7 +111,7 @@ def load_into(
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
         places, moved = set(map(component, request.state)), Rename(request.rename or {})
-        values = merged(manifests, rank, lambda name: moved.key(name) in places)
+        values = merged(manifests, rank, ranks, lambda name: moved.key(name) in places)
         fit = match(
             request.state,
             Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values),
