@@ -259,6 +259,32 @@ def test_batches_that_a_framework_fetched_ahead_are_not_counted(stop: int, batch
     assert both == scheduled(len(both))
 
 
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("fetch", [one_ahead, lambda loader: ((batch, False) for batch in loader)])
+def test_a_loader_that_counts_what_it_hands_out_warns_where_it_is_fetched_ahead(each: int, fetch, caplog) -> None:
+    """Without `batches_per_step` the cursor is one batch ahead then, and a resume leaves that one out."""
+    sampler = make()
+    loader, batches = sampler.loader(range(40)), 0
+    for _ in range(3):  # epochs
+        for _ in fetch(loader):
+            batches += 1
+            if batches % each == 0:
+                sampler.advance_to(batches // each)
+    assert ("give the sampler batches_per_step" in caplog.text) == (fetch is one_ahead)
+
+
+def test_numbers_begin_anew_with_a_restore_that_found_nothing(tmp_path: Path) -> None:
+    """A sampler that is used again for the next run of a sweep: its cursor must not stand until n is at the old one."""
+    sampler = make()
+    for run in ("first", "second"):
+        with lastgood.Checkpointer(tmp_path / run, {"sampler": sampler}) as ckpt:
+            assert ckpt.restore().step == 0
+            for n, _ in enumerate(own_loader(sampler), 1):
+                if n in (5, 10):
+                    ckpt.step(n)
+    assert place(sampler) == (2, 0)
+
+
 def test_the_length_of_a_loader_is_that_of_an_epoch_after_a_resume_too() -> None:
     """Lightning took the five batches that were left for the length of every epoch, and ended at step 10 of 20."""
     saved, sampler = counted(15, {})

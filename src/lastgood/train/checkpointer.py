@@ -282,6 +282,8 @@ class Checkpointer:
             run.point()
         self._behind.note_latest()
         self._last, self._advanced = None, found.step
+        for one in _samplers(self._request.state):
+            one.restart_after(found.step)
         self._count_steps(found.step)
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)

@@ -16,7 +16,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,12 +24,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from .. import reporting
 from ..errors import Refused
+from .iteration import Iteration
 from .order import Order, whole_number
 from .seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
 
 # What decides which samples come and in which order; with `in_order=False` the count of batches would name no window.
 _OURS = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
 _UNTOUCHED = "The sampler is as it was."
+_AHEAD = (
+    "the loader handed out one batch more before the first step of this iteration than before the second. If it is "
+    "fetched ahead of the step, as frameworks do, a resume leaves that batch out: give the sampler batches_per_step."
+)
 _PLACE = {"epoch", "cursor_step", "seed"}
 """keys of the states that earlier versions wrote"""
 _KEYS = _PLACE | {"dataset_size", "earlier", "global_batch", "shuffle", "step"}
@@ -92,7 +96,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._earlier: list[tuple[int, Order]] = []  # (epoch, order of the epochs before it), ascending
         self._epoch = self._cursor = 0
         self._step: int | None = 0  # number of the last optimizer step that was counted; None: unknown
-        self._pass: _Pass | None = None
+        self._pass: Iteration | None = None
         self._in_hand: tuple[int, int] | None = None
         self._cached: tuple[tuple[Order, int], np.ndarray] | None = None
 
@@ -131,16 +135,20 @@ class ResumableSampler(Sampler[list[int]]):
     # ---- the cursor ----------------------------------------------------------------------------------------
 
     def advance_to(self, step: int) -> None:
-        """Count the optimizer steps up to number `step`. Steps that were counted before are not counted again.
+        """Count the optimizer steps up to number `step`: those since the last number, and none for the same number.
 
-        A Checkpointer calls it. Raises Refused, with the cursor as it was, where a DataLoader of your own, or
-        `batches_per_step`, leaves open which batches these steps were trained with: more steps than batches were
-        fetched, or several steps across two iterations.
+        A Checkpointer calls it. A number below the last one belongs to another training, and counts as one step.
+        Raises Refused, with the cursor as it was, where a DataLoader of your own, or `batches_per_step`, leaves open
+        which batches these steps were trained with: more steps than batches were fetched, or several steps across two
+        iterations.
         """
-        steps = 1 if self._step is None else step - self._step
-        if steps > 0:
-            self._count(steps)
+        if step != self._step:
+            self._count(1 if self._step is None or step < self._step else step - self._step)
             self._step = step
+
+    def restart_after(self, step: int) -> None:
+        """Let `advance_to` count from `step` on. Moves nothing; a Checkpointer calls it in `restore`."""
+        self._step = step
 
     def consumed(self) -> None:
         """Count one more optimizer step, where no Checkpointer does. Past the last window comes (epoch + 1, 0)."""
@@ -153,6 +161,8 @@ class ResumableSampler(Sampler[list[int]]):
         if at is None:
             self._move(*self._after(steps))
         elif at.follows and not at.stale:
+            if at.count() and self.rank == 0:
+                reporting.warning(_AHEAD)
             self._move(at.epoch, at.next_step)
         elif not at.stale:
             place = self._after(steps)
@@ -299,13 +309,13 @@ class ResumableSampler(Sampler[list[int]]):
             ),
         )
 
-    def _begin(self, *, follows: bool) -> _Pass:
+    def _begin(self, *, follows: bool) -> Iteration:
         before = self._pass
         sure = before is None or before.follows or bool(before.stale)
         if before is not None and before.sure:
             sure = sure or before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
         self._retire("the sampler was iterated anew")
-        self._pass = _Pass(self._epoch, self._cursor, self._cursor, follows, sure)
+        self._pass = Iteration(self._epoch, self._cursor, self._cursor, follows, sure)
         return self._pass
 
     def _retire(self, why: str) -> None:
@@ -313,12 +323,12 @@ class ResumableSampler(Sampler[list[int]]):
             self._pass.stale = why
         self._in_hand = None
 
-    def _ids(self, at: _Pass) -> Iterator[list[int]]:
+    def _ids(self, at: Iteration) -> Iterator[list[int]]:
         for window in self._windows(at):
             at.next_step += 1
             yield window.ids
 
-    def _windows(self, at: _Pass) -> Iterator[Window]:
+    def _windows(self, at: Iteration) -> Iterator[Window]:
         share = self.global_batch // self.world_size
         mine = self.order(at.epoch)[:, self.rank * share : (self.rank + 1) * share]
         for step in range(at.first_step, self.steps_per_epoch):
@@ -347,7 +357,7 @@ class Loader:
         self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
         return self._hand_out(at, iter(self._batches))
 
-    def _hand_out(self, at: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
+    def _hand_out(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:
         sampler = self._sampler
         at.require_live()
         for batch in batches:
@@ -365,36 +375,6 @@ class Loader:
             )
         if at.follows:
             sampler._move(at.epoch, at.next_step)  # the loop came back for more: it has trained on all that it got
-
-
-@dataclass
-class _Pass:
-    """One iteration over the rest of an epoch."""
-
-    epoch: int
-    first_step: int
-    next_step: int
-    """of the batch that is handed out next; of the window that is fetched next, in a DataLoader of the user's own"""
-    follows: bool
-    """a step has trained on all that was handed out, however much that is"""
-    sure: bool
-    """no batch that an earlier iteration fetched can still wait to be counted"""
-    stale: str = ""
-    """why it is over"""
-
-    def fetched(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Epoch and cursor once all that was fetched is counted."""
-        finished, cursor = divmod(self.next_step, steps_per_epoch)
-        return self.epoch + finished, cursor
-
-    def require_live(self) -> None:
-        if self.stale:
-            raise Refused(
-                f"this iteration over epoch {self.epoch} is over: {self.stale} since it began",
-                safe="The cursor is where the load, or the newer iteration, has put it.",
-                todo="Restore before the loop makes its iterator (in Lightning: in on_fit_start, not on_train_start); "
-                "else leave the loop and begin a new one over the same loader.",
-            )
 
 
 class _Saved(NamedTuple):
