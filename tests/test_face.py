@@ -57,7 +57,7 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         (lastgood.Checkpointer.latest, "self"),
         (lastgood.Checkpointer.fence, "self"),
         (lastgood.Save.result, "self timeout"),
-        (lastgood.ResumableSampler, "dataset_size global_batch seed rank world_size shuffle"),
+        (lastgood.ResumableSampler, "dataset_size global_batch seed rank world_size shuffle batches_per_step"),
         (lastgood.Keep, "last every milestones best"),
         (lastgood.Every, "steps seconds"),
         (lastgood.save, "path state step include exclude"),

@@ -198,7 +198,7 @@ def test_what_a_module_says_of_itself_is_each_ranks_own():
         for rank in range(3)
     ]  # fmt: skip
     for rank in range(3):
-        found = merged(manifests, rank, {"net", "stage2"}.__contains__)
+        found = merged(manifests, rank, 3, {"net", "stage2"}.__contains__)
         assert found["net"]["!module"]["net._extra_state"] == rank and len(found["net"]["!module"]) == 4
         assert found["stage2"] == 2 and found.keys() == {"net", "stage2", f"stage{rank}"}
 

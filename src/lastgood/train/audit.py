@@ -1,12 +1,15 @@
-"""The exactly-once audit: which samples the weights have seen, held against the order that was scheduled.
+"""The exactly-once audit: which samples the weights were trained with, compared with the order that was scheduled.
 
 It keeps ids and counts. It never looks at data, and never decides what a difference means for the run.
+
+Its state is a list of records, one an epoch and rank, and the state of several audits is the concatenation of theirs:
+so `train/merging.py` can give the records of a generation to the ranks of another world, each record to one rank.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +17,9 @@ import numpy as np
 import torch
 
 from ..errors import Refused
-from .sampler import ResumableSampler, whole_number
+from .merging import RECORDS
+from .order import whole_number
+from .sampler import ResumableSampler
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class AuditReport:
     scheduled: int
     """samples in the windows before the sampler's cursor"""
     observed: int
-    """samples that the audit was told of"""
+    """samples that `observe` was called with"""
     duplicates: int
     """further sightings of a sample in the window where it belongs"""
     missing: int
@@ -41,21 +46,25 @@ class AuditReport:
 
 
 class Audit:
-    """Which sample ids this rank's weights have seen, by (epoch, step).
+    """Which sample ids this rank's weights were trained with, by (epoch, step).
 
     It belongs in the checkpointed state, so that it is rolled back with the weights. Let the dataset return its ids:
 
         for data, ids in loader:
             audit.observe(*sampler.position, ids)
-            ...                                # train, then ckpt.step(n), which consumes the window
+            ...                                # train, then ckpt.step(n), which counts the window
 
-    Memory and storage: 8 bytes a sample and 16 a window.
+    Every rank has one in its state, and each sample is observed on one rank only (not on all of a tensor-parallel
+    group). After a restore on another number of ranks each old rank's record is with exactly one new rank; one process,
+    or `lastgood.load`, has them all.
+
+    Memory and storage: 1 to 8 bytes a sample, as the ids need, and 4 to 16 a window.
     """
 
     def __init__(self) -> None:
-        # epoch -> tensors in the order of observation; they are joined now and then, and never changed in place
-        self._windows: dict[int, list[torch.Tensor]] = {}  # int64 [k, 2]: step, number of ids
-        self._ids: dict[int, list[torch.Tensor]] = {}  # int64 [n]
+        # epoch -> arrays in the order of observation; they are joined now and then, and never changed in place
+        self._windows: dict[int, list[np.ndarray]] = {}  # [2 k]: step, number of ids; and so on
+        self._ids: dict[int, list[np.ndarray]] = {}  # [n]
 
     def observe(self, epoch: int, step: int, ids: Sequence[int] | np.ndarray | torch.Tensor) -> None:
         """Record that window `step` of `epoch` was trained with these sample ids (integers, [n], any device).
@@ -66,8 +75,11 @@ class Audit:
         seen = np.asarray(ids.numpy(force=True) if isinstance(ids, torch.Tensor) else ids)
         if seen.ndim != 1 or seen.dtype.kind not in "iu":
             raise Refused(f"ids are {seen.dtype} of shape {list(seen.shape)}, and not a list of integers")
-        self._windows.setdefault(epoch, []).append(torch.tensor([[step, len(seen)]]))
-        self._ids.setdefault(epoch, []).append(torch.from_numpy(seen.astype(np.int64)))
+        self._add(epoch, np.array([step, len(seen)]), seen)
+
+    def _add(self, epoch: int, windows: np.ndarray, ids: np.ndarray) -> None:
+        self._windows.setdefault(epoch, []).append(_narrowed(windows))
+        self._ids.setdefault(epoch, []).append(_narrowed(ids))
 
     @staticmethod
     def merge(audits: Iterable[Audit]) -> Audit:
@@ -89,8 +101,9 @@ class Audit:
         scheduled = observed = duplicates = missing = extra = 0
         differing: list[tuple[int, int]] = []
         for epoch in sorted({*range(now + 1), *self._ids}):
-            finished = sampler.steps_per_epoch if epoch < now else cursor if epoch == now else 0
-            expected = sampler.order(epoch)[:finished]
+            order = sampler.order(epoch)
+            finished = len(order) if epoch < now else cursor if epoch == now else 0
+            expected = order[:finished]
             steps, ids = self._seen(epoch)
             scheduled += expected.size
             observed += ids.size
@@ -113,46 +126,73 @@ class Audit:
         return AuditReport(scheduled, observed, duplicates, missing, extra, tuple(differing))
 
     def state_dict(self) -> dict[str, Any]:
-        """Per epoch, `windows` int64 [k, 2] (step, number of ids) and `ids` int64 [n], in the order of observation.
-
-        Later observations change none of these tensors.
-        """
+        """{RECORDS: a list of [epoch, windows, ids]}; each array as [dtype, bytes], in the order of observation."""
         for chunks in (*self._windows.values(), *self._ids.values()):
             if len(chunks) > 1:
-                chunks[:] = [torch.cat(chunks)]
-        return {"epochs": {str(e): {"windows": self._windows[e][0], "ids": self._ids[e][0]} for e in sorted(self._ids)}}
+                chunks[:] = [np.concatenate(chunks)]
+        return {RECORDS: [[e, _packed(self._windows[e][0]), _packed(self._ids[e][0])] for e in sorted(self._ids)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Have seen what the state says, and nothing else. Raises Refused for a state that is not an audit's."""
+        loaded = Audit()
         try:
-            wrong = [epoch for epoch, seen in state["epochs"].items() if not _fits(epoch, **seen)]
-        except (KeyError, TypeError, AttributeError) as error:
+            for epoch, windows, ids in _records(state):
+                if not _fits(epoch, windows, ids):
+                    raise Refused(
+                        f"the audit's state does not fit together in epoch {epoch}", safe="The audit is as it was."
+                    )
+                loaded._add(epoch, windows, ids)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise Refused(f"this is not the state of an audit: {error!r}", safe="The audit is as it was.") from error
-        if wrong:
-            raise Refused(
-                f"the audit's state does not fit together in epoch {', '.join(wrong)}", safe="The audit is as it was."
-            )
-        self._windows = {int(epoch): [seen["windows"].cpu().clone()] for epoch, seen in state["epochs"].items()}
-        self._ids = {int(epoch): [seen["ids"].cpu().clone()] for epoch, seen in state["epochs"].items()}
+        self._windows, self._ids = loaded._windows, loaded._ids
 
     def _seen(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(step, id) of every sighting in an epoch: two int64 [n]."""
         if epoch not in self._ids:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        windows = torch.cat(self._windows[epoch]).numpy()
-        return np.repeat(windows[:, 0], windows[:, 1]), torch.cat(self._ids[epoch]).numpy()
+        windows = np.concatenate(self._windows[epoch]).astype(np.int64)
+        return np.repeat(windows[::2], windows[1::2]), np.concatenate(self._ids[epoch]).astype(np.int64)
 
 
-def _fits(epoch: str, windows: torch.Tensor, ids: torch.Tensor) -> bool:
+def _records(state: Mapping[str, Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """Epoch, windows and ids of each record; of a state that an earlier version wrote, too (in tensors)."""
+    if RECORDS in state:
+        for epoch, windows, ids in state[RECORDS]:
+            yield epoch, _unpacked(*windows), _unpacked(*ids)
+    else:
+        for epoch, seen in state["epochs"].items():
+            windows, ids = (seen[name].numpy(force=True) for name in ("windows", "ids"))
+            if windows.dtype != np.int64 or windows.ndim != 2 or windows.shape[1] != 2:
+                raise ValueError(f"windows of {windows.dtype} {windows.shape}")
+            yield int(epoch), windows.reshape(-1), ids
+
+
+def _fits(epoch: int, windows: np.ndarray, ids: np.ndarray) -> bool:
     return (
-        epoch.isdecimal()
-        and windows.dtype == ids.dtype == torch.int64
-        and windows.dim() == 2
-        and windows.shape[1] == 2
-        and ids.dim() == 1
+        type(epoch) is int
+        and epoch >= 0
+        and windows.dtype.kind in "iu"
+        and ids.dtype.kind in "iu"
+        and ids.ndim == 1
+        and len(windows) % 2 == 0
         and bool((windows >= 0).all())
-        and int(windows[:, 1].sum()) == len(ids)
+        and int(windows[1::2].sum()) == len(ids)
     )
+
+
+def _narrowed(numbers: np.ndarray) -> np.ndarray:
+    """A copy in the smallest unsigned type that holds all of them, or in int64."""
+    fits = not numbers.size or (numbers.min() >= 0 and numbers.max() < 2**32)
+    return numbers.astype(np.min_scalar_type(numbers.max(initial=0)) if fits else np.int64)
+
+
+def _packed(numbers: np.ndarray) -> list[Any]:
+    little = numbers.astype(numbers.dtype.newbyteorder("<"), copy=False)
+    return [little.dtype.str, little.tobytes()]
+
+
+def _unpacked(dtype: str, data: bytes) -> np.ndarray:
+    return np.frombuffer(data, np.dtype(dtype))
 
 
 def _differing_steps(steps: np.ndarray, ids: np.ndarray, expected: np.ndarray) -> list[int]:

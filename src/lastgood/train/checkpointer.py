@@ -251,6 +251,7 @@ class Checkpointer:
                 self._mark,
                 lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
                 rank=self._ranks.rank if self._ranks else 0,
+                ranks=self._ranks.size if self._ranks else 1,
                 together=self._all_load if self._ranks else None,
                 nowhere=self._homeless,
                 fits=self._all_fit,
@@ -280,6 +281,8 @@ class Checkpointer:
         self._behind.note_latest()
         self._last, self._advanced, self._resumed = None, found.step, found.step
         self._behind.outcomes.restored()
+        for one in _samplers(self._request.state):
+            one.restart_after(found.step)
         self._count_steps(found.step)
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
@@ -568,7 +571,7 @@ class Checkpointer:
         return waited
 
     def _advance(self, n: int) -> int:
-        """The loop has completed step `n`: samplers count, once a step, what the weights have seen."""
+        """The loop has completed step `n`: every sampler of the state counts it, once."""
         self._require_open()
         require(
             not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
@@ -589,7 +592,7 @@ class Checkpointer:
         if n > self._advanced:
             self._advanced = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
-                one.consumed()
+                one.advance_to(n)
         return n
 
     def _all_load(self, attempt: Callable[[], None]) -> None:

@@ -111,6 +111,7 @@ def load_into(
     mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
     mend: Callable[[Generation], bool] = lambda _: False,
     rank: int = 0,
+    ranks: int = 1,
     together: Callable[[Callable[[], None]], None] | None = None,
     nowhere: Callable[[list[str]], list[str]] = list,
     fits: Callable[[Generation, int], bool] = lambda *_: False,
@@ -118,11 +119,11 @@ def load_into(
     """Load the newest good generation of the lineage (or `step`) into the live state.
 
     What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
-    memory. `rank`: whose place this process takes among those that saved; `together` as in `newest_good`: what was not
-    verified is examined by all of them first, since each reads but a part. `nowhere` as in `match`; `fits(generation,
-    bytes wanted of it)` is asked before anything is written, and says whether this machine reads the same bytes several
-    times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with the live state untouched;
-    HalfLoaded when it is not.
+    memory. `rank` of the `ranks` that load takes the place of that rank of those that saved. `together` as in
+    `newest_good`: what was not verified is examined by all of them first, since each reads but a part. `nowhere` as in
+    `match`; `fits(generation, bytes wanted of it)` is asked before anything is written, and says whether this machine
+    reads the same bytes several times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with
+    the live state untouched; HalfLoaded when it is not.
     """
     begun = time.monotonic()
     skipped: list[str] = []
@@ -148,7 +149,7 @@ def load_into(
         aliases = reshard.aliases(manifests)
         shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-        values = merged(manifests, rank, request.has_place)
+        values = merged(manifests, rank, ranks, request.has_place)
         stored = Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values)
         fit = request.fit(stored, nowhere, alone=together is None)
         shared = fits(generation, fit.bytes)

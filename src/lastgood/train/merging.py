@@ -3,6 +3,9 @@
 A process takes what the rank of its number had. Where there were fewer, it takes what rank 0 had; its random number
 generators are seeded anew then (`objects.seed_rng`). What it has a place for and that rank had not, as the stages of a
 pipeline, is taken from the first that had it. What an optimizer says of its parameters is put together from all.
+
+Records of an audit (train/audit.py) exist once: on another number of ranks, rank r of n takes those of the old ranks r,
+r + n, r + 2n, ..., and none where there is no such rank.
 """
 
 from __future__ import annotations
@@ -12,17 +15,24 @@ from typing import Any
 
 from ..records import Manifest
 
+RECORDS = "lastgood.audit"
+"""the key of a dict, wherever in a state it stands, whose value is a list of records that exist once"""
+
 
 def merged(
-    manifests: Sequence[Manifest], rank: int, has_place: Callable[[str], bool] = lambda _: False
+    manifests: Sequence[Manifest], rank: int, ranks: int, has_place: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any]:
-    """The values of one generation, for the process of number `rank`, which `has_place` for these entries."""
+    """The values of one generation, for process `rank` of `ranks`, which `has_place` for these entries."""
     values = dict(manifests[rank if rank < len(manifests) else 0].values)
     if len(manifests) > 1:
         for one in manifests:
             values |= {name: one.values[name] for name in one.values.keys() - values.keys() if has_place(name)}
         for name, tree in values.items():
             values[name] = _whole(tree, [one.values[name] for one in manifests if name in one.values])
+    if len(manifests) != ranks:
+        for name, tree in values.items():
+            taken = [one.values[name] for one in manifests[rank::ranks] if name in one.values]
+            values[name] = _with_records(tree, taken)
     return values
 
 
@@ -54,6 +64,18 @@ def _whole(tree: Any, others: Sequence[Any]) -> Any:
         key: _whole(value, [other[key] for other in others if isinstance(other, dict) and key in other])
         for key, value in tree.items()
     }
+
+
+def _with_records(tree: Any, taken: Sequence[Any]) -> Any:
+    """`tree` with the records of the same place in each of `taken`, and no others."""
+    alike = [other for other in taken if type(other) is type(tree)]
+    if isinstance(tree, list) and any(isinstance(one, (dict, list)) for one in tree):
+        return [_with_records(one, [other[at] for other in alike if at < len(other)]) for at, one in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {RECORDS}:
+        return {RECORDS: [record for other in alike if _is(other, RECORDS) for record in other[RECORDS]]}
+    return {key: _with_records(one, [other[key] for other in alike if key in other]) for key, one in tree.items()}
 
 
 def _is(tree: Any, tag: str) -> bool:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import Unstorable
 from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
-from .sampler import Loader
+from .sampler import Loader, ResumableSampler
 
 
 class Kind(NamedTuple):
@@ -93,6 +93,11 @@ def holds_objects(obj: Any, depth: int = 0) -> bool:
     return any(holds_objects(part, depth + 1) for part in parts)
 
 
+def _object_differs(one: Any, data: Any) -> str:
+    """A sampler knows which states it cannot continue; other objects show it only when they load."""
+    return one.differs(data) if isinstance(one, ResumableSampler) else ""
+
+
 # ---- loss scale ------------------------------------------------------------------------------------------------
 
 
@@ -154,7 +159,7 @@ def _random_differs(_: random.Random, data: Any) -> str:
 
 
 KINDS: dict[str, Kind] = {
-    "!object": Kind(lambda one: one.state_dict(), lambda one, data: one.load_state_dict(data), lambda one, data: ""),
+    "!object": Kind(lambda one: one.state_dict(), lambda one, data: one.load_state_dict(data), _object_differs),
     "!scaler": Kind(_read_scaler, _load_scaler, _scaler_differs),
     "!torch.Generator": Kind(
         lambda one: {"device": one.device.type, "state": one.get_state()},

@@ -1,62 +1,84 @@
-"""The resumable order of the samples, and the loader that counts what the training loop was given.
+"""The resumable order of the samples, and the loader that hands them out.
 
-    order(seed, epoch) -> windows of B samples -> rank r's share of a window -> DataLoader -> training loop
-                              ^ cursor                                                            |
-                              `---------------------- consumed() at the end of a step -----------'
+    order(epoch) -> windows of B samples -> rank r's share of a window -> DataLoader -> training loop
+                        ^ cursor                                                            |
+                        `------------ advance_to(n) when optimizer step n is completed -----'
 
 Invariants
-  1. The order is a pure function of (seed, epoch); the world size only says who trains which part of a window.
-  2. The cursor counts windows that the weights have seen. Fetching runs ahead of it and never moves it.
-  3. One iteration at a time: a newer one, or a load, makes the older ones stale; they raise and move nothing.
-  4. No global RNG is ever drawn from, and what a dataset draws depends on (seed, epoch, sample) alone.
+  1. The order is a pure function of (dataset_size, global_batch, seed, shuffle) and the epoch. The world size only
+     decides which rank trains which part of a window.
+  2. The cursor counts windows that the weights were trained with. Fetching runs ahead of it and never moves it.
+  3. Each optimizer step is counted once, by its number, however many checkpointers report it.
+  4. Only one iteration is valid at a time. A newer one, or a load, ends the older ones: they raise and move nothing.
+  5. No global random generator is drawn from, and what a dataset draws depends on (seed, epoch, sample) alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
-import struct
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from numbers import Integral
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
+from .. import reporting
 from ..errors import Refused
+from .iteration import Iteration
+from .order import Order, whole_number
+from .seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
 
 # What decides which samples come and in which order; with `in_order=False` the count of batches would name no window.
 _OURS = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
 _UNTOUCHED = "The sampler is as it was."
+_AHEAD = (
+    "the loader handed out one batch more before the first step of this iteration than before the second. If it is "
+    "fetched ahead of the step, as frameworks do, a resume leaves that batch out: give the sampler batches_per_step."
+)
+_PLACE = {"epoch", "cursor_step", "seed"}
+"""keys of the states that earlier versions wrote"""
+_KEYS = _PLACE | {"dataset_size", "earlier", "global_batch", "shuffle", "step"}
 
 
 class ResumableSampler(Sampler[list[int]]):
     """The order of the samples as a `batch_sampler`, with a cursor that is saved with the weights.
 
-    An epoch has S = dataset_size // global_batch steps. Step s trains window s: the samples at [s * B, (s + 1) * B) of
-    the epoch's permutation (B = global_batch, whatever the world size); rank r takes its r-th contiguous share. So a
+    An epoch has S = dataset_size // global_batch windows. Window s holds the samples at [s * B, (s + 1) * B) of the
+    epoch's permutation (B = global_batch, whatever the world size); rank r trains its r-th contiguous share. So a
     state saved by one world continues on another, and each of the S x B scheduled samples is trained exactly once.
 
-    `consumed()` moves the cursor; a Checkpointer that has the sampler in its state calls it at each `step`. Take the
-    batches from `loader`: it knows how many it handed out, which is right for gradient accumulation too. In a
-    DataLoader of your own, with `batch_sampler=sampler`, `consumed()` moves by one window: one batch an optimizer
-    step, and torch then draws that loader's base seed from the global RNG, so random augmentation does not resume.
+    A Checkpointer that has the sampler in its state counts each optimizer step by its number, in `step(n)` and
+    `save(n)`. With `batches_per_step=None` (default) a step has trained on what `loader` handed out, however many
+    batches that were; in a DataLoader of your own (`batch_sampler=sampler`), on one batch. With `batches_per_step=k`
+    each step has trained on k batches, the last one of an epoch on what is left of it, and fetching ahead is allowed:
+    give it under frameworks that fetch ahead of the step (Lightning, Transformers, Accelerate).
+
+    `len()` is the number of batches of a whole epoch, `remaining` what is left of the current one. With a DataLoader
+    of your own torch draws that loader's base seed from the global generator, so random augmentation does not resume.
 
     Memory: 8 bytes a sample for the permutation. Raises Refused, before anything else, for arguments that do not fit.
+    See docs/data.md.
     """
 
     def __init__(
-        self, dataset_size: int, global_batch: int, seed: int, rank: int = 0, world_size: int = 1, shuffle: bool = True
+        self,
+        dataset_size: int,
+        global_batch: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        batches_per_step: int | None = None,
     ) -> None:
         self.dataset_size = whole_number("dataset_size", dataset_size, low=1)
         self.global_batch = whole_number("global_batch", global_batch, low=1)
         self.rank = whole_number("rank", rank)
         self.world_size = whole_number("world_size", world_size, low=1)
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
         self._seed = whole_number("seed", seed)
+        if batches_per_step is not None:
+            batches_per_step = whole_number("batches_per_step", batches_per_step, low=1)
+        self.batches_per_step = batches_per_step
         if self.rank >= self.world_size:
             raise Refused(f"rank {rank} is outside a world of {world_size}", todo=f"Use 0 to {world_size - 1}.")
         if self.dataset_size < self.global_batch:
@@ -69,11 +91,14 @@ class ResumableSampler(Sampler[list[int]]):
                 f"global_batch {global_batch} cannot be shared equally by world_size {world_size}",
                 todo="Use a global batch that the world size divides; it stays the same on every world.",
             )
-        self.steps_per_epoch = self.dataset_size // self.global_batch
+        self._order = Order(self.dataset_size, self.global_batch, self._seed, self.shuffle)
+        self.steps_per_epoch = self._order.steps_per_epoch
+        self._earlier: list[tuple[int, Order]] = []  # (epoch, order of the epochs before it), ascending
         self._epoch = self._cursor = 0
-        self._pass: _Pass | None = None
+        self._step: int | None = 0  # number of the last optimizer step that was counted; None: unknown
+        self._pass: Iteration | None = None
         self._in_hand: tuple[int, int] | None = None
-        self._cached: tuple[tuple[int, int], np.ndarray] | None = None
+        self._cached: tuple[tuple[Order, int], np.ndarray] | None = None
 
     # ---- the order -----------------------------------------------------------------------------------------
 
@@ -83,69 +108,161 @@ class ResumableSampler(Sampler[list[int]]):
         Philox (Salmon et al., SC'11) keyed by (seed, epoch) under numpy's `RandomState`, whose stream is frozen (NEP
         19): a later numpy continues the same order.
         """
-        key = (self._seed, whole_number("epoch", epoch))
+        number = whole_number("epoch", epoch)
+        key = next((order for until, order in self._earlier if number < until), self._order), number
         if self._cached is None or self._cached[0] != key:
-            if self.shuffle:
-                philox = np.random.Philox(key=np.array(key, dtype=np.uint64))
-                ids = np.random.RandomState(philox).permutation(self.dataset_size)
-            else:
-                ids = np.arange(self.dataset_size)
-            ids = ids[: self.steps_per_epoch * self.global_batch].astype(np.int64, copy=False)
-            ids.flags.writeable = False
-            self._cached = key, ids.reshape(self.steps_per_epoch, self.global_batch)
+            self._cached = key, key[0].of(number)
         return self._cached[1]
 
     def __iter__(self) -> Iterator[list[int]]:
         """This rank's windows from the cursor to the end of the epoch. Raises Refused once it is stale."""
-        windows = self._windows(self._begin(counted=False))
-        return (window.ids for window in windows)
+        return self._ids(self._begin(follows=False))
 
     def __len__(self) -> int:
-        """Steps left in the current epoch: what an iteration that starts now yields."""
+        """Batches of a whole epoch, before and after a resume: frameworks take it for the length of every epoch."""
+        return self.steps_per_epoch
+
+    @property
+    def remaining(self) -> int:
+        """Batches left in the current epoch: what an iteration that starts now yields."""
         return self.steps_per_epoch - self._cursor
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, step) of the batch in hand; where every batch is consumed, of the next one."""
+        """(epoch, window) of the batch in hand, where `loader` counts what it hands out; else of the next to count."""
         return self._in_hand or (self._epoch, self._cursor)
 
     # ---- the cursor ----------------------------------------------------------------------------------------
 
-    def consumed(self) -> None:
-        """Tell that the weights have seen what the loop was given. Past the last window comes (epoch + 1, 0)."""
-        at = self._pass
-        if at is None or not (at.counted or at.stale):
-            self._move(self._epoch, self._cursor + 1)
-        elif not at.stale:
-            self._move(at.epoch, at.next_step)
+    def advance_to(self, step: int) -> None:
+        """Count the optimizer steps up to number `step`: those since the last number, and none for the same number.
 
-    def state_dict(self) -> dict[str, int]:
-        """The order and the place in it. Every rank holds the same, so it loads on any world."""
-        return {"epoch": self._epoch, "cursor_step": self._cursor, "seed": self._seed}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue where a state ends, in its own order: its seed replaces the one given at construction.
-
-        The dataset, `global_batch` and `shuffle` are not in the state and have to be the same. Raises Refused, with
-        the sampler as it was, for a state that is not a sampler's or whose cursor is past the end of an epoch here.
+        A Checkpointer calls it. A number below the last one belongs to another training, and counts as one step.
+        Raises Refused, with the cursor as it was, where a DataLoader of your own, or `batches_per_step`, leaves open
+        which batches these steps were trained with: more steps than batches were fetched, or several steps across two
+        iterations.
         """
-        if not isinstance(state, Mapping) or set(state) != {"epoch", "cursor_step", "seed"}:
+        if step != self._step:
+            self._count(1 if self._step is None or step < self._step else step - self._step)
+            self._step = step
+
+    def restart_after(self, step: int) -> None:
+        """Let `advance_to` count from `step` on. Moves nothing; a Checkpointer calls it in `restore`."""
+        self._step = step
+
+    def consumed(self) -> None:
+        """Count one more optimizer step, where no Checkpointer does. Past the last window comes (epoch + 1, 0)."""
+        self._count(1)
+        if self._step is not None and not (self._pass and self._pass.follows):
+            self._step += 1
+
+    def _count(self, steps: int) -> None:
+        at = self._pass
+        if at is None:
+            self._move(*self._after(steps))
+        elif at.follows and not at.stale:
+            if at.count() and self.rank == 0:
+                reporting.warning(_AHEAD)
+            self._move(at.epoch, at.next_step)
+        elif not at.stale:
+            place = self._after(steps)
+            if place > at.fetched(self.steps_per_epoch) or (steps > 1 and not at.sure):
+                raise Refused(
+                    f"{steps} optimizer steps were completed since the last count, and it is not known with which "
+                    f"batches: this iteration, over epoch {at.epoch}, began after {at.first_step} of its "
+                    f"{self.steps_per_epoch} batches, and {at.next_step - at.first_step} were fetched since",
+                    safe="The cursor stands where the last step was counted.",
+                    todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
+                    "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
+                )
+            at.sure = True
+            self._move(*place)
+
+    def _after(self, steps: int) -> tuple[int, int]:
+        """Epoch and cursor after so many more steps, of which none takes batches from two epochs."""
+        each = self.batches_per_step or 1
+        left = -(-self.remaining // each)
+        if steps < left:
+            return self._epoch, self._cursor + steps * each
+        epochs, steps = divmod(steps - left, -(-self.steps_per_epoch // each))
+        return self._epoch + 1 + epochs, steps * each
+
+    def _move(self, epoch: int, cursor: int) -> None:
+        finished, self._cursor = divmod(cursor, self.steps_per_epoch)
+        self._epoch = epoch + finished
+        self._in_hand = None
+
+    # ---- the state -----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order depends on, the place in it, and the last step counted. The same on every rank."""
+        return {
+            "cursor_step": self._cursor,
+            "dataset_size": self.dataset_size,
+            "earlier": [[until, one.dataset_size, one.global_batch, one.shuffle] for until, one in self._earlier],
+            "epoch": self._epoch,
+            "global_batch": self.global_batch,
+            "seed": self._seed,
+            "shuffle": self.shuffle,
+            "step": self._step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state ends, on any rank of any world size.
+
+        The seed has to be that of the state. `dataset_size`, `global_batch` and `shuffle` too, in the middle of an
+        epoch; a state that stands at the start of one is continued in the order of this sampler. Raises Refused, with
+        the sampler as it was, for anything else; a Checkpointer finds that out (`differs`) before it loads anything.
+        """
+        saved = self._read(state)
+        self._retire("a state was loaded into the sampler")
+        self._earlier = saved.earlier
+        if saved.order != self._order:
+            if saved.epoch:
+                self._earlier = [*saved.earlier, (saved.epoch, saved.order)]
+            if self.rank == 0:
+                reporting.info(
+                    f"from epoch {saved.epoch} on the samples have another order: {self._unlike(saved.order)}"
+                )
+        self._step = saved.step
+        self._move(saved.epoch, saved.cursor)
+
+    def differs(self, state: object) -> str:
+        """Why `load_state_dict` would refuse this state, and what to do; empty if it would not. Touches nothing."""
+        try:
+            self._read(state)
+        except Refused as error:
+            return f"{error.what}. {error.todo}".rstrip(". ")
+        return ""
+
+    def _read(self, state: object) -> _Saved:
+        if not isinstance(state, Mapping) or set(state) not in (_KEYS, _PLACE):
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise Refused(f"a sampler's state has epoch, cursor_step and seed; this one is {found}", safe=_UNTOUCHED)
-        epoch, cursor, seed = (
-            whole_number(f"{name} of the sampler's state", state[name], safe=_UNTOUCHED)
-            for name in ("epoch", "cursor_step", "seed")
-        )
-        if cursor >= self.steps_per_epoch:
+            raise Refused(f"a sampler's state has {', '.join(sorted(_KEYS))}; this one is {found}", safe=_UNTOUCHED)
+        full = {**self.state_dict(), "step": None, "earlier": [], **state}  # what an older state lacks is as here
+        epoch, cursor = (_stored(name, full[name]) for name in ("epoch", "cursor_step"))
+        order = _stored_order([full[name] for name in Order._fields])
+        step = None if full["step"] is None else _stored("step", full["step"])
+        earlier = [_stored_change(one, order.seed) for one in full["earlier"]]
+        if order != self._order and (cursor or order.seed != self._seed):
+            raise Refused(
+                f"the state, at step {cursor} of epoch {epoch}, goes by another order: {self._unlike(order)}",
+                safe=_UNTOUCHED,
+                todo="Make the sampler with the values of the state. dataset_size, global_batch and shuffle may change "
+                "where an epoch begins (of a dataset that grew, use torch.utils.data.Subset until then), the seed not.",
+            )
+        if cursor >= order.steps_per_epoch:
             raise Refused(
                 f"the state stands at step {cursor} of epoch {epoch}, and an epoch has {self.steps_per_epoch} steps "
                 f"here (dataset_size {self.dataset_size}, global_batch {self.global_batch}): one of these has changed",
                 safe=_UNTOUCHED,
                 todo="Use the dataset and the global batch that the state was saved with.",
             )
-        self._retire()
-        self._seed = seed
-        self._move(epoch, cursor)
+        return _Saved(epoch, cursor, step, order, earlier)
+
+    def _unlike(self, saved: Order) -> str:
+        pairs = zip(Order._fields, saved, self._order, strict=True)
+        return ", ".join(f"{name} {theirs} in the state, {ours} here" for name, theirs, ours in pairs if theirs != ours)
 
     # ---- iterations ----------------------------------------------------------------------------------------
 
@@ -157,8 +274,10 @@ class ResumableSampler(Sampler[list[int]]):
         (`collate_fn` draws on from the batch's last sample). A dataset with `__getitems__` is asked for one sample at
         a time. A generator that the dataset keeps to itself is its own to derive.
 
-        Each iteration runs from the cursor to the end of the epoch. Do not fetch ahead of the training step in code
-        around it (`prefetch_factor` and `pin_memory` do that inside): what it handed out counts as consumed.
+        Each iteration runs from the cursor to the end of the epoch. A step is counted as trained on all that was
+        handed out before it, so code around the loader must not fetch ahead of the step (`prefetch_factor` and
+        `pin_memory` do that inside, where it does no harm). Where a framework does, give the sampler
+        `batches_per_step`: then steps are counted, and not what was handed out.
 
         `dataloader_options` go to `torch.utils.data.DataLoader`. Raises Refused for those that the order decides, for
         an IterableDataset, and for a dataset whose length is not `dataset_size`.
@@ -175,64 +294,75 @@ class ResumableSampler(Sampler[list[int]]):
             )
         if hasattr(dataset, "__len__") and len(dataset) != self.dataset_size:
             raise Refused(f"the dataset has {len(dataset)} samples and the sampler was made for {self.dataset_size}")
-        seeded = _Seeded(dataset, dataloader_options.pop("collate_fn", None) or default_collate)
-        init = _WorkerInit(dataloader_options.pop("worker_init_fn", None))
+        seeded = SeededDataset(dataset, dataloader_options.pop("collate_fn", None) or default_collate)
+        init = WorkerInit(dataloader_options.pop("worker_init_fn", None))
         return Loader(
             self,
             DataLoader(
                 seeded,
                 batch_sampler=_Fetching(self),  # type: ignore[arg-type]  # a window in place of a list of ids
                 num_workers=num_workers,
-                collate_fn=_as_it_is,
+                collate_fn=unchanged,
                 worker_init_fn=init,
                 generator=torch.Generator(),
                 **dataloader_options,
             ),
         )
 
-    def _begin(self, *, counted: bool) -> _Pass:
-        self._retire()
-        self._pass = _Pass(self._epoch, self._cursor, counted)
+    def _begin(self, *, follows: bool) -> Iteration:
+        before = self._pass
+        sure = before is None or before.follows or bool(before.stale)
+        if before is not None and before.sure:
+            sure = sure or before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
+        self._retire("the sampler was iterated anew")
+        self._pass = Iteration(self._epoch, self._cursor, self._cursor, follows, sure)
         return self._pass
 
-    def _retire(self) -> None:
+    def _retire(self, why: str) -> None:
         if self._pass is not None:
-            self._pass.stale = True
+            self._pass.stale = why
         self._in_hand = None
 
-    def _windows(self, at: _Pass) -> Iterator[_Window]:
+    def _ids(self, at: Iteration) -> Iterator[list[int]]:
+        for window in self._windows(at):
+            at.next_step += 1
+            yield window.ids
+
+    def _windows(self, at: Iteration) -> Iterator[Window]:
         share = self.global_batch // self.world_size
         mine = self.order(at.epoch)[:, self.rank * share : (self.rank + 1) * share]
-        for step in range(at.next_step, self.steps_per_epoch):
+        for step in range(at.first_step, self.steps_per_epoch):
             at.require_live()
-            yield _Window(self._seed, at.epoch, mine[step].tolist())
-
-    def _move(self, epoch: int, cursor: int) -> None:
-        finished, self._cursor = divmod(cursor, self.steps_per_epoch)
-        self._epoch = epoch + finished
-        self._in_hand = None
+            yield Window(self._seed, at.epoch, mine[step].tolist())
 
 
 class Loader:
-    """What `ResumableSampler.loader` returns: iterate it, once an epoch; its length is the steps left in this one."""
+    """What `ResumableSampler.loader` returns: iterate it once an epoch. An iteration starts at the sampler's cursor."""
 
     def __init__(self, sampler: ResumableSampler, batches: DataLoader[Any]) -> None:
         self._sampler, self._batches = sampler, batches
 
     def __len__(self) -> int:
+        """Batches of a whole epoch, before and after a resume."""
         return len(self._sampler)
 
+    @property
+    def remaining(self) -> int:
+        """Batches left in the current epoch: what an iteration that starts now yields."""
+        return self._sampler.remaining
+
     def __iter__(self) -> Iterator[Any]:
-        at = self._sampler._begin(counted=True)
+        at = self._sampler._begin(follows=self._sampler.batches_per_step is None)
         # iter(DataLoader) draws a base seed for its workers: from here, never from the global RNG
-        self._batches.generator.manual_seed(_entropy("workers", self._sampler._seed, at.epoch)[0])
+        self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
         return self._hand_out(at, iter(self._batches))
 
-    def _hand_out(self, at: _Pass, batches: Iterator[Any]) -> Iterator[Any]:
+    def _hand_out(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:
         sampler = self._sampler
         at.require_live()
         for batch in batches:
-            sampler._in_hand = (at.epoch, at.next_step)
+            if at.follows:
+                sampler._in_hand = (at.epoch, at.next_step)
             at.next_step += 1
             yield batch
             at.require_live()
@@ -243,33 +373,18 @@ class Loader:
                 safe="The cursor has not moved past what was trained.",
                 todo="Let the dataset raise another error, or return every sample.",
             )
-        sampler._move(at.epoch, at.next_step)  # the loop came back for more: it has trained on all that it got
+        if at.follows:
+            sampler._move(at.epoch, at.next_step)  # the loop came back for more: it has trained on all that it got
 
 
-@dataclass
-class _Pass:
-    """One iteration over the rest of an epoch. `counted`: `next_step` follows what the loop was handed."""
+class _Saved(NamedTuple):
+    """A state that can be continued."""
 
     epoch: int
-    next_step: int
-    counted: bool
-    stale: bool = False
-
-    def require_live(self) -> None:
-        if self.stale:
-            raise Refused(
-                f"this iteration over epoch {self.epoch} is over: the sampler was loaded or iterated anew since",
-                safe="The cursor is where the load, or the newer iteration, has put it.",
-                todo="Leave the loop and begin a new one over the same loader.",
-            )
-
-
-class _Window(NamedTuple):
-    """What a worker needs for one batch; its copy of the dataset may be of another epoch (persistent_workers)."""
-
-    seed: int
-    epoch: int
-    ids: list[int]
+    cursor: int
+    step: int | None
+    order: Order
+    earlier: list[tuple[int, Order]]
 
 
 class _Fetching:
@@ -278,81 +393,29 @@ class _Fetching:
     def __init__(self, sampler: ResumableSampler) -> None:
         self._sampler = sampler
 
-    def __iter__(self) -> Iterator[_Window]:
+    def __iter__(self) -> Iterator[Window]:
         assert self._sampler._pass is not None
         return self._sampler._windows(self._sampler._pass)
 
 
-class _Seeded(Dataset[Any]):
-    """The user's dataset, whose random draws depend on the sample and not on who fetches it, or when."""
-
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self._collate = dataset, collate
-
-    def __getitems__(self, window: _Window) -> Any:
-        together = getattr(self.dataset, "__getitems__", None)
-        samples = []
-        with _global_rngs_kept():
-            for i in window.ids:
-                _seed_global_rngs("sample", window.seed, window.epoch, i)
-                samples.append(together([i])[0] if together else self.dataset[i])
-            return self._collate(samples)
+def _stored(name: str, value: object) -> int:
+    return whole_number(f"{name} of the sampler's state", value, safe=_UNTOUCHED)
 
 
-class _WorkerInit:
-    """Shows a worker the user's dataset where torch would show the wrapper, then calls the user's function."""
-
-    def __init__(self, init: Callable[[int], None] | None) -> None:
-        self._init = init
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        assert info is not None and isinstance(info.dataset, _Seeded)
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # a WorkerInfo is frozen
-        if self._init is not None:
-            self._init(worker_id)
+def _stored_order(fields: list[Any]) -> Order:
+    *numbers, shuffle = fields
+    size, batch, seed = map(_stored, Order._fields, numbers)
+    if type(shuffle) is not bool or not 0 < batch <= size:
+        raise _malformed(fields)
+    return Order(size, batch, seed, shuffle)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _stored_change(fields: object, seed: int) -> tuple[int, Order]:
+    if not isinstance(fields, list) or len(fields) != 4:
+        raise _malformed(fields)
+    until, size, batch, shuffle = fields
+    return _stored("earlier", until), _stored_order([size, batch, seed, shuffle])
 
 
-# ---- random numbers ------------------------------------------------------------------------------------------
-
-
-def _entropy(*key: str | int) -> tuple[int, int, int]:
-    """Three 64-bit seeds from a key: for Python's, numpy's and torch's generator."""
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
-    for_python, for_numpy, for_torch = struct.unpack("<3Q", digest)
-    return for_python, for_numpy, for_torch
-
-
-def _seed_global_rngs(*key: str | int) -> None:
-    for_python, for_numpy, for_torch = _entropy(*key)
-    random.seed(for_python)
-    np.random.seed([for_numpy & 0xFFFFFFFF, for_numpy >> 32])
-    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would reach the accelerators' too
-
-
-@contextlib.contextmanager
-def _global_rngs_kept() -> Iterator[None]:
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-
-
-# ---- checks --------------------------------------------------------------------------------------------------
-
-
-def whole_number(name: str, value: object, *, low: int = 0, safe: str = "") -> int:
-    """`value` as an int in [low, 2**63). Raises Refused for anything else, booleans included."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise Refused(f"{name} is {value!r}, which is not an integer", safe=safe)
-    number = int(value)
-    if not low <= number < 2**63:
-        raise Refused(f"{name} is {number}, outside [{low}, 2**63)", safe=safe)
-    return number
+def _malformed(found: object) -> Refused:
+    return Refused(f"the sampler's state is malformed: {found}", safe=_UNTOUCHED)

@@ -1,0 +1,89 @@
+"""How the workers of a loader fetch samples: all random draws depend on (seed, epoch, sample) alone.
+
+`SeededDataset` wraps the user's dataset inside a DataLoader. Before each sample it seeds the global CPU generators of
+Python, numpy and torch, and puts their states back after the batch. So augmentation is the same for any number of
+workers, before and after a resume, and the training loop's own generators are never drawn from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+
+class Window(NamedTuple):
+    """What a worker needs for one batch; its copy of the dataset may be of another epoch (persistent_workers)."""
+
+    seed: int
+    epoch: int
+    ids: list[int]
+
+
+class SeededDataset(Dataset[Any]):
+    """The user's dataset, whose random draws depend on the sample and not on who fetches it, or when."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self._collate = dataset, collate
+
+    def __getitems__(self, window: Window) -> Any:
+        together = getattr(self.dataset, "__getitems__", None)
+        samples = []
+        with _global_rngs_kept():
+            for i in window.ids:
+                _seed_global_rngs("sample", window.seed, window.epoch, i)
+                samples.append(together([i])[0] if together else self.dataset[i])
+            return self._collate(samples)
+
+
+class WorkerInit:
+    """Shows a worker the user's dataset where torch would show the wrapper, then calls the user's function."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        assert info is not None and isinstance(info.dataset, SeededDataset)
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # a WorkerInfo is frozen
+        if self._init is not None:
+            self._init(worker_id)
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------
+
+
+def entropy(*key: str | int) -> tuple[int, int, int]:
+    """Three 64-bit seeds from a key: for Python's, numpy's and torch's generator."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
+    for_python, for_numpy, for_torch = struct.unpack("<3Q", digest)
+    return for_python, for_numpy, for_torch
+
+
+def _seed_global_rngs(*key: str | int) -> None:
+    for_python, for_numpy, for_torch = entropy(*key)
+    random.seed(for_python)
+    np.random.seed([for_numpy & 0xFFFFFFFF, for_numpy >> 32])
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would reach the accelerators' too
+
+
+@contextlib.contextmanager
+def _global_rngs_kept() -> Iterator[None]:
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)

@@ -1,0 +1,133 @@
+"""Promises of the audit in the state: every sample is in it once, whatever worlds have trained the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lastgood
+from lastgood import Audit, ResumableSampler
+from lastgood.format.values import decode, encode
+from lastgood.lab.worlds import world
+from lastgood.train.merging import merged
+from lastgood.train.state import capture
+
+SIZE, BATCH = 64, 12  # five windows an epoch, and 1, 2, 3, 4, 6 or 12 ranks
+
+
+def made(rank: int, ranks: int) -> dict[str, Any]:
+    """The state of a rank, with the audit in a list, where a state may hold it too."""
+    return {"sampler": ResumableSampler(SIZE, BATCH, 7, rank, ranks), "kept": [{"audit": Audit()}, 1]}
+
+
+def train(state: dict[str, Any], steps: int) -> None:
+    for _ in range(steps):
+        sampler = state["sampler"]
+        state["kept"][0]["audit"].observe(*sampler.position, next(iter(sampler)))
+        sampler.consumed()
+
+
+def report(states: Sequence[dict[str, Any]]) -> lastgood.train.audit.AuditReport:
+    return Audit.merge(state["kept"][0]["audit"] for state in states).report(states[0]["sampler"])
+
+
+def reloaded(states: Sequence[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
+    """What a generation of these ranks gives to as many new ones."""
+    manifests = [SimpleNamespace(values=capture(state).values) for state in states]
+    new = [made(rank, ranks) for rank in range(ranks)]
+    for rank, state in enumerate(new):
+        values = merged(manifests, rank, ranks)
+        data = {name: decode(values[name], lambda tag, body, inner: inner(body)) for name in state}
+        state["sampler"].load_state_dict(data["sampler"])
+        state["kept"][0]["audit"].load_state_dict(data["kept"][0]["audit"])
+    return new
+
+
+lives = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 7)), min_size=1, max_size=6)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lives)
+def test_every_sample_is_audited_once_over_any_sequence_of_worlds(lives: list[tuple[int, int]]) -> None:
+    """After 2 -> 1 ranks 16 of 64 samples were called missing, after 1 -> 2 there were 32 duplicates; each sample had
+    been trained once."""
+    states = [made(0, 1)]
+    for ranks, steps in lives:
+        states = reloaded(states, ranks)
+        for state in states:
+            train(state, steps)
+    found = report(states)
+    assert found.exact and found.scheduled == sum(steps for _, steps in lives) * BATCH
+    assert report(reloaded(states, 1)) == found
+
+
+def test_a_sample_that_two_ranks_have_trained_stays_a_duplicate_on_another_world() -> None:
+    """Two ranks that were given the shares of one: what an audit is there to find is not merged away."""
+    states = [made(0, 2), made(0, 2)]
+    for state in states:
+        train(state, 3)
+    for ranks in (2, 1, 3):
+        found = report(reloaded(states, ranks))
+        assert (found.duplicates, found.missing, found.extra) == (18, 18, 0)
+
+
+def test_the_same_number_of_ranks_take_back_what_each_had() -> None:
+    states = reloaded([made(rank, 2) for rank in range(2)], 2)
+    train(states[0], 2)
+    train(states[1], 1)
+    again = reloaded(states, 2)
+    assert [one["kept"][0]["audit"].state_dict() for one in again] == [
+        one["kept"][0]["audit"].state_dict() for one in states
+    ]
+
+
+@pytest.mark.parametrize("last", [3, 300, 70_000, 2**40, -5])
+def test_ids_of_any_size_come_back_as_they_were(last: int) -> None:
+    audit, again = Audit(), Audit()
+    for step, ids in enumerate([[1, 2], [last, 0], [], [4]]):
+        audit.observe(0, step, torch.tensor(ids, dtype=torch.int64))
+    again.load_state_dict(decode(encode(audit.state_dict(), "audit")))
+    assert again._seen(0)[1].tolist() == [1, 2, last, 0, 4]
+    assert again._seen(0)[0].tolist() == [0, 0, 1, 1, 3]
+
+
+def test_the_state_of_an_audit_of_an_earlier_version_is_loaded() -> None:
+    audit, sampler = Audit(), ResumableSampler(SIZE, BATCH, 7)
+    sampler.load_state_dict({"epoch": 0, "cursor_step": 2, "seed": 7})
+    windows, ids = torch.tensor([[0, 12], [1, 12]]), torch.from_numpy(sampler.order(0)[:2].reshape(-1).copy())
+    audit.load_state_dict({"epochs": {"0": {"windows": windows, "ids": ids}}})
+    assert audit.report(sampler).exact
+
+
+def life(rank: int, ranks: int, root: Path, upto: int) -> dict[str, Any]:
+    """Restore on these ranks, train three steps, save; the audit's state on this rank."""
+    state = made(rank, ranks)
+    with lastgood.Checkpointer(root, state) as ckpt:
+        assert ckpt.restore().step == upto - 3
+        for n in range(upto - 2, upto + 1):
+            audit, sampler = state["kept"][0]["audit"], state["sampler"]
+            audit.observe(*sampler.position, next(iter(sampler)))
+            ckpt.step(n)
+        ckpt.save(upto).result(60)
+    return state["kept"][0]["audit"].state_dict()
+
+
+def test_two_then_one_then_three_ranks_audit_every_sample_once(tmp_path: Path) -> None:
+    """The same with real ranks and real files; the audit had been saved in tensors, of which a rank took its own."""
+    for number, ranks in enumerate([2, 1, 3], 1):
+        kept = world(ranks, life, tmp_path, 3 * number)
+    state = made(0, 1)
+    assert lastgood.load(tmp_path, state).step == 9
+    found = report([state])
+    assert found.exact and found.scheduled == 9 * BATCH
+    audits = [Audit() for _ in kept]
+    for audit, saved in zip(audits, kept, strict=True):
+        audit.load_state_dict(saved)
+    assert Audit.merge(audits).report(state["sampler"]) == found

@@ -1,0 +1,306 @@
+"""Promises of the sampler between sessions: which states it continues, and which batches a step has counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import lastgood
+from lastgood import Audit, ResumableSampler
+from lastgood.errors import Refused, StateMismatch
+
+
+def make(size: int = 40, batch: int = 4, **options) -> ResumableSampler:
+    return ResumableSampler(size, batch, **{"seed": 7, **options})
+
+
+def own_loader(sampler: ResumableSampler, num_workers: int = 0) -> DataLoader:
+    """A DataLoader as a user writes it. A sample is its id."""
+    return DataLoader(range(sampler.dataset_size), batch_sampler=sampler, num_workers=num_workers)
+
+
+def place(sampler: ResumableSampler) -> tuple[int, int]:
+    state = sampler.state_dict()
+    return state["epoch"], state["cursor_step"]
+
+
+def scheduled(batches: int) -> list[list[int]]:
+    """The first batches of a run that nothing interrupts."""
+    sampler = make()
+    return [ids for epoch in range(batches // 10 + 1) for ids in sampler.order(epoch).tolist()][:batches]
+
+
+def counted(steps: int, options: dict, **changes) -> tuple[ResumableSampler, ResumableSampler]:
+    """A sampler after so many steps, and one made anew with other arguments."""
+    sampler = make(**options)
+    sampler.advance_to(steps)
+    return sampler, make(**{**options, **changes})
+
+
+# ---- what a state has to agree with ----------------------------------------------------------------------------
+
+CHANGES = [{"batch": 8}, {"size": 50}, {"shuffle": False}, {"seed": 8}]
+NAMES = {"batch": "global_batch", "size": "dataset_size"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_order_in_mid_epoch_is_refused_before_anything_is_loaded(tmp_path: Path, change: dict) -> None:
+    """Batch 4 -> 8 was taken without a word: 200 of 800 samples were never trained."""
+    (name,) = change
+    with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3), "sampler": make()}) as ckpt:
+        ckpt.save(3)
+    state = {"w": torch.zeros(3), "sampler": make(**change)}
+    with pytest.raises(StateMismatch, match=rf"sampler: .*{NAMES.get(name, name)} \w+ in the state, \w+ here"):
+        lastgood.load(tmp_path, state)
+    assert not state["w"].any() and place(state["sampler"]) == (0, 0)
+    same = {"w": torch.zeros(3), "sampler": make()}
+    assert lastgood.load(tmp_path, same).step == 3 and place(same["sampler"]) == (0, 3)
+
+
+@pytest.mark.parametrize("change", CHANGES[:3])
+def test_another_order_may_begin_where_an_epoch_begins(change: dict) -> None:
+    """Refusing it there too would strand a run whose data has grown, or whose batch is to grow between two epochs."""
+    saved, again = counted(20, {}, **change)
+    audit = Audit()
+    for epoch in (0, 1):
+        for step, ids in enumerate(saved.order(epoch)):
+            audit.observe(epoch, step, ids)
+    again.load_state_dict(saved.state_dict())
+    assert place(again) == (2, 0) and again.order(0).tolist() == saved.order(0).tolist()
+    for ids in again:
+        audit.observe(*again.position, ids)
+        again.consumed()
+    assert audit.report(again).exact
+    later = make(**change)  # and what was changed once is known to the states that follow
+    later.load_state_dict(again.state_dict())
+    assert audit.report(later).exact and place(later) == (3, 0)
+
+
+def test_another_seed_is_refused_where_an_epoch_begins_too() -> None:
+    """It is changed by mistake only, and the mistake would show or not show with the step of the save."""
+    saved, again = counted(20, {}, seed=8)
+    with pytest.raises(Refused, match="seed 7 in the state, 8 here"):
+        again.load_state_dict(saved.state_dict())
+    assert place(again) == (0, 0)
+
+
+def test_a_state_of_an_earlier_version_is_continued_and_its_seed_compared() -> None:
+    old = {"epoch": 1, "cursor_step": 3, "seed": 7}
+    sampler = make()
+    sampler.load_state_dict(old)
+    assert place(sampler) == (1, 3)
+    with pytest.raises(Refused, match="seed 7 in the state, 8 here"):
+        make(seed=8).load_state_dict(old)
+    sampler.advance_to(14)  # which step it was saved after is not in it: the next one counts as one
+    assert place(sampler) == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"global_batch": 0}, "malformed"),
+        ({"shuffle": 1}, "malformed"),
+        ({"dataset_size": "40"}, "dataset_size of the sampler's state is '40'"),
+        ({"step": -1}, "step of the sampler's state is -1"),
+        ({"earlier": [[1, 40, 80, True]]}, "malformed"),
+        ({"earlier": [[1, 40]]}, "malformed"),
+    ],
+)
+def test_a_state_that_no_sampler_wrote_is_refused(change: dict, shown: str) -> None:
+    sampler = make()
+    with pytest.raises(Refused, match=shown):
+        sampler.load_state_dict({**make().state_dict(), **change})
+    assert place(sampler) == (0, 0)
+
+
+# ---- what a step counts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_steps_that_are_reported_every_fifth_time_count_five_batches(tmp_path: Path, num_workers: int) -> None:
+    """With a DataLoader of the user's own, ckpt.step(5) and step(10) left the cursor at 2 after ten batches."""
+    sampler = make(80)
+    seen = []
+    with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
+        for n, batch in enumerate(own_loader(sampler, num_workers), 1):
+            seen.append(batch.tolist())
+            if n in (5, 10):
+                ckpt.step(n)
+                assert place(sampler) == (0, n)
+            if n == 10:
+                ckpt.save(n)
+                break
+    again = make(80)
+    with lastgood.Checkpointer(tmp_path, {"sampler": again}) as ckpt:
+        assert ckpt.restore().step == 10
+        for n, batch in enumerate(own_loader(again, num_workers), 11):
+            seen.append(batch.tolist())
+            if n in (15, 20):
+                ckpt.step(n)
+    assert place(again) == (1, 0)
+    assert seen == make(80).order(0).tolist()
+
+
+def test_two_checkpointers_on_one_sampler_count_each_step_once(tmp_path: Path) -> None:
+    """One to disk and one into slots: each of them moved the cursor, which ran twice as fast as the training."""
+    sampler = make()
+    state = {"sampler": sampler}
+    disk, slots = (lastgood.Checkpointer(path, state) for path in (tmp_path / "disk", f"slots://{tmp_path}/slots"))
+    with disk, slots:
+        for n, _ in enumerate(own_loader(sampler), 1):
+            disk.step(n)
+            slots.step(n)
+            assert place(sampler) == divmod(n, 10)
+            if n == 4:
+                disk.save(n).result()
+        disk.restore()
+        assert place(sampler) == (0, 4)
+        for n, _ in enumerate(own_loader(sampler), 5):
+            slots.step(n)  # it has counted these numbers before the other one went back
+            disk.step(n)
+            assert place(sampler) == divmod(n, 10)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_numbers_that_count_tokens_are_refused_where_they_say_which_batches(num_workers: int) -> None:
+    """`step(n)` with n += 4097 cannot say how many batches a DataLoader of the user's own has given out."""
+    sampler = make()
+    batches = iter(own_loader(sampler, num_workers))
+    next(batches)
+    with pytest.raises(Refused, match="4097 optimizer steps were completed since"):
+        sampler.advance_to(4097)
+    assert place(sampler) == (0, 0)
+    sampler.advance_to(1)
+    assert place(sampler) == (0, 1)
+
+
+def test_numbers_that_count_tokens_do_no_harm_with_the_samplers_own_loader() -> None:
+    sampler = make()
+    for count, _ in enumerate(sampler.loader(range(40)), 1):
+        sampler.advance_to(4097 * count)
+        assert place(sampler) == divmod(count, 10)
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(4, 24), reports=st.sets(st.integers(1, 30)))
+def test_what_a_report_counts_is_what_was_trained_or_the_report_is_refused(size: int, reports: set[int]) -> None:
+    """Whatever steps are reported, of a loop over many epochs. One that began an epoch before it had reported the last
+    steps of the one before was given these again, in silence."""
+    sampler = make(size, 4)
+    loader, trained = own_loader(sampler), list[list[int]]()
+    while len(trained) < 30:
+        for batch in loader:
+            trained.append(batch.tolist())
+            if len(trained) in reports:
+                try:
+                    sampler.advance_to(len(trained))
+                except Refused:
+                    return
+                epoch, cursor = place(sampler)
+                order = [ids for one in range(epoch + 1) for ids in sampler.order(one).tolist()]
+                assert trained == order[: epoch * (size // 4) + cursor]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_that_was_only_looked_at_counts_nothing(num_workers: int) -> None:
+    sampler = make()
+    next(iter(own_loader(sampler, num_workers)))
+    seen = []
+    for n, batch in enumerate(own_loader(sampler, num_workers), 1):
+        seen.append(batch.tolist())
+        sampler.advance_to(n)
+    assert seen == scheduled(10) and place(sampler) == (1, 0)
+
+
+# ---- under frameworks ------------------------------------------------------------------------------------------
+
+
+def one_ahead(loader):
+    """(batch, whether it is the last one), fetched one batch ahead as Accelerate, Transformers and Lightning do."""
+    batches = iter(loader)
+    batch = next(batches)
+    for following in batches:
+        yield batch, False
+        batch = following
+    yield batch, True
+
+
+def framework_loop(sampler: ResumableSampler, first: int, last: int) -> list[list[int]]:
+    """Steps `first` to `last`, each of `batches_per_step` batches, with a step at the end of each epoch. What each step
+    was trained with; of the batches whose step was not taken nothing."""
+    loader, trained, n = sampler.loader(range(sampler.dataset_size)), list[list[int]](), first
+    while True:
+        gathered = list[list[int]]()
+        for batch, ends in one_ahead(loader):
+            gathered.append(batch.tolist())
+            if ends or len(gathered) == sampler.batches_per_step:
+                sampler.advance_to(n)
+                trained += gathered
+                gathered, n = [], n + 1
+                if n > last:
+                    return trained
+
+
+@pytest.mark.parametrize("batches_per_step", [1, 3, 4, 12])
+@pytest.mark.parametrize("stop", [1, 2, 5])
+def test_batches_that_a_framework_fetched_ahead_are_not_counted(stop: int, batches_per_step: int) -> None:
+    """Four samples had been trained, eight fetched, and the cursor was at eight; with accumulation at 12 for 8."""
+    sampler = make(batches_per_step=batches_per_step)
+    first = framework_loop(sampler, 1, stop)
+    assert len(first) == place(sampler)[0] * 10 + place(sampler)[1]
+    again = make(batches_per_step=batches_per_step)
+    again.load_state_dict(sampler.state_dict())
+    both = first + framework_loop(again, stop + 1, stop + 8)
+    assert both == scheduled(len(both))
+
+
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("fetch", [one_ahead, lambda loader: ((batch, False) for batch in loader)])
+def test_a_loader_that_counts_what_it_hands_out_warns_where_it_is_fetched_ahead(each: int, fetch, caplog) -> None:
+    """Without `batches_per_step` the cursor is one batch ahead then, and a resume leaves that one out."""
+    sampler = make()
+    loader, batches = sampler.loader(range(40)), 0
+    for _ in range(3):  # epochs
+        for _ in fetch(loader):
+            batches += 1
+            if batches % each == 0:
+                sampler.advance_to(batches // each)
+    assert ("give the sampler batches_per_step" in caplog.text) == (fetch is one_ahead)
+
+
+def test_numbers_begin_anew_with_a_restore_that_found_nothing(tmp_path: Path) -> None:
+    """A sampler that is used again for the next run of a sweep: its cursor must not stand until n is at the old one."""
+    sampler = make()
+    for run in ("first", "second"):
+        with lastgood.Checkpointer(tmp_path / run, {"sampler": sampler}) as ckpt:
+            assert ckpt.restore().step == 0
+            for n, _ in enumerate(own_loader(sampler), 1):
+                if n in (5, 10):
+                    ckpt.step(n)
+    assert place(sampler) == (2, 0)
+
+
+def test_the_length_of_a_loader_is_that_of_an_epoch_after_a_resume_too() -> None:
+    """Lightning took the five batches that were left for the length of every epoch, and ended at step 10 of 20."""
+    saved, sampler = counted(15, {})
+    loader = sampler.loader(range(40))
+    sampler.load_state_dict(saved.state_dict())
+    assert (len(loader), len(own_loader(sampler)), len(sampler)) == (10, 10, 10)
+    assert loader.remaining == sampler.remaining == 5 == len(list(loader))
+    assert (len(loader), loader.remaining) == (10, 10)
+
+
+def test_an_iterator_that_a_framework_made_before_the_restore_says_what_to_do() -> None:
+    saved, sampler = counted(5, {})
+    batches = iter(sampler.loader(range(40)))
+    sampler.load_state_dict(saved.state_dict())
+    with pytest.raises(
+        Refused, match=r"a state was loaded into the sampler.*Restore before the loop makes its iterator"
+    ):
+        next(batches)
+    assert place(sampler) == (0, 5)
