@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 import lastgood
 from lastgood.edges import cli, dcp_values
-from lastgood.errors import ManifestInvalid
+from lastgood.errors import ManifestInvalid, Refused
 from lastgood.lab.worlds import world
 from ranked_dcp import little, uneven_through_a_checkpointer, uneven_through_dcp, with_kept_plans
 from test_dcp import load, save
@@ -37,6 +38,8 @@ def test_a_state_without_tensors_is_saved_and_restored(tmp_path):
     loaded = {"n": 0}
     load(loaded, tmp_path / "dcp")
     assert loaded == {"n": 7}
+    save({}, tmp_path / "nothing")
+    load({}, tmp_path / "nothing")
 
 
 def test_ranks_with_nothing_to_write_do_not_fail_a_save(tmp_path):
@@ -94,6 +97,13 @@ def test_an_entry_that_was_planned_and_not_written_is_never_committed(tmp_path):
     with pytest.raises(CheckpointException, match="n is in the plan of this save, and no rank has written it"):
         save({"w": torch.ones(2), "n": 1}, tmp_path, planner=Forgetful())
     assert lastgood.open(tmp_path).generations() == []
+
+
+def test_a_save_without_collectives_is_refused(tmp_path):
+    """It was taken: every rank then began a generation of its own, because torch never passed the option on."""
+    with pytest.raises(Refused, match="without collectives"):
+        save({"w": torch.ones(2)}, tmp_path, use_collectives=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
@@ -186,7 +196,9 @@ def test_a_load_reports_the_ids_of_the_save_and_its_own(tmp_path):
     writer, reader = lastgood.dcp.Writer(tmp_path), lastgood.dcp.Reader(tmp_path)
     saved = [dcp.save({"n": n}, storage_writer=writer, no_dist=True).storage_meta for n in range(2)]
     assert saved[0].save_id != saved[1].save_id == writer.save_id
-    found = reader.read_metadata().storage_meta
+    metadata = reader.read_metadata()
+    assert metadata.version == CURRENT_DCP_VERSION, "as torch's own reader gives it"
+    found = metadata.storage_meta
     assert (
         (found.checkpoint_id, found.save_id)
         == (saved[1].checkpoint_id, saved[1].save_id)

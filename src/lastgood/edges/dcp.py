@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -60,6 +61,8 @@ from . import dcp_values
 
 VALUES, PATHS = "dcp", "dcp.paths"
 """entries of a manifest's values: by name what torch would pickle; by name its place in nested dicts"""
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""of the metadata, as torch's own writer gives it; older versions of torch have none"""
 _SEAL = "lastgood.seal"
 RECORD_SECONDS = 90.0
 """for which a rank with a kept plan waits for the coordinator's record: NFS clients cache a listing for up to 60"""
@@ -216,7 +219,7 @@ class Writer(StorageWriter):
         with _opened(self.path, self._digest, under_way=self._at) as run:
             _require_whole(run.tier, self._at, [share.seal for share in shares], metadata)
             run.publish(self._at, shares, True, False, None)
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta, metadata.version = self.storage_meta(), DCP_VERSION
 
     def storage_meta(self) -> dcp.StorageMeta:
         """The ids of this save. Without a `checkpoint_id` it is the path of the run."""
@@ -247,6 +250,7 @@ class Reader(StorageReader):
         found = self._content.metadata()
         save_id = self._content.content.generation.id.incarnation
         found.storage_meta = dcp.StorageMeta(self.checkpoint_id or self.path, save_id, self.load_id)
+        found.version = DCP_VERSION
         return found
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
