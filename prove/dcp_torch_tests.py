@@ -27,8 +27,10 @@ HERE = Path(__file__).resolve().parent
 FILE_SECONDS = 1500
 """for the tests of one file"""
 
-OVERWRITE = "its subject is torch's overwrite=False, which protects its files from a second save; a run keeps both"
-SUBJECTS = {"test_overwrite": OVERWRITE}
+SUBJECTS = {
+    "test_overwrite": "its subject is torch's overwrite=False, which guards its files against a second save; a run keeps both",
+    "test_torch_save_to_dcp": "its subject is torch's folder: it saves beside a file of another program, which a run refuses",
+}
 """name of a test (without its parameters) -> why it cannot pass over another storage than torch's files"""
 
 

@@ -26,6 +26,9 @@ MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
 RANKS_TESTS = ["agreeing", "reshard", "ranks_faults", "ranks"]
 """for what several ranks agree on; the last two are worlds of processes"""
 
+DROP_IN_TESTS = ["dcp_faults", "dcp"]
+"""for the storage under torch.distributed.checkpoint"""
+
 
 class Mutant(NamedTuple):
     """What is taken out, and where."""
@@ -52,6 +55,8 @@ class Mutant(NamedTuple):
             names = [*MENDING_TESTS, *names]
         if self.kind == "ranks":
             names = RANKS_TESTS
+        if self.kind == "drop-in":
+            names = DROP_IN_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -65,6 +70,7 @@ CHECKPOINTER = "train/checkpointer.py"
 RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
 MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
+DCP = "edges/dcp.py"
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
 STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
@@ -88,6 +94,7 @@ def mutants() -> list[Mutant]:
         *_fences(),
         *_mending(),
         *_ranks(),
+        *_drop_in(),
     ]
 
 
@@ -2161,6 +2168,56 @@ def _ranks() -> list[Mutant]:
                 RESHARD,
                 "Part(tensor.own.get((rank, one.box), one), box)",
                 "Part(one, box)",
+            ),
+        ],
+    )
+
+
+def _drop_in() -> list[Mutant]:
+    return _of_kind(
+        "drop-in",
+        [
+            (
+                "the generation that comes with a plan is used once",
+                DCP,
+                "        at, self.at = self.at, None\n",
+                "        at = self.at\n",
+            ),
+            (
+                "a rank with a kept plan waits for the record of this save",
+                DCP,
+                "        self._order = newest.order if newest else 0\n",
+                "        self._order = newest.order + 1 if newest else 0\n",
+            ),
+            (
+                "all ranks have written the generation that is committed",
+                DCP,
+                "        if others:\n",
+                "        if False:\n",
+            ),
+            (
+                "what was planned has been written",
+                DCP,
+                "    if lacking:\n",
+                "    if False:\n",
+            ),
+            (
+                "a part without elements is not stored",
+                DCP,
+                "    if not box.elements and (0 not in whole or any(box.offsets)):\n",
+                "    if False:\n",
+            ),
+            (
+                "a tensor without elements is stored all the same",
+                DCP,
+                "    if not box.elements and (0 not in whole or any(box.offsets)):\n",
+                "    if not box.elements:\n",
+            ),
+            (
+                "one rank records a sharded tensor without elements",
+                DIVIDING,
+                "            if 0 in whole and rank == min(_holders(None, homes[name])):",
+                "            if False:",
             ),
         ],
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -64,8 +65,11 @@ def little(rank: int, size: int, root: Path) -> list[Any]:
     return found
 
 
-def with_kept_plans(rank: int, size: int, root: Path) -> dict[str, list[Any]]:
-    """Three saves to each of two runs, in turns, with a planner that keeps plans; what each run holds of each step."""
+def with_kept_plans(rank: int, size: int, root: Path) -> dict[str, Any]:
+    """Three saves to each of two runs, in turns, with a planner that keeps plans; what each run holds of each step.
+
+    Then a save for which each rank names another step: how it fails.
+    """
     for step in range(3):
         for run in ("a", "b"):
             state = {"w": torch.full((4,), 10.0 * step), "own": torch.full((2,), float(step)), "run": run}
@@ -73,7 +77,12 @@ def with_kept_plans(rank: int, size: int, root: Path) -> dict[str, list[Any]]:
             # Run "a" is saved without an id, run "b" at steps of its own.
             at = {"checkpoint_id": f"step-{5 * step}"} if run == "b" else {}
             dcp.save(state, storage_writer=lastgood.dcp.Writer(root / run), planner=planner, **at)
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {}
+    try:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, checkpoint_id=str(20 + rank), storage_writer=lastgood.dcp.Writer(root / "b"), planner=planner)
+    except CheckpointException as error:
+        found["differs"] = sorted({type(one).__name__ for one, _ in error.failures.values()})
     for run in ("a", "b"):
         for one in lastgood.open(root / run).lineage():
             state = {"w": torch.zeros(4), "own": torch.zeros(2), "run": ""}

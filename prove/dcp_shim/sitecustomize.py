@@ -18,6 +18,14 @@ from torch.testing._internal.distributed._tensor import common_dtensor
 import lastgood
 
 
+_init_process_group = torch.distributed.init_process_group
+
+
+def _on_gloo(backend: str | None = None, *arguments: Any, **options: Any) -> None:
+    """Tests of accelerators name one backend for it and one for the CPU: here both are gloo."""
+    _init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *arguments, **options)
+
+
 def _wherever(*_: Any, **__: Any) -> Callable[[Any], Any]:
     return lambda test: test
 
@@ -56,6 +64,7 @@ def _forked(test: common_distributed.MultiProcessTestCase) -> None:
     test._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
+torch.distributed.init_process_group = _on_gloo
 common_distributed.MultiProcessTestCase._spawn_processes = _forked
 for module in (common_distributed, common_dtensor):
     for name in ("skip_if_lt_x_gpu", "requires_accelerator_dist_backend"):
