@@ -28,6 +28,9 @@ RANKS_TESTS = ["agreeing", "reshard", "ranks_faults", "ranks"]
 REQUEST_TESTS = ["load_once", "refusals"]
 """for what is refused before the first save, and what a load is asked for; these need torch"""
 
+DROP_IN_TESTS = ["dcp_faults", "dcp"]
+"""for the storage under torch.distributed.checkpoint"""
+
 
 class Mutant(NamedTuple):
     """What is taken out, and where."""
@@ -56,6 +59,8 @@ class Mutant(NamedTuple):
             names = RANKS_TESTS
         if self.kind == "request":
             names = REQUEST_TESTS
+        if self.kind == "drop-in":
+            names = DROP_IN_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -69,6 +74,7 @@ CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
 RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
 MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
+DCP = "edges/dcp.py"
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
 MATCH, ACCESS = "train/match.py", "train/access.py"
@@ -95,6 +101,7 @@ def mutants() -> list[Mutant]:
         *_mending(),
         *_ranks(),
         *_requests(),
+        *_drop_in(),
     ]
 
 
@@ -2258,6 +2265,56 @@ def _requests() -> list[Mutant]:
                 ACCESS,
                 'exclude = [*exclude, "rng"]',
                 "exclude = [*exclude]",
+            ),
+        ],
+    )
+
+
+def _drop_in() -> list[Mutant]:
+    return _of_kind(
+        "drop-in",
+        [
+            (
+                "the generation that comes with a plan is used once",
+                DCP,
+                "        at, self.at = self.at, None\n",
+                "        at = self.at\n",
+            ),
+            (
+                "a rank with a kept plan waits for the record of this save",
+                DCP,
+                "        self._order = newest.order if newest else 0\n",
+                "        self._order = newest.order + 1 if newest else 0\n",
+            ),
+            (
+                "all ranks have written the generation that is committed",
+                DCP,
+                "        if others:\n",
+                "        if False:\n",
+            ),
+            (
+                "what was planned has been written",
+                DCP,
+                "    if lacking:\n",
+                "    if False:\n",
+            ),
+            (
+                "a part without elements is not stored",
+                DCP,
+                "    if not box.elements and (0 not in whole or any(box.offsets)):\n",
+                "    if False:\n",
+            ),
+            (
+                "a tensor without elements is stored all the same",
+                DCP,
+                "    if not box.elements and (0 not in whole or any(box.offsets)):\n",
+                "    if not box.elements:\n",
+            ),
+            (
+                "one rank records a sharded tensor without elements",
+                DIVIDING,
+                "            if 0 in whole and rank == min(_holders(None, homes[name])):",
+                "            if False:",
             ),
         ],
     )

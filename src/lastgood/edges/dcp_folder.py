@@ -31,6 +31,7 @@ from ..plan import reshard
 from ..run.content import Content
 from ..train import tensors as live
 from . import dcp as storage
+from . import dcp_values
 from .importing import DCP_METADATA, Foreign
 
 _KNOWN: dict[tuple[str, str], Any] = {
@@ -90,7 +91,7 @@ def _opened(reader: _Reader, prefix: str) -> Foreign:
     values = _load(reader, others) if others else {}
     found.values[storage.VALUES] = {prefix + name: tree for name, tree in values.items()}
     if not prefix:
-        found.values[storage.PATHS] = storage.encoded_paths(metadata.planner_data)
+        found.values[storage.PATHS] = dcp_values.of_paths(metadata.planner_data)
     return found
 
 
@@ -176,7 +177,7 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        self.values[name] = storage.typed_value(name, value)
+        self.values[name] = dcp_values.of_pickle(name, value)
 
 
 def _load(reader: _Reader, state: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Contents:
         self._seen = high
 
     def pieces(self) -> list[Piece]:
-        blob, end = self._image.blob, self._image.length
-        ends = [*(offset for _, offset in self._image.tensors[1:]), end]
+        blob = self._image.blob
+        ends = [*(offset for _, offset in self._image.tensors), self._image.length][1:]
         shapes: dict[tuple[int, ...], list[int]] = {}  # equal ones are kept once: they are never changed
         return [
             Piece(

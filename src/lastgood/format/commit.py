@@ -235,6 +235,12 @@ def survey(tier: Tier) -> Survey:
     return found
 
 
+def newest_incarnation(tier: Tier) -> Incarnation | None:
+    """The newest incarnation that is recorded in a run, from the names of the records; None where there is none."""
+    named = filter(None, map(layout.parse_incarnation, tier.list("incarnations")))
+    return max(named, key=lambda one: one.order, default=None)
+
+
 def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     """Note beside a generation what reading all of it found. Durable on return."""
     name = layout.VERIFIED if not findings else layout.UNFIT if intact(findings) else layout.DAMAGED

@@ -90,8 +90,10 @@ def divide(
         box = spread.box if spread else everything(tuple(one.shape))
         whole = spread.shape if spread else tuple(one.shape)
         group = _holders(spread, homes[name])
-        if spread and not box.elements and whole != box.shape:
-            continue  # this rank holds nothing of it
+        if spread and not box.elements:  # this rank holds nothing of it
+            if 0 in whole and rank == min(_holders(None, homes[name])):  # nobody does: one rank records its shape
+                mine.append(_item(captured, name, everything(whole), whole, everything(whole), name in finite))
+            continue
         if len(group) == 1:
             mine.append(_item(captured, name, box, whole, box, name in finite))
         elif name == "rng" or name.startswith("rng.") or name in own:

@@ -1,0 +1,141 @@
+"""torch's own tests of torch.distributed.checkpoint, over torch's storage and over lastgood's, on CPU under gloo.
+
+    python prove/dcp_torch_tests.py --tests pytorch/test/distributed/checkpoint
+
+torch's wheel does not hold these files: take them from its source, of the version that is installed. They need the
+packages expecttest and zstandard. A test counts when it passes over torch's own storage; it must then pass over
+lastgood too, unless its subject is torch's own files (see SUBJECTS). Writes prove/reports/dcp_torch_tests.json and .md,
+and ends with 1 where a test that counts fails. Tests for accelerators run too, as far as they can do without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import torch
+from telling import report
+
+HERE = Path(__file__).resolve().parent
+FILE_SECONDS = 1500
+"""for the tests of one file"""
+
+SUBJECTS = {
+    "test_overwrite": "its subject is torch's overwrite=False, which guards its files against a second save; a run keeps both",
+    "test_torch_save_to_dcp": "its subject is torch's folder: it saves beside a file of another program, which a run refuses",
+}
+"""name of a test (without its parameters) -> why it cannot pass over another storage than torch's files"""
+
+
+def outcomes(file: Path, storage: str) -> dict[str, str]:
+    """For each test of a file "passed", "skipped", or what it failed with."""
+    with tempfile.NamedTemporaryFile(suffix=".xml") as results:
+        environment = os.environ | {
+            "DCP_STORAGE": storage,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(HERE / "dcp_shim"), str(HERE.parent / "src")]),
+        }
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore",
+            f"--junitxml={results.name}",
+            f"--rootdir={file.parent}",
+        ]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", *options, str(file)],
+            env=environment,
+            cwd=file.parent,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=FILE_SECONDS,
+            check=False,
+        )
+        text = Path(results.name).read_bytes()
+    found = {}
+    for case in ElementTree.fromstring(text or b"<none/>").iter("testcase"):
+        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
+        problem = next((one for one in case if one.tag in ("failure", "error", "skipped")), None)
+        if problem is None:
+            found[name] = "passed"
+        elif problem.tag == "skipped":
+            found[name] = "skipped"
+        else:
+            found[name] = last_error(problem.text or problem.get("message") or "")
+    return found
+
+
+def last_error(text: str) -> str:
+    """The line of a traceback that says what went wrong."""
+    lines = [line.removeprefix("E").strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
+    return (lines[-1] if lines else text.strip()[-200:])[:300]
+
+
+def reason(test: str) -> str:
+    """Why this test is about torch's own files; empty if it is not."""
+    name = test.rpartition(".")[2]
+    return next((why for subject, why in SUBJECTS.items() if name == subject or name.startswith(f"{subject}_")), "")
+
+
+def commit() -> str:
+    """The commit of this working tree, marked where files differ from it."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def verdict(theirs: str, ours: str, why: str) -> str:
+    if theirs != "passed":
+        return "does not run here"
+    if ours == "passed":
+        return "passes over both"
+    return "torch's files" if why else "FAILS over lastgood"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, required=True, help="folder of torch's test files")
+    parser.add_argument("--only", default="", help="only files whose name holds this")
+    parser.add_argument("--source", default="", help="where the test files are from, for the report")
+    options = parser.parse_args()
+    begun = time.monotonic()
+    rows = []
+    for file in sorted(options.tests.rglob("test_*.py")):
+        if options.only not in file.name:
+            continue
+        ours = outcomes(file, "lastgood")  # first: one of torch's tests leaves its files in a folder of a fixed name
+        theirs = outcomes(file, "torch")
+        for test in sorted(theirs.keys() | ours.keys()):
+            row = [theirs.get(test, "absent"), ours.get(test, "absent"), reason(test)]
+            rows.append({"file": file.name, "test": test, "torch": row[0], "lastgood": row[1], "reason": row[2]})
+            rows[-1]["verdict"] = verdict(*row)
+            print(f"{file.name} {test}: {rows[-1]['verdict']}", flush=True)
+    counts = Counter(row["verdict"] for row in rows)
+    facts = {
+        "commit": commit(),
+        "torch": f"{torch.__version__} ({torch.version.git_version})",
+        "tests_from": options.source,
+        "tests": len(rows),
+        "pass_over_torch_storage": sum(row["torch"] == "passed" for row in rows),
+        **{key.replace(" ", "_"): count for key, count in sorted(counts.items())},
+        "seconds": round(time.monotonic() - begun),
+        "results": rows,
+    }
+    lines = ["| file | test | over torch's storage | over lastgood | verdict |", "|---|---|---|---|---|"]
+    for row in rows:
+        cells = [row["file"], row["test"], row["torch"], row["reason"] or row["lastgood"], row["verdict"]]
+        lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ")[:160] for cell in cells) + " |")
+    report("dcp_torch_tests", "torch's own tests of distributed checkpoints", facts, ["\n".join(lines)])
+    return 1 if counts["FAILS over lastgood"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
