@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
+from .instances import parts_of
 
 
 class Kind(NamedTuple):
@@ -62,7 +63,10 @@ def holds_objects(obj: Any, depth: int = 0) -> bool:
         return True
     if depth > DEPTH_LIMIT:
         return False
-    parts = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, (list, tuple)) else ()
+    if isinstance(obj, (Mapping, list, tuple, deque)):
+        parts = obj.values() if isinstance(obj, Mapping) else obj
+    else:
+        parts = parts_of(obj).values()
     return any(holds_objects(part, depth + 1) for part in parts)
 
 
@@ -285,14 +289,17 @@ def _find_objects(obj: Any, path: str, found: dict[str, Any], depth: int) -> Non
     kind = type(obj)
     if kind in _DATA or depth > DEPTH_LIMIT:
         return
-    if kind is dict or kind is OrderedDict:
+    if kind is dict or kind is OrderedDict or kind is defaultdict:
         if not set(map(type, obj.values())) <= _DATA:
             for key, item in obj.items():
                 _find_objects(item, join(path, key), found, depth + 1)
-    elif kind is list or kind is tuple:
+    elif kind is list or kind is tuple or kind is deque:
         if not set(map(type, obj)) <= _DATA:
             for index, item in enumerate(obj):
                 _find_objects(item, f"{path}.{index}", found, depth + 1)
+    elif not tag_of(obj) and (parts := parts_of(obj)):
+        for name, part in parts.items():
+            _find_objects(part, join(path, name), found, depth + 1)
     else:
         found[path] = obj
 
