@@ -1261,8 +1261,8 @@ def test_malformed_values_are_refused_before_anything_is_touched(tree):
         match({"x": torch.zeros(2)}, stored, exclude=["rng"])
 
 
-WORDS = """x y cpu cuda:0 <f4 <f8 |V4 float32 params options device state PCG64 python numpy torch cuda scale class parts
-member enum:Enum builtins:eval collections:OrderedDict os:system numpy.ma:MaskedArray torch:Tensor"""
+WORDS = """x y cpu cuda:0 <f4 <f8 |V4 float32 params options device state PCG64 python numpy torch cuda scale class
+parts member enum:Enum builtins:eval collections:OrderedDict os:system numpy.ma:MaskedArray torch:Tensor"""
 TAGS = """tensor ndarray torch.dtype torch.device torch.Size module optimizer object scaler torch.Generator np.Generator
 np.RandomState random.Random tuple dict excluded deque defaultdict datetime Enum namedtuple dataclass subclass np.ma
 flattened"""

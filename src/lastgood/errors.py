@@ -64,8 +64,8 @@ class StateMismatch(Refused):
         super().__init__(
             "\n".join(lines),
             safe="\nNothing was loaded; the live state is untouched.",
-            todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False. Where "
-            "only a shape differs (a larger vocabulary), build it with the stored shape and resize it after the restore.",
+            todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False. "
+            "What has grown since, such as a vocabulary: build it in its stored shape, restore, then resize it.",
         )
 
 

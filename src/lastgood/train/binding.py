@@ -159,6 +159,8 @@ class Binder:
                 self._differs(path, why)
             return _stays(live)
         before = instances.FORMS[saved.tag].apart(live) if alike else {}
+        lacking = (join(path, name) for name in before.keys() - saved.parts.keys())
+        self.missing += sorted(filter(self._names.keeps, lacking))
         puts = {
             name: self.bind(before.get(name, ABSENT), part, join(path, name), home)
             for name, part in saved.parts.items()

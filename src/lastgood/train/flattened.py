@@ -43,7 +43,7 @@ def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
 
 def resolve(name: str, live: Any) -> tuple[Any, str]:
     """The class of this name, and why it cannot be made; nothing if it can."""
-    kind, noun = find_class(name, live), f"a tensor of class {name.replace(':', '.')}"
+    kind, noun = find_class(name, live), f"a tensor of class {name[:200].replace(':', '.')}"
     if kind is None:
         return None, f"{noun} in the generation, which is not imported here: import its module before the restore"
     known = issubclass(kind, torch.Tensor) and _has_protocol(kind)

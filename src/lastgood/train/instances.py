@@ -61,7 +61,7 @@ def tag_of_class(kind: type) -> str:
     """The tag for the instances of a class; empty for a class that is of no kind known here."""
     if kind is np.ma.MaskedArray:
         return "!np.ma"
-    if not kind.__flags__ & _HEAP_TYPE or type(kind).__getattribute__ is not type.__getattribute__:
+    if type(kind).__getattribute__ is not type.__getattribute__ or not kind.__flags__ & _HEAP_TYPE:
         return ""
     if attribute(kind, "__del__") is not None:
         return ""
@@ -257,7 +257,7 @@ def _obstacle(obj: Any, tag: str, parts: dict[str, Any]) -> tuple[str, str] | No
 
 def resolve(tag: str, name: str, parts: dict[str, Any], live: Any) -> tuple[Any, str]:
     """The class for a stored instance that is to stand where `live` is, and why none can be made; nothing if it can."""
-    kind, noun = find_class(name, live), f"a {tag[1:]} of class {name.replace(':', '.')}"
+    kind, noun = find_class(name, live), f"a {tag[1:]} of class {name[:200].replace(':', '.')}"
     if kind is None:
         return None, f"{noun} in the generation, which is not imported here: import its module before the restore"
     if tag_of_class(kind) != tag:
