@@ -21,7 +21,7 @@ from ..format.boxes import Box
 from ..format.values import LEFT_OUT, Filter, join, only_numbers
 from . import flattened, instances, shards, tensors
 from .filling import Place, Take
-from .objects import KINDS, Parameters, holds_objects, module_entries, tag_of
+from .objects import KINDS, Parameters, holds_objects, module_entries, plain_name, tag_of
 from .own_loading import OwnLoading, calling
 from .reading import ArrayRef, SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef
 from .wrappers import Wrappers
@@ -312,8 +312,8 @@ class Binder:
         if live is ABSENT:
             self.has_no_place(path)
             return _stays(live)
-        wrapped = tag_of(live) != saved.tag  # a wrapper itself takes what earlier versions have saved of it
-        inner = self._wrappers.unwrapped(live) if wrapped else live
+        as_object = tag_of(live) == saved.tag == "!object"  # a wrapper itself takes what earlier versions saved of it
+        inner = live if as_object else self._wrappers.unwrapped(live)
         if tag_of(inner) != saved.tag:
             self._differs(path, f"{saved.tag[1:]} in the generation, {_kind(live)} here")
         elif saved.tag == "!module":
@@ -349,7 +349,8 @@ class Binder:
         """Its own tensors in place; what its state_dict computes or adds goes back through its load_state_dict."""
         extra = {self._rename(name): saved for name, saved in extra.items()}
         own = {tensors.storage(one) for one in (*live.parameters(), *live.buffers())}
-        parameters = dict(live.named_parameters(remove_duplicate=False))
+        own_parameters = live.named_parameters(remove_duplicate=False)
+        parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}
         entries, names = module_entries(live, path)
         handed: dict[str, Put] = {}
         for name, raw in names.items():
@@ -357,7 +358,7 @@ class Binder:
             if name in extra:
                 saved = extra.pop(name)
                 if isinstance(saved, SavedFlattened):
-                    self.bind(parameters.get(raw, value), saved, name)
+                    self.bind(parameters.get(name, value), saved, name)
                 else:
                     handed[raw] = self.bind(ABSENT, saved, name)
             elif not self._names.keeps(name):
@@ -406,7 +407,7 @@ class Binder:
         puts: list[Callable[[], object]] = []
         for index, (members, theirs) in enumerate(zip(groups, saved.groups, strict=True)):
             where, group = f"{path}.param_groups.{index}", live.param_groups[index]
-            stored = {self._rename(name): name for name in theirs.params}
+            stored = {self._rename(name.replace("._forward_module.", ".")): name for name in theirs.params}
             ours = [one.qualified for one in members]
             if isinstance(live, LBFGS) and list(stored) != ours:  # one flat vector over all parameters, in their order
                 return self._differs(where, "other parameters, or another order of them, in the generation")

@@ -371,20 +371,21 @@ class _Walk:
             return tree
         since = len(self._found)
         entries, names = module_entries(module, path)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        own_parameters = module.named_parameters(remove_duplicate=False)
+        parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}
         extra: dict[str, Any] = {}
         found = self._names.keeps(path)
         for name, raw in names.items():
             if flattened.is_flattenable(entries[raw]):
-                with self._mode(origin=Origin.PARAMETER if raw in parameters else Origin.OTHER):
-                    data = inner(parameters.get(raw, entries[raw]), name)
+                with self._mode(origin=Origin.PARAMETER if name in parameters else Origin.OTHER):
+                    data = inner(parameters.get(name, entries[raw]), name)
                 if data is not LEFT_OUT:
                     extra[name] = data
                 continue
             if isinstance(entries[raw], torch.Tensor):
                 if self._names.keeps(name):
                     tensors.require_storable(entries[raw], name)
-                    own = parameters.get(raw)
+                    own = parameters.get(name)
                     if own is not None and tensors.region(own) == tensors.region(entries[raw]):
                         self._add(name, own, Origin.PARAMETER)
                     else:

@@ -201,8 +201,8 @@ def rng_differs(data: dict[str, Any]) -> dict[str, str]:
 
 # ---- modules and the names of parameters -----------------------------------------------------------------------
 
-_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""DistributedDataParallel, torch.compile, activation checkpointing"""
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
+"""DistributedDataParallel, torch.compile, activation checkpointing, Lightning Fabric (two names)"""
 
 
 def plain_name(raw: str) -> str:

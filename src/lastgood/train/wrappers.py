@@ -24,7 +24,7 @@ class Wrappers:
 
     def unwrapped(self, obj: Any) -> Any:
         """The optimizer that does the work of `obj`, or `obj` itself."""
-        if tag_of(obj) != "!object":
+        if tag_of(obj) not in ("!object", "!optimizer"):
             return obj
         inner = getattr(obj, "optimizer", None)
         if not isinstance(inner, Optimizer) or getattr(obj, "param_groups", None) is not inner.param_groups:
