@@ -282,7 +282,7 @@ def test_a_read_only_array_is_replaced():
 
 
 def test_an_array_of_objects_or_of_another_shape_is_refused_by_name():
-    for array in (np.array([object()]), np.zeros(2, [("a", "i4")]), np.ma.ones(2)):
+    for array in (np.array([object()]), np.zeros(2, [("a", "O")]), np.zeros(2, [("a", "i4")]).view(np.recarray)):
         with pytest.raises(Unstorable, match=r"d\.x is a numpy"):
             capture({"d": {"x": array}})
     with pytest.raises(StateMismatch, match=r"x: array float64 \[2\] in the generation, float64 \[3\] here"):
@@ -1262,9 +1262,11 @@ def test_malformed_values_are_refused_before_anything_is_touched(tree):
         match({"x": torch.zeros(2)}, stored, exclude=["rng"])
 
 
-WORDS = "x y cpu cuda:0 <f4 <f8 |V4 float32 params options device state PCG64 python numpy torch cuda scale"
+WORDS = """x y cpu cuda:0 <f4 <f8 |V4 float32 params options device state PCG64 python numpy torch cuda scale class
+parts member enum:Enum builtins:eval collections:OrderedDict os:system numpy.ma:MaskedArray torch:Tensor"""
 TAGS = """tensor ndarray torch.dtype torch.device torch.Size module optimizer object scaler torch.Generator np.Generator
-np.RandomState random.Random tuple dict excluded"""
+np.RandomState random.Random tuple dict excluded deque defaultdict datetime Enum namedtuple dataclass subclass np.ma
+flattened"""
 words = st.sampled_from(WORDS.split())
 json = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 5) | words,
@@ -1282,6 +1284,10 @@ json = st.recursive(
                 "common": one,
             }
         ).map(lambda body: {"!optimizer": body}),
+        st.tuples(
+            st.sampled_from(["!Enum", "!namedtuple", "!dataclass", "!subclass", "!np.ma"]),
+            st.fixed_dictionaries({"class": words, "parts": st.dictionaries(words, one, max_size=3)}),
+        ).map(lambda pair: dict([pair])),
     ),
     max_leaves=10,
 )

@@ -5,7 +5,8 @@
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
     |    NotARun  NotWritable  NotRestored  NameTaken
     |- Damaged       bytes are not what was committed                      an older generation   exit 4
-    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood  HalfLoaded
+    |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood
+    |    HalfLoaded (LoadFailed)
     |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
     |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull  NothingDurable
     |- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
@@ -63,7 +64,8 @@ class StateMismatch(Refused):
         super().__init__(
             "\n".join(lines),
             safe="\nNothing was loaded; the live state is untouched.",
-            todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False.",
+            todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False. "
+            "What has grown since, such as a vocabulary: build it in its stored shape, restore, then resize it.",
         )
 
 
@@ -153,6 +155,10 @@ class Unreadable(Damaged):
 
 class HalfLoaded(Damaged):
     """Loading failed after it had begun to write: the live state is part of one step and part of another."""
+
+
+class LoadFailed(HalfLoaded):
+    """A `load_state_dict` of an object in the state raised while a generation was loaded; it is the cause."""
 
 
 class BeyondRepair(Damaged):

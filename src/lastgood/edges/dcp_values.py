@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..format import values
+from ..format.encodings import dtype_tree, need, numpy_dtype
 from ..train import tensors
 
 
@@ -65,8 +66,8 @@ def _encoded(obj: Any, path: str, _: Callable[[Any, str], Any]) -> Any:
         return {"!torch.dtype": tensors.dtype_name(obj)}
     if isinstance(obj, torch.device):
         return {"!torch.device": str(obj)}
-    if type(obj) is np.ndarray and (text := values.dtype_text(obj.dtype)):
-        return {"!array": [text, list(obj.shape), _base64(obj.tobytes())]}
+    if type(obj) is np.ndarray and (kind := dtype_tree(obj.dtype)):
+        return {"!array": [kind, list(obj.shape), _base64(obj.tobytes())]}
     if isinstance(obj, torch.Tensor):
         tensors.require_storable(obj, path)
         data = tensors.as_bytes(obj).cpu().numpy().tobytes()
@@ -81,7 +82,7 @@ def _decoded(tag: str, body: Any, _: Callable[[Any], Any]) -> Any:
     try:
         return build(*body) if type(body) is list and tag != "!torch.Size" else build(body)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        values.need(False, f"{tag}: {error}")
+        need(False, f"{tag}: {error}")
 
 
 def _bytes_io(text: str, position: int) -> io.BytesIO:
@@ -90,8 +91,8 @@ def _bytes_io(text: str, position: int) -> io.BytesIO:
     return found
 
 
-def _array(dtype: str, shape: list[int], text: str) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text, validate=True), values.numpy_dtype(dtype)).reshape(shape).copy()
+def _array(dtype: Any, shape: list[int], text: str) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text, validate=True), numpy_dtype(dtype)).reshape(shape).copy()
 
 
 def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:

@@ -12,10 +12,20 @@ the tag:
     {"!bytes": base64}                  {"!bytearray": base64}    {"!tuple": [...]}
     {"!set": [...]}                     {"!frozenset": [...]}     {"!dict": [[key, value], ...]}
     {"!OrderedDict": [[key, value], ...]}                         {"!Counter": [[key, count], ...]}
-    {"!np.scalar": [dtype, hex]}        {"!np.dtype": "<f4"}      {"!excluded": null}    a place in a list left out
+    {"!np.scalar": [dtype, hex]}        {"!np.dtype": dtype}      {"!excluded": null}    a place in a list left out
+    {"!deque": [maxlen or null, [...]]} {"!defaultdict": [factory or null, [[key, value], ...]]}
+    {"!range": [start, stop, step]}     {"!Decimal": ["1.50"]}    {"!Fraction": [numerator, denominator]}
+    {"!UUID": ["8-4-4-4-12"]}           {"!timedelta": [days, seconds, microseconds]}
+    {"!date": [iso]}                    {"!time": [iso, fold, zone or null]}    {"!datetime": [iso, fold, zone or null]}
+    {"!timezone": [timedelta, name or null]}                      {"!ZoneInfo": ["Europe/Berlin"]}
+    {"!PosixPath": ["a/b"]}             and "!WindowsPath", "!PurePosixPath", "!PureWindowsPath"
 
-Only exact types are stored. A subclass (enum, namedtuple, defaultdict, ...) would come back as something else, and is
-refused by name. Containers nest up to DEPTH_LIMIT deep, so a state that contains itself is refused too.
+A dtype is a text such as "<f4"; {"fields": [[name, offset, dtype], ...], "itemsize": bytes, "aligned": bool} for
+structures; {"base": dtype, "shape": [...]} for subarrays. The factory of a defaultdict is the name of a builtin type of
+FACTORIES; a defaultdict with any other factory is refused, because a function cannot be stored.
+
+Only exact types are stored. A subclass would come back as something else, and is refused by name; the hook may know
+it. Containers nest up to DEPTH_LIMIT deep, so a state that contains itself is refused too.
 
 A name is the path from the key of the state, joined with dots. In a key of a dict, "%" is written %25, "." is %2E and
 a lone surrogate its bytes likewise; a key that is no string is written as its repr.
@@ -30,15 +40,21 @@ import glob
 import math
 import re
 import struct
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused, Unstorable
+from .encodings import dtype_tree, is_encoding, need, numpy_dtype, parsed, put_together, taken_apart
 
 DEPTH_LIMIT = 100
+FACTORIES: Final[dict[str, type]] = {
+    kind.__name__: kind
+    for kind in (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
+}
+"""builtin types that may be the factory of a stored defaultdict, by name"""
 
 
 class _LeftOut(enum.Enum):
@@ -161,6 +177,10 @@ class _Encoder:
             return self._whole(obj, path, lambda: self._mapping(obj, path, depth))
         if kind is list or kind is tuple:
             return self._whole(obj, path, lambda: self._sequence(obj, path, depth))
+        if kind is deque:
+            return self._deque(obj, path, depth)
+        if kind is defaultdict:
+            return self._defaultdict(obj, path, depth)
         kept = self._names.keeps(path)
         found = self._datum(obj, path, depth) if kept else NotImplemented
         if found is NotImplemented:
@@ -173,6 +193,29 @@ class _Encoder:
         raise refusal(path, f"is a {_type_name(obj)}, which cannot be stored without running code on load", todo)
 
     def _mapping(self, obj: dict[Any, Any], path: str, depth: int) -> Any:
+        entries = self._entries(obj, path, depth)
+        if not entries and not self._names.keeps(path):
+            return LEFT_OUT
+        if type(obj) is dict and _plain_keys([key for key, _ in entries]):
+            return dict(entries)
+        return {f"!{type(obj).__name__}": self._pairs(entries, path, depth)}
+
+    def _defaultdict(self, obj: defaultdict[Any, Any], path: str, depth: int) -> Any:
+        entries = self._entries(obj, path, depth)
+        if not entries and not self._names.keeps(path):
+            return LEFT_OUT
+        factory: Any = obj.default_factory
+        name = None if factory is None else next((name for name, one in FACTORIES.items() if one is factory), "")
+        if name == "":
+            what = f"is a defaultdict whose factory is {factory!r}, which cannot be stored without running code on load"
+            raise refusal(path, what, "Use a builtin type such as list as its factory, or store dict(...)")
+        return {"!defaultdict": [name, self._pairs(entries, path, depth)]}
+
+    def _pairs(self, entries: Iterable[tuple[Any, Any]], path: str, depth: int) -> list[Any]:
+        return [[_opaque(key, join(path, key), depth), tree] for key, tree in entries]
+
+    def _entries(self, obj: dict[Any, Any], path: str, depth: int) -> list[tuple[Any, Any]]:
+        """The keys and encoded values of what is wanted of a dict."""
         names: set[str] = set()
         entries: list[tuple[Any, Any]] = []
         for key, value in obj.items():
@@ -183,21 +226,23 @@ class _Encoder:
             tree = self.tree(value, name, depth + 1)
             if tree is not LEFT_OUT:
                 entries.append((key, tree))
-        if not entries and not self._names.keeps(path):
-            return LEFT_OUT
-        if type(obj) is dict and _plain_keys([key for key, _ in entries]):
-            return dict(entries)
-        return {f"!{type(obj).__name__}": [[_opaque(key, join(path, key), depth), tree] for key, tree in entries]}
+        return entries
+
+    def _deque(self, obj: deque[Any], path: str, depth: int) -> Any:
+        trees = self._items(list(obj), path, depth)
+        return trees if trees is LEFT_OUT else {"!deque": [obj.maxlen, trees]}
 
     def _sequence(self, obj: Sequence[Any], path: str, depth: int) -> Any:
+        trees = self._items(obj, path, depth)
+        return trees if trees is LEFT_OUT or type(obj) is list else {"!tuple": trees}
+
+    def _items(self, obj: Sequence[Any], path: str, depth: int) -> Any:
         if self._names.everything and depth < DEPTH_LIMIT and only_numbers(obj):
-            trees = list(obj)
-        else:
-            trees = [self.tree(item, f"{path}.{index}", depth + 1) for index, item in enumerate(obj)]
-            if not self._names.keeps(path) and all(tree is LEFT_OUT for tree in trees):
-                return LEFT_OUT
-            trees = [{"!excluded": None} if tree is LEFT_OUT else tree for tree in trees]
-        return trees if type(obj) is list else {"!tuple": trees}
+            return list(obj)
+        trees = [self.tree(item, f"{path}.{index}", depth + 1) for index, item in enumerate(obj)]
+        if not self._names.keeps(path) and all(tree is LEFT_OUT for tree in trees):
+            return LEFT_OUT
+        return [{"!excluded": None} if tree is LEFT_OUT else tree for tree in trees]
 
     def _datum(self, obj: Any, path: str, depth: int) -> Any:
         kind = type(obj)
@@ -217,14 +262,16 @@ class _Encoder:
             return {f"!{kind.__name__}": [_opaque(item, path, depth) for item in obj]}
         if kind is Counter:
             return {"!Counter": [[_opaque(part, path, depth) for part in pair] for pair in obj.items()]}
-        if isinstance(obj, np.dtype) and (text := dtype_text(obj)):
-            return {"!np.dtype": text}
+        if (parts := taken_apart(obj)) is not None:
+            return {f"!{kind.__name__}": [_opaque(part, path, depth) for part in parts]}
+        if isinstance(obj, np.dtype) and (tree := dtype_tree(obj)):
+            return {"!np.dtype": tree}
         if kind is np.str_:
             return {"!np.scalar": ["U", obj.encode("utf-8", "surrogatepass").hex()]}
         if kind is np.bytes_:
             return {"!np.scalar": ["S", obj.hex()]}
-        if isinstance(obj, np.generic) and (text := dtype_text(obj.dtype)):
-            return {"!np.scalar": [text, obj.tobytes().hex()]}
+        if isinstance(obj, np.generic) and (tree := dtype_tree(obj.dtype)):
+            return {"!np.scalar": [tree, obj.tobytes().hex()]}
         return NotImplemented
 
 
@@ -271,15 +318,10 @@ def decode(json: Any, leaf: DecodeHook = nothing) -> Any:
     """The object that `encode` made this JSON of; LEFT_OUT where a place in a list was left out.
 
     `leaf(tag, body, inner)` is asked about tags that are not in the table; `inner(part)` decodes what `encode`'s hook
-    has encoded with its own. Raises ManifestInvalid for anything that `encode` does not write, and nothing else.
+    has encoded with its own. Raises ManifestInvalid for anything that `encode` does not write; Refused for a time zone
+    that this machine does not know; and nothing else.
     """
     return _Decoder(leaf).tree(json, 0)
-
-
-def need(holds: object, what: str) -> None:
-    """Raises ManifestInvalid unless it holds; `what` is said of a stored value."""
-    if not holds:
-        raise ManifestInvalid(f"a stored value is malformed: {what}")
 
 
 class _Decoder:
@@ -308,19 +350,29 @@ class _Decoder:
     def _tagged(self, tag: str, body: Any, depth: int) -> Any:
         if tag in _TEXTS:
             need(type(body) is str, f"{tag} without its text")
-            return _parsed(_TEXTS[tag], body)
+            return parsed(_TEXTS[tag], body)
+        if tag == "!np.dtype":
+            return numpy_dtype(body)
         if tag == "!np.scalar":
-            need(
-                type(body) is list and len(body) == 2 and type(body[0]) is type(body[1]) is str, f"{tag} without texts"
-            )
-            return _parsed(_scalar, *body)
+            need(type(body) is list and len(body) == 2 and type(body[1]) is str, f"{tag} without its parts")
+            return parsed(_scalar, *body)
         if tag == "!excluded":
             need(body is None, f"{tag} with a body")
             return LEFT_OUT
-        if tag not in _CONTAINERS:
-            found = self._leaf(tag, body, lambda part: self.tree(part, depth + 1))
-            need(found is not NotImplemented, f"an unknown tag {tag[:100]!r}")
-            return found
+        if is_encoding(tag):
+            need(type(body) is list, f"{tag} without its list")
+            return put_together(tag, [_Decoder(nothing).tree(part, depth + 1) for part in body])
+        if tag in _CONTAINERS:
+            return self._container(tag, body, depth)
+        if tag in ("!deque", "!defaultdict"):
+            need(type(body) is list and len(body) == 2 and type(body[1]) is list, f"{tag} without its list")
+            first, items = body
+            return (self._deque if tag == "!deque" else self._defaultdict)(first, items, depth)
+        found = self._leaf(tag, body, lambda part: self.tree(part, depth + 1))
+        need(found is not NotImplemented, f"an unknown tag {tag[:100]!r}")
+        return found
+
+    def _container(self, tag: str, body: Any, depth: int) -> Any:
         need(type(body) is list, f"{tag} without its list")
         if tag == "!tuple":
             return tuple(self.tree(item, depth + 1) for item in body)
@@ -329,28 +381,31 @@ class _Decoder:
             found = set(members) if tag == "!set" else frozenset(members)
             need(len(found) == len(body), f"{tag} with a member twice")
             return found
-        need(all(type(pair) is list and len(pair) == 2 for pair in body), f"{tag} without its pairs")
-        keys = _hashable([_Decoder(nothing).tree(key, depth + 1) for key, _ in body])
+        return _CONTAINERS[tag](self._entries(tag, body, depth))
+
+    def _deque(self, maxlen: Any, items: Any, depth: int) -> Any:
+        need(maxlen is None or (type(maxlen) is int and len(items) <= maxlen < 2**63), "!deque without its maxlen")
+        return deque((self.tree(item, depth + 1) for item in items), maxlen)
+
+    def _defaultdict(self, factory: Any, pairs: Any, depth: int) -> Any:
+        need(factory is None or (type(factory) is str and factory in FACTORIES), "!defaultdict without its factory")
+        return defaultdict(FACTORIES.get(factory), self._entries("!defaultdict", pairs, depth))
+
+    def _entries(self, tag: str, pairs: list[Any], depth: int) -> dict[Any, Any]:
+        need(all(type(pair) is list and len(pair) == 2 for pair in pairs), f"{tag} without its pairs")
+        keys = _hashable([_Decoder(nothing).tree(key, depth + 1) for key, _ in pairs])
         values = _Decoder(nothing) if tag == "!Counter" else self
-        entries = dict(zip(keys, [values.tree(item, depth + 1) for _, item in body], strict=True))
-        need(len(entries) == len(body), f"{tag} with a key twice")
-        return _CONTAINERS[tag](entries)
+        entries = dict(zip(keys, [values.tree(item, depth + 1) for _, item in pairs], strict=True))
+        need(len(entries) == len(pairs), f"{tag} with a key twice")
+        return entries
 
 
 def _hashable(items: list[Any]) -> list[Hashable]:
     try:
         hash(tuple(items))
-    except TypeError as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ManifestInvalid(f"a stored value is malformed: {error}") from error
     return items
-
-
-def _parsed(parse: Callable[..., Any], *texts: str) -> Any:
-    """`parse(*texts)`, where a text that it cannot parse is the generation's fault."""
-    try:
-        return parse(*texts)
-    except (ValueError, TypeError, OverflowError, struct.error) as error:
-        raise ManifestInvalid(f"a stored value is malformed: {error}") from error
 
 
 def _float(text: str) -> float:
@@ -361,7 +416,7 @@ def _float(text: str) -> float:
     return float(number)
 
 
-def _scalar(dtype: str, text: str) -> np.generic:
+def _scalar(dtype: Any, text: str) -> np.generic:
     data = bytes.fromhex(text)
     if dtype == "U":
         return np.str_(data.decode("utf-8", "surrogatepass"))
@@ -369,7 +424,7 @@ def _scalar(dtype: str, text: str) -> np.generic:
         return np.bytes_(data)
     found = numpy_dtype(dtype)
     need(len(data) == found.itemsize > 0, "!np.scalar of another length")
-    return np.frombuffer(data, found)[0]  # type: ignore[no-any-return]
+    return np.frombuffer(data, found).copy()[0]  # type: ignore[no-any-return]
 
 
 _TEXTS: dict[str, Callable[[str], Any]] = {
@@ -379,7 +434,6 @@ _TEXTS: dict[str, Callable[[str], Any]] = {
     "!str": lambda text: base64.b64decode(text, validate=True).decode("utf-8", "surrogatepass"),
     "!bytes": lambda text: base64.b64decode(text, validate=True),
     "!bytearray": lambda text: bytearray(base64.b64decode(text, validate=True)),
-    "!np.dtype": lambda text: numpy_dtype(text),
 }
 _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "!tuple": tuple,
@@ -389,18 +443,3 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
     "!OrderedDict": OrderedDict,
     "!Counter": Counter,
 }
-
-# ---- numpy's dtypes --------------------------------------------------------------------------------------------
-
-_DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,7}\])?")
-
-
-def dtype_text(dtype: np.dtype[Any]) -> str:
-    """A dtype as a text that says all of it; empty for one with fields, objects or an owner outside numpy."""
-    return dtype.str if _DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype else ""
-
-
-def numpy_dtype(text: str) -> np.dtype[Any]:
-    """The dtype that `dtype_text` wrote. Raises ManifestInvalid."""
-    need(_DTYPE.fullmatch(text), f"no dtype {text[:100]!r}")
-    return _parsed(np.dtype, text)  # type: ignore[no-any-return]

@@ -12,7 +12,17 @@ from ..engine import fetch, guard
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..engine.scatter import Scatter
-from ..errors import Cancelled, Damaged, HalfLoaded, ManifestInvalid, NoSuchStep, NotFinite, NothingGood, Unreadable
+from ..errors import (
+    Cancelled,
+    Damaged,
+    HalfLoaded,
+    LoadFailed,
+    ManifestInvalid,
+    NoSuchStep,
+    NotFinite,
+    NothingGood,
+    Unreadable,
+)
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import reshard, restore
@@ -60,9 +70,9 @@ def newest_good(
     `load` raises Damaged or NotFinite for what is not good. Then, where there is an `examine`, the generation is read
     again: with findings they are handed to `mark` and the next older one is tried; without any, the fault was not in
     the files, and it is loaded once more, as it is where `mend` says that it is whole again. What `load` has applied by
-    then, an older one overwrites; where it would not, `load` raises HalfLoaded, and no older one is tried. Raises
-    NoSuchStep, Damaged (for an explicit step, or where intact files do not load the second time either), NothingGood
-    (with what is wrong with each), Unavailable.
+    then, an older one overwrites; where it would not, `load` raises HalfLoaded, and no older one is tried. LoadFailed
+    is no fault of the files: it is raised at once. Raises NoSuchStep, Damaged (for an explicit step, or where intact
+    files do not load the second time either), NothingGood (with what is wrong with each), Unavailable.
     """
     choice = restore.choose(survey, step)
     over = [(at.step, reason) for at, reason in choice.passed_over]
@@ -80,6 +90,8 @@ def newest_good(
             generation = survey.generations[at]
             try:
                 attempt(generation)
+            except LoadFailed:
+                raise
             except (Damaged, NotFinite) as error:
                 try:
                     findings = examine(generation) if examine else None

@@ -24,9 +24,8 @@ from .binding import ABSENT, Binder, Home, Put
 from .capture import wanted
 from .filling import Filling
 from .match import Rename
-from .objects import Parameters
 from .patterns import Patterns, Recorder
-from .reading import SavedObject, SavedOptimizer, Stored, TensorRef, read_values
+from .reading import SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef, read_values
 
 CPU = torch.device("cpu")
 
@@ -95,7 +94,7 @@ class _DataBinder(Binder):
     def __init__(self, stored: Stored, names: Filter) -> None:
         values, referenced = read_values(stored)
         of_modules = {name: name for name in stored.tensors if name not in referenced}
-        super().__init__(stored, of_modules, names, Rename({}), Parameters({}))
+        super().__init__(stored, of_modules, names, Rename({}), {})
         self._modules = sorted(path for key, tree in values.items() for path in _modules(tree, key))
         self._values = values | _unowned(of_modules, self._modules, values)
 
@@ -107,6 +106,14 @@ class _DataBinder(Binder):
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         return super()._tensor(ABSENT, replace(ref, device=CPU, is_parameter=False, wants_grad=False), path, None)
+
+    def _instance(self, live: Any, saved: SavedInstance, path: str, home: Home | None) -> Put:
+        """Its parts by name: no class is looked up, so its module need not be imported."""
+        return self.bind(ABSENT, saved.parts, path)
+
+    def _flattened(self, live: Any, saved: SavedFlattened, path: str, home: Home | None) -> Put:
+        """Its inner tensors by name."""
+        return self.bind(ABSENT, dict(saved.parts), path)
 
     def _mapping(self, live: dict[Any, Any], saved: dict[Any, Any], path: str, home: Home | None) -> Put:
         return self._unless_empty(super()._mapping(live, saved, path, home), path)

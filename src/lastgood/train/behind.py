@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from . import shards
+from . import flattened, shards
 from .capture import Captured, Origin
-from .objects import find_objects, is_fsdp1
+from .objects import is_fsdp1, modules_of
 from .torn import Bearer, watchable
 
 
@@ -58,6 +57,10 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
             # Its module hangs up the whole parameter in forward and backward: what counts is the memory of the shard.
             tensor, key = shards.local(tensor), 0
             container = {key: tensor}
+        if flattened.is_flattenable(tensor):
+            for part, inner in flattened.inner_tensors(tensor).items():
+                note(vars(tensor), part, inner)
+            return
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
             return
         name = at.get(tensor.data_ptr())
@@ -66,15 +69,14 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
         if tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype:
             found[name] = Bearer(container, key, tensor)
 
-    for thing in find_objects(state).values():
-        if isinstance(thing, nn.Module):
-            for part in thing.modules():
-                moves |= is_fsdp1(part)
-                for key, parameter in part._parameters.items():
-                    note(part._parameters, key, parameter)
-        elif isinstance(thing, Optimizer):
-            for container, key, tensor in _held(thing):
-                note(container, key, tensor)
+    for module in modules_of(state).values():
+        for part in module.modules():
+            moves |= is_fsdp1(part)
+            for key, parameter in part._parameters.items():
+                note(part._parameters, key, parameter)
+    for optimizer in captured.optimizers:
+        for container, key, tensor in _held(optimizer):
+            note(container, key, tensor)
     return Behind(captured, {name: found[name] for name in tensors if name in found}, moves)
 
 

@@ -6,8 +6,8 @@ Compares only. What is to be done is collected for `Match.apply`, in this order:
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,10 +19,12 @@ from torch.optim import LBFGS, Optimizer
 
 from ..format.boxes import Box
 from ..format.values import LEFT_OUT, Filter, join, only_numbers
-from . import shards, tensors
+from . import flattened, instances, shards, tensors
 from .filling import Place, Take
-from .objects import KINDS, Parameters, holds_objects, module_entries, tag_of
-from .reading import ArrayRef, SavedObject, SavedOptimizer, Stored, TensorRef
+from .objects import KINDS, Parameters, holds_objects, module_entries, plain_name, tag_of
+from .own_loading import OwnLoading, calling
+from .reading import ArrayRef, SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef
+from .wrappers import Wrappers
 
 Put = Callable[[], Any]
 """run once the tensors are there: makes what belongs at a place; where it can be, the live object itself, refilled"""
@@ -51,10 +53,10 @@ class Binder:
         offered: dict[str, str],
         names: Filter,
         rename: Callable[[str], str],
-        parameters: Parameters,
+        modules: Mapping[str, nn.Module],
     ) -> None:
         self._stored, self._offered, self._names = stored, offered, names
-        self._rename, self._parameters = rename, parameters
+        self._rename, self._parameters, self._own_loading = rename, Parameters(modules), OwnLoading(modules)
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.mismatched: list[str] = []
@@ -67,6 +69,7 @@ class Binder:
         self._claimed: set[str] = set()  # names in `offered` that the live state has a place for
         self._whole: list[str] = []  # names listed as one difference, with all below them
         self._regions: dict[Hashable, tuple[str, str]] = {}  # live memory -> stored tensor it takes, live name
+        self._wrappers = Wrappers()
         self.boxed: dict[str, tuple[str, Box]] = {}
         """name in `places`, `takers`, `checks` -> the stored tensor, and which box of it"""
         self._slots: dict[tuple[str, torch.device, tensors.Order], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
@@ -103,11 +106,17 @@ class Binder:
             return _stays(live)
         if isinstance(saved, SavedObject):
             return self._object(live, saved, path)
+        if isinstance(saved, SavedInstance):
+            return self._instance(live, saved, path, home)
+        if isinstance(saved, SavedFlattened):
+            return self._flattened(live, saved, path, home)
         alike = type(live) is type(saved)
-        if type(saved) in (dict, OrderedDict) and (alike or not holds_objects(live)):
-            return self._mapping(live if alike else type(saved)(), saved, path, home)
-        if type(saved) in (list, tuple) and (alike or not holds_objects(live)):
-            return self._sequence(live if alike else type(saved)(), saved, path, home)
+        if type(saved) in (dict, OrderedDict, defaultdict) and (alike or not holds_objects(live)):
+            return self._mapping(live if alike else _empty(saved), saved, path, home)
+        if type(saved) is deque and alike and live.maxlen != saved.maxlen:
+            alike = False  # the bound of a deque cannot be changed
+        if type(saved) in (list, tuple, deque) and (alike or not holds_objects(live)):
+            return self._sequence(live if alike else _empty(saved), saved, path, home)
         if not self._names.keeps(path):
             return _stays(live)
         if holds_objects(live):
@@ -153,13 +162,66 @@ class Binder:
             return True
         return False
 
+    def _instance(self, live: Any, saved: SavedInstance, path: str, home: Home | None) -> Put:
+        """Its parts where the live ones are; the live instance is refilled where it can be."""
+        kind, why = instances.resolve(saved.tag, saved.name, saved.parts, live)
+        alike = type(live) is kind
+        if not why and not alike and holds_objects(live):
+            why = f"data in the generation, {_kind(live)} here"
+        if why:
+            if self._names.keeps(path):
+                self._differs(path, why)
+            return _stays(live)
+        before = instances.FORMS[saved.tag].apart(live) if alike else {}
+        lacking = (join(path, name) for name in before.keys() - saved.parts.keys())
+        self.missing += sorted(filter(self._names.keeps, lacking))
+        puts = {
+            name: self.bind(before.get(name, ABSENT), part, join(path, name), home)
+            for name, part in saved.parts.items()
+        }
+
+        def put() -> Any:
+            made = {name: one() for name, one in puts.items()}
+            parts = before | {name: None if part is LEFT_OUT else part for name, part in made.items()}
+            return instances.FORMS[saved.tag].together(kind, parts, live if alike else None)
+
+        return put
+
     # ---- tensors -------------------------------------------------------------------------------------------------
+
+    def _flattened(self, live: Any, saved: SavedFlattened, path: str, home: Home | None) -> Put:
+        """A tensor subclass: its inner tensors in place where it fits; else only an optimizer gets a new one."""
+        if not self._names.keeps(path):
+            return _stays(live)
+        kind, why = flattened.resolve(saved.name, live)
+        context = self.bind(ABSENT, saved.context, join(path, "__context__"))()
+        alike = not why and type(live) is kind and flattened.is_like(live, set(saved.parts), context, saved.shape)
+        if not why and not alike and home is None and isinstance(live, torch.Tensor):
+            why = f"{saved.name} {list(saved.shape)} in the generation, {_kind(live)} {list(live.shape)} here"
+        if why:
+            self._differs(path, why)
+            return _stays(live)
+        before: dict[str, Any] = flattened.inner_tensors(live) if alike else {}
+        puts = {
+            name: self.bind(before.get(name, ABSENT), part, join(path, name), home)
+            for name, part in saved.parts.items()
+        }
+
+        def put() -> Any:
+            parts = {name: one() for name, one in puts.items()}
+            if alike and all(part is before[name] for name, part in parts.items()):
+                return live
+            made = flattened.together(kind, parts, context, saved.shape, saved.stride)
+            return _formed(made, saved.is_parameter, saved.wants_grad)
+
+        return put
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
         making = home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
         if isinstance(live, torch.Tensor):
-            tensors.require_storable(live, path)
+            if not flattened.is_flattenable(live):
+                tensors.require_storable(live, path)
             why = self._unlike(live, ref.name)
             if home is None and why:
                 self._differs(path, why)
@@ -168,7 +230,8 @@ class Binder:
             if not why and (home is None or (fits and self._is_free(live, ref.name))):
                 self._write(live, ref.name, path)
                 return _stays(live)
-        return partial(_formed, self._new(ref.name, making, path), ref)
+        slot = self._new(ref.name, making, path)
+        return lambda: _formed(slot[0], ref.is_parameter, ref.wants_grad)
 
     def _array(self, live: Any, ref: ArrayRef, path: str) -> Put:
         if isinstance(live, np.ndarray):
@@ -200,6 +263,8 @@ class Binder:
     def _unlike(self, live: torch.Tensor, name: str) -> str:
         theirs = self._stored.tensors[name]
         ours = (tensors.dtype_name(live.dtype), tuple(live.shape))
+        if flattened.is_flattenable(live):
+            return f"a plain tensor in the generation, {_kind(live)} here"
         if theirs == ours:
             return ""
         return f"{theirs[0]} {list(theirs[1])} in the generation, {ours[0]} {list(ours[1])} here"
@@ -264,18 +329,27 @@ class Binder:
     def _object(self, live: Any, saved: SavedObject, path: str) -> Put:
         if live is ABSENT:
             self.has_no_place(path)
-        elif tag_of(live) != saved.tag:
+            return _stays(live)
+        as_object = tag_of(live) == saved.tag == "!object"  # a wrapper itself takes what earlier versions saved of it
+        inner = live if as_object else self._wrappers.unwrapped(live)
+        if tag_of(inner) != saved.tag:
             self._differs(path, f"{saved.tag[1:]} in the generation, {_kind(live)} here")
         elif saved.tag == "!module":
             return self._module(live, saved.data, path)
         elif saved.tag == "!optimizer":
-            self._optimizer(live, saved.data, path)
+            self._optimizer(inner, saved.data, path)
         elif why := KINDS[saved.tag].differs(live, saved.data):
             self._differs(path, why)
         else:
             data = self.bind(ABSENT, saved.data, path, self._as_it_is_spread(live, saved.tag, path))
-            return partial(_loaded, live, KINDS[saved.tag].load, data)
+            return partial(self._loaded, live, KINDS[saved.tag].load, data, path)
         return _stays(live)
+
+    def _loaded(self, live: Any, load: Callable[[Any, Any], None], data: Put, path: str) -> Any:
+        content = data()
+        with calling(live, path, self._stored.step):
+            load(live, content)
+        return live
 
     def _as_it_is_spread(self, live: Any, tag: str, path: str) -> Home | None:
         """What the object hands out as shards it is handed back as such; asked only where there may be shards."""
@@ -293,20 +367,29 @@ class Binder:
         """Its own tensors in place; what its state_dict computes or adds goes back through its load_state_dict."""
         extra = {self._rename(name): saved for name, saved in extra.items()}
         own = {tensors.storage(one) for one in (*live.parameters(), *live.buffers())}
+        own_parameters = live.named_parameters(remove_duplicate=False)
+        parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}
         entries, names = module_entries(live, path)
         handed: dict[str, Put] = {}
         for name, raw in names.items():
             value = entries[raw]
             if name in extra:
-                handed[raw] = self.bind(ABSENT, extra.pop(name), name)
+                saved = extra.pop(name)
+                if isinstance(saved, SavedFlattened):
+                    self.bind(parameters.get(name, value), saved, name)
+                else:
+                    handed[raw] = self.bind(ABSENT, saved, name)
             elif not self._names.keeps(name):
                 continue
             elif name not in self._offered:
                 self.missing.append(name)
             elif not isinstance(value, torch.Tensor):
                 self._differs(name, f"a tensor in the generation, {_kind(value)} here")
+            elif self._own_loading.takes_shape(name, *self._stored.tensors[self._offered[name]]):
+                handed[raw] = self.bind(ABSENT, TensorRef(self._offered[name], value.device), name)
             else:
-                tensors.require_storable(value, name)
+                if not flattened.is_flattenable(value):
+                    tensors.require_storable(value, name)
                 why = self._unlike(value, self._offered[name])
                 if why and not raw.endswith(_EXTRA_STATE_KEY_SUFFIX):  # which may be of any size
                     self._differs(name, why)
@@ -316,13 +399,15 @@ class Binder:
                     handed[raw] = self.bind(ABSENT, TensorRef(self._offered[name], value.device), name)
             self._claimed.add(name)
         self.unexpected += [name for name in extra if self._names.keeps(name)]
-        if not handed and not any(one._load_state_dict_post_hooks for one in live.modules()):
+        followed = path in self._own_loading.modules or any(one._load_state_dict_post_hooks for one in live.modules())
+        if not handed and not followed:
             return _stays(live)
 
         def put() -> nn.Module:
             made = {raw: one() for raw, one in handed.items()}
             entries.update({raw: value for raw, value in made.items() if value is not LEFT_OUT})
-            live.load_state_dict(entries)
+            with calling(live, path, self._stored.step):
+                live.load_state_dict(entries)
             return live
 
         return put
@@ -340,7 +425,7 @@ class Binder:
         puts: list[Callable[[], object]] = []
         for index, (members, theirs) in enumerate(zip(groups, saved.groups, strict=True)):
             where, group = f"{path}.param_groups.{index}", live.param_groups[index]
-            stored = {self._rename(name): name for name in theirs.params}
+            stored = {self._rename(name.replace("._forward_module.", ".")): name for name in theirs.params}
             ours = [one.qualified for one in members]
             if isinstance(live, LBFGS) and list(stored) != ours:  # one flat vector over all parameters, in their order
                 return self._differs(where, "other parameters, or another order of them, in the generation")
@@ -353,20 +438,28 @@ class Binder:
             for one in members:
                 if one.qualified not in stored:
                     continue
-                name, shape = stored[one.qualified], list(one.parameter.shape)
-                theirs_shape, order = theirs.params[name]
-                if list(theirs_shape) == shape:
-                    data = saved.state.get(name, ABSENT)
-                    puts.append(self._of_parameter(live, one.parameter, order, held, data, f"{path}.state.{one.short}"))
+                (shape, order), short = theirs.params[stored[one.qualified]], f"{path}.state.{one.short}"
+                if why := self._shape_differs(one.parameter, list(shape), short):
+                    self._differs(short, why)
                 else:
-                    why = f"of a parameter of shape {list(theirs_shape)} in the generation, {shape} here"
-                    self._differs(f"{path}.state.{one.short}", why)
+                    data = saved.state.get(stored[one.qualified], ABSENT)
+                    puts.append(self._of_parameter(live, one.parameter, order, held, data, short))
         shared = {key: item for key, item in live.state.items() if not isinstance(key, torch.Tensor)}
         puts.append(
             partial(_replace, live.state, set(shared), self._mapping(shared, saved.common, f"{path}.state", None))
         )
         self.last.extend(puts)
         return None
+
+    def _shape_differs(self, parameter: torch.Tensor, stored: list[int], path: str) -> str:
+        """Why the state of a parameter of this shape does not fit; nothing if it does, or will once that is loaded."""
+        if nn.parameter.is_lazy(parameter):
+            return "of a lazy parameter that has no shape yet: run one forward pass first"
+        ours = list(parameter.shape)
+        if ours != stored and self._own_loading.may_resize(parameter):
+            self.last.append(partial(self._own_loading.require_shape, parameter, stored, path, self._stored.step))
+            return ""
+        return "" if ours == stored else f"of a parameter of shape {stored} in the generation, {ours} here"
 
     def _of_parameter(
         self, live: Optimizer, parameter: torch.Tensor, order: tensors.Order, held: bool, saved: Any, path: str
@@ -412,10 +505,21 @@ def _refill(live: Any, content: Any) -> Any:
     return live
 
 
+def _empty(saved: Any) -> Any:
+    """A new container of the kind of a stored one."""
+    if type(saved) is deque:
+        return deque(maxlen=saved.maxlen)
+    return defaultdict(saved.default_factory) if type(saved) is defaultdict else type(saved)()
+
+
 def _refill_sequence(live: Any, content: Put) -> Any:
     items = [None if item is LEFT_OUT else item for item in content()]
     if type(live) is list:
         live[:] = items
+        return live
+    if type(live) is deque:
+        live.clear()
+        live.extend(items)
         return live
     same = len(items) == len(live) and all(one is other for one, other in zip(items, live, strict=True))
     return live if same else tuple(items)
@@ -441,15 +545,10 @@ def _replace(entries: Any, before: set[Any], put: Put) -> None:
     entries.update(made)
 
 
-def _loaded(live: Any, load: Callable[[Any, Any], None], data: Put) -> Any:
-    load(live, data())
-    return live
-
-
-def _formed(slot: list[torch.Tensor], ref: TensorRef) -> torch.Tensor:
-    if ref.is_parameter:
-        return nn.Parameter(slot[0], requires_grad=ref.wants_grad)
-    return slot[0].detach().requires_grad_() if ref.wants_grad else slot[0]
+def _formed(made: torch.Tensor, is_parameter: bool, wants_grad: bool) -> torch.Tensor:
+    if is_parameter:
+        return nn.Parameter(made, requires_grad=wants_grad)
+    return made.detach().requires_grad_() if wants_grad else made
 
 
 def _fill_array(live: np.ndarray, dtype: np.dtype[Any], source: torch.Tensor) -> None:

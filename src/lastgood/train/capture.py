@@ -17,8 +17,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import Refused, Unstorable
-from ..format.values import LEFT_OUT, Filter, component, dtype_text, encode, join, refusal
-from . import tensors
+from ..format.encodings import dtype_tree
+from ..format.values import LEFT_OUT, Filter, component, encode, join, refusal
+from . import flattened, instances, tensors
 from .cached import Flat, Owners, Part, container_slots, flat_container, flat_module, module_slots
 from .objects import (
     KINDS,
@@ -35,6 +36,7 @@ from .objects import (
     tag_of,
 )
 from .shards import Sharded, Shards
+from .wrappers import Wrappers
 
 Inner = Callable[[Any, str], Any]
 
@@ -94,7 +96,7 @@ class Capture:
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         self._include, self._exclude = include, exclude
         self._names = wanted(include, exclude)
-        self._owners = Owners()
+        self._owners, self._wrappers = Owners(), Wrappers()
         self._parts: dict[str, Part] = {}
         self._makeup: list[Any] = []
         self._layout: tuple[Any, ...] = ()
@@ -112,7 +114,7 @@ class Capture:
     def take(self, state: Mapping[str, Any]) -> Captured:
         """As `capture(state)`. Every reference is read anew; the plan says no more than how things are named."""
         require_keys(state)
-        walk = _Walk(state, self._names, self._owners, self._parts)
+        walk = _Walk(state, self._names, self._owners, self._parts, self._wrappers)
         trees = {component(key): walk.encode(value, component(key)) for key, value in state.items()}
         if self._names.enters("rng"):
             trees["rng"] = walk.encode(read_rng(), "rng")
@@ -169,7 +171,7 @@ def visit(state: Mapping[str, Any], names: Filter) -> None:
 
     Of an entry that cannot be stored, about the names before the obstacle.
     """
-    walk = _Walk(state, names, Owners(), {})
+    walk = _Walk(state, names, Owners(), {}, Wrappers())
     for key, value in (*state.items(), ("rng", read_rng())):
         with suppress(Unstorable):
             walk.encode(value, component(key))
@@ -205,9 +207,16 @@ def _described(one: Member) -> list[Any]:
 class _Walk:
     """One walk over a state, and what it has found so far."""
 
-    def __init__(self, state: Mapping[str, Any], names: Filter, owners: Owners, remembered: Mapping[str, Part]) -> None:
-        self._names, self._owners, self._remembered = names, owners, remembered
-        objects = find_objects(state)
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        names: Filter,
+        owners: Owners,
+        remembered: Mapping[str, Part],
+        wrappers: Wrappers,
+    ) -> None:
+        self._names, self._owners, self._remembered, self._wrappers = names, owners, remembered, wrappers
+        objects = {path: wrappers.unwrapped(one) for path, one in find_objects(state).items()}
         self._modules = {path: one for path, one in objects.items() if isinstance(one, nn.Module)}
         stepping = {id(one): one for one in objects.values() if may_step(one)}.values()
         self.optimizers: list[Optimizer] = [one for one in stepping if can_be_hooked(one)]
@@ -304,18 +313,21 @@ class _Walk:
 
     def _leaf(self, obj: Any, path: str, inner: Inner) -> Any:
         """The hook of the codec: what it does not know."""
-        if isinstance(obj, (torch.Tensor, np.ndarray)):
+        if flattened.is_flattenable(obj):
+            return self._flattened(obj, path, inner) if self._names.keeps(path) else LEFT_OUT
+        if isinstance(obj, torch.Tensor) or (isinstance(obj, np.ndarray) and type(obj) is not np.ma.MaskedArray):
             return self._tensor(obj, path) if self._names.keeps(path) else LEFT_OUT
-        if isinstance(obj, torch.dtype) and obj in tensors.TORCH_DTYPES.values():
-            return {"!torch.dtype": tensors.dtype_name(obj)}
+        if isinstance(obj, torch.dtype):
+            return {"!torch.dtype": str(obj).removeprefix("torch.")}
         if isinstance(obj, torch.device):
             return {"!torch.device": str(obj)}
         if isinstance(obj, torch.Size):
             return {"!torch.Size": list(obj)}
+        obj = self._wrappers.unwrapped(obj)
         tag = tag_of(obj)
         if not tag:
             require_no_loader(obj, path)
-            return NotImplemented
+            return instances.encode(obj, path, inner, self._names)
         if self._only_data:
             if not self._names.keeps(path):
                 return LEFT_OUT
@@ -358,12 +370,34 @@ class _Walk:
         if isinstance(obj, np.ndarray):
             tensor = tensors.from_array(obj, path)
             self._add(path, tensor, Origin.OTHER)
-            return _in_order(tensor, {"!ndarray": [path, dtype_text(obj.dtype)]})
+            return _in_order(tensor, {"!ndarray": [path, dtype_tree(obj.dtype)]})
         self._add(path, obj, self._origin)
         is_parameter, wants_grad = isinstance(obj, nn.Parameter), obj.requires_grad and obj.is_leaf
         if obj.device.type == "cpu" and not is_parameter and not wants_grad:
             return _in_order(obj, {"!tensor": path})
         return _in_order(obj, {"!tensor": [path, str(obj.device), is_parameter, wants_grad]})
+
+    def _flattened(self, obj: Any, path: str, inner: Inner) -> Any:
+        """A tensor subclass: its inner tensors under its name, and what else makes it what it is."""
+        found, inside = len(self._found), flattened.inner_tensors(obj)
+        if not all(self._names.keeps(join(path, name)) for name in (*inside, "__context__")):
+            return LEFT_OUT
+        context = inner(obj.__tensor_flatten__()[1], join(path, "__context__"))
+        if len(self._found) > found:
+            raise refusal(path, f"is a {type(obj).__qualname__} whose context holds a tensor", "Store its tensors")
+        with self._mode(only_data=True, as_one=True, origin=self._stepping(obj, self._origin)):
+            parts = {name: inner(one, join(path, name)) for name, one in inside.items()}
+        return {
+            "!flattened": {
+                "class": instances.class_name(type(obj)),
+                "parts": parts,
+                "context": context,
+                "size": list(obj.shape),
+                "stride": list(obj.stride()),
+                "parameter": isinstance(obj, nn.Parameter),
+                "requires_grad": obj.requires_grad and obj.is_leaf,
+            }
+        }
 
     def _module(self, module: nn.Module, path: str, inner: Inner) -> Any:
         flat = self._flats.get(id(module))
@@ -372,14 +406,21 @@ class _Walk:
             return tree
         since = len(self._found)
         entries, names = module_entries(module, path)
-        parameters = dict(module.named_parameters(remove_duplicate=False))
+        own_parameters = module.named_parameters(remove_duplicate=False)
+        parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}
         extra: dict[str, Any] = {}
         found = self._names.keeps(path)
         for name, raw in names.items():
+            if flattened.is_flattenable(entries[raw]):
+                with self._mode(origin=Origin.PARAMETER if name in parameters else Origin.OTHER):
+                    data = inner(parameters.get(name, entries[raw]), name)
+                if data is not LEFT_OUT:
+                    extra[name] = data
+                continue
             if isinstance(entries[raw], torch.Tensor):
                 if self._names.keeps(name):
                     tensors.require_storable(entries[raw], name)
-                    own = parameters.get(raw)
+                    own = parameters.get(name)
                     if own is not None and tensors.region(own) == tensors.region(entries[raw]):
                         self._add(name, own, Origin.PARAMETER)
                     else:

@@ -17,7 +17,7 @@ from .. import reporting
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
 from ..engine.scatter import Scatter
-from ..errors import Damaged, HalfLoaded, LastgoodError, NotFinite
+from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite
 from ..format.commit import Survey
 from ..format.values import component
 from ..plan import reshard, restore
@@ -123,7 +123,7 @@ def load_into(
     `newest_good`: what was not verified is examined by all of them first, since each reads but a part. `nowhere` as in
     `match`; `fits(generation, bytes wanted of it)` is asked before anything is written, and says whether this machine
     reads the same bytes several times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with
-    the live state untouched; HalfLoaded when it is not.
+    the live state untouched; HalfLoaded when it is not; its LoadFailed where a load_state_dict of the state raised.
     """
     begun = time.monotonic()
     skipped: list[str] = []
@@ -174,6 +174,8 @@ def load_into(
                 reader.scatter(tier, generation, manifests, arena, workers, into, unfit=tell, fresh=not shared)
 
             fit.apply(feed, look_first=not once)
+        except LoadFailed:
+            raise
         except (Damaged, NotFinite) as error:
             if fit.begun and not request.strict:
                 raise _half_loaded(error, generation.step) from error

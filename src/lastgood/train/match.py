@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import Refused, StateMismatch
-from ..format.values import Filter, component, need
+from ..format.encodings import need
+from ..format.values import Filter, component
 from .binding import ABSENT, Binder, Put
 from .capture import require_keys, wanted
 from .filling import Filling
-from .objects import Parameters, load_rng, modules_of, rng_differs
+from .objects import load_rng, modules_of, rng_differs
 from .reading import SavedObject, Stored, TensorRef, read_values
 from .tensors import dtype_of
 
@@ -96,7 +97,7 @@ def match(
             dtype_of(dtype)
     values, referenced = read_values(stored)
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
-    plan = Binder(stored, offered, names, moved, Parameters(modules_of(state)))
+    plan = Binder(stored, offered, names, moved, modules_of(state))
     puts, others = _bind_entries(plan, state, values, moved, names)
     if partial and others and not any(component(key) in plan.missing for key in state):  # a key may be misspelt
         plan.leave_out(others)

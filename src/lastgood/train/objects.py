@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import Unstorable
 from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
+from .instances import parts_of
 from .sampler import Loader, ResumableSampler
 
 
@@ -89,7 +90,10 @@ def holds_objects(obj: Any, depth: int = 0) -> bool:
         return True
     if depth > DEPTH_LIMIT:
         return False
-    parts = obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, (list, tuple)) else ()
+    if isinstance(obj, (Mapping, list, tuple, deque)):
+        parts = obj.values() if isinstance(obj, Mapping) else obj
+    else:
+        parts = parts_of(obj).values()
     return any(holds_objects(part, depth + 1) for part in parts)
 
 
@@ -229,8 +233,8 @@ def rng_differs(data: dict[str, Any]) -> dict[str, str]:
 
 # ---- modules and the names of parameters -----------------------------------------------------------------------
 
-_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
-"""DistributedDataParallel, torch.compile, activation checkpointing"""
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_module", "_original_module")
+"""DistributedDataParallel, torch.compile, activation checkpointing, Lightning Fabric (two names)"""
 
 
 def plain_name(raw: str) -> str:
@@ -317,14 +321,17 @@ def _find_objects(obj: Any, path: str, found: dict[str, Any], depth: int) -> Non
     kind = type(obj)
     if kind in _DATA or depth > DEPTH_LIMIT:
         return
-    if kind is dict or kind is OrderedDict:
+    if kind is dict or kind is OrderedDict or kind is defaultdict:
         if not set(map(type, obj.values())) <= _DATA:
             for key, item in obj.items():
                 _find_objects(item, join(path, key), found, depth + 1)
-    elif kind is list or kind is tuple:
+    elif kind is list or kind is tuple or kind is deque:
         if not set(map(type, obj)) <= _DATA:
             for index, item in enumerate(obj):
                 _find_objects(item, f"{path}.{index}", found, depth + 1)
+    elif not tag_of(obj) and (parts := parts_of(obj)):
+        for name, part in parts.items():
+            _find_objects(part, join(path, name), found, depth + 1)
     else:
         found[path] = obj
 

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from ..errors import ManifestInvalid
-from ..format.values import decode, need, numpy_dtype
+from ..format.encodings import need, numpy_dtype, parsed
+from ..format.values import decode
 from . import tensors
+from .instances import FORMS
 from .objects import KINDS
 
 
@@ -62,6 +64,28 @@ class SavedObject:
 
 
 @dataclass(frozen=True)
+class SavedInstance:
+    """An instance of a class of the user's: the tag of its kind, the name of its class, and its parts."""
+
+    tag: str
+    name: str
+    parts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SavedFlattened:
+    """A tensor subclass: the name of its class, its inner tensors, and what else `__tensor_unflatten__` is given."""
+
+    name: str
+    parts: dict[str, TensorRef | SavedFlattened]
+    context: Any
+    shape: tuple[int, ...]
+    stride: list[int]
+    is_parameter: bool
+    wants_grad: bool
+
+
+@dataclass(frozen=True)
 class SavedGroup:
     """A parameter group: qualified name -> shape and memory order of its parameters, and its hyperparameters."""
 
@@ -105,8 +129,8 @@ class _Hook:
         if tag == "!permuted":
             return self._permuted(body)
         if tag == "!torch.dtype":
-            need(type(body) is str and body in tensors.TORCH_DTYPES, tag)
-            return tensors.TORCH_DTYPES[body]
+            need(type(body) is str and body in tensors.EVERY_DTYPE, tag)
+            return tensors.EVERY_DTYPE[body]
         if tag == "!torch.device":
             return _device(body)
         if tag == "!torch.Size":
@@ -116,6 +140,10 @@ class _Hook:
             return SavedObject(tag, {name: inner(tree) for name, tree in body.items()})
         if tag == "!optimizer":
             return SavedObject(tag, _optimizer(body, inner))
+        if tag in FORMS:
+            return _instance(tag, body, inner)
+        if tag == "!flattened":
+            return _flattened(body, inner)
         return SavedObject(tag, inner(body)) if tag in KINDS else NotImplemented
 
     def _tensor(self, body: Any) -> TensorRef:
@@ -126,7 +154,7 @@ class _Hook:
         return TensorRef(self._known(name), _device(device), is_parameter, wants_grad)
 
     def _array(self, body: Any) -> ArrayRef:
-        need(_types(body) == [str, str], "!ndarray")
+        need(_types(body) in ([str, str], [str, dict]), "!ndarray")
         dtype, (stored, shape) = numpy_dtype(body[1]), self._tensors[self._known(body[0])]
         if tensors.native(dtype):
             need(stored == dtype.name, "!ndarray of another dtype")
@@ -167,6 +195,50 @@ def _optimizer(body: Any, inner: Callable[[Any], Any]) -> SavedOptimizer:
     return SavedOptimizer(body["class"], groups, state, common)
 
 
+def _instance(tag: str, body: Any, inner: Callable[[Any], Any]) -> SavedInstance:
+    need(type(body) is dict and body.keys() == {"class", "parts"}, tag)
+    need(type(body["class"]) is str and type(body["parts"]) is dict, tag)
+    parts = {name: inner(tree) for name, tree in body["parts"].items()}
+    if tag == "!np.ma":
+        _need_masked(parts)
+    return SavedInstance(tag, body["class"], parts)
+
+
+def _need_masked(parts: dict[str, Any]) -> None:
+    """Raises ManifestInvalid unless a masked array can be made of these parts."""
+    data, mask, fill = parts.get("data"), parts.get("mask"), parts.get("fill_value")
+    if not isinstance(data, ArrayRef) or type(parts.get("hard", False)) is not bool:
+        raise ManifestInvalid("a stored value is malformed: !np.ma")
+    if mask is not None:
+        alike = isinstance(mask, ArrayRef) and mask.shape == data.shape
+        need(alike and mask.dtype == np.ma.make_mask_descr(data.dtype), "!np.ma")
+    if fill is not None:
+        need(isinstance(fill, np.generic), "!np.ma")
+        parsed(np.ma.MaskedArray, np.zeros(1, data.dtype), np.ma.nomask, None, False, False, True, False, True, fill)
+
+
+def _flattened(body: Any, inner: Callable[[Any], Any]) -> SavedFlattened:
+    need(type(body) is dict and body.keys() == _FLATTENED.keys(), "!flattened")
+    need(_types(list(body.values())) == [_FLATTENED[key] or type(body[key]) for key in body], "!flattened")
+    shape = _shape(body["size"])
+    need(len(body["stride"]) == len(shape) and all(type(one) is int for one in body["stride"]), "!flattened")
+    parts = {name: inner(tree) for name, tree in body["parts"].items()}
+    need(all(isinstance(one, (TensorRef, SavedFlattened)) for one in parts.values()), "!flattened")
+    context = decode(body["context"], _Hook(Stored(0, {}, {}, {})).leaf)  # no tensor can be in it
+    return SavedFlattened(
+        body["class"], parts, context, shape, body["stride"], body["parameter"], body["requires_grad"]
+    )
+
+
+_FLATTENED = {
+    "class": str,
+    "parts": dict,
+    "context": None,
+    "size": list,
+    "stride": list,
+    "parameter": bool,
+    "requires_grad": bool,
+}
 _PARTS = {"class": str, "groups": list, "state": dict, "common": dict}
 
 

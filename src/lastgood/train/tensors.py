@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ..errors import Refused
+from ..format.encodings import dtype_tree
 from ..format.layout import DTYPES
-from ..format.values import dtype_text, refusal
+from ..format.values import refusal
 from . import shards
 
 Order = tuple[int, ...]
@@ -23,6 +24,10 @@ Order = tuple[int, ...]
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 """the dtypes of the format that this version of torch has"""
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+EVERY_DTYPE: dict[str, torch.dtype] = {
+    str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
+}
+"""those of quantized tensors included, which can be stored as values only"""
 
 # torch lacks copy kernels for these, on some device or all, or warns of them: they are copied as integers.
 _SHELLS = {
@@ -189,7 +194,7 @@ def from_array(array: np.ndarray, path: str) -> torch.Tensor:
     Raises Unstorable, by name.
     """
     dtype = array.dtype
-    if type(array) is not np.ndarray or not dtype_text(dtype) or dtype.itemsize == 0:
+    if type(array) is not np.ndarray or not dtype_tree(dtype) or dtype.itemsize == 0:
         raise refusal(path, f"is a numpy {type(array).__name__} of {dtype}", "Store plain arrays, one for each field")
     if not native(dtype):
         raw = array.copy().reshape(-1).view(np.uint8)

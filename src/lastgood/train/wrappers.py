@@ -1,0 +1,53 @@
+"""Wrappers: optimizers that only delegate to another one, as those of Accelerate and Lightning Fabric do.
+
+A wrapper is replaced by the optimizer inside of it, so a run that was saved with the one loads into the other, and the
+inner step is what a copy behind the loop waits for. An optimizer that has data of its own, such as Lookahead, is no
+wrapper: what it says in its state_dict() differs from what the inner one says.
+"""
+
+from __future__ import annotations
+
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from torch.optim import Optimizer
+
+from .objects import tag_of
+
+
+class Wrappers:
+    """Finds the optimizers inside of wrappers. Remembers which objects are wrappers, so each is asked only once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
+
+    def unwrapped(self, obj: Any) -> Any:
+        """The optimizer that does the work of `obj`, or `obj` itself."""
+        if tag_of(obj) not in ("!object", "!optimizer"):
+            return obj
+        inner = getattr(obj, "optimizer", None)
+        if not isinstance(inner, Optimizer) or getattr(obj, "param_groups", None) is not inner.param_groups:
+            return obj
+        inner = self.unwrapped(inner)
+        return inner if tag_of(inner) == "!optimizer" and self._delegates(obj, inner) else obj
+
+    def _delegates(self, obj: Any, inner: Optimizer) -> bool:
+        known = self._known.get(id(obj))
+        if known is not None and known[0]() is obj:
+            return known[1]
+        answer = _same(obj.state_dict(), inner.state_dict())
+        with suppress(TypeError):  # an object that cannot be referred to weakly is asked each time
+            self._known[id(obj)] = weakref.ref(obj), answer
+        return answer
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two state_dicts say the same, tensor by tensor the very same memory."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is other or (isinstance(one, (int, float, str)) and bool(one == other))

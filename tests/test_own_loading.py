@@ -1,0 +1,217 @@
+"""Own loading: modules that resize what they load, and what is said when the code of a user fails in a restore."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import lastgood
+from lastgood.errors import HalfLoaded, LoadFailed, StateMismatch
+
+
+class Cloud(nn.Module):
+    """Points that grow in training, as in 3D Gaussian splatting; its own loading takes as many as there are."""
+
+    def __init__(self, points):
+        super().__init__()
+        self.xyz = nn.Parameter(torch.randn(points, 3))
+        self.register_buffer("opacity", torch.rand(points))
+        self.loaded = 0
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        for name in ("xyz", "opacity"):
+            getattr(self, name).data = torch.empty_like(state_dict[prefix + name])
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        self.loaded += 1
+
+
+class Scene(nn.Module):
+    def __init__(self, points):
+        super().__init__()
+        self.cloud, self.head = Cloud(points), nn.Linear(3, 1)
+
+    def forward(self):
+        return (self.head(self.cloud.xyz).squeeze(1) * self.cloud.opacity).square().mean()
+
+
+def scene(points, seed):
+    torch.manual_seed(seed)
+    model = Scene(points)
+    return {"optimizer": torch.optim.Adam(model.parameters(), 0.01), "model": model}
+
+
+def trained(state, steps):
+    losses = []
+    for _ in range(steps):
+        state["optimizer"].zero_grad()
+        loss = state["model"]()
+        loss.backward()
+        state["optimizer"].step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("points", [5, 9], ids=["grown", "of the same size"])
+def test_a_module_that_resizes_what_it_loads_continues_to_the_bit(points, tmp_path):
+    """A point cloud that had grown since it was built was a StateMismatch, where torch's load_state_dict takes it."""
+    saved, live = scene(9, 0), scene(points, 1)
+    trained(saved, 3)
+    parameter = live["model"].cloud.xyz
+    lastgood.save(tmp_path, saved, 3)
+    lastgood.load(tmp_path, live)
+    assert live["model"].cloud.xyz is parameter and live["model"].cloud.loaded == 1
+    assert trained(live, 3) == trained(saved, 3)
+
+
+def test_plain_modules_beside_it_are_compared_and_nothing_is_touched(tmp_path):
+    live = scene(5, 1)
+    live["model"].head = nn.Linear(4, 1)
+    before = copy.deepcopy(live["model"].state_dict())
+    lastgood.save(tmp_path, {"model": scene(9, 0)["model"]}, 3)
+    with pytest.raises(StateMismatch, match=r"in its stored shape, restore, then resize it") as caught:
+        lastgood.load(tmp_path, {"model": live["model"]})
+    assert caught.value.mismatched == ["model.head.weight: float32 [1, 3] in the generation, float32 [1, 4] here"]
+    assert all(torch.equal(one, before[name]) for name, one in live["model"].state_dict().items())
+
+
+def test_another_dtype_is_a_difference_whoever_loads(tmp_path):
+    lastgood.save(tmp_path, {"model": Cloud(3).double()})
+    with pytest.raises(StateMismatch, match=r"model\.xyz: float64 \[3, 3\] in the generation, float32 \[5, 3\] here"):
+        lastgood.load(tmp_path, {"model": Cloud(5)})
+
+
+def test_a_pre_hook_may_resize_too(tmp_path):
+    class Table(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows = nn.Parameter(torch.ones(rows))
+            self.register_load_state_dict_pre_hook(self.grow)
+
+        @staticmethod
+        def grow(module, state_dict, prefix, *_):
+            module.rows.data = torch.empty_like(state_dict[prefix + "rows"])
+
+    live = {"model": nn.Sequential(Table(2))}
+    lastgood.save(tmp_path, {"model": nn.Sequential(Table(4))})
+    lastgood.load(tmp_path, live)
+    assert live["model"][0].rows.tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_lazy_module_takes_its_shape_from_the_generation(tmp_path):
+    """Uninitialised lazy modules were refused, where torch makes them from the checkpoint."""
+    saved, live = (
+        nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
+        nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
+    )
+    x = torch.randn(4, 5)
+    saved(x)
+    lastgood.save(tmp_path, {"model": saved})
+    lastgood.load(tmp_path, {"model": live})
+    assert torch.equal(live.eval()(x), saved.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_of_a_parameter_without_a_shape_says_what_to_do(tmp_path):
+    saved = {"model": nn.Linear(2, 3)}
+    saved["optimizer"] = torch.optim.SGD(saved["model"].parameters(), 0.1)
+    live = {"model": nn.LazyLinear(3)}
+    live["optimizer"] = torch.optim.SGD(live["model"].parameters(), 0.1)
+    lastgood.save(tmp_path, saved)
+    with pytest.raises(StateMismatch, match=r"optimizer\.state\.weight: of a lazy parameter .* one forward pass first"):
+        lastgood.load(tmp_path, live)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_a_model_in_quantization_aware_training_that_has_seen_data_is_restored(per_channel, tmp_path):
+    """A model with observers was a StateMismatch; torch says of the same 'All keys matched successfully'."""
+    from torch.ao import quantization
+
+    def prepared(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(quantization.QuantStub(), nn.Linear(3, 4), nn.ReLU(), quantization.DeQuantStub()).train()
+        kind = quantization.PerChannelMinMaxObserver if per_channel else quantization.MinMaxObserver
+        scheme = torch.per_channel_symmetric if per_channel else torch.per_tensor_affine
+        weight = quantization.FakeQuantize.with_args(
+            observer=kind, quant_min=-128, quant_max=127, dtype=torch.qint8, qscheme=scheme
+        )
+        model.qconfig = quantization.QConfig(activation=quantization.default_fake_quant, weight=weight)
+        return quantization.prepare_qat(model)
+
+    saved, live = prepared(0), prepared(1)
+    x = torch.randn(8, 3)
+    saved(x)
+    lastgood.save(tmp_path, {"model": saved})
+    lastgood.load(tmp_path, {"model": live})
+    assert torch.equal(live.eval()(x), saved.eval()(x))
+
+
+# ---- code of the user that fails ---------------------------------------------------------------------------------
+
+
+class Failing:
+    def __init__(self):
+        self.calls = 0
+
+    def state_dict(self):
+        return {"at": torch.ones(1)}
+
+    def load_state_dict(self, state):
+        self.calls += 1
+        raise RuntimeError("no such shard")
+
+
+class FailingModule(Cloud):
+    def _load_from_state_dict(self, *_):
+        raise KeyError("opacity")
+
+
+@pytest.mark.parametrize(
+    ("make", "cause", "named"),
+    [(Failing, RuntimeError, r"data \(Failing\)"), (lambda: FailingModule(2), KeyError, r"data \(FailingModule\)")],
+    ids=["object", "module"],
+)
+def test_a_load_state_dict_that_fails_is_half_loaded_at_once_and_named(make, cause, named, tmp_path):
+    """The raw RuntimeError came out of restore(); the model was overwritten by then, and nothing said so."""
+    state = {"model": nn.Linear(2, 2), "data": make()}
+    for step in (1, 2):
+        lastgood.save(tmp_path, state, step)
+    live = {"model": nn.Linear(2, 2), "data": make()}
+    with pytest.raises(LoadFailed, match=rf"(?s)loading step 2 .*{named}.*live state is part of that step") as caught:
+        lastgood.load(tmp_path, live)
+    assert isinstance(caught.value, HalfLoaded) and type(caught.value.__cause__) is cause
+    assert getattr(live["data"], "calls", 1) == 1
+    assert torch.equal(live["model"].weight, state["model"].weight)
+
+
+def test_after_a_load_state_dict_that_failed_nothing_is_saved(tmp_path):
+    with lastgood.Checkpointer(tmp_path, {"data": Failing()}) as run:
+        run.restore()
+        run.save(1).result()
+    with lastgood.Checkpointer(tmp_path, {"data": Failing()}) as run:
+        with pytest.raises(LoadFailed):
+            run.restore()
+        with pytest.raises(lastgood.errors.Refused):
+            run.save(2)
+
+
+def test_a_parameter_that_its_module_replaced_is_not_given_state_of_another_shape(tmp_path):
+    class Replacing(Cloud):
+        def _load_from_state_dict(self, state_dict, prefix, *rest):
+            self.xyz = nn.Parameter(state_dict[prefix + "xyz"].clone())
+            self.opacity = state_dict[prefix + "opacity"].clone()
+
+    def state(points):
+        model = Replacing(points)
+        optimizer = torch.optim.Adam([model.xyz], 0.1)
+        model.xyz.sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    lastgood.save(tmp_path, state(4))
+    with pytest.raises(LoadFailed, match=r"optimizer\.state\.xyz .* shape \[4, 3\].* or has replaced it"):
+        lastgood.load(tmp_path, state(2))

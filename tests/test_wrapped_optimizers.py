@@ -1,0 +1,207 @@
+"""Wrapped optimizers: what Accelerate and Fabric put around an optimizer changes nothing about a run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lastgood
+from lastgood.errors import StateMismatch
+from lastgood.train import behind
+from lastgood.train.state import Stored, capture, match
+from lastgood.train.wrappers import Wrappers
+
+
+class Accelerated(torch.optim.Optimizer):
+    """Of the shape of accelerate.optimizer.AcceleratedOptimizer: everything is the inner one's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+class _Fabric:
+    """Of the shape of lightning.fabric.wrappers._FabricOptimizer: an instance of both classes, with a copied dict."""
+
+    def __init__(self, optimizer):
+        self.__dict__ = {key: one for key, one in optimizer.__dict__.items() if key not in ("state_dict", "step")}
+        self.__class__ = type(f"Fabric{type(optimizer).__name__}", (type(self), type(optimizer)), {})
+        self._optimizer = optimizer
+
+    optimizer = property(lambda self: self._optimizer)
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state):
+        self.optimizer.load_state_dict(state)
+        changed = {key: one for key, one in self.optimizer.__dict__.items() if key not in ("state_dict", "step")}
+        self.__dict__.update(changed)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class Lightning:
+    """Of the shape of lightning.pytorch's LightningOptimizer: what it lacks it looks up in the inner one."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type(f"Lightning{type(optimizer).__name__}", (type(self), type(optimizer)), {})
+
+    optimizer = property(lambda self: self._optimizer)
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+    def step(self, closure=None):
+        return self._optimizer.step(closure)
+
+
+class Lookahead(Accelerated):
+    """A wrapper with data of its own."""
+
+    def state_dict(self):
+        return super().state_dict() | {"slow": 5}
+
+    def load_state_dict(self, state):
+        self.slow = state.pop("slow")
+        super().load_state_dict(state)
+
+
+def bare(optimizer):
+    return optimizer
+
+
+WRAPPERS = {
+    "accelerate": Accelerated,
+    "fabric": _Fabric,
+    "lightning": Lightning,
+    "twice": lambda one: Accelerated(Accelerated(one)),
+}
+
+
+def state(seed, wrap):
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    return {"model": model, "optimizer": wrap(torch.optim.AdamW(model.parameters(), 0.01 * (seed + 1)))}
+
+
+def trained(state, steps, seed):
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        state["model"].zero_grad()
+        state["model"](torch.randn(4, 3)).square().mean().backward()
+        state["optimizer"].step()
+    return [one.tolist() for one in state["model"].parameters()]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.parametrize("was_wrapped", [True, False])
+def test_a_run_of_a_wrapped_optimizer_loads_into_a_bare_one_and_the_other_way(wrap, was_wrapped, tmp_path):
+    """A run trained with Accelerate could not be loaded without it: 'object in the generation, AdamW here'."""
+    before, after = (wrap, bare) if was_wrapped else (bare, wrap)
+    saved, live = state(0, before), state(1, after)
+    trained(saved, 3, 0)
+    optimizer = live["optimizer"]
+    lastgood.save(tmp_path, saved, 3)
+    lastgood.load(tmp_path, live)
+    assert live["optimizer"] is optimizer and optimizer.param_groups[0]["lr"] == 0.01
+    assert trained(live, 3, 1) == trained(saved, 3, 1)
+
+
+@pytest.mark.parametrize("wrap", [Accelerated, _Fabric], ids=["accelerate", "fabric"])
+def test_what_earlier_versions_saved_of_a_wrapper_loads_into_a_wrapper(wrap):
+    saved, live = state(0, wrap), state(1, wrap)
+    trained(saved, 3, 0)
+    as_object = capture({"optimizer": ByItself(saved["optimizer"])}, exclude=["rng"])
+    assert "!object" in as_object.values["optimizer"]
+    tensors = {name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in as_object.tensors.items()}
+    stored = Stored(1, tensors, as_object.aliases, as_object.values)
+    with pytest.raises(StateMismatch, match="object in the generation, AdamW here"):
+        match(state(1, bare), stored, exclude=["rng", "model"])
+
+    def feed(sink):
+        for name, one in as_object.tensors.items():
+            sink.put(name, 0, memoryview(one.clone().numpy().tobytes()))
+            sink.done(name)
+
+    match(live, stored, exclude=["rng", "model"]).apply(feed)
+    live["model"].load_state_dict(saved["model"].state_dict())
+    assert trained(live, 3, 1) == trained(saved, 3, 1)
+
+
+class ByItself:
+    """An object whose data is that of an optimizer."""
+
+    def __init__(self, optimizer):
+        self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+def test_a_wrapped_optimizer_overlaps_as_the_bare_one_does(wrap):
+    """Behind Accelerate the loop waited for every copy: the wrapper's step cannot be hooked."""
+    one = state(0, wrap)
+    trained(one, 1, 0)
+    captured = capture(one, exclude=["rng"])
+    (found,) = captured.optimizers
+    assert type(found) is torch.optim.AdamW and captured.hookable
+    stepped = []
+    found.register_step_pre_hook(lambda *_: stepped.append(1))
+    one["optimizer"].step()
+    assert stepped
+    assert behind.find(one, captured).beside_trained_bytes == 0
+
+
+def test_a_wrapper_with_data_of_its_own_is_an_object_and_keeps_it(tmp_path):
+    saved, live = state(0, Lookahead), state(1, Lookahead)
+    assert not capture(saved).hookable
+    lastgood.save(tmp_path, saved, 1)
+    lastgood.load(tmp_path, live)
+    assert live["optimizer"].slow == 5
+
+
+def test_a_wrapper_is_asked_once_for_its_state_dict():
+    asked = []
+
+    class Counting(Accelerated):
+        def state_dict(self):
+            asked.append(1)
+            return super().state_dict()
+
+    wrapper, wrappers = state(0, Counting)["optimizer"], Wrappers()
+    assert wrappers.unwrapped(wrapper) is wrappers.unwrapped(wrapper) is wrapper.optimizer
+    assert asked == [1]
+
+
+def test_a_run_prepared_by_accelerate_loads_without_it(tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    saved = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    trained(saved, 3, 0)
+    schedule.step()
+    assert len(capture(saved).optimizers) == 1
+    lastgood.save(tmp_path, saved, 3)
+    live = state(1, bare)
+    live["schedule"] = torch.optim.lr_scheduler.StepLR(live["optimizer"], 2)
+    lastgood.load(tmp_path, live)
+    assert live["schedule"].last_epoch == schedule.scheduler.last_epoch
+    assert trained(live, 3, 1) == trained(saved, 3, 1)
