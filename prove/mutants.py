@@ -31,6 +31,9 @@ REQUEST_TESTS = ["load_once", "refusals"]
 DROP_IN_TESTS = ["dcp_faults", "dcp"]
 """for the storage under torch.distributed.checkpoint"""
 
+LAYOUT_TESTS = ["layouts", "capture_plan"]
+"""for the memory order of tensors"""
+
 
 class Mutant(NamedTuple):
     """What is taken out, and where."""
@@ -61,6 +64,8 @@ class Mutant(NamedTuple):
             names = REQUEST_TESTS
         if self.kind == "drop-in":
             names = DROP_IN_TESTS
+        if self.kind == "layout":
+            names = LAYOUT_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -75,6 +80,7 @@ RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower
 MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 DCP = "edges/dcp.py"
+TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "train/cached.py", "train/capture.py"
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
 MATCH, ACCESS = "train/match.py", "train/access.py"
@@ -102,6 +108,7 @@ def mutants() -> list[Mutant]:
         *_ranks(),
         *_requests(),
         *_drop_in(),
+        *_layouts(),
     ]
 
 
@@ -2315,6 +2322,70 @@ def _drop_in() -> list[Mutant]:
                 DIVIDING,
                 "            if 0 in whole and rank == min(_holders(None, homes[name])):",
                 "            if False:",
+            ),
+        ],
+    )
+
+
+def _layouts() -> list[Mutant]:
+    follows = "            memory = tensors.order(parameter) if alike and ref.order == order else ref.order\n"
+    return _of_kind(
+        "layout",
+        [
+            (
+                "bytes of a single element with a stride",
+                TENSORS,
+                "    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)\n",
+                "    return tensor.reshape(-1).view(torch.uint8)\n",
+            ),
+            (
+                "a dimension of one element comes after others of its stride",
+                TENSORS,
+                "key=lambda at: (-stride[at], shape[at] == 1)",
+                "key=lambda at: -stride[at]",
+            ),
+            (
+                "an expanded tensor counts as row-major",
+                TENSORS,
+                "    if tensor.numel() <= 1 or 0 in stride:\n",
+                "    if tensor.numel() <= 1:\n",
+            ),
+            (
+                "new state has its stored order",
+                BINDING,
+                follows,
+                "            memory = tensors.order(parameter) if alike else ()\n",
+            ),
+            ("new state takes the order of its parameter", BINDING, follows, "            memory = ref.order\n"),
+            (
+                "state that differed from its parameter keeps its order",
+                BINDING,
+                follows,
+                "            memory = tensors.order(parameter) if alike else ref.order\n",
+            ),
+            (
+                "live state of another order is replaced",
+                BINDING,
+                "            fits = (live.device, tensors.order(live)) == (making.device, making.order)\n",
+                "            fits = live.device == making.device\n",
+            ),
+            (
+                "the order of a parameter is stored",
+                CAPTURE,
+                "    return [one.qualified, [*one.parameter.shape], *([[*order]] if order else [])]\n",
+                "    return [one.qualified, [*one.parameter.shape]]\n",
+            ),
+            (
+                "a plan sees other strides",
+                CACHED,
+                "            and (self._strides is None or list(map(_stride, block)) == self._strides[to])\n",
+                "",
+            ),
+            (
+                "a plan sees other strides of a parameter",
+                CACHED,
+                "        return kept if same and all(map(operator.eq, map(_stride, flat.told), self._told_strides)) else None\n",
+                "        return kept if same else None\n",
             ),
         ],
     )

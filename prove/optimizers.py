@@ -420,7 +420,7 @@ def version(library: str) -> str:
 def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    begun, only = time.monotonic(), set(sys.argv[1:])
+    begun, only, made_of = time.monotonic(), set(sys.argv[1:]), commit()
     kinds = [one for one in optimizers() if not only or one[1] in only]
     of_optimizers = [trial for one in kinds for trial in tried(*one)]
     of_schedules = [] if only else [tried_schedule(*one) for one in schedules()]
@@ -430,7 +430,7 @@ def main() -> int:
     wrong = [one for one in (*of_optimizers, *of_schedules) if one.outcome in ("differs", "fails")]
     if not only:
         facts = {
-            "commit": commit(),
+            "commit": made_of,
             **{
                 library.replace("-", "_"): version(library)
                 for library in ("torch", "pytorch-optimizer", "transformers")

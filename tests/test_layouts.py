@@ -22,7 +22,9 @@ from torch import nn, optim
 import lastgood
 from lastgood.edges.cli import main
 from lastgood.errors import ManifestInvalid
+from lastgood.records import Manifest
 from lastgood.train.filling import Place
+from lastgood.train.merging import merged
 from lastgood.train.state import Capture, Stored, as_bytes, capture, dtype_name, match
 from lastgood.train.tensors import TORCH_DTYPES, from_buffer, order, strides, write
 
@@ -360,6 +362,18 @@ def test_a_sharded_moment_has_the_layout_of_its_part(process_group: None) -> Non
     (found_basis,) = (entry["basis"] for entry in resumed["optimizer"].state.values())
     assert found_basis.stride() == found_basis.to_local().stride() == (1, 3)
     assert torch.equal(found_basis.to_local(), basis)
+
+
+def test_parameters_of_all_ranks_keep_their_memory_order_when_merged() -> None:
+    def of_rank(rank: int, parameter: list[Any]) -> Manifest:
+        groups = [{"params": [parameter], "options": {}}]
+        values = {"o": {"!optimizer": {"class": "SGD", "groups": groups, "state": {}, "common": {}}}}
+        empty: dict[str, Any] = {"blobs": [], "pieces": [], "aliases": {}}
+        return Manifest(format=1, step=1, incarnation="00000000", rank=rank, digest="xxh3_128", values=values, **empty)
+
+    parameters = [["m.a", [2, 3], [1, 0]], ["m.b", [4]]]
+    found = merged([of_rank(rank, one) for rank, one in enumerate(parameters)], 0)
+    assert found["o"]["!optimizer"]["groups"][0]["params"] == parameters
 
 
 @pytest.fixture
