@@ -98,7 +98,9 @@ def one_folder(root: Path, step: int) -> str:
 
 def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
     files = Sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
-    opened(run_of_three, files).clean()
+    run = opened(run_of_three, files)
+    run.clean()
+    assert {one.step for one in run.survey.generations} == {3}, "it counts for nothing any more"
     left = {one.name for one in (run_of_three / "gen" / one_folder(run_of_three, 1)).iterdir()}
     assert left == {layout.manifest_name(0), layout.GOING}
 
