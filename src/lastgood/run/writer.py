@@ -205,7 +205,7 @@ class RunWriter:
 
         `approve`: as in `share`. `writers`: the threads of this save. `together`: where the ranks agree, and what
         fails on one of them fails on all. Raises Overtaken where a newer one of this incarnation was committed
-        meanwhile, unless retention wants this one for itself. On an error (but for CommitUnknown) nothing of it is left.
+        meanwhile, unless retention wants this one for itself. On an error (but CommitUnknown) nothing of it is left.
         """
         begun = self._monotonic()
         pinned = wanted(self._keep, at.step, milestone, metrics or {})
