@@ -17,9 +17,21 @@ TESTS = [
     "crash_model",
     "hostile",
     "flips",
+    "pointers",
+    "undeletable",
+    "moved_run",
 ]
 """torch-free"""
-LOOP_TESTS = ["in_flight", "overlap", "pacing", "restore", "capture_plan"]
+LOOP_TESTS = [
+    "in_flight",
+    "full_disk",
+    "many_generations",
+    "frozen_infinity",
+    "overlap",
+    "pacing",
+    "restore",
+    "capture_plan",
+]
 """for what runs in and behind a training loop; these need torch"""
 MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
 """for what looks at, rebuilds and reads again"""
@@ -100,6 +112,7 @@ def mutants() -> list[Mutant]:
         *_digests(),
         *_forms(),
         *_retentions(),
+        *_exemptions(),
         *_lineages(),
         *_slots(),
         *_flights(),
@@ -276,7 +289,7 @@ def _writes() -> list[Mutant]:
             (
                 "litter is cleared at opening",
                 WRITER,
-                '                    self.tier.delete(f"{home}/{name}".lstrip("/"))\n',
+                '                    self._deletions.remove(f"{home}/{name}".lstrip("/"))\n',
                 "                    pass\n",
             ),
             (
@@ -288,8 +301,8 @@ def _writes() -> list[Mutant]:
             (
                 "unfinished is cleared at opening",
                 WRITER,
-                "            commit.retire(self.tier, at)\n            self.survey.going",
-                "            self.survey.going",
+                "            if self._deletions.delete(at):\n                self.survey.going",
+                "            if True:\n                self.survey.going",
             ),
         ],
     )
@@ -335,8 +348,8 @@ def _commits() -> list[Mutant]:
             (
                 "unknown outcome deletes nothing",
                 DISK,
-                "        raise _unknown(path, error) from error\n\n    def _remove_if_there",
-                "        self._drop(path)\n        raise _unknown(path, error) from error\n\n    def _remove_if_there",
+                "        raise _unknown(path, error) from error\n\n    def _rename_over",
+                "        self._drop(path)\n        raise _unknown(path, error) from error\n\n    def _rename_over",
             ),
             (
                 "unsynced name is unknown, not failed",
@@ -386,8 +399,8 @@ def _commits() -> list[Mutant]:
             (
                 "pointer is renamed, not rewritten",
                 DISK,
-                '            self._files.rename(path + ".tmp", path)\n',
-                '            self._remove_if_there(path)\n            self._files.rename(path + ".tmp", path)\n',
+                '            self._rename_over(path + ".tmp", path)\n',
+                '            self._remove_if_there(path)\n            self._rename_over(path + ".tmp", path)\n',
             ),
         ],
     )
@@ -460,8 +473,8 @@ def _orders() -> list[Mutant]:
             (
                 "point before clean",
                 WRITER,
-                "        self.point()\n        for at in self.surplus():\n",
-                "        for at in self.surplus():\n",
+                "        self.point()\n        self._deletions.next_cleaning()\n",
+                "        self._deletions.next_cleaning()\n",
             ),
             (
                 "point at what is verified",
@@ -485,8 +498,32 @@ def _orders() -> list[Mutant]:
             (
                 "deleted only from the survey",
                 WRITER,
-                "            commit.retire(self.tier, at)\n            with self.turn:\n",
-                "            with self.turn:\n",
+                "        gone = self._deletions.delete(at)\n",
+                "        gone = True\n",
+            ),
+            (
+                "half deleted is deleted",
+                WRITER,
+                "        if not gone and self._deletions.committed(at):\n",
+                "        if not gone:\n",
+            ),
+            (
+                "what the pointer names stays",
+                WRITER,
+                "            return [at for at in going if at != pointed and not self._deletions.postponed(at)]\n",
+                "            return [at for at in going if not self._deletions.postponed(at)]\n",
+            ),
+            (
+                "rest is deleted beside a stuck file",
+                COMMIT,
+                "                first = first or error\n",
+                "                raise\n",
+            ),
+            (
+                "reason stays with what is left",
+                COMMIT,
+                "    if tier.list(home).keys() <= {layout.GOING}:",
+                "    if True:",
             ),
             (
                 "the record of an incarnation is written",
@@ -515,8 +552,8 @@ def _orders() -> list[Mutant]:
             (
                 "damaged header is replaced",
                 WRITER,
-                "                self.tier.delete(layout.HEADER)  # damaged",
-                "                pass  # damaged",
+                "                    self.tier.delete(name)  # the commits say which run this is\n",
+                "                    pass\n",
             ),
             ("publish is called", WRITER, publish, "Generation(commit=record, root='', bytes=size)\n"),
             (
@@ -790,6 +827,26 @@ def _retentions() -> list[Mutant]:
             "only what is older than the newest verified one may go at all, and that never holds the newest committed",
         )
     ]
+
+
+def _exemptions() -> list[Mutant]:
+    return _of_kind(
+        "exempt",
+        [
+            (
+                "what an optimizer steps is demanded",
+                "train/exempt.py",
+                " and captured.origins.get(name) is Origin.PARAMETER)\n",
+                ")\n",
+            ),
+            (
+                "what was restored as demanded is demanded",
+                CUTTING,
+                "holding_no_numbers(state, stored), None\n",
+                "holding_no_numbers(state), None\n",
+            ),
+        ],
+    )
 
 
 def _lineages() -> list[Mutant]:
@@ -1321,6 +1378,18 @@ def _flights() -> list[Mutant]:
                 BACKGROUND,
                 "            elif self.run.surplus():\n",
                 "            elif False:\n",
+            ),
+            (
+                "few deletions go before a save",
+                BACKGROUND,
+                "                    self.run.clean(most=DELETIONS_AHEAD)\n",
+                "                    self.run.clean()\n",
+            ),
+            (
+                "a full disk is relieved",
+                "run/room.py",
+                "            try:\n                return self._tier.create(name, length)\n            except NoSpace:\n                if not self._make_room():\n",
+                "            try:\n                return self._tier.create(name, length)\n            except NoSpace:\n                if True:\n",
             ),
         ],
     )

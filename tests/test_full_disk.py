@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -137,6 +138,27 @@ def test_only_as_many_go_as_the_save_needs(tmp_path):
     for step in (1, 2, 3, 4, 5):
         saved(run, step)
     assert steps_in(run) == [2, 3, 4, 5]
+
+
+class OtherRankIsFull:
+    """`Topic` of a save in which another rank finds no space for its part."""
+
+    again, failing = False, staticmethod(contextlib.nullcontext)
+
+    def agree(self, *_: object) -> object:
+        raise NoSpace("rank 1 found no space")
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody is waiting."""
+
+
+def test_where_another_rank_finds_no_space_the_next_save_has_more(tmp_path):
+    run = opened(tmp_path, Keep(last=9), states=9)
+    for step in (1, 2, 3):
+        saved(run, step)
+    with pytest.raises(NoSpace):
+        saved(run, 4, together=OtherRankIsFull())
+    assert steps_in(run) == [2, 3]
 
 
 @pytest.fixture

@@ -9,14 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import lastgood
 from harness import load, save
+from lastgood.edges import cli
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.format import commit, layout
 from lastgood.plan import restore
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
+from lastgood.ports import OpenMode
+from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.run import places
 from lastgood.run.deletion import RETRY_CLEANINGS
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
@@ -98,7 +103,9 @@ def one_folder(root: Path, step: int) -> str:
 
 def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
     files = Sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
-    opened(run_of_three, files).clean()
+    run = opened(run_of_three, files)
+    run.clean()
+    assert {one.step for one in run.survey.generations} == {3}, "it counts for nothing any more"
     left = {one.name for one in (run_of_three / "gen" / one_folder(run_of_three, 1)).iterdir()}
     assert left == {layout.manifest_name(0), layout.GOING}
 
@@ -148,6 +155,37 @@ def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three
     assert steps_in(run_of_three) == [1, 3]
     run.clean()
     assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000003"]
+
+
+def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three, monkeypatch, capsys):
+    name = one_folder(run_of_three, 1)
+    monkeypatch.setattr(places, "PosixFiles", lambda: Sticky(f"{name}/{layout.blob_name(0)}"))
+    for _ in range(2):  # the second time its COMMIT is gone already
+        assert cli.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
+        assert "step 1" in capsys.readouterr().out
+    assert steps_in(run_of_three) == [3]
+
+
+class Unmarkable(PosixFiles):
+    """A run whose generations belong to another user: nothing can be made beside them."""
+
+    def open(self, path: str, mode: OpenMode, **options: bool) -> PosixFile:
+        if mode == "new" and layout.VERIFIED in path:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return super().open(path, mode, **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path, monkeypatch):
+    """restore() raised NotWritable after it had loaded the state of a generation that root had saved."""
+    lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
+    (mark,) = (tmp_path / "run").glob(f"gen/*/{layout.VERIFIED}")
+    mark.unlink()
+    monkeypatch.setattr(places, "PosixFiles", Unmarkable)
+    state = {"w": torch.zeros(4)}
+    with lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
+        assert ckpt.restore().step == 3
+    assert state["w"].sum() == 4
 
 
 @pytest.fixture

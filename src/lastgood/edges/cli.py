@@ -25,7 +25,7 @@ from rich.text import Text
 
 from .. import __version__, words
 from ..engine import guard
-from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite, NothingGood
+from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite, NothingGood, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
@@ -297,7 +297,8 @@ def gc(
     """
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
     data = sweep.swept(run, keep, damaged, dry_run)
-    return Answer(data, sweep.swept_view(data), Damaged.exit_code if data["damaged"] else 0)
+    code = Damaged.exit_code if data["damaged"] else Unavailable.exit_code if data["stuck"] else 0
+    return Answer(data, sweep.swept_view(data), code)
 
 
 @app.command()

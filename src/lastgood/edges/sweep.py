@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, NothingGood
+from ..errors import Damaged, LastgoodError, NothingGood
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import restore
@@ -69,11 +69,29 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
         if keep:
             abandoned = [one for at, one in survey.generations.items() if one not in chain]
             going |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
+        stuck = [{**named(at), "why": "its files could not be removed"} for at in _left(writer)]
         for at in sorted(going):
-            rows.append(_going(tier, at, going[at]))
-            if writer:
-                commit.retire(tier, at)
-    return {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
+            row = _going(tier, at, going[at])
+            try:
+                if writer:
+                    commit.retire(tier, at)
+                rows.append(row)
+            except LastgoodError as error:
+                stuck.append({**named(at), "why": error.what})
+    rows = [row for row in rows if not any(_alike(row, one) for one in stuck)]
+    done = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
+    return {**done, "stuck": stuck}
+
+
+def _left(writer: RunWriter | None) -> list[GenerationId]:
+    """What the opening of the run could not clear."""
+    survey = writer.survey if writer else Survey()
+    return sorted(survey.going | restore.never_committed(survey))
+
+
+def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two rows are of one generation."""
+    return all(one[name] == other[name] for name in ("step", "incarnation"))
 
 
 def swept_view(data: Mapping[str, Any]) -> RenderableType:
@@ -85,6 +103,10 @@ def swept_view(data: Mapping[str, Any]) -> RenderableType:
             table.add_row(str(row["step"]), row["incarnation"], size(row["bytes"]), row["why"])
         parts += [table, Text()]
     parts += [Text(f"step {one['step']} is DAMAGED: {clean(one['why'])}", style="red") for one in data["damaged"]]
+    parts += [
+        Text(f"step {one['step']} ({one['incarnation']}) could not be deleted: {clean(one['why'])}", style="red")
+        for one in data["stuck"]
+    ]
     freed = size(sum(row["bytes"] for row in rows))
     litter = f" and {plural(len(data['litter']), 'file')} of litter" if data["litter"] else ""
     parts.append(Text(f"{verb} {plural(len(rows), 'generation')}, {freed}{litter}", style="bold"))

@@ -615,6 +615,8 @@ class Background:
 
     def _make_room(self) -> bool:
         """The disk is full: delete an older generation, once verifying newer ones has made it needless if need be."""
+        if self.run.tier.newest_only:
+            return False  # its space is reserved already
         with self._looking:
             if self.run.relieve():
                 return True

@@ -76,8 +76,7 @@ def newest_good(
     """
     choice = restore.choose(survey, step)
     over = [(at.step, reason) for at, reason in choice.passed_over]
-    known = {at: survey.generations[at].unfit for at, _ in choice.passed_over if at in survey.generations}
-    unfit = {at.step: [one.tensor for one in findings[:3]] for at, findings in known.items() if findings}
+    unfit = _known_unfit(survey, [at for at, _ in choice.passed_over])
 
     def attempt(generation: Generation) -> None:
         together(lambda: load(generation, commit.read_manifests(tier, generation)))
@@ -124,6 +123,12 @@ def newest_good(
         safe="\nNothing was loaded and nothing was deleted.",
         todo=_remedy(survey, {at for at, _ in over}, unfit),
     )
+
+
+def _known_unfit(survey: Survey, passed_over: Sequence[GenerationId]) -> dict[int, list[str]]:
+    """Step -> tensors that hold NaN or infinity, of generations that are marked so."""
+    known = [survey.generations[at] for at in passed_over if at in survey.generations]
+    return {one.step: [finding.tensor for finding in one.unfit[:3]] for one in known if one.unfit}
 
 
 def _remedy(survey: Survey, over: set[int], unfit: Mapping[int, Sequence[str]]) -> str:

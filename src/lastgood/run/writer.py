@@ -33,6 +33,7 @@ from ..errors import (
     Damaged,
     LastgoodError,
     NameTaken,
+    NoSpace,
     NotFinite,
     NotRestored,
     Overtaken,
@@ -114,7 +115,8 @@ class RunWriter:
         self.mended: dict[GenerationId, list[str]] = {}
         """what was put back from parity"""
         self._deletions = Deletions(tier)
-        self._roomy = Roomy(tier, make_room or self.relieve)
+        self._make_room = make_room or self.relieve
+        self._roomy = Roomy(tier, self._make_room)
         self._was_full = False
         self._pointed: Pointer | None = None
         """what this opening has written to the pointer: its first pointing replaces whatever stands there"""
@@ -230,10 +232,8 @@ class RunWriter:
 
         `approve`: as in `share`. `writers`: the threads of this save. `together`: where the ranks agree, and what
         fails on one of them fails on all. Raises Overtaken where a newer one of this incarnation was committed
-        meanwhile, unless retention wants this one for itself. On an error nothing of it is left (but for CommitUnknown,
-        where everything is), and the error is raised.
+        meanwhile, unless retention wants this one for itself. On an error (but CommitUnknown) nothing of it is left.
         """
-        assert self._incarnation is not None
         begun = self._monotonic()
         pinned = wanted(self._keep, at.step, milestone, metrics or {})
         with together.failing() if together is not None else contextlib.nullcontext(), self.turn:
@@ -268,6 +268,8 @@ class RunWriter:
                 together.fail(error)  # from here on nobody writes to it
             if not isinstance(error, NameTaken):  # what lies there is not of this save
                 self._clear(at)
+            if together is not None and isinstance(error, NoSpace):
+                self._make_room()  # another rank had no space: this save is lost, and the next one finds some
             raise
         self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
         return generation
