@@ -35,6 +35,8 @@ LOOP_TESTS = [
 """for what runs in and behind a training loop; these need torch"""
 MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
 """for what looks at, rebuilds and reads again"""
+DATA_TESTS = ["sampler_resume", "sampler", "audit_worlds"]
+"""for the order of the samples, and what of it was trained"""
 RANKS_TESTS = ["agreeing", "reshard", "ranks_faults", "ranks"]
 """for what several ranks agree on; the last two are worlds of processes"""
 REQUEST_TESTS = ["load_once", "refusals"]
@@ -78,6 +80,8 @@ class Mutant(NamedTuple):
             names = DROP_IN_TESTS
         if self.kind == "layout":
             names = LAYOUT_TESTS
+        if self.kind == "data":
+            names = DATA_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -96,6 +100,7 @@ TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "tra
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
 MATCH, ACCESS = "train/match.py", "train/access.py"
+SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
 STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
@@ -122,6 +127,7 @@ def mutants() -> list[Mutant]:
         *_requests(),
         *_drop_in(),
         *_layouts(),
+        *_data(),
     ]
 
 
@@ -2455,6 +2461,100 @@ def _layouts() -> list[Mutant]:
                 CACHED,
                 "        return kept if same and all(map(operator.eq, map(_stride, flat.told), self._told_strides)) else None\n",
                 "        return kept if same else None\n",
+            ),
+        ],
+    )
+
+
+def _data() -> list[Mutant]:
+    return _of_kind(
+        "data",
+        [
+            (
+                "another order is refused",
+                SAMPLER,
+                "        if order != self._order and (cursor or order.seed != self._seed):\n",
+                "        if False:\n",
+            ),
+            (
+                "another order in mid-epoch is refused",
+                SAMPLER,
+                "(cursor or order.seed != self._seed)",
+                "(order.seed != self._seed)",
+            ),
+            (
+                "another seed is refused where an epoch begins",
+                SAMPLER,
+                "(cursor or order.seed != self._seed)",
+                "cursor",
+            ),
+            (
+                "another order is refused before anything is loaded",
+                OBJECTS,
+                'return one.differs(data) if isinstance(one, ResumableSampler) else ""',
+                'return ""',
+            ),
+            (
+                "earlier epochs keep their order",
+                SAMPLER,
+                "                self._earlier = [*saved.earlier, (saved.epoch, saved.order)]\n",
+                "                pass\n",
+            ),
+            ("a step is counted once", SAMPLER, "        if step != self._step:\n", "        if True:\n"),
+            (
+                "steps are counted by their numbers",
+                SAMPLER,
+                "or step < self._step else step - self._step)",
+                "or step < self._step else 1)",
+            ),
+            (
+                "no more steps are counted than batches were fetched",
+                SAMPLER,
+                "place > at.fetched(self.steps_per_epoch) or (",
+                "(",
+            ),
+            (
+                "steps across two iterations are refused",
+                SAMPLER,
+                " or (steps > 1 and not at.sure):",
+                ":",
+            ),
+            (
+                "the last step of an epoch takes what is left of it",
+                SAMPLER,
+                "        left = -(-self.remaining // each)\n",
+                "        left = self.remaining // each\n",
+            ),
+            (
+                "what was handed out ahead of a step is not counted",
+                SAMPLER,
+                "follows=self._sampler.batches_per_step is None",
+                "follows=True",
+            ),
+            (
+                "what was handed out ahead of a step is not counted at the end of an epoch",
+                SAMPLER,
+                "        if at.follows:\n            sampler._move(at.epoch, at.next_step)",
+                "        if True:\n            sampler._move(at.epoch, at.next_step)",
+            ),
+            ("an iteration from before a load is over", ITERATION, "        if self.stale:\n", "        if False:\n"),
+            (
+                "numbers begin anew with a restore",
+                CHECKPOINTER,
+                "            one.restart_after(found.step)\n",
+                "            pass\n",
+            ),
+            (
+                "records of an audit are with one rank of another world",
+                MERGING,
+                "    if len(manifests) != ranks:\n",
+                "    if False:\n",
+            ),
+            (
+                "each record is with one rank",
+                MERGING,
+                "manifests[rank::ranks]",
+                "manifests[rank:]",
             ),
         ],
     )

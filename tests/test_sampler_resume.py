@@ -217,6 +217,29 @@ def test_a_batch_that_was_only_looked_at_counts_nothing(num_workers: int) -> Non
     assert seen == scheduled(10) and place(sampler) == (1, 0)
 
 
+def test_steps_across_two_iterations_are_refused_where_workers_fetch_ahead() -> None:
+    """A loop that leaves its iteration early gets the batches that were not counted again."""
+    sampler = make()
+    loader = DataLoader(range(40), batch_sampler=sampler, num_workers=1, prefetch_factor=8)
+    for trained in (3, 2):
+        for _, _ in zip(range(trained), loader, strict=False):
+            pass
+    with pytest.raises(Refused, match="5 optimizer steps"):
+        sampler.advance_to(5)
+    assert place(sampler) == (0, 0)
+
+
+def test_a_step_that_was_counted_does_not_count_what_was_fetched_after_it() -> None:
+    """A second Checkpointer that reports the step when the loop has the next batch in hand."""
+    sampler = make()
+    batches = iter(sampler.loader(range(40)))
+    next(batches)
+    sampler.advance_to(1)
+    next(batches)
+    sampler.advance_to(1)
+    assert place(sampler) == (0, 1)
+
+
 # ---- under frameworks ------------------------------------------------------------------------------------------
 
 
@@ -257,6 +280,20 @@ def test_batches_that_a_framework_fetched_ahead_are_not_counted(stop: int, batch
     again.load_state_dict(sampler.state_dict())
     both = first + framework_loop(again, stop + 1, stop + 8)
     assert both == scheduled(len(both))
+
+
+def test_an_epoch_that_ends_with_batches_of_no_step_does_not_begin_again_in_silence() -> None:
+    """Lightning, resumed without its own progress, took no step for the last batch of an epoch, and got it again in
+    every epoch that followed."""
+    sampler = make(batches_per_step=3)
+    loader = sampler.loader(range(40))
+    for count, _ in enumerate(loader, 1):
+        if count % 3 == 0:
+            sampler.advance_to(count // 3)
+    with pytest.raises(Refused, match="epoch 0 has ended, and 1 of its batches belong to no step"):
+        iter(loader)
+    sampler.advance_to(4)
+    assert len(list(loader)) == 10 and place(sampler) == (1, 0)
 
 
 @pytest.mark.parametrize("each", [1, 3])

@@ -21,6 +21,8 @@ class Iteration:
     """no batch that an earlier iteration fetched can still wait to be counted"""
     stale: str = ""
     """why it is over"""
+    ended: bool = False
+    """a loader has handed out all of it, and was asked for more"""
     taken: list[int] = field(default_factory=list)
     """batches that were handed out before the first count, and from there to the second"""
 

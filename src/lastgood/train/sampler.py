@@ -312,8 +312,17 @@ class ResumableSampler(Sampler[list[int]]):
     def _begin(self, *, follows: bool) -> Iteration:
         before = self._pass
         sure = before is None or before.follows or bool(before.stale)
-        if before is not None and before.sure:
-            sure = sure or before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
+        if before is not None and not sure:
+            counted = before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
+            if before.ended and not counted:
+                raise Refused(
+                    f"epoch {before.epoch} has ended, and {self.remaining} of its batches belong to no step that was "
+                    "counted",
+                    safe="The cursor stands where the last step was counted.",
+                    todo="Take an optimizer step at the end of each epoch, and call step(n) then; where steps span "
+                    "epochs leave batches_per_step out.",
+                )
+            sure = before.sure and counted
         self._retire("the sampler was iterated anew")
         self._pass = Iteration(self._epoch, self._cursor, self._cursor, follows, sure)
         return self._pass
@@ -373,6 +382,7 @@ class Loader:
                 safe="The cursor has not moved past what was trained.",
                 todo="Let the dataset raise another error, or return every sample.",
             )
+        at.ended = True
         if at.follows:
             sampler._move(at.epoch, at.next_step)  # the loop came back for more: it has trained on all that it got
 
