@@ -343,12 +343,12 @@ class Told(Pace):
         pass
 
 
-def run(ranks, clock, steps, save_seconds=0.0, first=1):
+def run(ranks, clock, steps, save_seconds=0.0, first=1, stride=1):
     for n in range(first, first + steps):
         clock.now += 0.1
         for number, one in enumerate(ranks):
             clock.now += 0.01 * number  # one is always a little later
-            one.step(n, save_seconds)
+            one.step(n * stride, save_seconds)
 
 
 def test_what_is_due_by_time_is_due_at_one_step_everywhere():
@@ -356,6 +356,27 @@ def test_what_is_due_by_time_is_due_at_one_step_everywhere():
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(Board()))
     run((first, second), clock, 2000)
     assert len(first.saved) >= 8 and first.saved == second.saved and not first.failed + second.failed
+
+
+@pytest.mark.parametrize("cadence", [Every(seconds=20.0), Every(steps=100_000)])
+def test_steps_that_count_tokens_are_due_at_one_step_everywhere(cadence):
+    """An announced step was never called: each save that was due by time was heard of too late, on all ranks."""
+    clock = Clock()
+    first, second = (Rank(one, clock, cadence) for one in two_on(Board()))
+    run((first, second), clock, 1000, stride=4097)
+    assert len(first.saved) >= 4 and first.saved == second.saved and not first.failed + second.failed
+
+
+def test_a_rank_that_counts_tokens_and_hears_late_fails_the_step_at_which_the_others_saved():
+    clock = Clock()
+    first, second = (Rank(one, clock, Every(seconds=5.0)) for one in two_on(Board()))
+    run((first, second), clock, 100, stride=4097)
+    second.deaf = True
+    run((first, second), clock, 100, first=101, stride=4097)
+    second.deaf = False
+    run((first, second), clock, 400, first=201, stride=4097)
+    assert second.failed and set(second.failed) <= set(first.saved)
+    assert first.saved[-2:] == second.saved[-2:]
 
 
 def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on():

@@ -375,10 +375,8 @@ def test_the_callers_wait_ends_when_the_copy_does(tmp_path: Path, monkeypatch) -
 
 def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
-        ckpt.save(5)
+        assert ckpt.save(5) is ckpt.save(5)
         with pytest.raises(errors.StepTaken, match="restore"):
-            ckpt.save(5)
-        with pytest.raises(errors.StepTaken):
             ckpt.save(4)
 
 

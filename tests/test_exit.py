@@ -22,7 +22,7 @@ def steps(path: Path) -> list[int]:
 
 def trained(path: Path, total: int, **options: object) -> torch.Tensor:
     state = {"w": torch.zeros(3)}
-    with lastgood.Checkpointer(path, state, **options) as ckpt:
+    with lastgood.Checkpointer(path, state, **{"in_flight": 1, **options}) as ckpt:
         for n in range(ckpt.restore().step + 1, total + 1):
             state["w"].fill_(n)
             ckpt.step(n)

@@ -50,7 +50,7 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
             "parity scrub finite_also finite_except preemption patience save_on_exit durable_within_seconds",
         ),
         (lastgood.Checkpointer.restore, "self step strict rename"),
-        (lastgood.Checkpointer.step, "self n"),
+        (lastgood.Checkpointer.step, "self n metrics"),
         (lastgood.Checkpointer.save, "self n milestone metrics"),
         (lastgood.Checkpointer.wait, "self timeout"),
         (lastgood.Checkpointer.close, "self timeout"),

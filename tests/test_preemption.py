@@ -108,6 +108,27 @@ def test_the_same_request_twice_is_one_and_the_grace_runs_from_the_first():
         asked.close()
 
 
+def test_a_handler_that_was_there_before_is_called_once():
+    """A scheduler's or logger's own SIGTERM handler was replaced, and never ran."""
+    calls: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
+    clock = Clock()
+    asked = Asked(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert calls == [signal.SIGUSR1] and asked.at == 100.0
+    finally:
+        asked.close()
+    asked = Asked(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)  # raises no KeyboardInterrupt
+        assert asked.at == 100.0
+    finally:
+        asked.close()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 7)])
 def test_a_worker_that_was_forked_dies_of_sigterm_as_ever_and_of_no_other_signal(number, code):
     """Stories: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever. And a

@@ -184,6 +184,15 @@ class Mark(Record, frozen=True, kw_only=True):
     findings: list[Finding] = []
 
 
+class Label(Record, frozen=True, kw_only=True):
+    """`LABEL-1.json`, `LABEL-2.json`, ...: what was added to a generation after its commit, for retention."""
+
+    format: int
+    root: str
+    milestone: bool = False
+    metrics: dict[str, float] = {}
+
+
 class Parity(Record, frozen=True, kw_only=True):
     """Of one parity file: what its cells stand in for, and whatever is needed to use them when all else is gone.
 
@@ -219,6 +228,7 @@ class Generation(Record, frozen=True, kw_only=True):
     """A committed generation as a reader finds it."""
 
     commit: Commit
+    """its record; `milestone` and `metrics` with what labels have added"""
     root: str
     """digest of the commit record: names the whole state"""
     verified: bool = False

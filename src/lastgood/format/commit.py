@@ -22,6 +22,8 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..errors import (
     Damaged,
     LastgoodError,
@@ -40,6 +42,7 @@ from ..records import (
     Generation,
     GenerationId,
     Incarnation,
+    Label,
     Manifest,
     Mark,
     Pointer,
@@ -120,7 +123,7 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
     damage = _mark(tier, home, layout.DAMAGED, root, there)
     unfit = _mark(tier, home, layout.UNFIT, root, there)
     return Generation(
-        commit=commit,
+        commit=_labelled(tier, commit, root, there),
         root=root,
         verified=_mark(tier, home, layout.VERIFIED, root, there) is not None,
         damaged=damage.findings if damage else [],
@@ -216,7 +219,7 @@ def survey(tier: Tier) -> Survey:
             found.going.add(at)
         else:
             found.incomplete.add(at)
-            if any(one in MARKS or stripes.is_record(one) for one in there):
+            if any(one in MARKS or stripes.is_record(one) or layout.label_number(one) for one in there):
                 found.witnessed.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)
@@ -251,6 +254,30 @@ def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     tier.put_new(f"{home}/{name}", layout.encode(record))
     for old in MARKS & set(tier.list(home)) - {name}:  # last: on a full disk the old evidence stays
         tier.delete(f"{home}/{old}")
+
+
+def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[str, float]) -> Generation:
+    """Add to what retention goes by, beside the commit, which never changes. Durable on return."""
+    home = layout.folder(generation.id)
+    number = 1 + max((layout.label_number(name) or 0 for name in tier.list(home)), default=0)
+    record = Label(format=layout.FORMAT, root=generation.root, milestone=milestone, metrics=dict(metrics))
+    tier.put_new(f"{home}/{layout.label_name(number)}", layout.encode(record))
+    return msgspec.structs.replace(generation, commit=_with(generation.commit, record))
+
+
+def _labelled(tier: Tier, commit: Commit, root: str, there: Mapping[str, int | None]) -> Commit:
+    """The commit record with what its labels add, in their order; a label of another root, or damaged, is ignored."""
+    labels = sorted((number, name) for name in there if (number := layout.label_number(name)) is not None)
+    for _, name in labels:
+        found = _hint(tier, f"{layout.folder(commit.id)}/{name}", there[name], Label)
+        if found is not None and found.root == root:
+            commit = _with(commit, found)
+    return commit
+
+
+def _with(commit: Commit, label: Label) -> Commit:
+    milestone, metrics = commit.milestone or label.milestone, {**commit.metrics, **label.metrics}
+    return msgspec.structs.replace(commit, milestone=milestone, metrics=metrics)
 
 
 def _mark(tier: Tier, home: str, name: str, root: str, there: Mapping[str, int | None]) -> Mark | None:

@@ -81,6 +81,7 @@ VERIFIED = "VERIFIED.json"
 DAMAGED = "DAMAGED.json"
 UNFIT = "UNFIT.json"
 GOING = "GOING.json"
+_LABEL = re.compile(r"LABEL-([1-9][0-9]{0,5})\.json")
 """says that the generation beside it is being deleted: from here its COMMIT may go"""
 
 _ID = r"[0-9a-f]{8}"
@@ -118,6 +119,17 @@ def manifest_name(rank: int) -> str:
 
 def blob_name(rank: int, part: int = 0) -> str:
     return f"r{rank:05d}.safetensors" if part == 0 else f"r{rank:05d}.{part}.safetensors"
+
+
+def label_name(number: int) -> str:
+    """Of the `number`-th label of a generation, counted from 1."""
+    return f"LABEL-{number}.json"
+
+
+def label_number(name: str) -> int | None:
+    """Which label a file is; None for any other file."""
+    found = _LABEL.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def is_litter(home: str, name: str) -> bool:

@@ -169,7 +169,10 @@ class Ledger:
         good = self.verified - self.ending - self.rotten - self.doubted
         newer = [one for one in line if one in good and self.rank(one) > self.rank(at)]
         need = self.keep.last if (at in good or at not in line) and not self.full else 1
-        _must(len(newer) >= need, f"{at} is deleted while {len(newer)} newer ones are verified, of {need}")
+        _must(
+            len(newer) >= need or any(one.step == at.step for one in newer),
+            f"{at} is deleted while {len(newer)} newer ones are verified, of {need}",
+        )
         pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
         _must(not pinned, f"{at} is deleted, and was to be kept")
         self.ending.add(at)

@@ -22,7 +22,7 @@ _SAFE = "Nothing was touched."
 
 @dataclass(frozen=True)
 class Keep:
-    """The newest `last` verified generations; beside them every `every`-th step, the `milestones` and the `best`.
+    """The newest `last` verified steps; beside them every `every`-th step, the `milestones` and the `best`.
 
     `best`: (name of a metric, "min" or "max", how many). Metrics come from `save(step, metrics={...})`.
     """
@@ -63,7 +63,10 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     committed after them.
     """
     good = [one for one in chain if one.good]
-    kept = {one.id for one in good[: keep.last]} | {one.id for one in chain[:1]}
+    # A step that was saved again after a restore counts once: a script that is run again pushes no older step out.
+    newest_of_step = {one.step: one for one in reversed(good)}
+    latest = sorted(newest_of_step.values(), key=good.index)[: keep.last]
+    kept = {one.id for one in latest} | {one.id for one in chain[:1]}
     whole = [one for one in chain if not one.damaged]
     kept |= {one.id for one in whole if _pinned(keep, one)}
     whole = [one for one in whole if not one.unfit]
@@ -73,7 +76,7 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     older = [*(one for one in chain[:newest] if one.unfit), *chain[newest + 1 :]]
     # Where verification has not kept pace, unverified generations fill up what is missing to `last`.
     unread = [one.id for one in older if not one.verified and not one.damaged and not one.unfit]
-    kept |= set(unread[: max(keep.last - len(good), 0)])
+    kept |= set(unread[: max(keep.last - len(latest), 0)])
     going = [one.id for one in older if one.id not in kept and not one.damaged]
     for one in abandoned:
         newer = sum(1 for other in good if other.commit.order > one.commit.order)

@@ -358,6 +358,8 @@ class Background:
         with self._state:
             self._flights.append(flight)
             self._busy.set()
+            if pinned:
+                self.run.pinned.add(at)
         try:
             jobs = [self._lanes.submit(self._persist, flight, images, approve, options)]
         except RuntimeError as error:
@@ -375,6 +377,28 @@ class Background:
             return
         with self._state:
             self._work.append(copying)
+
+    def add(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> None:
+        """A save that was begun is wanted for itself from now on; what is added is written once it is durable."""
+        with self._state:
+            for flight in self._flights:
+                if flight.save is save:
+                    flight.pinned = True
+                    self.run.pinned.add(flight.at)
+        if not milestone and not metrics:
+            return
+
+        def label() -> None:
+            save.wait_ended()
+            try:
+                if save.durable():  # else its failure is reported
+                    self.run.label(save.result().id, milestone, metrics)
+            except BaseException as error:  # noqa: BLE001 - reported by the training thread
+                self.outcomes.put(error)
+
+        job = self._keeper.submit(label)
+        with self._state:
+            self._work.append(job)
 
     def wait(self, timeout: float | None = None) -> None:
         """Until everything that was begun is done. Raises TimedOut."""
@@ -449,6 +473,7 @@ class Background:
     def _end(self, flight: _Flight) -> None:
         with self._state:
             self._flights.remove(flight)
+            self.run.pinned.discard(flight.at)
         self._free_places.release()
 
     def _let_go(self) -> None:

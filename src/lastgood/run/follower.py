@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -202,6 +202,9 @@ class Follower(_Ranked):
         """The leader does."""
 
     def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
+        """The leader does."""
+
+    def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> None:
         """The leader does."""
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:

@@ -34,6 +34,7 @@ from ..errors import (
     LastgoodError,
     NameTaken,
     NoSpace,
+    NoSuchStep,
     NotFinite,
     NotRestored,
     Overtaken,
@@ -112,6 +113,8 @@ class RunWriter:
         self._unread = 0
         """commits since the newest verified one"""
         self._protected: set[GenerationId] = set()
+        self.pinned: set[GenerationId] = set()
+        """saves that were asked for by name: a newer commit does not stand in for them"""
         self.mended: dict[GenerationId, list[str]] = {}
         """what was put back from parity"""
         self._deletions = Deletions(tier)
@@ -379,7 +382,7 @@ class RunWriter:
 
     def _require_newest(self, at: GenerationId, pinned: bool) -> None:
         newest = max((one for one in self.survey.generations if one.incarnation == at.incarnation), default=at)
-        if newest.step > at.step and not pinned:
+        if newest.step > at.step and not pinned and at not in self.pinned:
             raise Overtaken(f"step {newest.step} was committed before step {at.step}", safe="Nothing is lost by it.")
 
     def _before(self, at: GenerationId) -> GenerationId | None:
@@ -600,9 +603,22 @@ class RunWriter:
                 self._protect(generation, code, arena, stop)
         return findings, False
 
+    def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> None:
+        """Add a milestone or metrics to a generation that is committed. Raises NoSuchStep where it has gone."""
+        with self.turn:
+            generation = self.survey.generations.get(at)
+            if generation is None:
+                raise NoSuchStep(f"{at} has been deleted: nothing can be added to it", safe="Nothing was changed.")
+            known = generation.commit
+            if (milestone and not known.milestone) or not metrics.items() <= known.metrics.items():
+                self._take_in(commit.label(self.tier, generation, milestone, metrics))
+
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         """Mark what a complete reading of a generation found; the pointer follows a good one of the lineage."""
         with self.turn:
+            known = self.survey.generations.get(generation.id)
+            if known is not None:  # it may have got a label while it was read
+                generation = msgspec.structs.replace(generation, commit=known.commit)
             if findings:  # it counts for nothing any more, also where that cannot be written down
                 self._take_in(judged(generation, findings))
             commit.mark(self.tier, generation, findings)

@@ -7,7 +7,6 @@ reported at the next call (run/outcomes.py).
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import os
 import sys
@@ -53,6 +52,7 @@ from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, report
 from .merging import homeless
+from .metrics import numbers
 from .objects import is_fsdp1, modules_of
 from .options import OnError, Options, WhenFull, check_state, is_whole, require
 from .pacing import Pace
@@ -290,9 +290,10 @@ class Checkpointer:
         self._deliver()
         return found
 
-    def step(self, n: int) -> Save | None:
+    def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
 
+        `metrics`: as for `save`; kept where a save is due.
         The first call raises what every save would: NotRestored, Unstorable with all that cannot be stored, Refused for
         a name pattern that matches nothing. Each call reports or raises what failed in the background since the last
         one, as `on_error` says. Raises Preempted after a signal that asks for it, when a last save is durable or the
@@ -308,23 +309,35 @@ class Checkpointer:
             self._leave(n, self._asked)
         self._surface()
         self._behind.outcomes.require_durable(n, self._options.durable_within_seconds)
-        return self._save(n, False, None, must=False) if self._timing.due(n, time.monotonic()) else None
+        if not self._timing.due(n, time.monotonic()):
+            return None
+        return self._save(n, False, numbers(metrics), must=False)
 
-    def save(self, n: int, milestone: bool = False, metrics: Mapping[str, float] | None = None) -> Save:
+    def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         """Save now. Returns when the state is copied; `Save.result()` waits until it is durable.
 
-        `milestone` keeps it for ever; `metrics` (finite numbers) feed Keep(best=...). Raises Unstorable, StepTaken,
-        NotRestored at once.
+        A step that is saved already, or about to be, is not saved twice: its Save is returned, and takes the milestone
+        and the metrics too. No newer save stands in for this one. `milestone` keeps it for ever; `metrics` (name ->
+        number) feed Keep(best=...): NaN, infinity and None are left out. Raises Unstorable, StepTaken, NotRestored at
+        once.
         """
         n = self._advance(n)
         self._surface()
+        found = numbers(metrics)
         kept = not (milestone and self._behind.run.tier.newest_only)
         require(
             kept,
             "a milestone in slots, which keep the newest only",
             "Save it to a directory: lastgood.save(path, ...).",
         )
-        save = self._save(n, bool(milestone), metrics, must=True)
+        last = self._last
+        if last is not None and last.step == n:
+            if self._ranks is not None:
+                last.wait_ended()  # so that all ranks come to the same decision
+            if not last.failed():
+                self._behind.add(last, bool(milestone), found)
+                return last
+        save = self._save(n, bool(milestone), found, must=True)
         assert save is not None
         return save
 
@@ -406,7 +419,7 @@ class Checkpointer:
             try:
                 last = self._last
                 if (last is None or last.step < n or last.failed()) and self._in_time(n, last, asked.left_seconds):
-                    last = self._save(n, False, None, must=True, patience_seconds=asked.left_seconds) or last
+                    last = self._save(n, False, {}, must=True, patience_seconds=asked.left_seconds) or last
                 if last is not None:
                     last.result(asked.left_seconds)
                 problem = None
@@ -438,7 +451,7 @@ class Checkpointer:
         self._behind.wait()
         if self._last is None or self._last.step < n or self._last.failed():
             with contextlib.suppress(NotRestored):  # this state does not continue the run: the closing line says so
-                save = self._save(n, False, None, must=True, patience_seconds=threading.TIMEOUT_MAX)
+                save = self._save(n, False, {}, must=True, patience_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
                 save.wait_ended()
 
@@ -482,7 +495,7 @@ class Checkpointer:
         self,
         n: int,
         milestone: bool,
-        metrics: Mapping[str, float] | None,
+        metrics: Mapping[str, float],
         must: bool,
         patience_seconds: float | None = None,
     ) -> Save | None:
@@ -493,7 +506,6 @@ class Checkpointer:
                 safe="Nothing was written.",
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
-        scores = _finite(metrics or {})
         if self._ranks is None:
             self._request.patterns.require(self._request.state)
         waited = self._wait_for_a_place(n, must, patience_seconds)
@@ -513,8 +525,8 @@ class Checkpointer:
                     self._report_bound(cut.bytes * (self._ranks.size if self._ranks else 1))  # all write about as much
                 if self._cutter.note:
                     reporting.info(self._cutter.note)
-            pinned = wanted(self._options.retention, n, milestone, scores)
-            options = {**cut.options, "milestone": milestone, "metrics": scores, "together": topic}
+            pinned = must or wanted(self._options.retention, n, milestone, metrics)
+            options = {**cut.options, "milestone": milestone, "metrics": metrics, "together": topic}
             started = True
             here = not cut.overlapped
             self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, here, options)
@@ -730,10 +742,3 @@ def _samplers(container: object) -> Iterator[ResumableSampler]:
     elif isinstance(container, (list, tuple)):
         for one in container:
             yield from _samplers(one)
-
-
-def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    found = {name: float(value) for name, value in metrics.items()}
-    bad = [name for name, value in found.items() if not math.isfinite(value)]
-    require(not bad, f"metrics that are no finite numbers: {', '.join(bad)}", "Leave them out.")
-    return found

@@ -28,7 +28,8 @@ SAME_SECONDS = 1.0
 class Preemption:
     """Which signals ask, how long the end may take from the first one on, and the exit code that tells of it.
 
-    A second signal, more than a second after the first, ends the process at once.
+    A second signal, more than a second after the first, ends the process at once. A handler that a signal had before
+    is called too, once, after the request is noted (but for Python's own of SIGINT, which raises KeyboardInterrupt).
     """
 
     signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
@@ -107,6 +108,9 @@ class Asked:
         elif self._first is None:
             self._first = self._now()
             self.ask()
+            before = self._before[number]
+            if callable(before) and before is not signal.default_int_handler:  # which would end the loop by itself
+                before(number, frame)
         elif self._now() - self._first > SAME_SECONDS:
             self._leave("a second signal")
 

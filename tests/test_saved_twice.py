@@ -1,0 +1,133 @@
+"""Saving a step that is saved already: milestones and metrics are added, nothing is written twice or dropped."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+import lastgood
+from harness import reported
+from lastgood import errors
+from lastgood.format import commit
+from lastgood.format.layout import label_number
+from lastgood.plan.cadence import Every
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFile
+from lastgood.run import places
+from lastgood.train.metrics import numbers
+
+
+def steps(path: Path) -> list[int]:
+    return [one.step for one in lastgood.open(path).generations()]
+
+
+def test_a_milestone_at_the_end_of_an_epoch_is_added_to_what_the_cadence_saved(tmp_path: Path) -> None:
+    """save(n, milestone=True) after step(n) had saved n raised StepTaken, and ended the training."""
+    options = {"cadence": Every(steps=1), "retention": Keep(last=1)}
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
+        for n in range(1, 7):
+            begun = ckpt.step(n)
+            if n % 3 == 0:
+                assert ckpt.save(n, milestone=True) is begun
+            ckpt.wait()
+    assert steps(tmp_path) == [3, 6]
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
+        ckpt.restore()
+        ckpt.save(7).result()
+        ckpt.wait()
+    assert steps(tmp_path) == [3, 6, 7], "the next session knows it too"
+
+
+def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:
+    """step() took no metrics, so Keep(best=...) had nothing to go by in a loop with a cadence."""
+    options = {"cadence": Every(steps=1), "retention": Keep(last=1, best=("loss", "min", 1))}
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
+        ckpt.step(1, metrics={"loss": 5.0})
+        ckpt.step(2)
+        ckpt.save(2, metrics={"loss": torch.tensor(1.0)})
+        ckpt.wait()
+        ckpt.step(3, metrics={"loss": numpy.float32(3)})
+        ckpt.wait()
+        ckpt.step(4)
+    assert steps(tmp_path) == [2, 4]
+    assert lastgood.open(tmp_path).generation(2).commit.metrics == {"loss": 1.0}
+
+
+def test_labels_add_up_and_one_that_is_damaged_or_of_another_commit_is_ignored(tmp_path: Path) -> None:
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        ckpt.save(1, metrics={"a": 1.0})
+        ckpt.save(1, metrics={"a": 2.0, "b": 3.0})
+        ckpt.save(1, metrics={"b": 3.0})
+        ckpt.save(1, milestone=True)
+        ckpt.wait()
+    (home,) = (tmp_path / "gen").iterdir()
+    labels = sorted(one for one in home.iterdir() if label_number(one.name))
+    assert [one.name for one in labels] == ["LABEL-1.json", "LABEL-2.json"], "what is known is not written again"
+    found = lastgood.open(tmp_path).generation(1)
+    assert (found.commit.metrics, found.commit.milestone) == ({"a": 2.0, "b": 3.0}, True) and found.good
+    labels[0].write_bytes(labels[0].read_bytes().replace(b"3.0", b"4.0"))
+    other = labels[1].with_name("LABEL-3.json")
+    other.write_bytes(labels[1].read_bytes())
+    found = lastgood.open(tmp_path).generation(1)
+    assert (found.commit.metrics, found.commit.milestone) == ({"a": 1.0}, True)
+    (generation,) = commit.survey(places.for_reading(tmp_path)).generations.values()
+    assert lastgood.open(tmp_path).verify(1).good and generation.root == found.root
+
+
+def test_a_diverged_loss_is_saved_and_left_out_of_the_metrics(tmp_path: Path) -> None:
+    """metrics={"loss": nan} raised, and ended the loop at the very moment it should not."""
+    with (
+        reported("metrics left out: loss is nan, top1 is nan", logging.INFO),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt,
+    ):
+        ckpt.save(1, metrics={"loss": float("nan"), "top1": None, "top5": 0.5}).result()
+    assert lastgood.open(tmp_path).generation(1).commit.metrics == {"top5": 0.5}
+
+
+@pytest.mark.parametrize("value", ["0.5", torch.zeros(2), numpy.zeros(1), object(), 1j])
+def test_a_metric_that_is_no_number_is_refused_by_name(value: object) -> None:
+    with pytest.raises(errors.Refused, match="metric 'loss' is"):
+        numbers({"loss": value})
+    with pytest.raises(errors.Refused, match="metrics="):
+        numbers([("loss", 1)])
+
+
+def test_saves_by_hand_are_never_overtaken(tmp_path: Path) -> None:
+    """Of 300 saves by hand 30 were dropped for newer ones, without a warning."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=Keep(last=100), in_flight=4) as ckpt:
+        saves = [ckpt.save(n) for n in range(1, 41)]
+    assert all(one.durable() for one in saves) and steps(tmp_path) == list(range(1, 41))
+
+
+def test_a_save_of_the_cadence_that_is_then_asked_for_is_not_overtaken(tmp_path: Path, monkeypatch) -> None:
+    held, sync = threading.Event(), PosixFile.sync
+
+    def waiting(self: PosixFile) -> None:
+        if "000000000001-" in self._path and self._path.endswith(".safetensors"):
+            assert held.wait(60)
+        sync(self)
+
+    monkeypatch.setattr(PosixFile, "sync", waiting)
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1), in_flight=2) as ckpt:
+        older = ckpt.step(1)
+        assert ckpt.save(1) is older
+        ckpt.step(2).result(60)
+        held.set()
+        assert older.result(60).step == 1
+
+
+def test_reruns_of_a_finished_script_push_no_older_step_out(tmp_path: Path) -> None:
+    """Each rerun ended with save(total): three of them had pushed all other steps out of Keep(last=3)."""
+    for _ in range(4):
+        with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=10)) as ckpt:
+            for n in range(ckpt.restore().step + 1, 41):
+                ckpt.step(n)
+                ckpt.wait()
+            ckpt.save(40).result()
+            ckpt.wait()
+    assert steps(tmp_path) == [20, 30, 40]
