@@ -17,7 +17,6 @@ from torch.testing._internal.distributed._tensor import common_dtensor
 
 import lastgood
 
-
 _init_process_group = torch.distributed.init_process_group
 
 
