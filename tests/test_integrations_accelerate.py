@@ -20,7 +20,7 @@ DIGEST = "[model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), a
 
 @pytest.fixture(scope="module")
 def zygote():
-    with Zygote("accelerate", "lastgood.integrations.accelerate") as found:
+    with Zygote("accelerate", "torch._dynamo", "lastgood.integrations.accelerate") as found:
         yield found
 
 

@@ -70,7 +70,9 @@ class OrderedLoader(DataLoader[Any]):
         """The epoch of `order`, from its first batch on; the next iteration starts at batch 0 again."""
         self._fetched = self.order.first
         self.generator.manual_seed(_seeds("workers", self.order.seed, self.order.epoch)[0])
-        return self._count(super().__iter__())
+        batches = super().__iter__()  # with workers torch asks the batch sampler for two iterators, and uses the second
+        self.order.first = 0
+        return self._count(batches)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
@@ -105,7 +107,7 @@ class Order:
         self._batches, self.seed = batches, seed
         self.epoch = 0
         self.first = 0
-        """number of the batch at which the next iteration starts"""
+        """number of the batch at which an iteration starts"""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches" or name.startswith("__"):
@@ -123,8 +125,7 @@ class Order:
                 sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[NumberedBatch]:
-        epoch, first, self.first = self.epoch, self.first, 0
-        return self._numbered(epoch, first)
+        return self._numbered(self.epoch, self.first)
 
     def _numbered(self, epoch: int, first: int) -> Iterator[NumberedBatch]:
         stream = _Stream("order", self.seed, epoch)
