@@ -28,6 +28,10 @@ def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_pa
     kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST)
 
 
+def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST, kills=3, ranks=2)
+
+
 class Job:
     """A training of 12 samples: what a script makes before its loop."""
 

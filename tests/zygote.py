@@ -14,6 +14,7 @@ import os
 import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,7 +48,8 @@ class Zygote:
         """One life of `script RUN`, whose output is appended; returns its exit code, or minus the signal.
 
         `after_steps`, `at_operation`: where it is killed. `digest`: an expression over the script's names; what it
-        evaluates to is hashed into the last line. `argv`: further arguments.
+        evaluates to is hashed into the last line. `ranks`: so many processes, as torchrun would start them, each with
+        an output of its own; rank 0 is the one that is killed, and the others then end as well.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"script": str(script), "run": str(run), "output": str(output), **wishes}
@@ -56,24 +58,31 @@ class Zygote:
         return int(self._process.stdout.readline())
 
 
-def kill_and_compare(zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 20, seed: int = 0) -> None:
+def kill_and_compare(
+    zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 20, seed: int = 0, ranks: int = 1
+) -> None:
     """Kill `script` so many times at random points, and compare it with an uninterrupted run, bit for bit."""
     calm, restless = folder / "calm.txt", folder / "restless.txt"
-    assert zygote.live(script, folder / "calm", calm, digest=digest) == 0, calm.read_text()
+    wishes = {"digest": digest, "ranks": ranks}
+    assert zygote.live(script, folder / "calm", calm, **wishes) == 0, calm.read_text()
     chance, inside = random.Random(seed), 0
     for _ in range(kills):
         in_save = chance.random() < 0.5
         point = {"at_operation": chance.randint(1, 40)} if in_save else {"after_steps": chance.randint(1, 6)}
-        ended = zygote.live(script, folder / "run", restless, digest=digest, **point)
+        ended = zygote.live(script, folder / "run", restless, **wishes, **point)
         assert ended == -signal.SIGKILL, restless.read_text()[-4000:]
         inside += in_save
     assert inside >= kills // 4
-    assert zygote.live(script, folder / "run", restless, digest=digest) == 0, restless.read_text()[-4000:]
-    expected, found = dict(_said(calm)), list(_said(restless))
-    assert all(expected[what] == value for what, value in found), [
-        (what, value, expected[what]) for what, value in found if expected[what] != value
-    ][:5]
-    assert dict(found) == expected
+    assert zygote.live(script, folder / "run", restless, **wishes) == 0, restless.read_text()[-4000:]
+    for rank in range(ranks):
+        expected, found = dict(_said(_of_rank(calm, rank))), list(_said(_of_rank(restless, rank)))
+        assert [(what, value) for what, value in found if expected[what] != value] == []
+        if rank == 0:
+            assert dict(found) == expected
+
+
+def _of_rank(output: Path, rank: int) -> Path:
+    return output.with_name(f"{output.name}.{rank}") if rank else output
 
 
 def _said(output: Path) -> Iterator[tuple[str, str]]:
@@ -92,10 +101,36 @@ def main(modules: list[str]) -> None:
         importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
-        if not (child := os.fork()):
-            _live(request)
-        _, status = os.waitpid(child, 0)
+        port = _free_port()
+        children = []
+        for rank in range(request.get("ranks", 1)):
+            if not (child := os.fork()):
+                _live(_as_rank(request, rank, port))
+            children.append(child)
+        _, status = os.waitpid(children[0], 0)
+        for child in children[1:]:
+            if status:
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _as_rank(request: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
+    """Set the environment that torchrun gives; only rank 0 is to be killed."""
+    if (size := request.get("ranks", 1)) == 1:
+        return request
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
+    if not rank:
+        return request
+    kept = {name: value for name, value in request.items() if name not in ("after_steps", "at_operation")}
+    return {**kept, "output": str(_of_rank(Path(request["output"]), rank))}
 
 
 def _live(request: dict[str, Any]) -> None:
@@ -109,7 +144,7 @@ def _live(request: dict[str, Any]) -> None:
             _die_after(request["after_steps"])
         if "at_operation" in request:
             _die_at(request["at_operation"])
-        sys.argv = [request["script"], request["run"], *request.get("argv", [])]
+        sys.argv = [request["script"], request["run"]]
         names = runpy.run_path(request["script"], run_name="__main__")
         if "digest" in request:
             whole = hashlib.blake2b(digest_size=16)
