@@ -1,0 +1,1 @@
+"""Checkpointing inside training frameworks. Each module imports its framework; import the one that you use."""

@@ -1,0 +1,141 @@
+"""Checkpoints for loops over `accelerate`: a Checkpointer whose state is what the Accelerator has prepared.
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+with Checkpointer(accelerator, "runs/net", every_steps=50) as ckpt:
+    step = ckpt.restore().step
+    for epoch in range(ckpt.epoch, epochs):
+        for batch in loader:                    # begins after the last batch of the restored step
+            ...
+            if accelerator.sync_gradients:
+                step += 1
+                ckpt.step(step)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator, DistributedType
+from accelerate.data_loader import DataLoaderShard
+
+from ..train import checkpointer
+from .options import checkpointer_options, require, require_one_restore, require_path
+from .order import OrderedLoader, order_seed
+
+
+class Checkpointer(checkpointer.Checkpointer):
+    """A `lastgood.Checkpointer` of everything that `accelerator` has prepared or registered for checkpointing.
+
+    `accelerator`: after its `prepare` calls; what is prepared later is not saved. `path`: the run's directory.
+    `every_steps`: save after so many steps (default: as `cadence` says). `options`: further keyword arguments of
+    `lastgood.Checkpointer`. The state: models, optimizers and schedules without their wrappers ("model", "model_1",
+    ..., in the order of their preparation), the loss scale, registered objects, random numbers, the place in each
+    prepared loader, and the count of accumulated batches.
+
+    Call `step(n)` when `accelerator.sync_gradients` holds, after optimizer and schedule: gradients that are still being
+    accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
+    After `restore()` a prepared loader begins its next iteration in the middle of the epoch: do not skip batches
+    yourself. `accelerator.save_state` goes on working.
+
+    Raises Refused beside another Checkpointer of the same accelerator, for loaders over an IterableDataset, and for
+    DeepSpeed and Megatron-LM. `accelerator.load_state` raises Refused once the run holds a generation.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any
+    ) -> None:
+        self._path = require_path(path)
+        options = checkpointer_options(every_steps, options)
+        _require_alone(accelerator)
+        self._places = [_Place(one) for one in accelerator._dataloaders]
+        super().__init__(self._path, _state(accelerator, self._places), **options)
+        self._load_state_hook = accelerator.register_load_state_pre_hook(self._before_load_state)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next iteration over the first prepared loader; 0 without a loader."""
+        return self._places[0].epoch if self._places else 0
+
+    def close(self, timeout: float | None = None) -> None:
+        self._load_state_hook.remove()
+        super().close(timeout)
+
+    def _before_load_state(self, models: list[Any], folder: str) -> None:
+        require_one_restore(self._path, f"load_state({folder!r})")
+
+
+class _Place:
+    """The place in a prepared loader, whose batches it makes continuable."""
+
+    def __init__(self, loader: Any) -> None:
+        require(
+            type(loader) is DataLoaderShard,
+            f"a prepared loader is a {type(loader).__qualname__}",
+            "Prepare a DataLoader over a dataset with __getitem__, with dispatch_batches=False.",
+        )
+        self._loader, base = loader, loader.base_dataloader
+        self._ordered = base if isinstance(base, OrderedLoader) else OrderedLoader(base, order_seed())
+        loader.base_dataloader = self._ordered
+        loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate takes it before it fetches ahead
+
+    @property
+    def epoch(self) -> int:
+        return self._ordered.order.epoch
+
+    def state_dict(self) -> dict[str, int]:
+        taken = self._loader.dl_state_dict
+        return {name: taken[name] for name in ("seed", "epoch", "batches")} | {"length": len(self._ordered)}
+
+    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+        require(
+            saved["length"] == len(self._ordered),
+            f"the run was saved with {saved['length']} batches an epoch, and here are {len(self._ordered)}",
+            "Use the same batch size, dataset and number of processes, or a new run.",
+        )
+        self._ordered.load_state_dict(saved)
+        self._loader.iteration = self.epoch
+        self._loader.dl_state_dict = self._ordered.state_dict()
+
+
+class _Accumulated:
+    """How many batches the accelerator has accumulated."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, saved: Mapping[str, int]) -> None:
+        self._accelerator.step = saved["step"]
+
+
+def _state(accelerator: Accelerator, places: list[_Place]) -> dict[str, Any]:
+    parts = {
+        "model": [accelerator.unwrap_model(one) for one in accelerator._models],
+        "optimizer": [one.optimizer for one in accelerator._optimizers],
+        "scheduler": [one.scheduler for one in accelerator._schedulers],
+        "loader": places,
+        "registered": accelerator._custom_objects,
+        "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
+    }
+    named = {name if n == 0 else f"{name}_{n}": one for name, ones in parts.items() for n, one in enumerate(ones)}
+    return {**named, "accelerator": _Accumulated(accelerator)}
+
+
+def _require_alone(accelerator: Accelerator) -> None:
+    others = accelerator._load_model_state_pre_hook.values()
+    require(
+        not any(isinstance(getattr(one, "__self__", None), Checkpointer) for one in others),
+        "this accelerator has a Checkpointer already",
+        "Close it first; one Checkpointer saves everything that is prepared.",
+    )
+    engine = accelerator.distributed_type
+    require(
+        engine not in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM),
+        f"{engine.value} keeps the state of the optimizer itself",
+        "Use DDP or FSDP2.",
+    )
+    require(bool(accelerator._models), "nothing is prepared yet", "Call accelerator.prepare(...) before.")

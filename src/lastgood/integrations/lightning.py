@@ -1,0 +1,309 @@
+"""Checkpoints for Lightning: a callback that saves while `trainer.fit(model)` runs, and restores before it begins.
+
+    lightning.Trainer(callbacks=[LastgoodCallback("runs/net", every_steps=50)], ...).fit(model)
+
+A save is made when the next batch begins: validation, schedules, other callbacks and the end of the epoch that belong
+to the step before are then part of the state. `on_fit_start` restores everything before the first batch is fetched, and
+brings Lightning's loops to that batch by Lightning's own way to restart. When the batch begins, the loops' counters are
+set once more to what they were at the save, and Lightning forgets that it has restarted.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torchmetrics import Metric
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:  # the same library under its older name; the trainers of both take this callback
+    from pytorch_lightning import Callback
+
+from .. import reporting
+from ..train.checkpointer import Checkpointer
+from ..train.objects import load_rng, read_rng
+from .options import checkpointer_options, require, require_one_restore, require_path
+from .order import OrderedLoader, order_seed
+
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+class LastgoodCallback(Callback):
+    """Saves the complete training state while `fit` runs, and continues it when `fit` is called again.
+
+    `path`: the run's directory. `every_steps`: save after so many optimizer steps (default: as `cadence` says).
+    `options`: further keyword arguments of `lastgood.Checkpointer`, such as `retention`, `preemption` or `staging`.
+    The state: module, optimizers, schedules, precision plugin, datamodule, the loops' progress, other callbacks, logged
+    metrics and their running means, torchmetrics of the module, random numbers, and the place in the data. What
+    `on_save_checkpoint` hooks add to a checkpoint is saved too.
+
+    `fit` raises Refused beside another saver or reader of the same state: with a second LastgoodCallback, and for
+    `ckpt_path` when the run holds a generation. ModelCheckpoint may write its `.ckpt` files beside. Refused are also:
+    several training loaders, an IterableDataset, `reload_dataloaders_every_n_epochs`, and strategies that shard the
+    module. With `fast_dev_run` nothing is saved or restored.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
+        self.path = require_path(path)
+        self._options = checkpointer_options(every_steps, options)
+        self.checkpointer: Checkpointer | None = None
+        """open while `fit` runs"""
+        self._progress: _Progress | None = None
+        self._seen = 0  # newest step that the checkpointer was called for
+        self._saved = 0  # newest step that was saved or restored
+        self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.fast_dev_run:
+            return
+        _require_alone(trainer, self)
+        self._progress = progress = _Progress(trainer, _ordered_loader(trainer))
+        state = {
+            "model": pl_module,
+            "optimizers": list(trainer.optimizers),
+            "schedulers": [one.scheduler for one in trainer.lr_scheduler_configs],
+            "precision": trainer.precision_plugin,
+            "trainer": progress,
+        }
+        if trainer.datamodule is not None:
+            state["datamodule"] = trainer.datamodule
+        self.checkpointer = Checkpointer(self.path, state, **self._options)
+        found = self.checkpointer.restore()
+        self._seen = self._saved = found.step
+        self._rng = read_rng() if found.generation is not None else None
+        iter(trainer.fit_loop._data_fetcher)  # it had begun an iteration before the place was known
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._progress is not None:
+            self._progress.loader.order.set_epoch(trainer.current_epoch)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.checkpointer is None or self._progress is None:
+            return
+        self._progress.begin_batch()
+        if self._rng is not None:
+            load_rng(self._rng)
+            self._rng = None
+        if trainer.global_step > self._seen:
+            self._seen = trainer.global_step
+            if self.checkpointer.step(trainer.global_step) is not None:
+                self._saved = trainer.global_step
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._progress is not None:
+            self._progress.end_epoch()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self.checkpointer is not None and trainer.global_step > self._saved:
+            self.checkpointer.save(trainer.global_step)
+        self._close(None)  # before the strategy moves the module to another device
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close(None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close(exception)
+
+    def _close(self, error: BaseException | None) -> None:
+        checkpointer, self.checkpointer, self._progress = self.checkpointer, None, None
+        if checkpointer is not None:
+            checkpointer.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
+class _Progress:
+    """What a Lightning trainer knows of its progress, as numbers, texts and small tensors."""
+
+    def __init__(self, trainer: Any, loader: OrderedLoader) -> None:
+        self._trainer, self.loader = trainer, loader
+        self._shape = {"batches_per_epoch": len(loader), "processes": trainer.world_size}
+        self._at_batch: dict[str, Any] | None = None  # the loops when the next batch began, to be set when it begins
+        self._means: dict[str, dict[str, Any]] = {}  # of this epoch, of the batches before the restore
+
+    # ---- at the events ---------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """A batch begins: the first after a restore begins as it did when it was saved."""
+        if self._at_batch is not None:
+            _set_counters(self._trainer.fit_loop, self._at_batch)
+            _forget_restart(self._trainer.fit_loop)
+            self._at_batch = None
+        self._add_means()
+
+    def end_epoch(self) -> None:
+        self._add_means()
+        if self._means:
+            names = ", ".join(sorted(self._means))
+            reporting.warning(f"logged before the restore and not since, so not in the means of this epoch: {names}")
+            self._means = {}
+
+    def _add_means(self) -> None:
+        """Add what was logged before the restore to what was logged since, under the names that were logged since."""
+        results = self._trainer.fit_loop.epoch_loop._results
+        for key in [key for key in self._means if key in results]:
+            saved, metric = self._means.pop(key), results[key]
+            if metric.meta.is_max_reduction or metric.meta.is_min_reduction:
+                metric.value = metric.meta.reduce_fx(saved["value"].to(metric.value.device), metric.value)
+            else:
+                metric.value = metric.value + saved["value"].to(metric.value.device)
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = metric.cumulated_batch_size + int(saved["samples"])
+
+    # ---- the state -------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
+        in_epoch = epochs.started > epochs.processed
+        connector = trainer._logger_connector
+        return {
+            "shape": self._shape,
+            "loops": {**trainer.fit_loop.state_dict(), "state_dict": {}},
+            "in_epoch": in_epoch,
+            "order": {
+                "seed": self.loader.order.seed,
+                "epoch": trainer.current_epoch,
+                "batches": batches.completed if in_epoch else 0,
+            },
+            "should_stop": trainer.should_stop,
+            "logged": {name: dict(getattr(connector, name)) for name in _LOGGED},
+            "means": self._read_means(),
+            "torchmetrics": {name: _read_metric(one) for name, one in self._torchmetrics().items()},
+            "checkpoint": _read_checkpoint(trainer),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        trainer, now = self._trainer, self._shape
+        changed = [f"{name} {was} -> {now[name]}" for name, was in saved["shape"].items() if was != now[name]]
+        require(
+            not changed,
+            f"the run was saved with another division of the data into batches ({', '.join(changed)})",
+            "Use the same batch size, dataset and number of processes, or a new run.",
+        )
+        _load_checkpoint(trainer, saved["checkpoint"])
+        trainer.should_stop = saved["should_stop"]
+        for name, values in saved["logged"].items():
+            getattr(trainer._logger_connector, name).update(values)
+        for name, metric in self._torchmetrics().items():
+            _write_metric(metric, saved["torchmetrics"].get(name, {}))
+        self._means = saved["means"]
+        self.loader.load_state_dict(saved["order"])
+        self._load_loops(saved["loops"], saved["in_epoch"])
+
+    def _load_loops(self, loops: dict[str, Any], in_epoch: bool) -> None:
+        fit_loop = self._trainer.fit_loop
+        last = loops["epoch_loop.batch_progress"]["is_last_batch"]
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of the batch that is still to come
+        fit_loop.load_state_dict(loops)
+        if in_epoch:
+            loops["epoch_loop.batch_progress"]["is_last_batch"] = last
+            self._at_batch = loops
+        else:
+            _forget_restart(fit_loop)
+
+    def _read_means(self) -> dict[str, dict[str, Any]]:
+        means = dict(self._means)
+        for key, one in self._trainer.fit_loop.epoch_loop._results.items():
+            if one.is_tensor and one.meta.on_epoch and not one.has_reset:
+                samples = int(one.cumulated_batch_size) if one.meta.is_mean_reduction else 0
+                means[key] = {"value": one.value.clone(), "samples": samples}
+        return means
+
+    def _torchmetrics(self) -> dict[str, Metric]:
+        modules = self._trainer.lightning_module.named_modules()
+        return {name: one for name, one in modules if isinstance(one, Metric)}
+
+
+_LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+"""of a trainer's logger connector: the newest value of everything that was logged"""
+
+
+def _ordered_loader(trainer: Any) -> OrderedLoader:
+    """Let Lightning prepare its training loader, and put an OrderedLoader in its place."""
+    fit_loop = trainer.fit_loop
+    fit_loop.setup_data()
+    combined = fit_loop._combined_loader
+    require(
+        combined is not None and len(combined.flattened) == 1,
+        "there is not exactly one training loader",
+        "Join the datasets into one, in one DataLoader.",
+    )
+    loader = OrderedLoader(combined.flattened[0], order_seed())
+    combined.flattened = [loader]
+    return loader
+
+
+def _require_alone(trainer: Any, callback: LastgoodCallback) -> None:
+    found = [one for one in trainer.callbacks if isinstance(one, LastgoodCallback)]
+    require(len(found) == 1, f"the trainer has {len(found)} LastgoodCallbacks", "Give it one.")
+    if trainer.ckpt_path:
+        require_one_restore(callback.path, f"ckpt_path={trainer.ckpt_path!r}")
+    require(
+        not trainer.reload_dataloaders_every_n_epochs,
+        "reload_dataloaders_every_n_epochs makes a new training loader in the middle of the run",
+        "Leave it out.",
+    )
+    strategy = type(trainer.strategy).__name__
+    require(strategy in _STRATEGIES, f"the strategy is a {strategy}", f"Use one of {', '.join(_STRATEGIES)}.")
+
+
+# ---- Lightning's loops -----------------------------------------------------------------------------------------
+
+
+def _set_counters(loop: Any, saved: dict[str, Any], prefix: str = "") -> None:
+    """Set the progress of a loop and of those inside of it, and nothing else."""
+    loop._load_from_state_dict(saved, prefix)
+    for name, inner in _inner_loops(loop).items():
+        _set_counters(inner, saved, f"{prefix}{name}.")
+
+
+def _forget_restart(loop: Any) -> None:
+    """Let a loop go on as one that was never restarted."""
+    loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+    loop.reset_restart_stage()
+    for inner in _inner_loops(loop).values():
+        _forget_restart(inner)
+
+
+def _inner_loops(loop: Any) -> dict[str, Any]:
+    return {name: one for name, one in vars(loop).items() if hasattr(one, "_load_from_state_dict")}
+
+
+# ---- what others add to a checkpoint ---------------------------------------------------------------------------
+
+
+def _read_checkpoint(trainer: Any) -> dict[str, Any]:
+    """The state of the callbacks, and what hooks add to a Lightning checkpoint."""
+    module = trainer.lightning_module
+    standard = {"state_dict": module.state_dict(), "epoch": trainer.current_epoch, "global_step": trainer.global_step}
+    checkpoint = dict(standard)
+    for one in trainer.callbacks:
+        one.on_save_checkpoint(trainer, module, checkpoint)
+    module.on_save_checkpoint(checkpoint)
+    added = {key: value for key, value in checkpoint.items() if key not in standard}
+    states = {one.state_key: one.state_dict() for one in trainer.callbacks}
+    return {"callbacks": {key: state for key, state in states.items() if state}, "added": added}
+
+
+def _load_checkpoint(trainer: Any, saved: dict[str, Any]) -> None:
+    module = trainer.lightning_module
+    checkpoint = {"state_dict": module.state_dict(), "callbacks": saved["callbacks"], **saved["added"]}
+    for one in trainer.callbacks:
+        one.on_load_checkpoint(trainer, module, checkpoint)
+        if one.state_key in saved["callbacks"]:
+            one.load_state_dict(saved["callbacks"][one.state_key])
+    module.on_load_checkpoint(checkpoint)
+
+
+# ---- torchmetrics ----------------------------------------------------------------------------------------------
+
+
+def _read_metric(metric: Metric) -> dict[str, Any]:
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {"states": states, "updates": metric._update_count}
+
+
+def _write_metric(metric: Metric, saved: dict[str, Any]) -> None:
+    for name, value in saved.get("states", {}).items():
+        setattr(metric, name, value)
+    metric._update_count = saved.get("updates", 0)

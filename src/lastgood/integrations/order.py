@@ -1,0 +1,250 @@
+"""A DataLoader that resumes after any batch: what a batch holds depends on (seed, epoch, number of the batch) alone.
+
+    batch sampler, seeded by (seed, epoch) -> numbered indices -> dataset and collate_fn, seeded by the number -> batch
+
+Frameworks fetch batches ahead, skip batches at the level of the indices, and use worker processes. None of this changes
+a batch here, and fetching draws nothing from the random number generators of the training loop.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data.dataloader import _DatasetKind
+
+from ..errors import Refused
+
+_END = object()
+
+
+def order_seed() -> int:
+    """The seed of the data order of a new run: torch's initial seed, that of rank 0 when there are several ranks."""
+    seed = [torch.initial_seed()]
+    if dist.is_available() and dist.is_initialized():
+        dist.broadcast_object_list(seed)
+    return seed[0]
+
+
+class OrderedLoader(DataLoader[Any]):
+    """The same batches of the same dataset as `loader`, in an order that can be continued after any batch.
+
+    `loader`: a DataLoader over a map-style dataset, with any sampler. Its samplers must not depend on anything but
+    their arguments, the epoch and random numbers (Python's, numpy's or torch's global generators, or a
+    `torch.Generator` in an attribute named `generator`). `seed`: of the order, and of what dataset and `collate_fn`
+    draw.
+    `len()` is that of a whole epoch, also when the iteration starts in the middle of one.
+    Raises Refused for an IterableDataset, `in_order=False`, and subclasses of DataLoader that iterate in their own way.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        _require_map_style(loader)
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        fetcher = _DatasetKind.create_fetcher(
+            _DatasetKind.Map, loader.dataset, loader.batch_sampler is not None, loader.collate_fn, loader.drop_last
+        )
+        self.order = Order(batches, seed)
+        self._fetched = 0
+        super().__init__(
+            _SeededDataset(loader.dataset, fetcher.fetch),
+            batch_sampler=self.order,  # type: ignore[arg-type]  # numbered batches in place of lists of indices
+            num_workers=loader.num_workers,
+            collate_fn=_unchanged,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=_WorkerInit(loader.worker_init_fn),
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator(),
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """The epoch of `order`, from its first batch on; the next iteration starts at batch 0 again."""
+        self._fetched = self.order.first
+        self.generator.manual_seed(_seeds("workers", self.order.seed, self.order.epoch)[0])
+        batches = super().__iter__()  # with workers torch asks the batch sampler for two iterators, and uses the second
+        self.order.first = 0
+        return self._count(batches)
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._fetched += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The place after the newest batch that was handed out."""
+        return {"seed": self.order.seed, "epoch": self.order.epoch, "batches": self._fetched}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """The next iteration continues after `state["batches"]` batches of `state["epoch"]`."""
+        finished = state["batches"] >= len(self)
+        self.order.seed = state["seed"]
+        self.order.set_epoch(state["epoch"] + finished)
+        self.order.first = self._fetched = 0 if finished else state["batches"]
+
+
+class NumberedBatch(NamedTuple):
+    """The indices of one batch, and what seeds the random numbers that dataset and `collate_fn` draw for it."""
+
+    seed: int
+    epoch: int
+    number: int
+    indices: Any
+
+
+class Order:
+    """A batch sampler in front of another one. Attributes that it does not have are those of the other one."""
+
+    def __init__(self, batches: Any, seed: int) -> None:
+        self._batches, self.seed = batches, seed
+        self.epoch = 0
+        self.first = 0
+        """number of the batch at which an iteration starts"""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Order the next iteration as this epoch."""
+        self.epoch = epoch
+        for sampler in self._samplers():
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[NumberedBatch]:
+        return self._numbered(self.epoch, self.first)
+
+    def _numbered(self, epoch: int, first: int) -> Iterator[NumberedBatch]:
+        stream = _Stream("order", self.seed, epoch)
+        for sampler in self._samplers():
+            if isinstance(getattr(sampler, "generator", None), torch.Generator):
+                sampler.generator.manual_seed(_seeds("sampler", self.seed, epoch)[0])
+            if hasattr(sampler, "initial_seed"):
+                sampler.initial_seed = self.seed  # accelerate's SeedableRandomSampler adds the epoch to it
+        with stream:
+            batches = iter(self._batches)
+        for number in itertools.count():
+            with stream:
+                indices = next(batches, _END)
+            if indices is _END:
+                return
+            if number >= first:
+                yield NumberedBatch(self.seed, epoch, number, indices)
+
+    def _samplers(self) -> list[Any]:
+        """The wrapped batch sampler, and every sampler inside of it."""
+        found: dict[int, Any] = {}
+        pending = [self._batches]
+        while pending:
+            one = pending.pop()
+            if one is not None and id(one) not in found:
+                found[id(one)] = one
+                pending += [getattr(one, "sampler", None), getattr(one, "batch_sampler", None)]
+        return list(found.values())
+
+
+class _SeededDataset(Dataset[Any]):
+    """The user's dataset, which makes a whole batch at once from random numbers of that batch."""
+
+    def __init__(self, dataset: Any, fetch: Callable[[Any], Any]) -> None:
+        self.dataset, self._fetch = dataset, fetch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, batch: NumberedBatch) -> Any:
+        # With several ranks the batches of one number differ in their indices, and so in their random numbers.
+        indices = batch.indices if isinstance(batch.indices, list) else [batch.indices]
+        whole = [index for index in indices if isinstance(index, int)]
+        with _Stream("batch", batch.seed, batch.epoch, batch.number, *whole):
+            return self._fetch(batch.indices)
+
+
+class _WorkerInit:
+    """Gives the user's `worker_init_fn` the user's dataset in `get_worker_info()`."""
+
+    def __init__(self, init: Callable[[int], None] | None) -> None:
+        self._init = init
+
+    def __call__(self, worker_id: int) -> None:
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, _SeededDataset):
+            object.__setattr__(info, "dataset", info.dataset.dataset)  # WorkerInfo forbids plain assignment
+        if self._init is not None:
+            self._init(worker_id)
+
+
+class _Stream:
+    """Inside of `with`, the global CPU generators give a stream that its key seeds; outside they are as they were."""
+
+    def __init__(self, *key: str | int) -> None:
+        self._key = key
+        self._inner: tuple[Any, Any, torch.Tensor] | None = None
+
+    def __enter__(self) -> None:
+        self._outer = _read_generators()
+        if self._inner is None:
+            for_torch, for_numpy, for_python = _seeds(*self._key)
+            torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would seed the accelerators too
+            np.random.seed([for_numpy & 0xFFFFFFFF, for_numpy >> 32])
+            random.seed(for_python)
+        else:
+            _write_generators(self._inner)
+
+    def __exit__(self, *error: object) -> None:
+        self._inner = _read_generators()
+        _write_generators(self._outer)
+
+
+def _read_generators() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _write_generators(state: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+
+
+def _seeds(*key: str | int) -> tuple[int, int, int]:
+    """Three 63-bit seeds from a key."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=24).digest()
+    first, second, third = (int.from_bytes(digest[at : at + 8], "little") >> 1 for at in (0, 8, 16))
+    return first, second, third
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _require_map_style(loader: DataLoader[Any]) -> None:
+    what = ""
+    if isinstance(loader.dataset, IterableDataset):
+        what = "an IterableDataset has an order of its own, which cannot be continued in the middle of an epoch"
+    elif not loader.in_order:
+        what = "a DataLoader with in_order=False hands out batches in an order that depends on the speed of its workers"
+    elif type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__name__ != "StatefulDataLoader":
+        what = f"{type(loader).__qualname__} iterates in its own way"
+    if what:
+        raise Refused(what, safe="Nothing was loaded.", todo="Use a torch DataLoader over a dataset with __getitem__.")

@@ -1,0 +1,273 @@
+"""Checkpoints for `transformers.Trainer`: a callback that saves, and a mixin that resumes.
+
+    class MyTrainer(LastgoodTrainerMixin, transformers.Trainer): ...
+
+    MyTrainer(model, arguments, callbacks=[LastgoodCallback("runs/bert", every_steps=50)], ...).train()
+
+A save is made when the next step begins: logging, evaluation and the end of the epoch that belong to the step before
+are then part of the state. A callback cannot make the Trainer start in the middle of an epoch, so the mixin does it: it
+prepares model, optimizer and data before the Trainer asks where to start, restores, and answers with that place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from accelerate.data_loader import DataLoaderShard
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from ..train.checkpointer import Checkpointer
+from ..train.objects import load_rng, read_rng
+from .options import checkpointer_options, require, require_one_restore, require_path
+from .order import OrderedLoader, order_seed
+
+_PROGRESS = (
+    "epoch",
+    "global_step",
+    "num_input_tokens_seen",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""what training changes in a TrainerState; the other fields follow from the arguments of this run"""
+
+
+class LastgoodCallback(TrainerCallback):
+    """Saves the complete training state of a `LastgoodTrainerMixin` trainer, and restores it when `train()` is called.
+
+    `path`: the run's directory. `every_steps`: save after so many optimizer steps (default: as `cadence` says).
+    `options`: further keyword arguments of `lastgood.Checkpointer`, such as `retention`, `preemption` or `staging`.
+    The state: weights, optimizer, schedule, loss scale, random numbers, TrainerState, callbacks that are
+    `ExportableState`, the running loss, and the place in the data.
+
+    `train()` raises Refused beside another saver of the same state: with a second LastgoodCallback, with a
+    `save_strategy` that stores optimizer state, and for `resume_from_checkpoint` when the run holds a generation.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
+        self.path = require_path(path)
+        self._options = checkpointer_options(every_steps, options)
+        self.checkpointer: Checkpointer | None = None
+        """open while `train()` runs"""
+        self._seen = 0  # newest step that the checkpointer was called for
+        self._saved = 0  # newest step that was saved or restored
+        self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
+        self._progress: _Progress | None = None
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the current `train()` continues a generation of the run."""
+        return self._progress is not None and self._progress.loaded
+
+    # ---- called by the mixin -------------------------------------------------------------------------------
+
+    def restore(self, trainer: Any, loader: Any, steps_per_epoch: int, lifetime: ExitStack) -> int:
+        """Open the run and restore it into the trainer, which is prepared. Returns the step; 0 in a new run."""
+        require(
+            type(loader) is DataLoaderShard,
+            f"the training data loader is a {type(loader).__qualname__}",
+            "Use a dataset with __getitem__ in a DataLoader that accelerate prepares.",
+        )
+        loader.base_dataloader = OrderedLoader(loader.base_dataloader, order_seed())
+        self._progress = _Progress(trainer, loader.base_dataloader, steps_per_epoch)
+        state = {
+            "model": trainer.model,
+            "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
+            "scheduler": trainer.lr_scheduler,
+            "trainer": self._progress,
+        }
+        if trainer.accelerator.scaler is not None:
+            state["scaler"] = trainer.accelerator.scaler
+        self.checkpointer = lifetime.enter_context(Checkpointer(self.path, state, **self._options))
+        lifetime.callback(self._detach)
+        found = self.checkpointer.restore()
+        self._seen = self._saved = found.step
+        self._rng = read_rng() if self.resumed else None
+        return found.step
+
+    def save_last(self, step: int) -> None:
+        """Save the state after the last step, if it is not saved yet."""
+        if self.checkpointer is not None and step > self._saved:
+            self.checkpointer.save(step)
+            self._seen = self._saved = step
+
+    def _detach(self) -> None:
+        self.checkpointer = self._progress = self._rng = None
+
+    # ---- events --------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        require(
+            self._progress is not None,
+            "LastgoodCallback is in a Trainer that cannot resume in the middle of an epoch",
+            "Use `class MyTrainer(LastgoodTrainerMixin, Trainer)`, with the mixin before the Trainer.",
+        )
+        assert self._progress is not None
+        self._progress.apply_to_loop(control)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._rng is not None:
+            load_rng(self._rng)
+            self._rng = None
+        if self.checkpointer is not None and state.global_step > self._seen:
+            self._seen = state.global_step
+            if self.checkpointer.step(state.global_step) is not None:
+                self._saved = state.global_step
+
+
+class LastgoodTrainerMixin:
+    """Before `Trainer` in the bases of a class, lets `train()` continue the run of its LastgoodCallback.
+
+    Without such a callback the Trainer is as it is without the mixin.
+    """
+
+    _lastgood: LastgoodCallback | None = None
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer.train`, from the newest good generation of the run on; see LastgoodCallback."""
+        self._lastgood = _only_callback(self)
+        if self._lastgood is not None and resume_from_checkpoint:
+            require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
+        with ExitStack() as self._lifetime:
+            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        values = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        self._train_loader = dataloader
+        return values
+
+    def _init_training_state(
+        self,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        """Where to start: (epochs done, batches done in the next one)."""
+        start: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
+            max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
+        )
+        if self._lastgood is None:
+            return start
+        prepare = super()._prepare_for_training  # type: ignore[misc]
+        self._prepared = prepare(max_steps, self._train_loader, resume_from_checkpoint)
+        step = self._lastgood.restore(self, self._prepared[1], num_update_steps_per_epoch, self._lifetime)
+        if not self._lastgood.resumed:
+            return start
+        epochs, steps = divmod(step, num_update_steps_per_epoch)
+        return epochs, steps * self.args.gradient_accumulation_steps  # type: ignore[attr-defined]
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._lastgood is None:
+            return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        return self.__dict__.pop("_prepared")
+
+    def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
+        trainer: Any = self
+        if self._lastgood is None:
+            return super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
+        if trainer.control.should_training_stop:  # a callback had ended this run before it was restored
+            return None
+        if self._lastgood.resumed:  # makes the Trainer skip the batches that are done
+            kwargs["resume_from_checkpoint"] = self._lastgood.checkpointer
+        super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
+        if trainer.control.should_training_stop or epoch + 1 == trainer.state.num_train_epochs:
+            self._lastgood.save_last(trainer.state.global_step)
+        return None
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        if not isinstance(checkpoint, Checkpointer):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
+
+class _Progress:
+    """What a Trainer knows of its progress, as numbers and texts."""
+
+    def __init__(self, trainer: Any, loader: OrderedLoader, steps_per_epoch: int) -> None:
+        self._trainer, self._loader = trainer, loader
+        self._shape = {
+            "steps_per_epoch": steps_per_epoch,
+            "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
+            "processes": trainer.args.world_size,
+        }
+        self._in_loop = False  # the Trainer has made what `_read_loop` reads
+        self._loop: dict[str, Any] = {}
+        self.loaded = False
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        state = dataclasses.asdict(trainer.state)
+        return {
+            "shape": self._shape,
+            "state": {name: state[name] for name in _PROGRESS},
+            "callbacks": [(type(one).__name__, one.state()["attributes"]) for one in self._exportable()],
+            "current_flos": trainer.current_flos,
+            "seed": self._loader.order.seed,
+            "loop": self._read_loop() if self._in_loop else {},
+        }
+
+    def _read_loop(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "running_loss": trainer._tr_loss.item(),
+            "last_logged": trainer._globalstep_last_logged,
+            "stopped": trainer.control.should_training_stop and trainer.state.global_step < trainer.state.max_steps,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        changed = [
+            f"{name} {was} -> {self._shape[name]}" for name, was in saved["shape"].items() if was != self._shape[name]
+        ]
+        require(
+            not changed,
+            f"the run was saved with another division of the data into steps ({', '.join(changed)})",
+            "Use the same batch size, dataset, gradient accumulation and number of processes, or a new run.",
+        )
+        trainer = self._trainer
+        for name, value in saved["state"].items():
+            setattr(trainer.state, name, value)
+        for one, (kind, attributes) in zip(self._exportable(), saved["callbacks"], strict=False):
+            if type(one).__name__ == kind:
+                vars(one).update(attributes)
+        trainer.current_flos = saved["current_flos"]
+        self._loader.order.seed = saved["seed"]
+        self._loop = saved["loop"]
+        self.loaded = True
+
+    def apply_to_loop(self, control: Any) -> None:
+        """Set what the Trainer resets between its preparations and its first step."""
+        self._in_loop = True
+        if self.loaded:
+            trainer, loop = self._trainer, self._loop
+            trainer._tr_loss.fill_(loop["running_loss"])
+            trainer._total_loss_scalar = -loop["running_loss"]  # `train_loss` is that of this call's steps only
+            trainer._globalstep_last_logged = loop["last_logged"]
+            control.should_training_stop = loop["stopped"]
+
+    def _exportable(self) -> list[Any]:
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+def _only_callback(trainer: Any) -> LastgoodCallback | None:
+    """The trainer's LastgoodCallback. Raises Refused where something else saves or decides the same."""
+    found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LastgoodCallback)]
+    if not found:
+        return None
+    args = trainer.args
+    require(len(found) == 1, f"the trainer has {len(found)} LastgoodCallbacks", "Give it one.")
+    require(
+        args.save_strategy == "no" or args.save_only_model,
+        f"save_strategy={args.save_strategy.value!r} saves optimizer and progress too, beside LastgoodCallback",
+        'Set save_strategy="no", or save_only_model=True to keep folders of the model alone.',
+    )
+    for name in ("auto_find_batch_size", "ignore_data_skip"):
+        require(not getattr(args, name), f"{name}=True changes which samples a step trains", "Leave it out.")
+    require(not trainer.is_deepspeed_enabled, "DeepSpeed keeps optimizer state of its own", "Use DDP or FSDP2.")
+    return found[0]

@@ -1,0 +1,217 @@
+"""Many short lives of one training script: a process that has imported its framework, and forks itself for each.
+
+Importing torch and a framework takes seconds, and a forked life takes a few tenths. The zygote has one thread, reads
+one request a line from stdin, and answers with how the life ended. A life runs the script as `python SCRIPT ARGUMENTS`
+would. It is killed by SIGKILL after so many printed steps, or at so many file operations of a save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+OPERATIONS = ("pwrite", "link", "fsync", "fdatasync", "rename")
+
+
+class Zygote:
+    """The process, from the test's side. `modules`: what it imports before it forks."""
+
+    def __init__(self, *modules: str) -> None:
+        alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **alone},
+        )
+
+    def __enter__(self) -> Zygote:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def live(self, script: Path, run: Path, output: Path, **wishes: Any) -> int:
+        """One life of `script RUN`, whose output is appended; returns its exit code, or minus the signal.
+
+        `after_steps`, `at_operation`: where it is killed. `digest`: an expression over the script's names; what it
+        evaluates to is hashed into the last line. `ranks`: so many processes, as torchrun would start them, each with
+        an output of its own; rank 0 is the one that is killed, and the others then end as well.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        request = {"script": str(script), "run": str(run), "output": str(output), **wishes}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+def kill_and_compare(
+    zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 20, seed: int = 0, ranks: int = 1
+) -> None:
+    """Kill `script` so many times at random points, and compare it with an uninterrupted run, bit for bit."""
+    calm, restless = folder / "calm.txt", folder / "restless.txt"
+    wishes = {"digest": digest, "ranks": ranks}
+    assert zygote.live(script, folder / "calm", calm, **wishes) == 0, calm.read_text()
+    chance, inside = random.Random(seed), 0
+    for _ in range(kills):
+        in_save = chance.random() < 0.5
+        point = {"at_operation": chance.randint(1, 40)} if in_save else {"after_steps": chance.randint(1, 6)}
+        ended = zygote.live(script, folder / "run", restless, **wishes, **point)
+        assert ended == -signal.SIGKILL, restless.read_text()[-4000:]
+        inside += in_save
+    assert inside >= kills // 4
+    assert zygote.live(script, folder / "run", restless, **wishes) == 0, restless.read_text()[-4000:]
+    for rank in range(ranks):
+        expected, found = dict(_said(_of_rank(calm, rank))), list(_said(_of_rank(restless, rank)))
+        assert [(what, value) for what, value in found if expected[what] != value] == []
+        if rank == 0:
+            assert dict(found) == expected
+
+
+def _of_rank(output: Path, rank: int) -> Path:
+    return output.with_name(f"{output.name}.{rank}") if rank else output
+
+
+def _said(output: Path) -> Iterator[tuple[str, str]]:
+    """(step 7, 0.25) of each line that ends in `step 7 loss 0.25`; a line that a kill has cut is not one."""
+    for line in output.read_text().splitlines(keepends=True):
+        words = line.split()
+        if line.endswith("\n") and words[:1] in (["step"], ["digest"]) and len(words) >= 2:
+            yield " ".join(words[:-1]), words[-1]
+
+
+# ---- in the zygote, and in each life -------------------------------------------------------------------------
+
+
+def main(modules: list[str]) -> None:
+    for name in modules:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        port = _free_port()
+        children = []
+        for rank in range(request.get("ranks", 1)):
+            if not (child := os.fork()):
+                _live(_as_rank(request, rank, port))
+            children.append(child)
+        _, status = os.waitpid(children[0], 0)
+        for child in children[1:]:
+            if status:
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _as_rank(request: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
+    """Set the environment that torchrun gives; only rank 0 is to be killed."""
+    if (size := request.get("ranks", 1)) == 1:
+        return request
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
+    if not rank:
+        return request
+    kept = {name: value for name, value in request.items() if name not in ("after_steps", "at_operation")}
+    return {**kept, "output": str(_of_rank(Path(request["output"]), rank))}
+
+
+def _live(request: dict[str, Any]) -> None:
+    code = 1
+    try:
+        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(os.path.dirname(request["output"]))
+        if "after_steps" in request:
+            _die_after(request["after_steps"])
+        if "at_operation" in request:
+            _die_at(request["at_operation"])
+        sys.argv = [request["script"], request["run"]]
+        names = runpy.run_path(request["script"], run_name="__main__")
+        if "digest" in request:
+            whole = hashlib.blake2b(digest_size=16)
+            _feed(eval(request["digest"], names), whole)
+            print("digest", whole.hexdigest(), flush=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _die_after(steps: int) -> None:
+    """SIGKILL when so many lines that begin with `step` have been printed."""
+    write = sys.stdout.write
+
+    def counting(text: str) -> int:
+        nonlocal steps
+        if text == "step":  # print writes its arguments one by one
+            if steps == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            steps -= 1
+        return write(text)
+
+    sys.stdout.write = counting  # type: ignore[method-assign]
+
+
+def _die_at(operations: int) -> None:
+    """SIGKILL instead of the nth of the calls that write, link or sync."""
+    left = operations
+
+    def dying(call: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return counted
+
+    for name in OPERATIONS:
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def _feed(thing: Any, whole: Any) -> None:
+    """Hash nested containers, tensors by their bytes and everything else by its text."""
+    import torch
+
+    if isinstance(thing, torch.Tensor):
+        whole.update(f"{thing.dtype} {tuple(thing.shape)}".encode())
+        whole.update(thing.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(thing, dict):
+        for key, value in thing.items():
+            whole.update(repr(key).encode())
+            _feed(value, whole)
+    elif isinstance(thing, (list, tuple)):
+        for value in thing:
+            _feed(value, whole)
+    else:
+        whole.update(repr(thing).encode())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
