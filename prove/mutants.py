@@ -1480,7 +1480,7 @@ def _fences() -> list[Mutant]:
             (
                 "FSDP1 waits for the copy",
                 BEHIND,
-                "                moves |= is_fsdp1(part)\n",
+                "            moves |= is_fsdp1(part)\n",
                 "",
             ),
             (

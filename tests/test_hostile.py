@@ -24,9 +24,10 @@ import pytest
 from harness import State, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
-from lastgood.errors import Damaged, LastgoodError, TierDown, UnknownFormat
+from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, TierDown, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey
+from lastgood.format.values import decode
 from lastgood.plan.retention import Keep
 from lastgood.rawio.checksum import digest
 from lastgood.rawio.files import PosixFiles
@@ -441,6 +442,14 @@ def test_a_manifest_that_is_no_such_json_is_refused(run, case):
 def test_values_of_many_megabytes_are_carried_and_not_choked_on(run):
     run.forge_manifest(top(values={"x": ["y" * 1000] * 20_000}))
     assert contained(run.root, lambda: restored(run.tier))[:2] == (20, NEW)
+
+
+@pytest.mark.parametrize(
+    "key", ["../../../etc/passwd", "/etc/passwd", "Europe/../../../x", "tzdata.zoneinfo", "a\0b", ""]
+)
+def test_a_forged_time_zone_opens_no_file(run, key):
+    found = contained(run.root, lambda: decode({"!ZoneInfo": [key]}))
+    assert found[0] is ManifestInvalid
 
 
 # ---- commits ---------------------------------------------------------------------------------------------------

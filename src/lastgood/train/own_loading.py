@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -41,6 +42,8 @@ def calling(live: Any, path: str, step: int) -> Iterator[None]:
 
 
 def _is_own(code: Any) -> bool:
+    while isinstance(code, partial):
+        code = code.func
     return not str(getattr(code, "__module__", "")).startswith(_OF_TORCH)
 
 
