@@ -1394,8 +1394,8 @@ def _flights() -> list[Mutant]:
             (
                 "a full disk is relieved",
                 "run/room.py",
-                "            try:\n                return self._tier.create(name, length)\n            except NoSpace:\n                if not self._make_room():\n",
-                "            try:\n                return self._tier.create(name, length)\n            except NoSpace:\n                if True:\n",
+                "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if not (_is_full(error) and self._make_room()):\n",
+                "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if True:\n",
             ),
         ],
     )

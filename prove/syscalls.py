@@ -153,7 +153,8 @@ class Sweep:
                 outcome = "killed"
                 problems += [f"it was not killed: {code}"] if code != -9 else []
             else:
-                outcome = "+".join(sorted({one.partition(" ")[0] for one in ledger.reported})) or "ignored"
+                told_of = {one.partition(" ")[0] for one in ledger.reported} or {"warned" for _ in ledger.warned[:1]}
+                outcome = "+".join(sorted(told_of)) or "ignored"
                 problems += _silent(hits, box) if outcome == "ignored" else []
                 if code not in (0, 3, 4, 5) or (code == 0) != (not [one for one in lines if one[:5] == "error"]):
                     problems.append(f"exit code {code}: {told[-400:]}")

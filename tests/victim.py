@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import logging
 import os
 import random
 import re
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness import State, save
+from lastgood import reporting
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import LastgoodError, NotARun
@@ -36,7 +38,7 @@ from lastgood.ports import OpenMode, Tier
 from lastgood.rawio.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import places, reader
-from lastgood.run.writer import RunWriter
+from lastgood.run.writer import FULL, RunWriter
 from lastgood.tiers.disk import Disk
 
 TIERS = ("directory", "slots", "mmap")
@@ -113,7 +115,7 @@ def live(argv: list[str], say: Callable[[str], None]) -> int:
             codes.append(error.exit_code)
 
     pool: Executor = ThreadPoolExecutor(options.threads) if options.threads else Inline()
-    with pool, telling("-"):
+    with pool, warnings_to(say), telling("-"):
         if options.mode == "restore":
             tier = places.for_reading(path(options.run, options.tier))
             restored(tier, commit.survey(tier), pool, say)
@@ -123,6 +125,18 @@ def live(argv: list[str], say: Callable[[str], None]) -> int:
                 _write(tier, pool, options, say, telling)
     say("done")
     return codes[0] if codes else 0
+
+
+@contextlib.contextmanager
+def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """What is reported outside of exceptions becomes a line, too."""
+    handler = logging.Handler()
+    handler.emit = lambda record: say(f"warned {record.getMessage()}")  # type: ignore[method-assign]
+    reporting.LOGGER.addHandler(handler)
+    try:
+        yield
+    finally:
+        reporting.LOGGER.removeHandler(handler)
 
 
 def path(run: str, tier: str) -> str:
@@ -138,6 +152,8 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 
     def tell(event: Event) -> None:
+        if event.kind == "deleted" and event.detail == FULL:
+            say(f"pressed {event.step}")
         if event.kind == "verified" and (newest := run.newest_verified()):
             say(f"verified {place(newest.id)}")
 
@@ -235,11 +251,15 @@ class Ledger:
     """going while the disk was full, so without their reason: they may be taken for lost"""
     reported: list[str] = field(default_factory=list)
     """errors and steps over damage of the life that was heard last"""
+    warned: list[str] = field(default_factory=list)
+    """what that life reported outside of errors"""
+    pressed: bool = False
+    """the disk was full, and older verified generations made room"""
     problems: list[str] = field(default_factory=list)
 
     def hear(self, lines: Iterable[str]) -> None:
         """Take in what one life said, from its first line to where it was cut."""
-        saving, going, self.reported = "", set[str](), []
+        saving, going, self.reported, self.warned = "", set[str](), [], []
         for line in lines:
             word, _, rest = line.partition(" ")
             at = rest.partition(" ")[0]
@@ -276,6 +296,10 @@ class Ledger:
                 if not saving and self.tier != "directory":
                     self.perhaps |= {*self.durable[-1:]}
                 saving = ""
+            elif word == "pressed":
+                self.pressed = True
+            elif word == "warned":
+                self.warned.append(rest)
             elif word in ("stepped_over", "unread"):
                 self.reported.append(line)
             elif word == "wrong":
@@ -314,7 +338,8 @@ class Ledger:
             if problem:
                 self._wrong(problem)
         good = [at for at, one in there.items() if one.verified or at in self.verified]
-        if len(good) < min(self.last if self.tier == "directory" else 1, len(self.verified)):
+        owed = self.last if self.tier == "directory" and not self.pressed else 1
+        if len(good) < min(owed, len(self.verified)):
             self._wrong(f"of {len(self.verified)} verified generations {good} are left")
         for at in {place(one) for one in lineage(survey).lost} - self.cut_short:
             self._wrong(f"{at} is reported as lost, and nobody acknowledged it")

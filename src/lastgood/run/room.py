@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping
 
 from .. import reporting
@@ -29,16 +30,16 @@ class Roomy:
         while True:
             try:
                 return self._tier.create(name, length)
-            except NoSpace:
-                if not self._make_room():
+            except NoSpace as error:
+                if not (_is_full(error) and self._make_room()):
                     raise
 
     def put_new(self, name: str, data: bytes) -> None:
         while True:
             try:
                 self._tier.put_new(name, data)
-            except NoSpace:
-                if not self._make_room():
+            except NoSpace as error:
+                if not (_is_full(error) and self._make_room()):
                     raise
             else:
                 return
@@ -54,6 +55,12 @@ class Roomy:
 
     def delete(self, name: str) -> None:
         self._tier.delete(name)
+
+
+def _is_full(error: NoSpace) -> bool:
+    """Whether deleting something may help. It does not where a limit on the size of one file was reached (EFBIG)."""
+    cause = error.__cause__
+    return not (isinstance(cause, OSError) and cause.errno == errno.EFBIG)
 
 
 def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free_bytes: int) -> None:

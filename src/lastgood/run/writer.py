@@ -74,6 +74,9 @@ from .reader import Reading, read_all, read_on
 from .room import Roomy
 from .sharing import Approve, Files, Share, nothing_more
 
+FULL = "the disk is full"
+"""detail of the event of a generation that was deleted to make room for a save"""
+
 
 class RunWriter:
     """Torch-free writer of one run on one tier.
@@ -675,7 +678,7 @@ class RunWriter:
         Returns whether one was deleted. Pinned generations, the newest verified and the newest committed one stay.
         """
         for at in self._deletable(under_pressure):
-            if self._delete(at, "the disk is full"):
+            if self._delete(at, FULL):
                 if not self._was_full:
                     reporting.warning(
                         f"the disk of {self.tier.place} is full: {at} was deleted to make room for the next save, and "
