@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -76,9 +77,9 @@ def outcomes(file: Path, storage: str) -> dict[str, str]:
 
 
 def last_error(text: str) -> str:
-    """The line of a traceback that says what went wrong."""
+    """The line of a traceback that says what went wrong, without the folder that torch is in."""
     lines = [line.removeprefix("E").strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
-    return (lines[-1] if lines else text.strip()[-200:])[:300]
+    return re.sub(r"\S*/site-packages/", "", (lines[-1] if lines else text.strip()[-200:])[:300])
 
 
 def reason(test: str) -> str:
@@ -121,6 +122,7 @@ def main() -> int:
             print(f"{file.name} {test}: {rows[-1]['verdict']}", flush=True)
     counts = Counter(row["verdict"] for row in rows)
     facts = {
+        "command": "python prove/dcp_torch_tests.py --tests FOLDER",
         "commit": of_commit,
         "torch": f"{torch.__version__} ({torch.version.git_version})",
         "tests_from": options.source,

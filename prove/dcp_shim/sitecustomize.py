@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils, hf_storage  # noqa: F401
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.testing._internal import common_distributed
 from torch.testing._internal.distributed._tensor import common_dtensor
 
@@ -23,6 +24,14 @@ _init_process_group = torch.distributed.init_process_group
 def _on_gloo(backend: str | None = None, *arguments: Any, **options: Any) -> None:
     """Tests of accelerators name one backend for it and one for the CPU: here both are gloo."""
     _init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *arguments, **options)
+
+
+_fsdp_init = FullyShardedDataParallel.__init__
+
+
+def _on_cpu(self: Any, *arguments: Any, **options: Any) -> None:
+    """FSDP1 takes a CPU only where it is named."""
+    _fsdp_init(self, *arguments, **({"device_id": torch.device("cpu")} | options))
 
 
 def _wherever(*_: Any, **__: Any) -> Callable[[Any], Any]:
@@ -63,6 +72,7 @@ def _forked(test: common_distributed.MultiProcessTestCase) -> None:
     test._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
+FullyShardedDataParallel.__init__ = _on_cpu
 torch.distributed.init_process_group = _on_gloo
 common_distributed.MultiProcessTestCase._spawn_processes = _forked
 for module in (common_distributed, common_dtensor):
