@@ -37,6 +37,10 @@ def test_random_collators_running_losses_and_callbacks_resume_exactly(zygote, tm
     kill_and_compare(zygote, MASKING, tmp_path, DIGEST, kills=8)
 
 
+def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST, kills=2, ranks=2)
+
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
