@@ -372,7 +372,7 @@ def test_parameters_of_all_ranks_keep_their_memory_order_when_merged() -> None:
         return Manifest(format=1, step=1, incarnation="00000000", rank=rank, digest="xxh3_128", values=values, **empty)
 
     parameters = [["m.a", [2, 3], [1, 0]], ["m.b", [4]]]
-    found = merged([of_rank(rank, one) for rank, one in enumerate(parameters)], 0)
+    found = merged([of_rank(rank, one) for rank, one in enumerate(parameters)], 0, 2)
     assert found["o"]["!optimizer"]["groups"][0]["params"] == parameters
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -61,8 +61,6 @@ class Options:
         self._check_choices()
         self._check_numbers()
         self._check_objects()
-        for name in ("include", "exclude", "finite_also", "finite_except"):
-            _require_patterns(name, getattr(self, name))
 
     def _check_choices(self) -> None:
         choices: dict[str, Sequence[object]] = {
@@ -178,12 +176,3 @@ def require(holds: bool, what: str, todo: str) -> None:
     """Raise Refused where it does not hold."""
     if not holds:
         raise Refused(what, safe="Nothing was touched.", todo=todo)
-
-
-def _require_patterns(name: str, patterns: Any) -> None:
-    listed = isinstance(patterns, Collection) and not isinstance(patterns, (str, bytes, Mapping))
-    require(
-        listed and all(isinstance(one, str) for one in patterns),
-        f"{name}={patterns!r}",
-        f'Give a list of name patterns: {name}=["model.*"].',
-    )

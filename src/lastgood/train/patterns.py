@@ -86,9 +86,11 @@ class Patterns:
     ) -> None:
         given = {"include": include, "exclude": exclude, "finite_also": finite_also, "finite_except": finite_except}
         for argument, patterns in given.items():
-            if isinstance(patterns, str):
-                what = f"{argument}={patterns!r} is one text, not a list of patterns"
-                raise Refused(what, safe="Nothing was touched.", todo=f"Give {argument}=[{patterns!r}].")
+            listed = isinstance(patterns, Collection) and not isinstance(patterns, (str, bytes, Mapping))
+            if not listed or not all(isinstance(one, str) for one in patterns):
+                some = repr(patterns) if isinstance(patterns, str) else '"model.*"'
+                what = f"{argument}={patterns!r} is not a list of name patterns"
+                raise Refused(what, safe="Nothing was touched.", todo=f"Give {argument}=[{some}].")
         self._names = wanted(include, exclude)
         self.pending = [(argument, one) for argument, patterns in given.items() for one in patterns]
         self._looks = 0
