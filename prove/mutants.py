@@ -736,7 +736,6 @@ def _retentions() -> list[Mutant]:
             ),
             (
                 "a step that was saved again counts once",
-                RETENTION,
                 "    newest_of_step = {one.step: one for one in reversed(good)}\n",
                 "    newest_of_step = {one.id: one for one in reversed(good)}\n",
             ),
