@@ -565,13 +565,13 @@ def _orders() -> list[Mutant]:
             (
                 "older save is given up",
                 WRITER,
-                "        if newest.step > at.step and not pinned:\n",
+                "        if newest.step > at.step and not pinned and at not in self.pinned:\n",
                 "        if False:\n",
             ),
             (
                 "older save that is wanted is not",
                 WRITER,
-                "        if newest.step > at.step and not pinned:\n",
+                "        if newest.step > at.step and not pinned and at not in self.pinned:\n",
                 "        if newest.step > at.step:\n",
             ),
             ("names the one before it", WRITER, "one.incarnation == at.incarnation and one.step < at.step)", "True)"),
@@ -785,25 +785,30 @@ def _retentions() -> list[Mutant]:
         for name, old, new in [
             (
                 "counts verified ones only",
-                "    good = [one for one in chain if one.good]\n    kept",
-                "    good = [one for one in chain if not one.damaged]\n    kept",
+                "    good = [one for one in chain if one.good]\n    # A step",
+                "    good = [one for one in chain if not one.damaged]\n    # A step",
             ),
             (
                 "counts undamaged ones only",
-                "    good = [one for one in chain if one.good]\n    kept",
-                "    good = [one for one in chain if one.verified]\n    kept",
+                "    good = [one for one in chain if one.good]\n    # A step",
+                "    good = [one for one in chain if one.verified]\n    # A step",
             ),
             (
                 "keeps the last",
-                "    kept = {one.id for one in good[: keep.last]} |",
-                "    kept = {one.id for one in good[:1]} |",
+                "key=good.index)[: keep.last]\n",
+                "key=good.index)[:1]\n",
+            ),
+            (
+                "a step that was saved again counts once",
+                "    newest_of_step = {one.step: one for one in reversed(good)}\n",
+                "    newest_of_step = {one.id: one for one in reversed(good)}\n",
             ),
             (
                 "keeps what is newer than the newest verified",
                 "    newest = chain.index(good[0]) if good else len(chain)\n",
                 "    newest = 0\n",
             ),
-            ("unverified ones fill up", "    kept |= set(unread[: max(keep.last - len(good), 0)])\n", ""),
+            ("unverified ones fill up", "    kept |= set(unread[: max(keep.last - len(latest), 0)])\n", ""),
             ("keeps what is pinned", "    kept |= {one.id for one in whole if _pinned(keep, one)}\n", ""),
             ("keeps what is pinned, read or not", "for one in whole if _pinned", "for one in good if _pinned"),
             ("keeps the best", "    kept |= {one.id for known in (good, whole) for one in _best(keep, known)}\n", ""),
@@ -1231,8 +1236,8 @@ def _flights() -> list[Mutant]:
             (
                 "place is free again after a save",
                 BACKGROUND,
-                "            self._flights.remove(flight)\n        self._free_places.release()\n",
-                "            self._flights.remove(flight)\n",
+                "            self.run.pinned.discard(flight.at)\n        self._free_places.release()\n",
+                "            self.run.pinned.discard(flight.at)\n",
             ),
             (
                 "place is free again where nothing began",

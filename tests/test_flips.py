@@ -174,7 +174,9 @@ def test_a_rewind_that_has_not_saved_yet_outlives_any_damage_to_its_record(tmp_p
     """Its record was once the only witness of a rewind: one bit of it, and the abandoned step was chosen again."""
     run = Run(tmp_path)
     old = next(at for at in survey(run.tier).generations if at.step == 10)
-    RunWriter(run.tier, WORKERS, new_id=lambda: "00000030").begin(old)
+    writer = RunWriter(run.tier, WORKERS, new_id=lambda: "00000030")
+    writer.begin(old)
+    writer.record_incarnation()  # as earlier versions did in begin
     record = next((tmp_path / "incarnations").glob("*-00000030-*"))
     good = record.read_bytes()
     flipped = (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(len(good)))

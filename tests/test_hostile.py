@@ -204,6 +204,7 @@ def written(tier: Disk) -> tuple[int, State, dict[int, str]]:
     """What a restore finds after a writer has opened the run, read everything again and deleted what it may."""
     writer = RunWriter(tier, Inline(), keep=Keep(last=1))
     writer.begin(GenerationId(step=10, incarnation="0a0a0a0a"))
+    writer.record_incarnation()  # as if it had saved, and that had gone
     writer.verify(Arena(3 * 4096, 4096))
     writer.clean()
     return restored(tier)

@@ -18,9 +18,10 @@ class Every:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        steps_hold = self.steps is None or (_is_number(self.steps, int) and self.steps >= 1)
-        seconds_hold = self.seconds is None or (_is_number(self.seconds, (int, float)) and self.seconds > 0)
-        if not (steps_hold and seconds_hold) or self.steps is self.seconds is None:
+        flags = isinstance(self.steps, bool) or isinstance(self.seconds, bool)
+        steps_hold = self.steps is None or (hasattr(self.steps, "__index__") and self.steps >= 1)
+        seconds_hold = self.seconds is None or (isinstance(self.seconds, (int, float)) and self.seconds > 0)
+        if flags or not (steps_hold and seconds_hold) or self.steps is self.seconds is None:
             raise Refused(
                 f"{self} says nothing",
                 safe="Nothing was touched.",
@@ -36,7 +37,3 @@ class Every:
 def crossed(interval: int, since: int, step: int) -> bool:
     """Whether a multiple of `interval` lies after `since`, up to and with `step`. Steps need not count by ones."""
     return step // interval > since // interval
-
-
-def _is_number(value: object, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import Refused
 from ..format.commit import Survey
@@ -49,8 +49,8 @@ class Keep:
             raise Refused(f"best={self.best!r}", safe=_SAFE, todo=todo)
 
 
-def _is_count(value: object, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: Any, least: int = 1) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and value >= least
 
 
 KEEP = Keep()
