@@ -88,12 +88,6 @@ def reason(test: str) -> str:
     return next((why for subject, why in SUBJECTS.items() if name == subject or name.startswith(f"{subject}_")), "")
 
 
-def commit() -> str:
-    """The commit of this working tree, marked where files differ from it."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def verdict(theirs: str, ours: str, why: str) -> str:
     if theirs != "passed":
         return "does not run here"
@@ -108,7 +102,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="only files whose name holds this")
     parser.add_argument("--source", default="", help="where the test files are from, for the report")
     options = parser.parse_args()
-    begun, of_commit = time.monotonic(), commit()
+    begun = time.monotonic()
     rows = []
     for file in sorted(options.tests.rglob("test_*.py")):
         if options.only not in file.name:
@@ -123,7 +117,6 @@ def main() -> int:
     counts = Counter(row["verdict"] for row in rows)
     facts = {
         "command": "python prove/dcp_torch_tests.py --tests FOLDER",
-        "commit": of_commit,
         "torch": f"{torch.__version__} ({torch.version.git_version})",
         "tests_from": options.source,
         "tests": len(rows),

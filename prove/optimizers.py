@@ -20,7 +20,6 @@ import importlib
 import importlib.metadata
 import inspect
 import io
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from telling import HERE, report
+from telling import report
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
@@ -382,18 +381,6 @@ def tried_schedule(library: str, name: str, make: Callable[[optim.Optimizer], An
 # ---- the report --------------------------------------------------------------------------------------------------
 
 
-def commit() -> str:
-    """The commit that this is run from."""
-
-    def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", *args], cwd=HERE.parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    changed = git("status", "--porcelain", "--", "src", "prove/*.py")
-    return git("rev-parse", "HEAD") + (" + uncommitted changes" if changed else "")
-
-
 def counted(trials: list[Trial]) -> str:
     return ", ".join(f"{outcome} {count}" for outcome, count in Counter(one.outcome for one in trials).most_common())
 
@@ -420,7 +407,7 @@ def version(library: str) -> str:
 def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    begun, only, made_of = time.monotonic(), set(sys.argv[1:]), commit()
+    begun, only = time.monotonic(), set(sys.argv[1:])
     kinds = [one for one in optimizers() if not only or one[1] in only]
     of_optimizers = [trial for one in kinds for trial in tried(*one)]
     of_schedules = [] if only else [tried_schedule(*one) for one in schedules()]
@@ -430,7 +417,6 @@ def main() -> int:
     wrong = [one for one in (*of_optimizers, *of_schedules) if one.outcome in ("differs", "fails")]
     if not only:
         facts = {
-            "commit": made_of,
             **{
                 library.replace("-", "_"): version(library)
                 for library in ("torch", "pytorch-optimizer", "transformers")

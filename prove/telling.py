@@ -16,8 +16,10 @@ HERE = Path(__file__).resolve().parent
 TORCH_FREE = ("rawio", "format", "tiers", "engine", "plan", "run")
 PROVED = {
     "crash_model": TORCH_FREE,
+    "dcp_torch_tests": ("edges", "train", "run", "engine", "format"),
     "kills": ("",),
     "mutation": ("",),
+    "optimizers": ("train", "run", "engine", "format"),
     "ranks": ("",),
     "syscalls": TORCH_FREE,
 }

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from ..format import values
 from ..format.encodings import dtype_tree, need, numpy_dtype
+from ..format.layout import DTYPES
 from ..train import tensors
 
 
@@ -96,6 +97,7 @@ def _array(dtype: Any, shape: list[int], text: str) -> np.ndarray:
 
 
 def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
+    need(dtype in DTYPES, "!bare_tensor of no known dtype")
     return tensors.from_buffer(bytearray(base64.b64decode(text, validate=True)), dtype, shape)
 
 
