@@ -69,7 +69,8 @@ class Transposed(nn.Module):
 
 MODELS = {"channels_last": Convolutions, "transposed": Transposed}
 FUSED = {optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad}
-ONE_KIND = {optim.Muon, optim.Adafactor}
+MUON = getattr(optim, "Muon", None)  # from torch 2.9 on
+ONE_KIND = {MUON, optim.Adafactor}
 """optimizers that take no `foreach`, or whose `foreach` does not exist on the CPU"""
 NOT_TRIED = {optim.Optimizer, optim.SparseAdam, optim.LBFGS}
 """the base class; what takes only sparse gradients; what itself raises for gradients that are not contiguous"""
@@ -98,7 +99,7 @@ def cases() -> Iterator[Any]:
 def made(layout: str, kind: Callable[..., optim.Optimizer], options: dict[str, Any], seed: int) -> State:
     torch.manual_seed(seed)
     model = MODELS[layout]()
-    parameters = [one for one in model.parameters() if kind is not optim.Muon or one.dim() == 2]
+    parameters = [one for one in model.parameters() if kind is not MUON or one.dim() == 2]
     return {"model": model, "optimizer": kind(parameters, **options)}
 
 
