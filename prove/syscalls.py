@@ -60,7 +60,7 @@ IGNORED: list[tuple[str, str, str]] = [
     (r"(unlink|newfstatat)\(", r"\.tmp$", "the second name of a durable record: litter that the next opening takes"),
     (_READS, r"/(VERIFIED|DAMAGED|LASTGOOD)\.json$", "a hint, made anew when it matters"),
     (_READS, r"/lastgood\.json$", "commits repeat it"),
-    (_READS, r"/incarnations/", "commits repeat it"),
+    (r".*", r"/incarnations(/|$)", "each commit repeats it, and the next save writes it"),
     (_FULL, r"^run/gen(/|$)", "on a full disk a generation goes without its reason: space is had"),
 ]
 

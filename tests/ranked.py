@@ -495,7 +495,8 @@ def opened(root: Path, state: dict[str, Any]) -> Any:
     import lastgood
 
     warnings.simplefilter("ignore")
-    return lastgood.Checkpointer(root, state, cadence=lastgood.Every(steps=1000), patience=PATIENCE)
+    options = {"cadence": lastgood.Every(steps=1000), "patience": PATIENCE}
+    return lastgood.Checkpointer(root, state, save_on_exit=False, **options)  # only the saves that a test makes
 
 
 def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
