@@ -14,6 +14,8 @@ from harness import reported, reports
 from lastgood import errors
 from lastgood.plan.cadence import Every
 from lastgood.rawio.files import PosixFile
+from lastgood.records import GenerationId
+from lastgood.run.writer import RunWriter
 
 
 def steps(path: Path) -> list[int]:
@@ -166,3 +168,56 @@ def test_step_numbers_that_fall_are_refused_at_once(tmp_path: Path) -> None:
 def test_a_cadence_of_another_type_is_refused_by_name(given: dict) -> None:
     with pytest.raises(errors.Refused, match=next(iter(given))):
         Every(**given)
+
+
+def test_a_last_save_whose_commit_is_unknown_ends_the_run_normally(tmp_path: Path, monkeypatch) -> None:
+    """The exit saved the same step again, which may be there: StepTaken, exit code 1."""
+    publish = RunWriter.publish
+
+    def unknown(self: RunWriter, at: GenerationId, *args: object) -> object:
+        if at.step == 2:
+            raise errors.CommitUnknown("step 2: EIO; it may or may not have become durable")
+        return publish(self, at, *args)
+
+    monkeypatch.setattr(RunWriter, "publish", unknown)
+    with (
+        reported("newest durable step 1 of 2; 1 save failed: CommitUnknown"),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1)) as ckpt,
+    ):
+        ckpt.step(1).result(60)
+        ckpt.step(2)
+
+
+def test_the_closing_line_comes_once(tmp_path: Path) -> None:
+    with reports() as texts, lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        ckpt.step(1)
+        ckpt.close()
+    assert sum("nothing is durable" in one for one in texts) == 1
+
+
+def test_ctrl_c_while_a_save_begins_ends_the_process(tmp_path: Path, monkeypatch) -> None:
+    """Between the start of the writing thread and that of the copy it left a thread that waited for ever."""
+    with (
+        pytest.raises(KeyboardInterrupt),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1)) as ckpt,
+    ):
+        ckpt.step(1).result(60)
+        lanes = ckpt._behind._lanes
+        submit = lanes.submit
+
+        def interrupted(*args: object) -> None:
+            submit(*args)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(lanes, "submit", interrupted)
+        ckpt.step(2)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_half_loaded_state_cannot_start_over(tmp_path: Path) -> None:
+    """restore(step=0) took the half of another step for a fresh start, and saved it as a new lineage."""
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        ckpt.restore()
+        ckpt._half_loaded = True
+        with pytest.raises(errors.Refused, match="half of another step"):
+            ckpt.restore(step=0)

@@ -103,3 +103,29 @@ def test_the_errors_name_the_exception_and_the_step_to_load_by_hand(tmp_path):
     mark.unlink()  # nobody has read it yet: what a restore finds itself says the same
     with pytest.raises(NothingGood, match=r'finite_except=\["model.layer.weight"\]'):
         lastgood.load(tmp_path / "run", {"model": Masked()})
+
+
+def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
+    """Without a restore() the first look came after the first update: a run that had diverged by then was "good"."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+        model.weight.data.fill_(float("nan"))
+        ckpt.save(1).result()
+    with lastgood.Checkpointer(tmp_path / "other", {"model": model}) as ckpt:
+        ckpt.save(1).result()
+    assert good(tmp_path) == {1: False} and good(tmp_path / "other") == {1: False}
+
+
+def test_a_parameter_that_begins_to_train_is_demanded_to_be_finite(tmp_path):
+    """What does not train was found out at the first save, and held for the run: frozen then, NaN later, "good"."""
+    model = nn.Linear(3, 1).requires_grad_(False)
+    with lastgood.Checkpointer(tmp_path, {"model": model}) as ckpt:
+        ckpt.save(1).result()
+        model.requires_grad_(True)
+        ckpt.save(2).result()
+        ckpt.wait()
+        model.weight.data.fill_(float("nan"))
+        ckpt.save(3).result()
+    found = good(tmp_path)
+    assert found[2] and not found[3]

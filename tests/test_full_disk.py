@@ -198,7 +198,7 @@ def test_a_training_run_on_a_disk_for_two_states_goes_on_and_says_so(small_disk,
         (60 * MB, 10 * MB, None, ""),
         (0, 69 * MB, "WARNING", "room for 6 states of 10 MB"),
         (20 * MB, 5 * MB, "WARNING", "Free 45 MB"),
-        (0, 19 * MB, "ERROR", "no save can succeed"),
+        (0, 19 * MB, "ERROR", "none can follow the first"),
     ],
 )
 def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text):
@@ -206,3 +206,14 @@ def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text
     room.compare("/run", 10 * MB, 7, held, free)
     assert [one.levelname for one in caplog.records] == ([level] if level else [])
     assert text in caplog.text
+
+
+def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that had grown beyond the disk cost all older generations, and was refused all the same."""
+    run = opened(tmp_path, Keep(last=5), 10)
+    for step in range(1, 6):
+        saved(run, step)
+    monkeypatch.setattr(room, "free_bytes", lambda _: 0)
+    assert not run.relieve(100 * STATE_BYTES)
+    assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
+    assert run.relieve(STATE_BYTES), "what may fit is made room for"

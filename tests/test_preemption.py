@@ -129,6 +129,21 @@ def test_a_handler_that_was_there_before_is_called_once():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def test_a_handler_that_ends_the_process_does_not_take_the_last_save_away(tmp_path, capfd):
+    """The usual `signal.signal(SIGTERM, lambda *_: sys.exit(0))` ended the loop unsaved, and with exit code 0."""
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
+    state = {"w": torch.zeros(3)}
+    with (
+        pytest.raises(lastgood.Preempted) as ended,
+        lastgood.Checkpointer(tmp_path, state, preemption=Preemption(signals=[signal.SIGUSR1])) as ckpt,
+    ):
+        ckpt.step(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        ckpt.step(2)
+    assert ended.value.durable == 2 and ended.value.code == 75
+    assert "the earlier handler of signal" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 7)])
 def test_a_worker_that_was_forked_dies_of_sigterm_as_ever_and_of_no_other_signal(number, code):
     """Stories: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever. And a

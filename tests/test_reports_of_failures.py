@@ -178,3 +178,33 @@ def test_an_error_that_is_not_from_a_save_keeps_the_saves_counted_as_they_were()
         outcomes.put(Cancelled("a reading gave way"))
         outcomes.report()
     assert texts == ["run: Cancelled: a reading gave way."] and outcomes.failed_saves == 0
+
+
+def test_a_second_divergence_is_reported_although_an_earlier_one_was() -> None:
+    """Four unfit saves of one week kept the unfit saves of the next from being reported."""
+    outcomes = Outcomes("run")
+    unfit = errors.NotFinite("step 1 is intact, and not good")
+    with reports() as texts:
+        for _ in range(4):
+            outcomes.put(unfit)
+        outcomes.verified()
+        outcomes.put(unfit)
+        outcomes.report()
+    assert len(texts) == 4, "the 1st, 2nd and 4th of the first row, the 1st of the second"
+
+
+def test_a_milestone_that_fails_is_reported_each_time() -> None:
+    outcomes = Outcomes("run")
+    with reports() as texts:
+        for _ in range(5):
+            outcomes.put_for_step(TierDown("the milestone was not written"))
+        outcomes.report()
+    assert len(texts) == 5
+
+
+def test_a_run_that_was_not_closed_and_has_only_durable_saves_says_nothing() -> None:
+    outcomes = Outcomes("run")
+    outcomes.durable(1)
+    with reports() as texts:
+        outcomes.report_unread()
+    assert texts == []

@@ -12,6 +12,7 @@ import lastgood
 from lastgood import errors
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import PosixFile
+from lastgood.tiers.disk import Disk
 
 
 def trained(path: Path) -> dict[str, torch.Tensor]:
@@ -132,3 +133,20 @@ def test_lineages_are_told_apart_after_their_commits_have_gone(tmp_path: Path) -
             ckpt.wait()
     with lastgood.Checkpointer(tmp_path, state, retention=keep) as ckpt:
         assert [one.step for one in ckpt._behind.run.lineage()] == [8, 1]
+
+
+def test_a_commit_stays_where_the_record_of_its_incarnation_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
+    """The record is a hint; a NotWritable from it deleted the COMMIT that had just been made, and blamed the disk."""
+    put_new = Disk.put_new
+
+    def refused(self: Disk, name: str, data: bytes) -> None:
+        if name.startswith("incarnations/"):
+            raise errors.NotWritable("incarnations/ belongs to root")
+        put_new(self, name, data)
+
+    monkeypatch.setattr(Disk, "put_new", refused)
+    state = {"w": torch.ones(3)}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(1).result(60)
+        ckpt.save(2).result(60)
+    assert [one.step for one in lastgood.open(tmp_path).generations() if one.good] == [1, 2]

@@ -167,6 +167,21 @@ def test_two_checkpointers_on_one_sampler_count_each_step_once(tmp_path: Path) -
             assert place(sampler) == divmod(n, 10)
 
 
+def test_a_second_empty_run_does_not_number_the_steps_of_the_first_anew(tmp_path: Path) -> None:
+    """Its restore() found nothing and set the number to 0: the next step of the first run counted eleven batches."""
+    sampler = make()
+    first, second = (lastgood.Checkpointer(tmp_path / name, {"sampler": sampler}) for name in ("first", "second"))
+    with first, second:
+        batches = iter(sampler.loader(list(range(sampler.dataset_size)), num_workers=0))
+        for n in (1, 2, 3):
+            next(batches)
+            first.step(n)
+        second.restore()
+        next(batches)
+        first.step(4)
+        assert place(sampler) == (0, 4)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_numbers_that_count_tokens_are_refused_where_they_say_which_batches(num_workers: int) -> None:
     """`step(n)` with n += 4097 cannot say how many batches a DataLoader of the user's own has given out."""

@@ -18,7 +18,9 @@ from lastgood.format.layout import label_number
 from lastgood.plan.cadence import Every
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import PosixFile
+from lastgood.records import GenerationId
 from lastgood.run import places
+from lastgood.run.writer import RunWriter
 from lastgood.train.metrics import numbers
 
 
@@ -33,7 +35,8 @@ def test_a_milestone_at_the_end_of_an_epoch_is_added_to_what_the_cadence_saved(t
         for n in range(1, 7):
             begun = ckpt.step(n)
             if n % 3 == 0:
-                assert ckpt.save(n, milestone=True) is begun
+                assert ckpt.save(n) is begun
+                assert ckpt.save(n, milestone=True).result().commit.milestone
             ckpt.wait()
     assert steps(tmp_path) == [3, 6]
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
@@ -131,3 +134,44 @@ def test_reruns_of_a_finished_script_push_no_older_step_out(tmp_path: Path) -> N
             ckpt.save(40).result()
             ckpt.wait()
     assert steps(tmp_path) == [20, 30, 40]
+
+
+def test_an_older_save_by_hand_never_replaces_a_newer_one_in_slots(tmp_path: Path, monkeypatch) -> None:
+    """Slots keep the newest only: a slow save(5), committed after save(6), took the place of an acknowledged step 6."""
+    held, publish = threading.Event(), RunWriter.publish
+
+    def slow(self: RunWriter, at: GenerationId, *args: object) -> object:
+        if at.step == 5:
+            assert held.wait(60)
+        return publish(self, at, *args)
+
+    monkeypatch.setattr(RunWriter, "publish", slow)
+    with lastgood.Checkpointer(f"slots://{tmp_path}/run", {"w": torch.zeros(4)}, in_flight=2) as ckpt:
+        ckpt.save(1).result(60)
+        ckpt.wait()
+        older, newer = ckpt.save(5), ckpt.save(6)
+        assert newer.result(60).step == 6
+        held.set()
+        older.wait_ended()
+        assert isinstance(older.error(), errors.Overtaken)
+        ckpt.wait()
+        assert ckpt.latest() == 6
+
+
+def test_a_milestone_that_is_acknowledged_is_durable(tmp_path: Path, monkeypatch) -> None:
+    """save(10, milestone=True).result() returned the save of the cadence, before the milestone was on the disk."""
+
+    def refused(*_: object) -> None:
+        raise errors.TierDown("the disk is gone")
+
+    with (
+        reported("the disk is gone"),
+        lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1)) as ckpt,
+    ):
+        ckpt.step(1)
+        assert ckpt.save(1, milestone=True).result(60).commit.milestone
+        assert lastgood.open(tmp_path).generation(1).commit.milestone
+        ckpt.step(2).result(60)
+        monkeypatch.setattr(commit, "label", refused)
+        with pytest.raises(errors.TierDown, match="the disk is gone"):
+            ckpt.save(2, milestone=True).result(60)

@@ -355,21 +355,30 @@ class Background:
         ending.
         """
         flight = _Flight(save, at, arena, pinned, sum(image.length for image in images))
-        with self._state:
-            self._flights.append(flight)
-            self._busy.set()
-            if pinned:
-                self.run.pinned.add(at)
+        writing: Future[None] | None = None
         try:
-            jobs = [self._lanes.submit(self._persist, flight, images, approve, options)]
-        except RuntimeError as error:
-            self._end(flight)
-            raise Refused("the interpreter is ending", todo="Save before its end, and close().") from error
-        with self._state:
-            self._work = [*(job for job in self._work if not job.done()), *jobs]
-        if here:
-            self._copy(flight, fill)
-            return
+            with self._state:
+                self._flights.append(flight)
+                self._busy.set()
+                if pinned:
+                    self.run.pinned.add(at)
+            writing = self._lanes.submit(self._persist, flight, images, approve, options)
+            with self._state:
+                self._work = [*(job for job in self._work if not job.done()), writing]
+            if here:
+                self._copy(flight, fill)
+            else:
+                self._copy_behind(flight, fill)
+        except BaseException as error:
+            # Ctrl-C may come between any two of these lines: whatever has begun ends, and close() waits for nobody.
+            flight.chunks.close(Cancelled("the save was interrupted", safe="Nothing of it was committed."))
+            if writing is None:
+                self._end(flight)
+            if isinstance(error, RuntimeError):
+                raise Refused("the interpreter is ending", todo="Save before its end, and close().") from error
+            raise
+
+    def _copy_behind(self, flight: _Flight, fill: Callable[[Callable[[], bool]], Iterator[Lease]]) -> None:
         try:
             copying = self._copier.submit(self._copy, flight, fill)
         except RuntimeError as error:
@@ -378,27 +387,37 @@ class Background:
         with self._state:
             self._work.append(copying)
 
-    def add(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> None:
-        """A save that was begun is wanted for itself from now on; what is added is written once it is durable."""
+    def add(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> Save:
+        """A save that was begun is wanted for itself from now on; what is added is written once it is durable.
+
+        Returns the save; where something is added, one that ends when that is durable too.
+        """
         with self._state:
             for flight in self._flights:
-                if flight.save is save:
+                if flight.save is save and not self.run.tier.newest_only:
                     flight.pinned = True
                     self.run.pinned.add(flight.at)
         if not milestone and not metrics:
-            return
+            return save
+        labelled = Save(save.step)
+        labelled.note_staged()
+        labelled.note_written()
 
         def label() -> None:
             save.wait_ended()
             try:
-                if save.durable():  # else its failure is reported
-                    self.run.label(save.result().id, milestone, metrics)
+                generation = self.run.label(save.result().id, milestone, metrics)
             except BaseException as error:  # noqa: BLE001 - reported by the training thread
-                self.outcomes.put(error)
+                labelled.note_outcome(None, error)
+                if save.durable():  # else its failure is reported
+                    self.outcomes.put_for_step(error)
+            else:
+                labelled.note_outcome(generation, None)
 
         job = self._keeper.submit(label)
         with self._state:
             self._work.append(job)
+        return labelled
 
     def wait(self, timeout: float | None = None) -> None:
         """Until everything that was begun is done. Raises TimedOut."""
@@ -471,7 +490,10 @@ class Background:
             return next((job for job in work if not job.done()), None)
 
     def _end(self, flight: _Flight) -> None:
+        """Forget a flight and give back its place, once: a save that was interrupted while it began may end twice."""
         with self._state:
+            if flight not in self._flights:
+                return
             self._flights.remove(flight)
             self.run.pinned.discard(flight.at)
         self._free_places.release()
@@ -630,6 +652,7 @@ class Background:
         with self._looking, self.run.turn if alone else contextlib.nullcontext():
             try:
                 self.run.verify(self.small_arena(), stop)
+                self.outcomes.verified()
             except Cancelled:
                 raise
             except LastgoodError as error:
@@ -638,19 +661,19 @@ class Background:
                 self.note_latest()
             self.run.clean(stop, most)
 
-    def _make_room(self) -> bool:
+    def _make_room(self, needed_bytes: int) -> bool:
         """The disk is full: delete an older generation, once verifying newer ones has made it needless if need be."""
         if self.run.tier.newest_only:
             return False  # its space is reserved already
         with self._looking:
-            if self.run.relieve():
+            if self.run.relieve(needed_bytes):
                 return True
             try:
                 self.run.verify(self.small_arena())
             except LastgoodError as error:
                 self.outcomes.put(error)
             self.note_latest()
-            return self.run.relieve()
+            return self.run.relieve(needed_bytes)
 
 
 def _writer(ranks: Ranks | None) -> Callable[..., RunWriter]:

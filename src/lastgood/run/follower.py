@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..engine.arena import Arena
-from ..errors import TierDown
+from ..errors import Damaged, TierDown
 from ..format import commit, layout
 from ..plan import restore
 from ..ports import Shared
@@ -169,7 +169,11 @@ class Follower(_Ranked):
         )
         with self.turn:
             for at, verified, damaged, unfit in told.generations:
-                one = self.survey.generations.get(at) or commit.read_generation(self.tier, at, self.survey.run)
+                try:
+                    one = self.survey.generations.get(at) or commit.read_generation(self.tier, at, self.survey.run)
+                except Damaged as error:  # as rank 0 will find, if it wants this one; the others can be loaded
+                    found.broken[at] = error
+                    continue
                 found.generations[at] = msgspec.structs.replace(one, verified=verified, damaged=damaged, unfit=unfit)
             self.survey = found
 
@@ -204,8 +208,13 @@ class Follower(_Ranked):
     def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
         """The leader does."""
 
-    def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> None:
+    def relieve(self, needed_bytes: int = 0) -> bool:
+        """The leader deletes, once it reads that this rank found no space."""
+        return False
+
+    def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         """The leader does."""
+        return self.survey.generations[at]
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         with self.turn:

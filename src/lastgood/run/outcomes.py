@@ -15,17 +15,21 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .. import reporting
-from ..errors import Damaged, LastgoodError, NothingDurable, TornSnapshot, Unfit
+from ..errors import Damaged, LastgoodError, NotFinite, NothingDurable, TornSnapshot, Unfit
 
 TRACEBACK_ENTRIES = 3
 """the innermost calls, shown of an error that is a bug in this package"""
 
 
 class Outcome(NamedTuple):
-    """A save of `step` is durable (no error) or failed; without a step, an error of upkeep."""
+    """A save of `step` is durable (no error) or failed; without a step, an error of upkeep.
+
+    `always`: it is reported however often its like was before. Neither step nor error: the newest generation is good.
+    """
 
     step: int | None
     error: BaseException | None
+    always: bool = False
 
 
 class Outcomes:
@@ -56,15 +60,25 @@ class Outcomes:
         """A save of `step` failed; without a step, something else did."""
         self._queue.put(Outcome(step, error))
 
+    def put_for_step(self, error: BaseException) -> None:
+        """Something that was asked for by name failed, such as a milestone: it is reported each time."""
+        self._queue.put(Outcome(None, error, always=True))
+
+    def verified(self) -> None:
+        """The newest generation was read again and is good: a row of unfit ones has ended."""
+        self._queue.put(Outcome(None, None))
+
     # ---- on the training thread ----------------------------------------------------------------------------
 
     def report(self, raises: bool = False) -> BaseException | None:
         """Report everything put since the last call; with `raises` the first error is returned instead."""
         first: BaseException | None = None
-        for step, error in self._taken():
+        for step, error, always in self._taken():
             if error is None:
-                assert step is not None
-                self._end_row(step)
+                if step is None:
+                    del self._repeated[NotFinite.__name__]
+                else:
+                    self._end_row(step)
                 continue
             if step is not None:
                 self._count_failure(error)
@@ -73,12 +87,13 @@ class Outcomes:
             elif step is not None:
                 self._report_failure(step, error)
             else:
-                self._report_problem(error)
+                self._report_problem(error, always)
         return first
 
     def restored(self) -> None:
         """The loop goes on from a generation that is durable, or from the beginning."""
         self._unsaved_since = None
+        self._repeated.clear()
 
     def require_durable(self, step: int, within_seconds: float | None) -> None:
         """The loop has completed `step`. Raises NothingDurable when too much time has passed without a durable save."""
@@ -112,9 +127,12 @@ class Outcomes:
 
     def report_unread(self) -> None:
         """At the end of a process that has never closed the run: what has not been reported yet."""
-        if not self._queue.empty():
+        left = list(self._taken())
+        if any(one.error is not None for one in left):
             reporting.warning(f"{self._place} was never closed")
-            self.report()
+        for one in left:
+            self._queue.put(one)
+        self.report()
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -139,10 +157,10 @@ class Outcomes:
             row = f" (failed save {self.row} in a row; the next report comes with failure {2 * self.row})"
             reporting.threat(f"{self._place}: step {step} was not saved{row if self.row > 1 else ''}: {_words(error)}")
 
-    def _report_problem(self, error: BaseException) -> None:
+    def _report_problem(self, error: BaseException, always: bool) -> None:
         self._repeated[type(error).__name__] += 1
         count = self._repeated[type(error).__name__]
-        if isinstance(error, Damaged) or _is_power_of_two(count):
+        if always or isinstance(error, Damaged) or _is_power_of_two(count):
             again = f" (occurrence {count})" if count > 1 else ""
             expected = isinstance(error, LastgoodError) and not isinstance(error, (Damaged, Unfit))
             (reporting.warning if expected else reporting.threat)(f"{self._place}: {_words(error)}{again}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from .. import reporting
 from ..errors import NoSpace
 from ..ports import Tier, Upload
+from ..rawio.files import free_bytes
 from ..records import Extent
 from ..words import size
 
@@ -16,13 +17,13 @@ LEAST_STATES = 2
 
 
 class Roomy:
-    """`ports.Tier` of a save: where it finds the disk full, `make_room()` is called and the call is tried again.
+    """`ports.Tier` of a save: where it finds the disk full, `make_room(bytes)` is called and the call is tried again.
 
-    `make_room` returns whether it has deleted something. Space is reserved before the first byte of a file, so nothing
-    has been written by then.
+    `make_room` is given what does not fit, and returns whether it has deleted something. Space is reserved before the
+    first byte of a file, so nothing has been written by then.
     """
 
-    def __init__(self, tier: Tier, make_room: Callable[[], bool]) -> None:
+    def __init__(self, tier: Tier, make_room: Callable[[int], bool]) -> None:
         self._tier, self._make_room = tier, make_room
         self.place, self.newest_only = tier.place, tier.newest_only
 
@@ -31,7 +32,7 @@ class Roomy:
             try:
                 return self._tier.create(name, length)
             except NoSpace as error:
-                if not (_is_full(error) and self._make_room()):
+                if not (_is_full(error) and self._make_room(length)):
                     raise
 
     def put_new(self, name: str, data: bytes) -> None:
@@ -39,7 +40,7 @@ class Roomy:
             try:
                 self._tier.put_new(name, data)
             except NoSpace as error:
-                if not (_is_full(error) and self._make_room()):
+                if not (_is_full(error) and self._make_room(len(data))):
                     raise
             else:
                 return
@@ -63,25 +64,34 @@ def _is_full(error: NoSpace) -> bool:
     return not (isinstance(cause, OSError) and cause.errno == errno.EFBIG)
 
 
-def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free_bytes: int) -> None:
+def may_fit(place: str, needed_bytes: int, released_bytes: int) -> bool:
+    """Whether `needed_bytes` may fit once `released_bytes` are deleted; True where what is free is not known."""
+    try:
+        return needed_bytes <= free_bytes(place) + released_bytes
+    except OSError:
+        return True
+
+
+def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int) -> None:
     """Report where the disk has less room than a run may take.
 
     `bound_states`: states of `state_bytes` that the run takes at most. `held_bytes`: what it holds already;
-    `free_bytes`: what the disk gives beside that. A quota that the file system does not show in its free space is found
+    `free`: bytes that the disk gives beside that. A quota that the file system does not show in its free space is found
     only when a reservation fails.
     """
-    fit = (held_bytes + free_bytes) // max(state_bytes, 1)
+    fit = (held_bytes + free) // max(state_bytes, 1)
     if fit >= bound_states:
         return
-    has = f"{place} has room for {fit} states of {size(state_bytes)} ({size(free_bytes)} free, {size(held_bytes)} held)"
+    states = "state" if fit == 1 else "states"
+    has = f"{place} has room for {fit} {states} of {size(state_bytes)} ({size(free)} free, {size(held_bytes)} held)"
     if fit < LEAST_STATES:
         reporting.threat(
-            f"{has}: no save can succeed beside an older one that stays until the new one is verified. "
-            f"Free {size(LEAST_STATES * state_bytes - held_bytes - free_bytes)}, or give another disk."
+            f"{has}: a save needs room beside the newest verified one, so none can follow the first. "
+            f"Free {size(LEAST_STATES * state_bytes - held_bytes - free)}, or give another disk."
         )
         return
     reporting.warning(
         f"{has}, and the run may take {bound_states}: when the disk is full, older verified generations are deleted, "
-        f"down to the newest verified one. Free {size(bound_states * state_bytes - held_bytes - free_bytes)}, or keep "
+        f"down to the newest verified one. Free {size(bound_states * state_bytes - held_bytes - free)}, or keep "
         "fewer generations (retention=Keep(last=...))."
     )

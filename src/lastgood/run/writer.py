@@ -67,7 +67,7 @@ from ..records import (
     intact,
     judged,
 )
-from . import reader, sharing
+from . import reader, room, sharing
 from .deletion import Deletions
 from .ranks import Topic
 from .reader import Reading, read_all, read_on
@@ -99,7 +99,7 @@ class RunWriter:
         monotonic_seconds: Callable[[], float] = time.monotonic,
         tell: Callable[[Event], object] = lambda _: None,
         resumes: GenerationId | None = None,
-        make_room: Callable[[], bool] | None = None,
+        make_room: Callable[[int], bool] | None = None,
     ) -> None:
         self.tier, self._keep, self._algorithm, self._workers = tier, keep, algorithm, workers
         self._code = Code(*striping.parsed(parity)) if parity else None
@@ -275,7 +275,7 @@ class RunWriter:
             if not isinstance(error, NameTaken):  # what lies there is not of this save
                 self._clear(at)
             if together is not None and isinstance(error, NoSpace):
-                self._make_room()  # another rank had no space: this save is lost, and the next one finds some
+                self._make_room(0)  # another rank had no space: this save is lost, and the next one finds some
             raise
         self._tell(self._event("durable", at, seconds=self._monotonic() - begun, size=generation.bytes))
         return generation
@@ -354,7 +354,7 @@ class RunWriter:
             self._take_in(generation)
             self._unread += 1
             if self._recorded != at.incarnation:
-                with contextlib.suppress(Unavailable):  # each COMMIT says the same; the next save tries again
+                with contextlib.suppress(LastgoodError):  # each COMMIT says the same; the next save tries again
                     self.record_incarnation()
             return generation
 
@@ -606,15 +606,19 @@ class RunWriter:
                 self._protect(generation, code, arena, stop)
         return findings, False
 
-    def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> None:
-        """Add a milestone or metrics to a generation that is committed. Raises NoSuchStep where it has gone."""
+    def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
+        """Add a milestone or metrics to a generation that is committed: with them, durable on return.
+
+        Raises NoSuchStep where it has gone, NoSpace, TierDown.
+        """
         with self.turn:
             generation = self.survey.generations.get(at)
             if generation is None:
                 raise NoSuchStep(f"{at} has been deleted: nothing can be added to it", safe="Nothing was changed.")
             known = generation.commit
             if (milestone and not known.milestone) or not metrics.items() <= known.metrics.items():
-                self._take_in(commit.label(self.tier, generation, milestone, metrics))
+                self._take_in(commit.label(self._roomy, generation, milestone, metrics))
+            return self.survey.generations[at]
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         """Mark what a complete reading of a generation found; the pointer follows a good one of the lineage."""
@@ -672,12 +676,16 @@ class RunWriter:
                 return
             self._delete(at)
 
-    def relieve(self) -> bool:
+    def relieve(self, needed_bytes: int = 0) -> bool:
         """The disk is full: delete the oldest generation that newer verified ones make needless, whatever `last` says.
 
-        Returns whether one was deleted. Pinned generations, the newest verified and the newest committed one stay.
+        Returns whether one was deleted: none where all of them together would not make room for `needed_bytes`. Pinned
+        generations, the newest verified and the newest committed one stay.
         """
-        for at in self._deletable(under_pressure):
+        going = self._deletable(under_pressure)
+        if not room.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
+            return False
+        for at in going:
             if self._delete(at, FULL):
                 if not self._was_full:
                     reporting.warning(
@@ -688,6 +696,10 @@ class RunWriter:
                 self._was_full = True
                 return True
         return False
+
+    def _bytes_of(self, at: GenerationId) -> int:
+        known = self.survey.generations.get(at)
+        return known.bytes if known else 0
 
     def _delete(self, at: GenerationId, detail: str = "") -> bool:
         """Whether it is gone. It counts no more, and is litter, from the moment that its COMMIT is."""

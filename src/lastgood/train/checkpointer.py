@@ -23,6 +23,7 @@ from .. import reporting, words
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import (
+    CommitUnknown,
     HalfLoaded,
     HeardLate,
     InFlightFull,
@@ -214,6 +215,7 @@ class Checkpointer:
         except BaseException:
             self._behind.close()
             raise
+        self._cutter.exempt(state)
         self._count_steps(0)
 
     # ---- the loop ------------------------------------------------------------------------------------------
@@ -259,6 +261,9 @@ class Checkpointer:
         except NoSuchStep:
             if step != 0:
                 raise
+            require(
+                not self._half_loaded, "the live state is half of another step", "Build it anew, or restore a step."
+            )
             found = Restored(step=0, generation=None, seconds=0.0, bytes=0)
         except BaseException as error:
             # Ctrl-C, or a load_state_dict that fails, may come half way too; other errors of the tree come before.
@@ -316,10 +321,10 @@ class Checkpointer:
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
         """Save now. Returns when the state is copied; `Save.result()` waits until it is durable.
 
-        A step that is saved already, or about to be, is not saved twice: its Save is returned, and takes the milestone
-        and the metrics too. No newer save stands in for this one. `milestone` keeps it for ever; `metrics` (name ->
-        number) feed Keep(best=...): NaN, infinity and None are left out. Raises Unstorable, StepTaken, NotRestored at
-        once.
+        A step that is saved already, or about to be, is not saved twice: its Save is returned, or one that ends when
+        the milestone and the metrics are durable too. No newer save stands in for this one, but in slots, which keep
+        the newest only. `milestone` keeps it for ever; `metrics` (name -> number) feed Keep(best=...): NaN, infinity
+        and None are left out. Raises Unstorable, StepTaken, NotRestored at once.
         """
         n = self._advance(n)
         self._surface()
@@ -335,8 +340,7 @@ class Checkpointer:
             if self._ranks is not None:
                 last.wait_ended()  # so that all ranks come to the same decision
             if not last.failed():
-                self._behind.add(last, bool(milestone), found)
-                return last
+                return self._behind.add(last, bool(milestone), found)
         save = self._save(n, bool(milestone), found, must=True)
         assert save is not None
         return save
@@ -369,8 +373,8 @@ class Checkpointer:
         Raises TimedOut after `timeout` seconds; what was under way is given up at its next chunk then, and the lock
         goes when its thread has ended. Reports or raises what failed, as `on_error` says.
         """
-        if self._process != os.getpid():
-            return  # a fork of the process that has it open
+        if self._process != os.getpid() or self._closed:
+            return  # a fork of the process that has it open; or closed before
         self._closed = True
         try:
             self._behind.close(timeout)
@@ -449,7 +453,10 @@ class Checkpointer:
         if self._half_loaded:
             return
         self._behind.wait()
-        if self._last is None or self._last.step < n or self._last.failed():
+        last = self._last
+        if last is not None and last.step == n and isinstance(last.error(), CommitUnknown):
+            return  # it may be there: the next opening finds out, and the closing line says what is known
+        if last is None or last.step < n or last.failed():
             with contextlib.suppress(NotRestored):  # this state does not continue the run: the closing line says so
                 save = self._save(n, False, {}, must=True, patience_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
@@ -507,7 +514,7 @@ class Checkpointer:
                 todo="Save ascending steps; to go back, restore(step=...) first.",
             )
         if self._ranks is None:
-            self._request.patterns.require(self._request.state)
+            self._request.patterns.report(self._request.state)
         waited = self._wait_for_a_place(n, must, patience_seconds)
         if waited is None:
             return None
@@ -525,7 +532,8 @@ class Checkpointer:
                     self._report_bound(cut.bytes * (self._ranks.size if self._ranks else 1))  # all write about as much
                 if self._cutter.note:
                     reporting.info(self._cutter.note)
-            pinned = must or wanted(self._options.retention, n, milestone, metrics)
+            newest_only = self._behind.run.tier.newest_only  # there an older one would take the place of a newer one
+            pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
             options = {**cut.options, "milestone": milestone, "metrics": metrics, "together": topic}
             started = True
             here = not cut.overlapped
@@ -600,11 +608,10 @@ class Checkpointer:
             self._behind.run.require_restored()
             self._unknown = False
             self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
-        self._cutter.exempt(self._request.state)
         if n > self._advanced:
-            self._advanced = n
+            previous, self._advanced = self._advanced, n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
-                one.advance_to(n)
+                one.advance_to(n, previous)
         return n
 
     def _all_load(self, attempt: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from ..run.sharing import Approve, Files
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite
 from .dividing import Division
-from .exempt import holding_no_numbers, untrained
+from .exempt import masks, untrained
 from .patterns import Patterns
 from .storable import require_storable
 from .together import Together
@@ -67,6 +67,8 @@ class _Plan:
     behind: behind.Behind | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
+    stepped: bool = False
+    """whether an optimizer is in the state; without one `requires_grad` says what trains, and that may change"""
     found_in: Mapping[str, Origin] | None = None
     """when `behind` was found"""
     watch: torn.Watch | None = None
@@ -171,14 +173,15 @@ class Cutter:
         )
 
     def exempt(self, state: Mapping[str, Any], stored: Collection[str] | None = None) -> None:
-        """Find the parameters that hold NaN or infinity although nothing has diverged: no later save is unfit for them.
+        """Find the parameters that hold infinity although nothing has diverged: no later save is unfit for them.
 
         `stored`: after a restore, the names that the generation was saved with and that were not demanded to be finite;
-        only those are exempt. None: nothing was restored; only the first such call of an opening looks.
+        only those are exempt. None: nothing was restored; only the first such call of an opening looks, and it must
+        come before any training.
         """
         if stored is None and self._exempt is not None:
             return
-        self._exempt, self._plan = holding_no_numbers(state, stored), None
+        self._exempt, self._plan = masks(state, stored), None
 
     def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> None:
         """What can be known before the first save: whether all of the state can be stored; `Patterns.require`.
@@ -228,6 +231,10 @@ class Cutter:
         """The plan of the last cut, where it still holds; of several ranks, of what this one writes."""
         plan = self._plan
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
+        if Origin.STEPPED not in captured.origins.values():
+            known = (
+                False  # without an optimizer nothing but `requires_grad` says what trains, and that may have changed
+            )
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
         division = self._together.divided(captured, must, topic) if self._together and topic else None
         if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
@@ -236,7 +243,8 @@ class Cutter:
             else:
                 files = staging.lay_out(captured.tensors, must)
             plan = self._plan = _Plan(captured.key, must, files, division)
-        plan.origins = captured.origins
+        if plan.origins is not captured.origins:
+            plan.origins, plan.stepped = captured.origins, Origin.STEPPED in captured.origins.values()
         return plan
 
     def _must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from ..engine.finite import not_finite
 from .capture import Captured, Origin
 from .objects import modules_of, plain_name
-from .tensors import as_bytes, dtype_name
 
 _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -24,20 +23,26 @@ def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
     return frozenset(name for name in trains if not trains[name] and captured.origins.get(name) is Origin.PARAMETER)
 
 
-def holding_no_numbers(state: Mapping[str, Any], among: Collection[str] | None = None) -> frozenset[str]:
-    """Names of the parameters that hold NaN or infinity now. Only those in `among` are looked at (default: all)."""
+def masks(state: Mapping[str, Any], among: Collection[str] | None = None) -> frozenset[str]:
+    """Names of the parameters that hold infinity and no NaN now. Only those in `among` are looked at (default: all).
+
+    NaN is never exempt: a training that has diverged leaves it, and no mask is made of it.
+    """
     wanted = ((name, one) for name, one in _parameters(state) if among is None or name in among)
-    return frozenset(name for name, parameter in wanted if not _all_finite(parameter))
+    return frozenset(name for name, parameter in wanted if _is_mask(parameter))
 
 
-def _all_finite(parameter: torch.Tensor) -> bool:
-    """Whether a parameter, or the part of it that this process holds, has neither NaN nor infinity."""
+def _is_mask(parameter: torch.Tensor) -> bool:
+    """Whether a parameter, or the part of it that this process holds, has infinity in it and no NaN."""
+    if nn.parameter.is_lazy(parameter):
+        return False
     local = getattr(parameter, "_local_tensor", parameter).detach()
     if local.is_meta or not (local.is_floating_point() or local.is_complex()):
-        return True
+        return False
     if local.dtype in _SUMMED and bool(torch.isfinite(local.sum())):
-        return True  # NaN and infinity pass into a sum; one that is not finite may also have overflowed
-    return not not_finite(dtype_name(local.dtype), as_bytes(local.cpu()).numpy().data)
+        return False  # NaN and infinity pass into a sum; one that is not finite may also have overflowed
+    numbers = torch.view_as_real(local) if local.is_complex() else local if local.dtype in _SUMMED else local.float()
+    return bool(numbers.isinf().any()) and not bool(numbers.isnan().any())
 
 
 def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from .. import reporting
 from ..errors import Refused
 from ..format.values import EVERYTHING, Filter
 from .capture import visit, wanted
@@ -108,6 +109,13 @@ class Patterns:
         if found:
             raise refused(found, self._noted | names_in(state).found)
 
+    def report(self, state: Mapping[str, Any]) -> None:
+        """Report, once each, the patterns that `require` would refuse: no save is refused for them."""
+        found = self.unmatched(state)
+        if found:
+            self.pending = [one for one in self.pending if one not in found]
+            reporting.threat(str(refused(found, self._noted | names_in(state).found).what))
+
     def unmatched(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
         """The patterns that `require` would refuse."""
         if not self.pending:
@@ -142,7 +150,7 @@ def refused(patterns: Sequence[tuple[str, str]], names: Collection[str]) -> Refu
     return Refused(
         "\n".join(lines),
         safe="\nNothing was written or loaded.",
-        todo="Correct the pattern, or remove it: it is matched against whole dotted names, as fnmatch does.",
+        todo="Correct the pattern, or remove it. It matches whole dotted names (fnmatch), and all below them.",
     )
 
 

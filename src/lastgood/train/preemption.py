@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from ..errors import Refused
 
@@ -110,9 +111,20 @@ class Asked:
             self.ask()
             before = self._before[number]
             if callable(before) and before is not signal.default_int_handler:  # which would end the loop by itself
-                before(number, frame)
+                self._call(before, number, frame)
         elif self._now() - self._first > SAME_SECONDS:
             self._leave("a second signal")
+
+    def _call(self, before: Callable[..., Any], number: int, frame: FrameType | None) -> None:
+        """Call the handler that was there before. What it raises is reported: it would end the loop unsaved."""
+        try:
+            before(number, frame)
+        except BaseException as error:  # noqa: BLE001 - a handler that ends the process by SystemExit, as a rule
+            text = (
+                f"lastgood: the earlier handler of signal {number} raised {type(error).__name__}; the last save goes on"
+            )
+            with contextlib.suppress(OSError):
+                os.write(2, f"{text}\n".encode())
 
     def _leave(self, why: str) -> None:
         with contextlib.suppress(OSError):

@@ -134,16 +134,18 @@ class ResumableSampler(Sampler[list[int]]):
 
     # ---- the cursor ----------------------------------------------------------------------------------------
 
-    def advance_to(self, step: int) -> None:
+    def advance_to(self, step: int, previous: int = 0) -> None:
         """Count the optimizer steps up to number `step`: those since the last number, and none for the same number.
 
-        A Checkpointer calls it. A number below the last one belongs to another training, and counts as one step.
+        A Checkpointer calls it, with the `previous` number that it has seen: no step before that is counted again, also
+        where another Checkpointer has begun to number anew. A number below the last one belongs to another training,
+        and counts as one step.
         Raises Refused, with the cursor as it was, where a DataLoader of your own, or `batches_per_step`, leaves open
         which batches these steps were trained with: more steps than batches were fetched, or several steps across two
         iterations.
         """
         if step != self._step:
-            self._count(1 if self._step is None or step < self._step else step - self._step)
+            self._count(1 if self._step is None or step < self._step else step - max(self._step, previous))
             self._step = step
 
     def restart_after(self, step: int) -> None:
