@@ -12,16 +12,11 @@ from accelerate import Accelerator
 import lastgood
 from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.accelerate import Checkpointer
-from zygote import Zygote, kill_and_compare
+from zygote import kill_and_compare, zygote_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_loop.py"
 DIGEST = "[model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), accelerator.step]"
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote("accelerate", "torch._dynamo", "lastgood.integrations.accelerate") as found:
-        yield found
+zygote = zygote_of("accelerate", "torch._dynamo", "lastgood.integrations.accelerate")
 
 
 def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):
