@@ -12,16 +12,11 @@ from accelerate import Accelerator
 import lastgood
 from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.accelerate import Checkpointer
-from zygote import Zygote, kill_and_compare
+from zygote import kill_and_compare, zygote_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_loop.py"
 DIGEST = "[model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), accelerator.step]"
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote("accelerate", "torch._dynamo", "lastgood.integrations.accelerate") as found:
-        yield found
+zygote = zygote_of("accelerate", "torch._dynamo", "lastgood.integrations.accelerate")
 
 
 def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):
@@ -69,6 +64,49 @@ def test_a_batch_fetched_ahead_is_not_counted_as_consumed(tmp_path, stop_at):
     first = Job().train(tmp_path / "run", stop_at=stop_at)
     rest = Job(seed=1).train(tmp_path / "run")  # the order is that of the run, whatever the script seeds later
     assert first + rest == whole and sorted(whole) == sorted([float(n) for n in range(12)] * 4)
+
+
+def evaluate_often(path, every_steps, stop_at=8):
+    """The samples of the first two batches of an evaluation loader, for each step up to `stop_at`."""
+    accelerator, net = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+    training = torch.utils.data.DataLoader(torch.zeros(8, 2), batch_size=2)
+    evaluation = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=2)
+    _, training, evaluation = accelerator.prepare(net, training, evaluation)
+
+    def evaluated():
+        found = []
+        for number, batch in enumerate(evaluation):
+            found += batch.tolist()
+            if number == 1:
+                break
+        return found
+
+    with Checkpointer(accelerator, path, every_steps) as ckpt:
+        step, found = ckpt.restore().step, []
+        for _ in range(ckpt.epoch, 2):
+            for _batch in training:
+                step += 1
+                found.append(evaluated())
+                ckpt.step(step)
+                found.append(evaluated())
+                if step == stop_at:
+                    return found
+    return found
+
+
+@pytest.mark.parametrize("every_steps", [1, 100], ids=["saved in step()", "saved on exit"])
+def test_an_evaluation_left_by_break_starts_at_its_first_batch_again(tmp_path, every_steps):
+    """After a resume, an evaluation of the first two batches evaluated the third and the fourth."""
+    assert evaluate_often(tmp_path / "run", every_steps, stop_at=3) == [[0, 1, 2, 3]] * 6
+    assert evaluate_often(tmp_path / "run", every_steps) == [[0, 1, 2, 3]] * 10
+
+
+@pytest.mark.parametrize("stop_at", [1, 7])
+def test_a_training_loop_left_early_continues_after_the_step_saved_on_exit(tmp_path, stop_at):
+    """The last save comes after the loop is left, and still holds the place that the loop was left at."""
+    whole = Job().train(tmp_path / "whole")
+    first = Job().train(tmp_path / "run", stop_at=stop_at, every_steps=5)
+    assert first + Job(seed=1).train(tmp_path / "run") == whole
 
 
 def test_a_second_checkpointer_or_reader_of_the_state_is_refused(tmp_path):

@@ -12,7 +12,7 @@ import torch
 import lastgood
 from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.lightning import LastgoodCallback
-from zygote import Zygote, kill_and_compare
+from zygote import kill_and_compare, zygote_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lightning_fit.py"
 VALIDATING = Path(__file__).parent / "scripts" / "lightning_validating.py"
@@ -20,12 +20,7 @@ DIGEST = (
     "[model.state_dict(), [one.state_dict() for one in trainer.optimizers],"
     " [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs], trainer.fit_loop.state_dict()]"
 )
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote("lightning", "lightning.pytorch.loggers", "lastgood.integrations.lightning") as found:
-        yield found
+zygote = zygote_of("lightning", "lightning.pytorch.loggers", "lastgood.integrations.lightning")
 
 
 def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):

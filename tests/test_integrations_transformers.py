@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import lastgood
 from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
-from zygote import Zygote, kill_and_compare
+from zygote import kill_and_compare, zygote_of
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "transformers_trainer.py"
 MASKING = Path(__file__).parent / "scripts" / "trainer_masking.py"
@@ -20,12 +20,7 @@ DIGEST = (
     "[trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict(),"
     " [one for one in trainer.state.log_history if 'loss' in one]]"
 )
-
-
-@pytest.fixture(scope="module")
-def zygote():
-    with Zygote("transformers.trainer", "transformers.models.bert.modeling_bert", "lastgood.train.access") as found:
-        yield found
+zygote = zygote_of("transformers.trainer", "transformers.models.bert.modeling_bert", "lastgood.train.access")
 
 
 def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):

@@ -529,6 +529,29 @@ def test_any_cells_as_many_as_there_is_parity_may_be_lost(data, parity, engine):
         assert list(map(bytes, code.decode(left))) == cells, gone
 
 
+@pytest.mark.parametrize(
+    ("count", "short"),
+    [pytest.param(3, 0, id="too few"), pytest.param(11, 0, id="too many"), pytest.param(10, 1, id="one is short")],
+)
+def test_cells_that_do_not_fit_the_code_are_refused(count, short):
+    """ISA-L read past the end of a short cell, and 3 cells for a code of 10 crashed the process."""
+    if isal.library() is None:
+        pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
+    code, cells = Code(10, 2), [memoryview(bytes(64))] * count
+    cells[-1] = cells[-1][short:]
+    with pytest.raises(ValueError, match=f"needs 10 cells of one length below .* given {count} cells"):
+        code.encode(cells)
+
+
+def test_a_cell_longer_than_isal_can_count_is_refused(monkeypatch):
+    """ISA-L takes the length as a signed int of 32 bits: a cell of 2 GiB had a negative one."""
+    if isal.library() is None:
+        pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
+    monkeypatch.setattr(isal, "CELL_LIMIT", 64)
+    with pytest.raises(ValueError, match="of one length below 64 bytes"):
+        Code(1, 1).encode([memoryview(bytes(64))])
+
+
 def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different_rows():
     for length in (4096, 40960, 10 * stripes.CELL_BYTES, 10 * stripes.CELL_BYTES + 1, 77 * stripes.CELL_BYTES - 4095):
         blobs = [

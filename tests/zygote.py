@@ -58,6 +58,18 @@ class Zygote:
         return int(self._process.stdout.readline())
 
 
+def zygote_of(*modules: str) -> Any:
+    """A pytest fixture: one zygote that has imported `modules`, for all tests of a file."""
+    import pytest  # not in the zygote: a framework may behave differently where pytest is loaded
+
+    @pytest.fixture(scope="module")
+    def zygote() -> Iterator[Zygote]:
+        with Zygote(*modules) as found:
+            yield found
+
+    return zygote
+
+
 def kill_and_compare(
     zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 20, seed: int = 0, ranks: int = 1
 ) -> None:

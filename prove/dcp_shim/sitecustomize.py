@@ -38,8 +38,8 @@ def _wherever(*_: Any, **__: Any) -> Callable[[Any], Any]:
     return lambda test: test
 
 
-class FileSystemWriter(lastgood.dcp.Writer):
-    """torch's writer by its name and arguments. A `checkpoint_id` is the folder of a run, and a save its next step."""
+class _OfFolder:
+    """The arguments that torch's two take. A `checkpoint_id` is the folder of a run, and a save its next step."""
 
     def __init__(self, path: Any, *_: Any, **__: Any) -> None:
         super().__init__(path)
@@ -53,19 +53,12 @@ class FileSystemWriter(lastgood.dcp.Writer):
         return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
 
-class FileSystemReader(lastgood.dcp.Reader):
-    """torch's reader by its name and arguments; see the writer."""
+class FileSystemWriter(_OfFolder, lastgood.dcp.Writer):
+    """torch's writer by its name and arguments."""
 
-    def __init__(self, path: Any, *_: Any, **__: Any) -> None:
-        super().__init__(path)
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        super().reset()
-        self.path = os.path.abspath(checkpoint_id or self.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
+class FileSystemReader(_OfFolder, lastgood.dcp.Reader):
+    """torch's reader by its name and arguments."""
 
 
 def _forked(test: common_distributed.MultiProcessTestCase) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderShard
 
+from ..run.background import Save
 from ..train import checkpointer
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
@@ -36,8 +37,9 @@ class Checkpointer(checkpointer.Checkpointer):
 
     Call `step(n)` when `accelerator.sync_gradients` holds, after optimizer and schedule: gradients that are still being
     accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
-    After `restore()` a prepared loader begins its next iteration in the middle of the epoch: do not skip batches
-    yourself. `accelerator.save_state` goes on working.
+    After `restore()` a prepared loader that was inside an iteration at `step(n)` begins its next one in the middle of
+    the epoch: do not skip batches yourself. One whose iteration a `break` had ended before begins at its first batch.
+    `accelerator.save_state` goes on working.
 
     Raises Refused beside another Checkpointer of the same accelerator, for loaders over an IterableDataset, and for
     DeepSpeed and Megatron-LM. `accelerator.load_state` raises Refused once the run holds a generation.
@@ -57,6 +59,11 @@ class Checkpointer(checkpointer.Checkpointer):
     def epoch(self) -> int:
         """The epoch of the next iteration over the first prepared loader; 0 without a loader."""
         return self._places[0].epoch if self._places else 0
+
+    def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
+        for place in self._places:
+            place.mark()
+        return super().step(n, metrics)
 
     def close(self, timeout: float | None = None) -> None:
         self._load_state_hook.remove()
@@ -79,12 +86,21 @@ class _Place:
         self._ordered = base if isinstance(base, OrderedLoader) else OrderedLoader(base, order_seed())
         loader.base_dataloader = self._ordered
         loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate takes it before it fetches ahead
+        self.mark()
 
     @property
     def epoch(self) -> int:
         return self._ordered.order.epoch
 
+    def mark(self) -> None:
+        """Keep the place as it is at this step. An iteration that was left before starts again at its first batch."""
+        self._marked = self._taken() | ({"batches": 0} if self._ordered.left else {})
+
     def state_dict(self) -> dict[str, int]:
+        """The place now; that of the newest step when the iteration was left after it, as before a save on exit."""
+        return self._marked if self._ordered.left else self._taken()
+
+    def _taken(self) -> dict[str, int]:
         taken = self._loader.dl_state_dict
         return {name: taken[name] for name in ("seed", "epoch", "batches")} | {"length": len(self._ordered)}
 
@@ -97,6 +113,7 @@ class _Place:
         self._ordered.load_state_dict(saved)
         self._loader.iteration = self.epoch
         self._loader.dl_state_dict = self._ordered.state_dict()
+        self.mark()
 
 
 class _Accumulated:

@@ -52,6 +52,8 @@ class OrderedLoader(DataLoader[Any]):
         )
         self.order = Order(batches, seed)
         self._fetched = 0
+        self.left = False
+        """whether the newest iteration was closed before its last batch, as `break` does"""
         super().__init__(
             _SeededDataset(loader.dataset, fetcher.fetch),
             batch_sampler=self.order,  # type: ignore[arg-type]  # numbered batches in place of lists of indices
@@ -77,7 +79,12 @@ class OrderedLoader(DataLoader[Any]):
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             self._fetched += 1
-            yield batch
+            self.left = False
+            try:
+                yield batch
+            except GeneratorExit:
+                self.left = True
+                raise
 
     def state_dict(self) -> dict[str, int]:
         """The place after the newest batch that was handed out."""
@@ -89,6 +96,7 @@ class OrderedLoader(DataLoader[Any]):
         self.order.seed = state["seed"]
         self.order.set_epoch(state["epoch"] + finished)
         self.order.first = self._fetched = 0 if finished else state["batches"]
+        self.left = False
 
 
 class NumberedBatch(NamedTuple):

@@ -18,6 +18,14 @@ POLYNOMIAL = 0x11D
 """of the field: zfec's and ISA-L's"""
 TABLE_BYTES = 32
 """of the multiplication table that ISA-L wants for each element of a matrix"""
+CELL_LIMIT = 2**31
+"""bytes: ISA-L takes the length of a cell as an int"""
+_INT, _POINTER = ctypes.c_int, ctypes.c_void_p
+_ARGUMENTS = {
+    "ec_init_tables": (_INT, _INT, _POINTER, _POINTER),
+    "ec_encode_data": (_INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
+    "gf_invert_matrix": (_POINTER, _POINTER, _INT),
+}
 
 
 @cache
@@ -34,7 +42,9 @@ def library() -> ctypes.CDLL | None:
             loaded = ctypes.CDLL(path)
         except OSError:
             continue  # built for another machine; the next one, or zfec, does the same
-        if all(hasattr(loaded, name) for name in ("ec_init_tables", "ec_encode_data", "gf_invert_matrix")):
+        if all(hasattr(loaded, name) for name in _ARGUMENTS):
+            for name, types in _ARGUMENTS.items():
+                getattr(loaded, name).argtypes = types
             return loaded
     return None
 
@@ -49,18 +59,28 @@ class Product:
         self._isal, (self._outputs, self._inputs) = isal, matrix.shape
         self._tables = np.empty(TABLE_BYTES * matrix.size, np.uint8)
         plain = np.ascontiguousarray(matrix)
-        isal.ec_init_tables(self._inputs, self._outputs, _pointer(plain), _pointer(self._tables))
+        isal.ec_init_tables(self._inputs, self._outputs, plain.ctypes.data, self._tables.ctypes.data)
 
     def of(self, cells: Sequence[memoryview]) -> list[memoryview]:
-        """One new cell for each row of the matrix. `cells`: one for each column, all of one length in bytes."""
+        """One new cell for each row of the matrix.
+
+        `cells`: one for each column, all of one length below 2 GiB. Raises ValueError for any others, because ISA-L
+        does not check them.
+        """
+        lengths = {cell.nbytes for cell in cells}
+        if len(cells) != self._inputs or len(lengths) != 1 or max(lengths) >= CELL_LIMIT:
+            raise ValueError(
+                f"ISA-L needs {self._inputs} cells of one length below {CELL_LIMIT} bytes, and was given {len(cells)}"
+                f" cells of {sorted(lengths)} bytes"
+            )
         inputs = [np.frombuffer(cell, np.uint8) for cell in cells]
-        made = np.empty((self._outputs, len(inputs[0])), np.uint8)
+        made = np.empty((self._outputs, *lengths), np.uint8)
         outputs = list(made)
         self._isal.ec_encode_data(
-            len(inputs[0]),
+            *lengths,
             self._inputs,
             self._outputs,
-            _pointer(self._tables),
+            self._tables.ctypes.data,
             _pointers(inputs),
             _pointers(outputs),
         )
@@ -70,7 +90,7 @@ class Product:
 def invert(isal: ctypes.CDLL, matrix: np.ndarray) -> np.ndarray:
     """The inverse of a square matrix that has one."""
     source, inverse = matrix.copy(), np.empty_like(matrix)  # ISA-L overwrites the source
-    if isal.gf_invert_matrix(_pointer(source), _pointer(inverse), len(matrix)):
+    if isal.gf_invert_matrix(source.ctypes.data, inverse.ctypes.data, len(matrix)):
         raise ArithmeticError("a matrix of a Reed-Solomon code has no inverse")
     return inverse
 
@@ -91,10 +111,6 @@ def systematic(isal: ctypes.CDLL, data: int, parity: int) -> np.ndarray:
     inverse = invert(isal, np.ascontiguousarray(vandermonde[:data]))
     columns = Product(isal, vandermonde[data:]).of([memoryview(row.data) for row in inverse])
     return np.array([np.frombuffer(row, np.uint8) for row in columns])
-
-
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
 
 
 def _pointers(arrays: Sequence[np.ndarray]) -> ctypes.Array[ctypes.c_void_p]:
