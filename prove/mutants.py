@@ -853,8 +853,8 @@ def _exemptions() -> list[Mutant]:
             (
                 "what was restored as demanded is demanded",
                 CUTTING,
-                "holding_no_numbers(state, stored), None\n",
-                "holding_no_numbers(state), None\n",
+                "masks(state, stored), None\n",
+                "masks(state), None\n",
             ),
         ],
     )
@@ -1399,7 +1399,7 @@ def _flights() -> list[Mutant]:
             (
                 "a full disk is relieved",
                 "run/room.py",
-                "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if not (_is_full(error) and self._make_room()):\n",
+                "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if not (_is_full(error) and self._make_room(length)):\n",
                 "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if True:\n",
             ),
         ],
@@ -2509,7 +2509,7 @@ def _data() -> list[Mutant]:
             (
                 "steps are counted by their numbers",
                 SAMPLER,
-                "or step < self._step else step - self._step)",
+                "or step < self._step else step - max(self._step, previous))",
                 "or step < self._step else 1)",
             ),
             (

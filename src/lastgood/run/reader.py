@@ -137,8 +137,8 @@ def _remedy(survey: Survey, over: set[int], unfit: Mapping[int, Sequence[str]]) 
         step = max(unfit)
         return (
             f"Step {step} is intact, and restore(step={step}) loads it by hand, as long as it is there. "
-            f"If {', '.join(unfit[step])} may hold NaN or infinity, open the run with {exception(*unfit[step])}: saves are "
-            "good from then on."
+            f"If {', '.join(unfit[step])} may hold NaN or infinity, open the run with {exception(*unfit[step])}: "
+            "saves are good from then on."
         )
     others = sorted({at.step for at in survey.generations} - over)
     if others:
