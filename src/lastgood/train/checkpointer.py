@@ -35,6 +35,7 @@ from ..errors import (
     StepTaken,
     Unavailable,
 )
+from ..format import commit
 from ..format import stripes as striping
 from ..format.layout import CHUNK_BYTES
 from ..plan.cadence import Every
@@ -63,6 +64,7 @@ from .sampler import ResumableSampler
 from .snapshots import Numbers, require_live
 from .timing import Timing, TimingTogether
 from .together import Together
+from .unchanged import require_unchanged
 
 CADENCE = Every(seconds=300)
 TORN_LIMIT = 2
@@ -324,7 +326,8 @@ class Checkpointer:
         A step that is saved already, or about to be, is not saved twice: its Save is returned, or one that ends when
         the milestone and the metrics are durable too. No newer save stands in for this one, but in slots, which keep
         the newest only. `milestone` keeps it for ever; `metrics` (name -> number) feed Keep(best=...): NaN, infinity
-        and None are left out. Raises Unstorable, StepTaken, NotRestored at once.
+        and None are left out. Raises Unstorable, NotRestored, and StepTaken for a step before the last one, or where
+        the parameters or the optimizer's state have changed since this step was saved.
         """
         n = self._advance(n)
         self._surface()
@@ -340,10 +343,19 @@ class Checkpointer:
             if self._ranks is not None:
                 last.wait_ended()  # so that all ranks come to the same decision
             if not last.failed():
+                self._behind.add(last, False, {})  # from now on no newer save stands in for it
+                self._require_same_state(last)
                 return self._behind.add(last, bool(milestone), found)
         save = self._save(n, bool(milestone), found, must=True)
         assert save is not None
         return save
+
+    def _require_same_state(self, save: Save) -> None:
+        """Of one process: a step that is saved a second time is what was saved of it. Waits until that is durable."""
+        save.wait_ended()
+        if self._ranks is None and save.durable():
+            tier, generation = self._behind.run.tier, save.result()
+            require_unchanged(self._cutter.captured(self._request.state), commit.read_manifest(tier, generation))
 
     def fence(self) -> None:
         """Call before changing parameters or optimizer state anywhere but in `optimizer.step()`. Waits if need be."""

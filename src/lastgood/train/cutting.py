@@ -197,6 +197,10 @@ class Cutter:
             captured = require_storable(self._capture, state)
             self._together.agree(topic, captured, patterns.unmatched(state), beside)
 
+    def captured(self, state: Mapping[str, Any]) -> Captured:
+        """The live tensors of the state, as a cut would take them."""
+        return self._capture.take(state)
+
     def begun(self, cut: Cut) -> None:
         """The copy is on its way: no update goes before it."""
         self.fence.add(cut.snapshot)
