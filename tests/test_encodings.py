@@ -8,6 +8,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import functools
 import pathlib
 import sys
 import types
@@ -158,6 +159,15 @@ def test_masked_arrays_come_back_with_mask_fill_value_and_hardness(tmp_path, mas
     assert np.ma.getmask(live["b"]) is np.ma.nomask or mask is not np.ma.nomask
 
 
+def test_a_masked_array_over_memory_that_is_read_only_is_replaced(tmp_path):
+    """Its mask was restored and its data was not: the load reported success over the old numbers."""
+    data = np.zeros(3)
+    data.flags.writeable = False
+    live = {"a": np.ma.array(data, mask=[False] * 3, copy=False)}
+    resumed(tmp_path, {"a": np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])}, live)
+    assert live["a"].data.tolist() == [1, 2, 3] and live["a"].mask.tolist() == [False, True, False]
+
+
 # ---- instances of the program's classes --------------------------------------------------------------------------
 
 
@@ -223,6 +233,36 @@ class Slotted:
 
 
 @dataclasses.dataclass
+class Measured:
+    weights: torch.Tensor
+
+    @functools.cached_property
+    def total(self) -> float:
+        return float(self.weights.sum())
+
+
+class Counted(enum.Flag):
+    A = 1
+    B = 2
+
+    def __bool__(self) -> bool:
+        raised.append("__bool__")
+        return True
+
+
+@dataclasses.dataclass
+class Resumable:
+    path: str = "safe"
+    place: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@dataclasses.dataclass
 class Training:
     model: nn.Module
     epoch: int = 0
@@ -283,6 +323,17 @@ def test_a_live_dataclass_is_refilled_in_place_and_a_frozen_one_is_replaced(tmp_
     assert live["slots"] is slots and slots.a == 2
     assert frozen.name == "old" and live["frozen"].name == "new"
     assert live["frozen"].weights is weights and weights.tolist() == [1, 1]
+
+
+def test_a_cached_property_is_left_out_and_computed_anew_after_a_load(tmp_path):
+    """Once the property had been read, the next save in the middle of a run was refused: 'attributes that are no
+    fields'."""
+    saved, live = {"x": Measured(torch.ones(2))}, {"x": Measured(torch.zeros(2))}
+    assert (saved["x"].total, live["x"].total) == (2, 0)
+    lastgood.save(tmp_path, saved)
+    before = live["x"]
+    lastgood.load(tmp_path, live)
+    assert live["x"] is before and before.total == 2
 
 
 def test_an_objects_own_state_dict_may_hold_instances(tmp_path):
@@ -480,6 +531,32 @@ def test_parts_that_do_not_fit_a_class_are_refused_before_anything_is_touched(ta
     with pytest.raises((StateMismatch, ManifestInvalid)):
         match(live, stored, exclude=["rng"])
     assert live == {"x": Config(0.1)}
+
+
+def test_the_bool_of_a_flag_is_not_asked():
+    values = capture({"x": Counted.A | Counted.B}, exclude=["rng"]).values
+    raised.clear()
+    match({"x": None}, Stored(1, {}, {}, values), exclude=["rng"])
+    assert not raised
+
+
+def test_fields_are_not_set_around_the_load_state_dict_of_a_live_object():
+    """A forged file could set every field of a dataclass that has a load_state_dict, without calling that."""
+    live = {"x": Resumable()}
+    forged = {"!dataclass": {"class": f"{__name__}:Resumable", "parts": {"path": "/etc", "place": 3}}}
+    with pytest.raises(StateMismatch, match="x: data in the generation, Resumable here"):
+        match(live, Stored(1, {}, {}, {"x": forged}), exclude=["rng"])
+
+
+@pytest.mark.parametrize("forged", [{"torch": 5}, {"torch": {"!tensor": "w"}}, {"cuda": [1]}, {"cuda": 1}], ids=repr)
+def test_malformed_generator_states_are_refused_before_anything_is_touched(forged):
+    """The TypeError of torch came out of the restore when the model had been overwritten."""
+    captured = capture({"w": torch.ones(2)})
+    entries = dict(captured.values["rng"]["!dict"]) | forged
+    values = captured.values | {"rng": {"!dict": [list(one) for one in entries.items()]}}
+    tensors = {name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in captured.tensors.items()}
+    with pytest.raises(ManifestInvalid, match=r"rng\."):
+        match({"w": torch.zeros(2)}, Stored(1, tensors, captured.aliases, values))
 
 
 @pytest.mark.parametrize(

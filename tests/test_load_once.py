@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import random
 import re
+import typing
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +210,32 @@ def test_damage_is_stepped_over_by_the_dict_too_and_never_handed_out(run, caplog
     assert (found.restored.step, found["epoch"]) == (3, 7)
     with pytest.raises(errors.Damaged):
         lastgood.load(path, step=4)
+
+
+@dataclasses.dataclass
+class Holder:
+    net: nn.Module
+
+
+class Pair(typing.NamedTuple):
+    net: nn.Module
+    number: int
+
+
+def test_modules_in_deques_and_instances_are_in_the_dict_once(tmp_path: Path) -> None:
+    """Their tensors were there twice: in their place, and as further entries under their dotted names."""
+    nets = [nn.Linear(1, 1) for _ in range(3)]
+    lastgood.save(tmp_path, {"d": collections.deque([nets[0]]), "h": Holder(nets[1]), "p": Pair(nets[2], 1)})
+    found = lastgood.load(tmp_path)
+    assert set(found) == {"d", "h", "p", "rng"}
+    held = [found["d"][0], found["h"]["net"], found["p"]["net"]]
+    assert all(equal(dict(net.state_dict()), one) for net, one in zip(nets, held, strict=True))
+
+
+def test_an_empty_state_is_refused_and_not_loaded_with_nothing(run) -> None:
+    """`lastgood.load(path, {})` reported success, and nothing had been loaded."""
+    with pytest.raises(errors.Refused, match="the state is empty"):
+        lastgood.load(run[0], {})
 
 
 def test_an_empty_run_is_an_empty_dict_and_senseless_arguments_are_refused(tmp_path: Path) -> None:

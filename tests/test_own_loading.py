@@ -83,21 +83,38 @@ def test_another_dtype_is_a_difference_whoever_loads(tmp_path):
         lastgood.load(tmp_path, {"model": Cloud(5)})
 
 
-def test_a_pre_hook_may_resize_too(tmp_path):
-    class Table(nn.Module):
-        def __init__(self, rows):
+def test_a_pre_hook_that_only_renames_leaves_a_difference_of_shape_a_difference(tmp_path):
+    """One pre-hook for old names in a submodule: its size mismatch came when the body had been overwritten."""
+
+    class Renaming(nn.Linear):
+        def __init__(self, outputs):
+            super().__init__(3, outputs)
+            self.register_load_state_dict_pre_hook(lambda module, state_dict, *_: state_dict.pop("old", None))
+
+    live = {"model": nn.Sequential(nn.Linear(3, 3), Renaming(7))}
+    before = copy.deepcopy(live["model"].state_dict())
+    lastgood.save(tmp_path, {"model": nn.Sequential(nn.Linear(3, 3), Renaming(4))})
+    with pytest.raises(StateMismatch, match=r"model\.1\.weight: float32 \[4, 3\] in the generation, .* \[7, 3\] here"):
+        lastgood.load(tmp_path, live)
+    assert all(torch.equal(one, before[name]) for name, one in live["model"].state_dict().items())
+
+
+def test_a_load_state_dict_that_drops_what_does_not_fit_is_no_success(tmp_path):
+    """A new head of another size: the load reported success, strictly, and the head was still the random one."""
+
+    class FineTuned(nn.Module):
+        def __init__(self, classes):
             super().__init__()
-            self.rows = nn.Parameter(torch.ones(rows))
-            self.register_load_state_dict_pre_hook(self.grow)
+            self.body, self.head = nn.Linear(3, 3), nn.Linear(3, classes)
 
-        @staticmethod
-        def grow(module, state_dict, prefix, *_):
-            module.rows.data = torch.empty_like(state_dict[prefix + "rows"])
+        def load_state_dict(self, state_dict, strict=True, assign=False):
+            own = self.state_dict()
+            fitting = {name: one for name, one in state_dict.items() if one.shape == own[name].shape}
+            return super().load_state_dict(fitting, strict=False)
 
-    live = {"model": nn.Sequential(Table(2))}
-    lastgood.save(tmp_path, {"model": nn.Sequential(Table(4))})
-    lastgood.load(tmp_path, live)
-    assert live["model"][0].rows.tolist() == [1, 1, 1, 1]
+    lastgood.save(tmp_path, {"model": FineTuned(4)})
+    with pytest.raises(LoadFailed, match=r"model \(.*FineTuned\) left out .*: head\.weight \[4, 3\], head\.bias \[4\]"):
+        lastgood.load(tmp_path, {"model": FineTuned(7)})
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -186,6 +203,19 @@ def test_a_load_state_dict_that_fails_is_half_loaded_at_once_and_named(make, cau
     assert isinstance(caught.value, HalfLoaded) and type(caught.value.__cause__) is cause
     assert getattr(live["data"], "calls", 1) == 1
     assert torch.equal(live["model"].weight, state["model"].weight)
+
+
+def test_any_other_error_half_way_is_half_loaded_too(tmp_path, monkeypatch):
+    """A raw error of torch came out of the restore, and a caller who caught HalfLoaded trained on it."""
+
+    def failing(_):
+        raise RuntimeError("RNG state must be a torch.ByteTensor")
+
+    lastgood.save(tmp_path, {"model": nn.Linear(2, 2)}, 3)
+    monkeypatch.setattr(torch, "set_rng_state", failing)
+    with pytest.raises(LoadFailed, match=r"(?s)loading step 3 had begun .*RuntimeError: RNG state") as caught:
+        lastgood.load(tmp_path, {"model": nn.Linear(2, 2)})
+    assert type(caught.value.__cause__) is RuntimeError
 
 
 def test_after_a_load_state_dict_that_failed_nothing_is_saved(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -219,6 +221,46 @@ def test_a_forged_subclass_is_a_difference_and_nothing_is_called(change):
     tensors = {"x.codes": ("int8", (2,)), "x.scale": ("float32", ())}
     with pytest.raises(StateMismatch, match="x: a tensor of class"):
         match({"x": None}, Stored(1, tensors, {}, {"x": {"!flattened": body | change}}), exclude=["rng"])
+
+
+@pytest.mark.parametrize("size", [None, [7, 7]], ids=["it raises", "its shape is forged"])
+def test_a_subclass_that_cannot_be_made_is_a_difference_and_nothing_is_touched(size, tmp_path, monkeypatch):
+    """A KeyError of another version of torchao came out of the restore when the model had been overwritten."""
+
+    def newer(inner, *_):
+        raise KeyError("zero_point")
+
+    captured = capture({"model": nn.Linear(2, 2), "x": [Scaled.of(torch.ones(2))]}, exclude=["rng"])
+    tensors = {name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in captured.tensors.items()}
+    if size is None:
+        monkeypatch.setattr(Scaled, "__tensor_unflatten__", newer)
+    else:
+        captured.values["x"][0]["!flattened"] |= {"size": size, "stride": [7, 1]}
+    with pytest.raises(
+        StateMismatch, match=r"x\.0: .*Scaled cannot be made here: its __tensor_unflatten__ (raised|made)"
+    ):
+        match({"model": nn.Linear(2, 2), "x": []}, Stored(1, tensors, {}, captured.values), exclude=["rng"])
+
+
+@dataclasses.dataclass(eq=False)
+class Imported:
+    command: str = ""
+
+    def __eq__(self, other):
+        raise AssertionError("a file has chosen the class whose code runs")
+
+
+def test_a_forged_context_runs_no_comparison_of_a_class_that_it_names():
+    captured = capture({"x": Scaled.of(torch.ones(2))}, exclude=["rng"])
+    name = f"{__name__}:Imported"
+    for forged in (
+        {"!dataclass": {"class": name, "parts": {"command": "rm"}}},
+        {"kind": {"!dataclass": {"class": name, "parts": {"command": "rm"}}}, "dtype": {"!torch.dtype": "float32"}},
+    ):
+        captured.values["x"]["!flattened"]["context"] = forged
+        stored = Stored(1, {"x.codes": ("int8", (2,)), "x.scale": ("float32", ())}, {}, captured.values)
+        with pytest.raises(StateMismatch, match="x: "):
+            match({"x": Scaled.of(torch.ones(2))}, stored, exclude=["rng"])
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import nn
 import lastgood
 from lastgood.errors import StateMismatch
 from lastgood.train import behind
+from lastgood.train.capture import Capture
 from lastgood.train.state import Stored, capture, match
 from lastgood.train.wrappers import Wrappers
 
@@ -172,6 +173,93 @@ def test_a_wrapper_with_data_of_its_own_is_an_object_and_keeps_it(tmp_path):
     lastgood.save(tmp_path, saved, 1)
     lastgood.load(tmp_path, live)
     assert live["optimizer"].slow == 5
+
+
+class Synced(Accelerated):
+    """Lookahead in its widespread form: its slow weights exist from its first synchronisation on."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer)
+        self.slow, self.steps = None, 0
+
+    def state_dict(self):
+        return super().state_dict() | ({} if self.slow is None else {"slow": self.slow, "steps": self.steps})
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        self.slow, self.steps = state.pop("slow", None), state.pop("steps", 0)
+        super().load_state_dict(state)
+
+    def step(self, closure=None):
+        super().step()
+        self.steps += 1
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        if self.slow is None and self.steps == 2:
+            self.slow = [torch.zeros_like(one) for one in parameters]
+        if self.steps % 2 == 0:
+            for slow, one in zip(self.slow, parameters, strict=True):
+                slow += 0.5 * (one.detach() - slow)
+                one.data.copy_(slow)
+
+
+class LateSynced(Accelerated):
+    """As Synced, with nothing of its own at all before that."""
+
+    steps = 0
+
+    def state_dict(self):
+        return super().state_dict() | ({"slow": self.slow} if hasattr(self, "slow") else {})
+
+    def load_state_dict(self, state):
+        state = dict(state)
+        if "slow" in state:
+            self.slow = state.pop("slow")
+        super().load_state_dict(state)
+
+    def step(self, closure=None):
+        super().step()
+        if not hasattr(self, "slow"):
+            self.slow = torch.zeros(1)
+        self.slow += 1
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.data.mul_(1 - 1 / (1 + self.slow.item()))
+
+
+@pytest.mark.parametrize("wrap", [Synced, LateSynced])
+def test_an_optimizer_that_makes_its_own_state_late_keeps_it(wrap, tmp_path):
+    """Lookahead was taken for a wrapper for ever, as it says nothing of its own at first: a resumed run diverged."""
+    saved, live = state(0, wrap), state(1, wrap)
+    with lastgood.Checkpointer(tmp_path, saved) as run:
+        run.restore()
+        run.save(0).result()
+        trained(saved, 3, 0)
+        run.save(3).result()
+    lastgood.load(tmp_path, live)
+    assert trained(live, 3, 1) == trained(saved, 3, 1)
+
+
+def test_the_state_of_an_optimizer_around_another_one_is_stored():
+    """The slow weights of a Lookahead in a `state` of its own, with the state_dict of torch, were not stored."""
+
+    class Around(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            super().__init__(optimizer.param_groups, optimizer.defaults)
+            self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+    one = state(0, Around)
+    recurring = Capture(exclude=["rng"])
+    recurring.take(one)
+    one["optimizer"].state[one["model"].weight]["slow"] = torch.ones(2, 3)
+    found = recurring.take(one)
+    assert "optimizer.state.weight.slow" in found.tensors
+
+
+def test_a_scheduler_of_a_wrapper_leaves_it_a_wrapper():
+    wrapper = state(0, Accelerated)["optimizer"]
+    torch.optim.lr_scheduler.StepLR(wrapper, 2)
+    wrapper.step()
+    assert Wrappers().unwrapped(wrapper) is wrapper.optimizer
 
 
 def test_a_wrapper_is_asked_once_for_its_state_dict():

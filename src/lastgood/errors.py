@@ -158,7 +158,7 @@ class HalfLoaded(Damaged):
 
 
 class LoadFailed(HalfLoaded):
-    """A `load_state_dict` of an object in the state raised while a generation was loaded; it is the cause."""
+    """Code outside of lastgood, such as a `load_state_dict`, raised while a generation was loaded; it is the cause."""
 
 
 class BeyondRepair(Damaged):

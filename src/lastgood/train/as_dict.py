@@ -11,6 +11,7 @@ Made of:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -192,14 +193,16 @@ def _unowned(names: Iterable[str], modules: Sequence[str], values: Mapping[str, 
 
 
 def _modules(tree: Any, path: str) -> Iterator[str]:
-    """The path of every module in nested dicts, lists and tuples."""
+    """The path of every module in nested dicts, sequences and instances."""
     if isinstance(tree, SavedObject):
         if tree.tag == "!module":
             yield path
+    elif isinstance(tree, SavedInstance):
+        yield from _modules(tree.parts, path)
     elif isinstance(tree, dict):
         for key, part in tree.items():
             yield from _modules(part, join(path, key))
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple, deque)):
         for index, part in enumerate(tree):
             yield from _modules(part, f"{path}.{index}")
 

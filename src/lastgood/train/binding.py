@@ -166,7 +166,7 @@ class Binder:
         """Its parts where the live ones are; the live instance is refilled where it can be."""
         kind, why = instances.resolve(saved.tag, saved.name, saved.parts, live)
         alike = type(live) is kind
-        if not why and not alike and holds_objects(live):
+        if not why and (tag_of(live) or (not alike and holds_objects(live))):
             why = f"data in the generation, {_kind(live)} here"
         if why:
             if self._names.keeps(path):
@@ -206,6 +206,12 @@ class Binder:
             name: self.bind(before.get(name, ABSENT), part, join(path, name), home)
             for name, part in saved.parts.items()
         }
+        if not alike or home is not None:
+            try:
+                self._trial(live, saved, path, home)
+            except TypeError as error:
+                self._differs(path, f"{saved.name} cannot be made here: {error}")
+                return _stays(live)
 
         def put() -> Any:
             parts = {name: one() for name, one in puts.items()}
@@ -216,9 +222,27 @@ class Binder:
 
         return put
 
+    def _trial(self, live: Any, saved: SavedFlattened, path: str, home: Home | None) -> Any:
+        """A tensor subclass of the stored parts without their content, to see that one can be made of them."""
+        parts = {}
+        for name, part in saved.parts.items():
+            if isinstance(part, SavedFlattened):
+                parts[name] = self._trial(getattr(live, name, ABSENT), part, join(path, name), home)
+            else:
+                making = self._making(part, join(path, name), home)
+                parts[name] = tensors.blank(*self._stored.tensors[part.name], making.device, making.order)
+        kind, why = flattened.resolve(saved.name, live)
+        if why:
+            raise TypeError(why)
+        context = self.bind(ABSENT, saved.context, join(path, "__context__"))()
+        return flattened.together(kind, parts, context, saved.shape, saved.stride)
+
+    def _making(self, ref: TensorRef, path: str, home: Home | None) -> Making:
+        return home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
+
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
-        making = home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
+        making = self._making(ref, path, home)
         if isinstance(live, torch.Tensor):
             if not flattened.is_flattenable(live):
                 tensors.require_storable(live, path)
@@ -371,6 +395,7 @@ class Binder:
         parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}
         entries, names = module_entries(live, path)
         handed: dict[str, Put] = {}
+        reshaped: list[str] = []
         for name, raw in names.items():
             value = entries[raw]
             if name in extra:
@@ -386,6 +411,7 @@ class Binder:
             elif not isinstance(value, torch.Tensor):
                 self._differs(name, f"a tensor in the generation, {_kind(value)} here")
             elif self._own_loading.takes_shape(name, *self._stored.tensors[self._offered[name]]):
+                reshaped.append(raw)
                 handed[raw] = self.bind(ABSENT, TensorRef(self._offered[name], value.device), name)
             else:
                 if not flattened.is_flattenable(value):
@@ -408,6 +434,7 @@ class Binder:
             entries.update({raw: value for raw, value in made.items() if value is not LEFT_OUT})
             with calling(live, path, self._stored.step):
                 live.load_state_dict(entries)
+            self._own_loading.require_taken(live, {raw: made[raw] for raw in reshaped}, path, self._stored.step)
             return live
 
         return put

@@ -10,13 +10,14 @@ which is code of a tensor class that the program has imported, and never code th
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import shards
-from .instances import attribute, class_name, find_class
+from .instances import FORMS, attribute, class_name, find_class, tag_of_class
 
 
 def is_flattenable(obj: Any) -> bool:
@@ -53,10 +54,29 @@ def resolve(name: str, live: Any) -> tuple[Any, str]:
 def is_like(live: Any, names: set[str], context: Any, shape: tuple[int, ...]) -> bool:
     """Whether only the content of the inner tensors tells the live tensor from the stored one."""
     inner, ours = live.__tensor_flatten__()
-    return set(inner) == names and tuple(live.shape) == shape and bool(ours == context)
+    return set(inner) == names and tuple(live.shape) == shape and _equal(ours, context)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two contexts are equal. Instances are compared part by part: no `__eq__` of their classes runs."""
+    if type(one) is not type(other):
+        return False
+    if tag := tag_of_class(type(one)):
+        one, other = FORMS[tag].apart(one), FORMS[tag].apart(other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(part, other[key]) for key, part in one.items())
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 def together(kind: Any, parts: dict[str, torch.Tensor], context: Any, shape: tuple[int, ...], stride: list[int]) -> Any:
-    """A new tensor of this class."""
-    with torch.no_grad():
-        return kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
+    """A new tensor of this class. Raises TypeError where its `__tensor_unflatten__` raises, or makes anything else."""
+    try:
+        with torch.no_grad():
+            made = kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
+    except Exception as error:
+        raise TypeError(f"its __tensor_unflatten__ raised {type(error).__name__}: {error}") from error
+    if type(made) is not kind or tuple(made.shape) != shape:
+        raise TypeError(f"its __tensor_unflatten__ made a {type(made).__qualname__} of another class or shape")
+    return made

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import sys
 from collections.abc import Callable
 from types import MemberDescriptorType, ModuleType
@@ -104,9 +105,22 @@ def _slots(kind: type) -> dict[str, Any]:
 
 
 def _attributes(one: Any) -> dict[str, Any]:
-    """Everything that an instance holds: its dictionary and the slots that are set."""
+    """What an instance holds: its dictionary without cached properties, and the slots that are set."""
     slots = {name: slot for name, slot in _slots(type(one)).items() if hasattr(one, name)}
-    return {**_dictionary(one), **{name: slot.__get__(one) for name, slot in slots.items()}}
+    inside = {name: part for name, part in _dictionary(one).items() if not _is_cached(type(one), name)}
+    return {**inside, **{name: slot.__get__(one) for name, slot in slots.items()}}
+
+
+def _is_cached(kind: type, name: str) -> bool:
+    """Whether the class computes this attribute when it is first read (`functools.cached_property`)."""
+    return type(attribute(kind, name)) is functools.cached_property
+
+
+def _drop_cached(one: Any) -> None:
+    """Remove the values of cached properties: what they were computed from has been restored."""
+    inside = _dictionary(one)
+    for name in [name for name in inside if _is_cached(type(one), name)]:
+        del inside[name]
 
 
 def _member(kind: Any, stored: Any) -> Any:
@@ -116,7 +130,8 @@ def _member(kind: Any, stored: Any) -> Any:
     if type(stored) is not int or not issubclass(kind, enum.Flag):
         return None
     try:
-        return kind._value2member_map_.get(stored) or enum.Flag._missing_.__func__(kind, stored)  # type: ignore[attr-defined]
+        found = kind._value2member_map_.get(stored)
+        return enum.Flag._missing_.__func__(kind, stored) if found is None else found  # type: ignore[attr-defined]
     except ValueError:
         return None
 
@@ -137,11 +152,13 @@ def _scalar_differs(kind: Any, parts: dict[str, Any]) -> str:
 
 def _tuple_together(kind: Any, parts: dict[str, Any], live: Any) -> Any:
     items = [parts[name] for name in kind._fields]
+    _drop_cached(live)
     same = live is not None and all(one is other for one, other in zip(items, live, strict=True))
     return live if same else tuple.__new__(kind, items)
 
 
 def _dataclass_together(kind: Any, parts: dict[str, Any], live: Any) -> Any:
+    _drop_cached(live)
     if live is not None and kind.__dataclass_params__.frozen:
         before = _attributes(live)
         if all(name in before and before[name] is part for name, part in parts.items()):
@@ -170,7 +187,7 @@ def _masked_apart(one: Any) -> dict[str, Any]:
 
 def _masked_together(_: Any, parts: dict[str, Any], live: Any) -> Any:
     mask = parts["mask"]
-    if live is None:
+    if live is None or not live.flags.writeable:  # then `data` is a new array
         mask = np.ma.nomask if mask is None else mask
         return np.ma.MaskedArray(parts["data"], mask, fill_value=parts["fill_value"], hard_mask=parts["hard"])
     live.soften_mask()  # the memory of `data` is its own, and was written

@@ -123,7 +123,8 @@ def load_into(
     `newest_good`: what was not verified is examined by all of them first, since each reads but a part. `nowhere` as in
     `match`; `fits(generation, bytes wanted of it)` is asked before anything is written, and says whether this machine
     reads the same bytes several times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with
-    the live state untouched; HalfLoaded when it is not; its LoadFailed where a load_state_dict of the state raised.
+    the live state untouched; HalfLoaded when it is not; its LoadFailed where code of the state, of torch or of numpy
+    raised half way.
     """
     begun = time.monotonic()
     skipped: list[str] = []
@@ -180,6 +181,12 @@ def load_into(
             if fit.begun and not request.strict:
                 raise _half_loaded(error, generation.step) from error
             raise
+        except LastgoodError:
+            raise
+        except Exception as error:
+            if fit.begun:
+                raise _load_failed(error, generation.step) from error
+            raise
         finally:
             half = generation.step if fit.begun else half
         skipped[:] = fit.skipped
@@ -220,6 +227,14 @@ def report(found: Restored, verb: str) -> None:
 
 def _refuse(tensor: str) -> None:
     raise not_finite_error(tensor)
+
+
+def _load_failed(error: Exception, step: int) -> LoadFailed:
+    return LoadFailed(
+        f"loading step {step} had begun when it failed: {type(error).__name__}: {error}",
+        safe="\nThe generations are untouched. The live state is part of that step: do not train on it.",
+        todo="Mend the cause, build the state anew and restore again.",
+    )
 
 
 def _half_loaded(error: LastgoodError, step: int) -> HalfLoaded:

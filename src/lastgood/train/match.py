@@ -60,6 +60,7 @@ class Match:
         self._plan.make_new()
         self._written.begin()
         feed(self._written)
+        self._written.begun = True  # there may be no tensor, and values are written too
         for key, put in self._puts:
             made = put()
             if made is not self._state[key]:
@@ -90,6 +91,12 @@ def match(
     """
     if not isinstance(state, MutableMapping):
         raise Refused(f"the state is a {type(state).__name__}, which cannot be written to", todo="Pass a dict.")
+    if partial and not state:
+        raise Refused(
+            "the state is empty, and would take nothing of the generation",
+            safe="Nothing was touched.",
+            todo='Name what is wanted: {"model": model}; or leave the state out, and get a dict of everything.',
+        )
     require_keys(state)
     moved, names = Rename(rename or {}), wanted(include, exclude)
     for name, (dtype, _) in stored.tensors.items():
@@ -139,12 +146,18 @@ def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filte
     need(type(saved) is dict, "rng")
     if names.enters("rng"):
         reasons = rng_differs(saved)
-        cpu = saved.get("torch")
-        if isinstance(cpu, TensorRef) and stored.tensors[cpu.name][1] != torch.get_rng_state().shape:
+        cpu, cuda = saved.get("torch"), saved.get("cuda", [])
+        need("torch" not in saved or _is_rng_state(cpu, stored), "rng.torch")
+        need(type(cuda) is list and all(one is None or _is_rng_state(one, stored) for one in cuda), "rng.cuda")
+        if cpu is not None and stored.tensors[cpu.name][1] != torch.get_rng_state().shape:
             reasons["torch"] = "the generator state of another version of torch"
         plan.mismatched += [f"rng.{part}: {why}" for part, why in reasons.items()]
         put = plan.bind(ABSENT, {part: one for part, one in saved.items() if part not in reasons}, "rng")
         plan.last.append(lambda: load_rng(put()))
+
+
+def _is_rng_state(saved: Any, stored: Stored) -> bool:
+    return isinstance(saved, TensorRef) and stored.tensors[saved.name][0] == "uint8"
 
 
 class Rename:

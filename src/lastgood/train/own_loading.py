@@ -47,17 +47,17 @@ def _is_own(code: Any) -> bool:
     return not str(getattr(code, "__module__", "")).startswith(_OF_TORCH)
 
 
-def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether code other than torch's decides how the module's own tensors are loaded."""
+def _has_own_hook(module: nn.Module) -> bool:
     hooks = (getattr(one, "hook", one) for one in module._load_state_dict_pre_hooks.values())
-    return _is_own(module._load_from_state_dict) or any(map(_is_own, hooks))
+    return any(map(_is_own, hooks))
 
 
 class OwnLoading:
     """Which modules load by themselves, and which tensors may therefore change their shape when they are loaded.
 
-    These are the lazy ones, those of a module that has its own `_load_from_state_dict` or load_state_dict pre-hook,
-    and all of a module of the state that has its own `load_state_dict`.
+    These tensors are the lazy ones, those of a module that has its own `_load_from_state_dict`, and all of a module of
+    the state that has its own `load_state_dict`. A load_state_dict pre-hook is run too, but most only rename: the
+    tensors of its module keep their shapes.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -67,11 +67,11 @@ class OwnLoading:
         for path, root in modules.items():
             whole = _is_own(root.load_state_dict)
             for prefix, module in root.named_modules(remove_duplicate=False):
-                own = whole or _loads_by_itself(module)
+                own = whole or _is_own(module._load_from_state_dict)
                 for name, tensor in chain(module._parameters.items(), module._buffers.items()):
                     if tensor is not None and (own or nn.parameter.is_lazy(tensor)):
                         self._tensors[f"{path}.{plain_name(f'{prefix}.{name}' if prefix else name)}"] = tensor
-                if own:
+                if own or _has_own_hook(module):
                     self.modules.add(path)
         self._ids = set(map(id, self._tensors.values()))
 
@@ -85,6 +85,24 @@ class OwnLoading:
     def may_resize(self, parameter: torch.Tensor) -> bool:
         """Whether this parameter may change its shape when it is loaded."""
         return id(parameter) in self._ids and not nn.parameter.is_lazy(parameter)
+
+    def require_taken(self, live: nn.Module, handed: Mapping[str, torch.Tensor], path: str, step: int) -> None:
+        """After a module was loaded. Raises LoadFailed where it has not taken a tensor of another shape."""
+        entries = live.state_dict() if handed else {}
+        left = [
+            raw
+            for raw, one in handed.items()
+            if not isinstance(entries.get(raw), torch.Tensor) or entries[raw].shape != one.shape
+        ]
+        if left:
+            names = ", ".join(f"{raw} {list(handed[raw].shape)}" for raw in left)
+            raise LoadFailed(
+                f"loading step {step} had begun when {path} ({type(live).__qualname__}) left out what has "
+                f"another shape in the generation: {names}",
+                safe=_SAFE,
+                todo="Build the module in the stored shapes, or let its load_state_dict resize these tensors, and "
+                "restore again into a new state.",
+            )
 
     def require_shape(self, parameter: torch.Tensor, shape: list[int], path: str, step: int) -> None:
         """After the modules were loaded. Raises LoadFailed where a parameter has not taken the shape of its state."""

@@ -14,7 +14,8 @@ tuples: modules, optimizers, anything with state_dict and load_state_dict (sched
 tensors, numpy arrays, generators (torch.Generator, numpy Generator and RandomState, random.Random) and plain data
 (format/values.py). What an object's state_dict returns is data: tensors, arrays and plain data. Deques, defaultdicts,
 namedtuples and dataclasses are containers too: what they hold has the name of its place or field. An optimizer or
-scheduler in a wrapper that only delegates to it (Accelerate, Lightning, Fabric) is stored as the bare one.
+scheduler in a wrapper that only delegates to it (Accelerate, Lightning, Fabric, or one that holds nothing but the
+optimizer) is stored as the bare one.
 
 **Names.** Path from the key of the state, joined with dots; keys of dicts are escaped, names inside a module keep their
 dots and lose `module.` (DistributedDataParallel), `_orig_mod.` (torch.compile), `_checkpoint_wrapped_module.`
@@ -46,17 +47,21 @@ else (computed tensors, extra state), a load_state_dict post-hook is registered,
 `load_state_dict` is called after that. A module loads by itself if it has its own `_load_from_state_dict` or
 load_state_dict pre-hook, or, as an entry of the state, its own `load_state_dict`; those of torch.nn and
 torch.distributed, which translate old names, do not count. A tensor of such a module, or of a lazy one, may have
-another shape than the stored one: its module is handed the verified tensor and resizes itself. Another dtype, or a
-missing or unexpected name, is a difference there too.
+another shape than the stored one: its module is handed the verified tensor and resizes itself, and where it has not,
+that is LoadFailed. A pre-hook alone gives no such freedom, because most only rename. Another dtype, or a missing or
+unexpected name, is a difference there too.
 
 *Instances:* the class of the live object is used where its qualified name agrees, else the imported class of that
 name; where there is none, that is a difference. A live dataclass is refilled in place unless it is frozen; Enum members
-are looked up; namedtuples and the rest are made anew. A defaultdict that is refilled keeps its live factory.
+are looked up; namedtuples and the rest are made anew. Values of `functools.cached_property` are not stored, and are
+dropped from an instance that is refilled. A defaultdict that is refilled keeps its live factory.
 
 *Tensor subclasses* with `__tensor_flatten__`: the inner tensors are written in place. Only where there is no live
-tensor, as in the state of a new optimizer, the imported class is asked to make one (`__tensor_unflatten__`).
+tensor, as in the state of a new optimizer, the imported class is asked to make one (`__tensor_unflatten__`). It is
+asked once before anything is written, with tensors without content: where it raises, that is a difference.
 
-When a user's `load_state_dict` raises, the restore ends at once with LoadFailed, a HalfLoaded, from that error.
+When a user's `load_state_dict`, or other code outside of lastgood, raises after the writing has begun, the restore ends
+at once with LoadFailed, a HalfLoaded, from that error.
 
 *Optimizers:* `state` and `param_groups` are read and written directly, without casts, by the names of the parameters;
 hooks on their state_dict are not run. A class with its own state_dict or load_state_dict is an object like any other.

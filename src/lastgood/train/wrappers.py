@@ -2,7 +2,8 @@
 
 A wrapper is replaced by the optimizer inside of it, so a run that was saved with the one loads into the other, and the
 inner step is what a copy behind the loop waits for. An optimizer that has data of its own, such as Lookahead, is no
-wrapper: what it says in its state_dict() differs from what the inner one says.
+wrapper. Its state_dict() may equal the inner one's until that data exists, so this alone proves nothing: the class must
+also come from a library whose wrappers only delegate, or the object must hold nothing but the inner optimizer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,11 @@ from torch.optim import Optimizer
 
 from .objects import tag_of
 
+_LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+"""packages whose optimizers with an `optimizer` inside only delegate to it"""
+_OF_SCHEDULERS = ("step", "_opt_called")
+"""attributes that the schedulers of torch set on the optimizer that they are given"""
+
 
 class Wrappers:
     """Finds the optimizers inside of wrappers. Remembers which objects are wrappers, so each is asked only once."""
@@ -26,10 +32,12 @@ class Wrappers:
         """The optimizer that does the work of `obj`, or `obj` itself."""
         if tag_of(obj) not in ("!object", "!optimizer"):
             return obj
-        inner = getattr(obj, "optimizer", None)
-        if not isinstance(inner, Optimizer) or getattr(obj, "param_groups", None) is not inner.param_groups:
+        direct = getattr(obj, "optimizer", None)
+        if not isinstance(direct, Optimizer) or getattr(obj, "param_groups", None) is not direct.param_groups:
             return obj
-        inner = self.unwrapped(inner)
+        if not _holds_nothing_of_its_own(obj, direct):  # asked each time: data may be added by any step
+            return obj
+        inner = self.unwrapped(direct)
         return inner if tag_of(inner) == "!optimizer" and self._delegates(obj, inner) else obj
 
     def _delegates(self, obj: Any, inner: Optimizer) -> bool:
@@ -40,6 +48,14 @@ class Wrappers:
         with suppress(TypeError):  # an object that cannot be referred to weakly is asked each time
             self._known[id(obj)] = weakref.ref(obj), answer
         return answer
+
+
+def _holds_nothing_of_its_own(obj: Any, inner: Optimizer) -> bool:
+    """Whether the object can have no data beside that of the optimizer inside of it."""
+    if type(obj).__module__.partition(".")[0] in _LIBRARIES:
+        return True
+    own = {key: one for key, one in getattr(obj, "__dict__", {}).items() if key not in _OF_SCHEDULERS}
+    return bool(own) and all(one is inner or one is vars(inner).get(key) for key, one in own.items())
 
 
 def _same(one: Any, other: Any) -> bool:
