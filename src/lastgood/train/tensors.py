@@ -34,6 +34,7 @@ _SHELLS = {
     **{f"{sign}int{bits}": torch.uint8 for sign in ("", "u") for bits in range(1, 8)},
     **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8"), torch.uint8),
     "bits16": torch.int16,
+    "float4_e2m1fn_x2": torch.uint8,
     "complex32": torch.int32,
     "bcomplex32": torch.int32,
 }
