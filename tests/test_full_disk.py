@@ -7,6 +7,7 @@ import errno
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -217,3 +218,29 @@ def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: 
     assert not run.relieve(100 * STATE_BYTES)
     assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
     assert run.relieve(STATE_BYTES), "what may fit is made room for"
+
+
+def test_a_milestone_on_a_full_disk_makes_room_without_holding_the_run(tmp_path: Path, monkeypatch) -> None:
+    """Room was made under the lock of the run, while a save that verifies takes the two locks the other way round."""
+    full, label, free = [True], commit.label, []
+
+    def one_refused(*args: object) -> object:
+        if full:
+            full.clear()
+            raise NoSpace("the disk is full")
+        return label(*args)
+
+    def is_free() -> bool:
+        if taken := run.turn.acquire(blocking=False):
+            run.turn.release()
+        return taken
+
+    def make_room(_: int) -> bool:
+        with ThreadPoolExecutor(1) as other:
+            free.append(other.submit(is_free).result())
+        return True
+
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), make_room=make_room)
+    generation = save(run, 1, {"w": bytes(STATE_BYTES)})
+    monkeypatch.setattr(commit, "label", one_refused)
+    assert run.label(generation.id, True, {}).commit.milestone and free == [True]

@@ -611,13 +611,21 @@ class RunWriter:
 
         Raises NoSuchStep where it has gone, NoSpace, TierDown.
         """
+        try:
+            return self._label(at, milestone, metrics)
+        except NoSpace:  # `turn` is released by now: making room takes other locks first
+            if not self._make_room(0):
+                raise
+            return self._label(at, milestone, metrics)
+
+    def _label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         with self.turn:
             generation = self.survey.generations.get(at)
             if generation is None:
                 raise NoSuchStep(f"{at} has been deleted: nothing can be added to it", safe="Nothing was changed.")
             known = generation.commit
             if (milestone and not known.milestone) or not metrics.items() <= known.metrics.items():
-                self._take_in(commit.label(self._roomy, generation, milestone, metrics))
+                self._take_in(commit.label(self.tier, generation, milestone, metrics))
             return self.survey.generations[at]
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
