@@ -246,7 +246,8 @@ def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) ->
 
     loop = Loop("ddp", size)
     told: dict[str, Any] = {}
-    with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000), patience=PATIENCE) as ckpt:
+    options = {"cadence": lastgood.Every(steps=1000), "patience": PATIENCE, "save_on_exit": how != "dies"}
+    with lastgood.Checkpointer(root, loop.state, **options) as ckpt:  # the living would wait for the dead once more
         ckpt.restore()
         for n in (1, 2, 3):
             if n == 2 and rank == who:
