@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,6 +96,51 @@ def test_an_option_of_the_wrong_kind_is_refused_by_name(tmp_path: Path, wrong: d
     with pytest.raises(errors.Refused, match=next(iter(wrong))):
         lastgood.Checkpointer(tmp_path / "run", {}, **wrong)
     assert not (tmp_path / "run").exists()
+
+
+NUMBERS = [
+    (lastgood.Keep, {"last": "3"}),
+    (lastgood.Keep, {"last": 0}),
+    (lastgood.Keep, {"every": 2.0}),
+    (lastgood.Keep, {"last": np.array([1, 2])}),
+    (lastgood.Every, {"steps": "10"}),
+    (lastgood.Every, {"steps": torch.tensor([1, 2])}),
+    (lastgood.Every, {"seconds": math.nan}),
+    (lastgood.Scrub, {"seconds": "1h"}),
+    (lastgood.Scrub, {"bytes_per_second": 0}),
+    (lastgood.Preemption, {"grace_seconds": "30"}),
+    (lastgood.Preemption, {"signals": signal.SIGTERM}),
+    (lastgood.Preemption, {"exit_code": "75"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), NUMBERS, ids=str)
+def test_a_number_of_the_wrong_type_is_refused_by_name_and_value(kind: type, wrong: dict) -> None:
+    """Keep(last="3") "keeps nothing"; Preemption(grace_seconds="30") was a TypeError."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(errors.Refused, match=re.escape(f"{kind.__name__}({name}={value!r})")):
+        kind(**wrong)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    assert lastgood.Every(steps=np.int64(3)).due(3, 0.0)
+    lastgood.save(tmp_path, {"n": 1}, step=np.int64(4))
+    assert lastgood.load(tmp_path, step=torch.tensor(4)).restored.step == 4
+
+
+@pytest.mark.parametrize("step", ["5", 5.0, True, "latest"])
+def test_a_step_that_is_no_whole_number_is_refused_with_the_steps_that_are_there(tmp_path: Path, step: object) -> None:
+    """restore(step="5") found "no generation of step 5. Steps that are there: 5."."""
+    lastgood.save(tmp_path, {"n": 1}, step=5)
+    lastgood.save(tmp_path, {"n": 1}, step=10)
+    with lastgood.Checkpointer(tmp_path, {"n": 1}) as ckpt:
+        ckpt.restore()
+        for way in (ckpt.restore, lambda step: lastgood.load(tmp_path, step=step), lastgood.open(tmp_path).generation):
+            with pytest.raises(errors.NoSuchStep, match=re.escape(f"step={step!r} is not a whole number")) as refused:
+                way(step=step)
+            assert refused.value.safe and refused.value.todo == "Steps that are there: 5, 10."
+    with pytest.raises(errors.Refused, match=f"step={step!r}"):
+        lastgood.save(tmp_path, {"n": 1}, step=step)
 
 
 @pytest.mark.parametrize("state", [[1], {1: torch.zeros(3)}, None])

@@ -584,8 +584,7 @@ class Background:
         self.events.put(
             Event(kind=kind, step=save.step, at_seconds=time.monotonic(), seconds=save.seconds, detail=detail)
         )
-        if not isinstance(error, Overtaken):
-            self.outcomes.put(error, save.step)
+        self.outcomes.put(error, save.step)
 
     @property
     def _backlog_limit(self) -> int:

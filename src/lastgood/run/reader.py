@@ -18,7 +18,6 @@ from ..errors import (
     HalfLoaded,
     LoadFailed,
     ManifestInvalid,
-    NoSuchStep,
     NotFinite,
     NothingGood,
     Unreadable,
@@ -337,7 +336,7 @@ class RunReader:
         survey = commit.survey(self.tier)
         candidates = restore.choose(survey, step).candidates
         if not candidates:
-            raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
+            raise restore.no_such_step(f"{self.tier.place} holds no generation that is good", survey)
         return survey, candidates[0]
 
     def manifest(self, generation: Generation, rank: int = 0) -> Manifest:
