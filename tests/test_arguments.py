@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,9 @@ from lastgood import errors
 from lastgood.edges import cli
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import Lock
+from lastgood.records import LAYERS
 from lastgood.train import agree, checkpointer
+from lastgood.train.metrics import numbers
 
 URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:///x/run", "SLOTS:///x/run"]
 
@@ -120,6 +123,57 @@ def test_a_number_of_the_wrong_type_is_refused_by_name_and_value(kind: type, wro
     ((name, value),) = wrong.items()
     with pytest.raises(errors.Refused, match=re.escape(f"{kind.__name__}({name}={value!r})")):
         kind(**wrong)
+
+
+def test_what_only_a_later_call_would_notice_is_refused_by_name(tmp_path: Path) -> None:
+    """rename=[("a", "b")] was an AttributeError, wait("5") a TypeError, and strict="no" counted as True."""
+    lastgood.save(tmp_path / "run", {"n": 1})
+    with pytest.raises(errors.Refused, match="step=10000000000000"):
+        lastgood.save(tmp_path / "run", {"n": 1}, step=10**13)
+    for wrong in ({"strict": "no"}, {"strict": None}, {"rename": [("a", "b")]}, {"rename": {"a": 1}}):
+        with pytest.raises(errors.Refused, match=f"{next(iter(wrong))}="):
+            lastgood.load(tmp_path / "run", {"n": 1}, **wrong)
+    for wrong in (torch.nn.Linear(1, 1), [1]):
+        with pytest.raises(errors.Refused, match="state is a"):
+            lastgood.load(tmp_path / "run", wrong)
+        with pytest.raises(errors.Refused, match="state is a"):
+            lastgood.save(tmp_path / "run", wrong)
+    with lastgood.Checkpointer(tmp_path / "run", {"n": 1}) as ckpt:
+        ckpt.restore()
+        with pytest.raises(errors.Refused, match="rename="):
+            ckpt.restore(rename=[("a", "b")])
+        with pytest.raises(errors.Refused, match="step 10000000000000 is not below"):
+            ckpt.step(10**13)
+        for call in (ckpt.wait, ckpt.close, ckpt.save(1).result):
+            with pytest.raises(errors.Refused, match="timeout='5'"):
+                call("5")
+    with pytest.raises(errors.Refused, match="closed"), ckpt:
+        raise AssertionError("the body of a second `with` over a closed run was run")
+
+
+@pytest.mark.parametrize("layers", [["digest"], [], "digests"])
+def test_a_verification_by_no_layer_is_refused(tmp_path: Path, layers: object, capsys) -> None:
+    """verify(layers=["digest"]), for "digests", checked nothing and found everything good."""
+    lastgood.save(tmp_path, {"n": 1})
+    with pytest.raises(errors.Refused, match="layers="):
+        lastgood.open(tmp_path).verify(layers=layers)
+    without = [text for one in LAYERS for text in ("--without", one)]
+    assert cli.main(["verify", str(tmp_path), *without]) == 2
+    assert "nothing to check" in capsys.readouterr().err
+
+
+def test_a_restart_time_that_is_no_number_is_refused(capsys) -> None:
+    """`lastgood plan --restart-seconds nan --json` ended in a traceback."""
+    known = ["--mtbf-seconds", "1e5", "--stall-seconds", "1", "--state-bytes", "1GB"]
+    assert cli.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
+    assert cli.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
+
+
+def test_a_loss_that_requires_grad_is_a_metric(tmp_path: Path) -> None:
+    """metrics={"loss": loss}, which everybody types, made torch warn of a conversion."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers({"loss": torch.ones((), requires_grad=True) * 2}) == {"loss": 2.0}
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ MISTYPED = {
     "$NOWHERE/run": r"the environment variable \$NOWHERE, which was not expanded.*os.path.expandvars",
     "${HOME}/run": r"the environment variable \$\{HOME\}",
     "slots://$HOME/run": r"the environment variable \$HOME",
+    "run\n": "white space",
 }
 
 

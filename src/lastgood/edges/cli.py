@@ -221,6 +221,8 @@ def verify(
     if unknown := set(without) - set(LAYERS):
         raise typer.BadParameter(f"no layer {', '.join(sorted(unknown))}: there are {', '.join(LAYERS)}.")
     layers = [one for one in LAYERS if one not in without]
+    if not layers:
+        raise typer.BadParameter("--without every layer leaves nothing to check.")
     tier = places.for_reading(run)
     survey = commit.survey(tier)
     bad = {at: [guard.finding(error)] for at, error in survey.broken.items()}
@@ -505,7 +507,10 @@ def plan(
         float | None, typer.Option(metavar="SECONDS", parser=tuning.positive, help="Tw, instead of state / write rate.")
     ] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
-    restart_seconds: Annotated[float, typer.Option(min=0, help="R, from a failure until training goes on.")] = 0.0,
+    restart_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", parser=tuning.not_negative, help="R, from a failure until training goes on."),
+    ] = 0.0,
     minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",
     run_days: Annotated[
         float | None, typer.Option(metavar="DAYS", parser=tuning.positive, help="Length of the run.")

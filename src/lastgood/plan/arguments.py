@@ -27,6 +27,11 @@ def is_positive(value: Any) -> bool:
     return is_number(value) and 0 < value < math.inf
 
 
+def require_seconds(timeout: Any) -> None:
+    """Raise Refused for a `timeout` that is neither a number of seconds nor None, which waits without limit."""
+    require(timeout is None or is_number(timeout), f"timeout={timeout!r}", "Give seconds, or None for no limit.")
+
+
 def require(holds: bool, what: str, todo: str) -> None:
     """Raise Refused where it does not hold."""
     if not holds:

@@ -53,7 +53,8 @@ def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
 def local(text: str, argument: str) -> str:
     """A path on this machine, with `~` expanded. Errors call it `argument`.
 
-    Raises Refused for a URL, an environment variable that was not expanded, and the home of an unknown user.
+    Raises Refused for a URL, an environment variable that was not expanded, white space at an end, and the home of an
+    unknown user.
     """
     given = f"{argument}={text!r}"
     if scheme := _SCHEME.match(text):
@@ -62,6 +63,13 @@ def local(text: str, argument: str) -> str:
             f"{given} is a URL, and only mounted file systems are read and written",
             safe=_SAFE,
             todo=f"Give {mounted}, or ./{text} for a folder of that name.",
+        )
+    if text != text.strip() and not os.path.lexists(text):
+        raise Refused(
+            f"{given} begins or ends with white space",
+            safe=_SAFE,
+            todo="Remove it: a line that was read from a file or a command ends with a newline. For a folder that is "
+            "really named so, make it first.",
         )
     variables = [*_VARIABLE.finditer(text)]
     if variables and not os.path.lexists(os.path.expanduser(_up_to(text, variables[-1].end()))):

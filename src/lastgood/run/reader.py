@@ -25,6 +25,7 @@ from ..errors import (
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import reshard, restore
+from ..plan.arguments import require
 from ..ports import Tier
 from ..records import LAYERS, Blob, Finding, Generation, GenerationId, Manifest, Verdict, intact
 from .content import Content
@@ -354,8 +355,14 @@ class RunReader:
     def verify(self, step: int | None = None, layers: Collection[str] = LAYERS) -> Verdict:
         """What the guard says of a generation, read past the page cache; default: the newest that a restore would try.
 
-        `layers`: those that look, each by itself. Raises NoSuchStep, Unavailable.
+        `layers`: those of `records.LAYERS` that look, each by itself. Raises NoSuchStep, Unavailable; Refused for names
+        of no layer, or none at all, which would find everything good.
         """
+        require(
+            not isinstance(layers, str) and bool(layers) and set(layers) <= set(LAYERS),
+            f"layers={layers!r}",
+            f"Give some of {', '.join(LAYERS)}.",
+        )
         survey, at = self._first(step)
         if at in survey.broken:
             findings = [one for one in [guard.finding(survey.broken[at])] if one.layer in layers]

@@ -59,7 +59,11 @@ def save_once(
     an object's `state_dict()` returned, which a Checkpointer refuses. `include`, `exclude`: name patterns (fnmatch), as
     in the Checkpointer. Raises what a Checkpointer raises.
     """
-    require(is_whole(step, 0), f"step={step!r}", "Give a whole number: how many optimizer steps are completed.")
+    require(
+        is_whole(step, 0) and step < layout.STEP_LIMIT,
+        f"step={step!r}",
+        f"Give a whole number below {layout.STEP_LIMIT}: how many optimizer steps are completed.",
+    )
     check_state(state)
     patterns = Patterns(include, exclude)
     captured = require_storable(Capture(include, exclude), state)  # refuses before anything is made

@@ -37,8 +37,8 @@ from ..errors import (
 )
 from ..format import commit
 from ..format import stripes as striping
-from ..format.layout import CHUNK_BYTES
-from ..plan.arguments import is_whole, require
+from ..format.layout import CHUNK_BYTES, STEP_LIMIT
+from ..plan.arguments import is_whole, require, require_seconds
 from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
@@ -368,6 +368,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is durable and looked after. Raises TimedOut; surfaces what failed."""
+        require_seconds(timeout)
         self._behind.wait(timeout)
         self._surface()
 
@@ -392,6 +393,7 @@ class Checkpointer:
         """
         if self._process != os.getpid() or self._closed:
             return  # a fork of the process that has it open; or closed before
+        require_seconds(timeout)
         self._closed = True
         try:
             self._behind.close(timeout)
@@ -408,6 +410,7 @@ class Checkpointer:
             self._report_end()
 
     def __enter__(self) -> Checkpointer:
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -624,6 +627,7 @@ class Checkpointer:
             not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
         )
         require(is_whole(n, 0), f"step {n!r} is no whole number", "Count completed optimizer steps.")
+        require(n < STEP_LIMIT, f"step {n!r} is not below {STEP_LIMIT}", "Count completed optimizer steps.")
         n = operator.index(n)
         if n < self._advanced:
             raise StepTaken(
