@@ -1333,14 +1333,14 @@ def _flights() -> list[Mutant]:
             (
                 "failure is told in the loop",
                 BACKGROUND,
-                "        if not isinstance(error, Overtaken):\n            self.outcomes.put(error, save.step)\n",
+                "        self.outcomes.put(error, save.step)\n",
                 "",
             ),
             (
                 "overtaken one is no failure",
-                BACKGROUND,
-                "        if not isinstance(error, Overtaken):\n            self.outcomes.put(error, save.step)\n",
-                "        self.outcomes.put(error, save.step)\n",
+                OUTCOMES,
+                "                self.overtaken_saves += 1\n                continue\n",
+                "                self.overtaken_saves += 1\n",
             ),
             (
                 "failures are reported at growing intervals",

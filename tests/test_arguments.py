@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +20,9 @@ from lastgood import errors
 from lastgood.edges import cli
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import Lock
+from lastgood.records import LAYERS
 from lastgood.train import agree, checkpointer
+from lastgood.train.metrics import numbers
 
 URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:///x/run", "SLOTS:///x/run"]
 
@@ -92,6 +99,102 @@ def test_an_option_of_the_wrong_kind_is_refused_by_name(tmp_path: Path, wrong: d
     with pytest.raises(errors.Refused, match=next(iter(wrong))):
         lastgood.Checkpointer(tmp_path / "run", {}, **wrong)
     assert not (tmp_path / "run").exists()
+
+
+NUMBERS = [
+    (lastgood.Keep, {"last": "3"}),
+    (lastgood.Keep, {"last": 0}),
+    (lastgood.Keep, {"every": 2.0}),
+    (lastgood.Keep, {"last": np.array([1, 2])}),
+    (lastgood.Every, {"steps": "10"}),
+    (lastgood.Every, {"steps": torch.tensor([1, 2])}),
+    (lastgood.Every, {"seconds": math.nan}),
+    (lastgood.Scrub, {"seconds": "1h"}),
+    (lastgood.Scrub, {"bytes_per_second": 0}),
+    (lastgood.Preemption, {"grace_seconds": "30"}),
+    (lastgood.Preemption, {"signals": signal.SIGTERM}),
+    (lastgood.Preemption, {"exit_code": "75"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "wrong"), NUMBERS, ids=str)
+def test_a_number_of_the_wrong_type_is_refused_by_name_and_value(kind: type, wrong: dict) -> None:
+    """Keep(last="3") "keeps nothing"; Preemption(grace_seconds="30") was a TypeError."""
+    ((name, value),) = wrong.items()
+    with pytest.raises(errors.Refused, match=re.escape(f"{kind.__name__}({name}={value!r})")):
+        kind(**wrong)
+
+
+def test_what_only_a_later_call_would_notice_is_refused_by_name(tmp_path: Path) -> None:
+    """rename=[("a", "b")] was an AttributeError, wait("5") a TypeError, and strict="no" counted as True."""
+    lastgood.save(tmp_path / "run", {"n": 1})
+    with pytest.raises(errors.Refused, match="step=10000000000000"):
+        lastgood.save(tmp_path / "run", {"n": 1}, step=10**13)
+    for wrong in ({"strict": "no"}, {"strict": None}, {"rename": [("a", "b")]}, {"rename": {"a": 1}}):
+        with pytest.raises(errors.Refused, match=f"{next(iter(wrong))}="):
+            lastgood.load(tmp_path / "run", {"n": 1}, **wrong)
+    for wrong in (torch.nn.Linear(1, 1), [1]):
+        with pytest.raises(errors.Refused, match="state is a"):
+            lastgood.load(tmp_path / "run", wrong)
+        with pytest.raises(errors.Refused, match="state is a"):
+            lastgood.save(tmp_path / "run", wrong)
+    with lastgood.Checkpointer(tmp_path / "run", {"n": 1}) as ckpt:
+        ckpt.restore()
+        with pytest.raises(errors.Refused, match="rename="):
+            ckpt.restore(rename=[("a", "b")])
+        with pytest.raises(errors.Refused, match="step 10000000000000 is not below"):
+            ckpt.step(10**13)
+        for call in (ckpt.wait, ckpt.close, ckpt.save(1).result):
+            with pytest.raises(errors.Refused, match="timeout='5'"):
+                call("5")
+    with pytest.raises(errors.Refused, match="closed"), ckpt:
+        raise AssertionError("the body of a second `with` over a closed run was run")
+
+
+@pytest.mark.parametrize("layers", [["digest"], [], "digests"])
+def test_a_verification_by_no_layer_is_refused(tmp_path: Path, layers: object, capsys) -> None:
+    """verify(layers=["digest"]), for "digests", checked nothing and found everything good."""
+    lastgood.save(tmp_path, {"n": 1})
+    with pytest.raises(errors.Refused, match="layers="):
+        lastgood.open(tmp_path).verify(layers=layers)
+    without = [text for one in LAYERS for text in ("--without", one)]
+    assert cli.main(["verify", str(tmp_path), *without]) == 2
+    assert "nothing to check" in capsys.readouterr().err
+
+
+def test_a_restart_time_that_is_no_number_is_refused(capsys) -> None:
+    """`lastgood plan --restart-seconds nan --json` ended in a traceback."""
+    known = ["--mtbf-seconds", "1e5", "--stall-seconds", "1", "--state-bytes", "1GB"]
+    assert cli.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
+    assert cli.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
+
+
+def test_a_loss_that_requires_grad_is_a_metric(tmp_path: Path) -> None:
+    """metrics={"loss": loss}, which everybody types, made torch warn of a conversion."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert numbers({"loss": torch.ones((), requires_grad=True) * 2}) == {"loss": 2.0}
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    assert lastgood.Every(steps=np.int64(3)).due(3, 0.0)
+    lastgood.save(tmp_path, {"n": 1}, step=np.int64(4))
+    assert lastgood.load(tmp_path, step=torch.tensor(4)).restored.step == 4
+
+
+@pytest.mark.parametrize("step", ["5", 5.0, True, "latest"])
+def test_a_step_that_is_no_whole_number_is_refused_with_the_steps_that_are_there(tmp_path: Path, step: object) -> None:
+    """restore(step="5") found "no generation of step 5. Steps that are there: 5."."""
+    lastgood.save(tmp_path, {"n": 1}, step=5)
+    lastgood.save(tmp_path, {"n": 1}, step=10)
+    with lastgood.Checkpointer(tmp_path, {"n": 1}) as ckpt:
+        ckpt.restore()
+        for way in (ckpt.restore, lambda step: lastgood.load(tmp_path, step=step), lastgood.open(tmp_path).generation):
+            with pytest.raises(errors.NoSuchStep, match=re.escape(f"step={step!r} is not a whole number")) as refused:
+                way(step=step)
+            assert refused.value.safe and refused.value.todo == "Steps that are there: 5, 10."
+    with pytest.raises(errors.Refused, match=f"step={step!r}"):
+        lastgood.save(tmp_path, {"n": 1}, step=step)
 
 
 @pytest.mark.parametrize("state", [[1], {1: torch.zeros(3)}, None])

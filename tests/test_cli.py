@@ -363,7 +363,7 @@ def test_gc_clears_litter_and_finishes_deletions_and_touches_no_generation(troub
     code, told = asked("gc", troubled)
     assert code == 0 and {**dry[1], "dry_run": False} == told
     assert [(one["step"], one["why"]) for one in told["deleted"]] == [
-        (5, "a deletion cut short"),
+        (5, "an unfinished deletion"),
         (27, "never committed"),
     ]
     gone = before.keys() - contents(troubled).keys()
@@ -661,12 +661,18 @@ print(codes, "torch" in sys.modules)
     assert python("-c", code, capture_output=True).stdout.splitlines()[-1] == "[0, 0, 0, 7, 0, 0, 0] False"
 
 
+def test_the_package_runs_as_the_command_with_its_exit_codes(tmp_path: Path) -> None:
+    """`python -m lastgood`: "No module named lastgood.__main__", where the command is not on the PATH."""
+    done = python("-m", "lastgood", "ls", tmp_path, capture_output=True)
+    assert done.returncode == 3 and done.stderr.startswith("lastgood: ") and "is not a run" in done.stderr
+
+
 def test_a_reader_that_goes_away_is_no_error_of_ours(run: Path) -> None:
     """`lastgood show RUN | head -1`"""
     for command in (["show", run], ["ls", run, "--json"]):
         near, far = os.pipe()
         os.close(near)
-        done = python("-m", "lastgood.edges.cli", *command, stdout=far, stderr=subprocess.PIPE)
+        done = python("-m", "lastgood", *command, stdout=far, stderr=subprocess.PIPE)
         os.close(far)
         assert (done.returncode, done.stderr) == (141, "")
 

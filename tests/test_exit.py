@@ -195,6 +195,75 @@ def test_the_closing_line_comes_once(tmp_path: Path) -> None:
     assert sum("nothing is durable" in one for one in texts) == 1
 
 
+# ---- neither step() nor save() ---------------------------------------------------------------------------------
+
+UNUSED = r"nothing was saved: step\(\) and save\(\) were never called"
+
+
+def build(**options: object) -> dict:
+    model = torch.nn.Linear(3, 3)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), **options)}
+
+
+def train(state: dict) -> None:
+    state["model"](torch.ones(2, 3)).sum().backward()
+    state["optimizer"].step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_loop_that_never_calls_step_is_reported_at_the_exit(tmp_path: Path, fused: bool) -> None:
+    """A training without a single step() or save() ended in silence, with nothing on the disk."""
+    state = build(fused=fused)
+    with reported(f"{UNUSED}, and the parameters have changed"), lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.restore()
+        train(state)
+    lastgood.save(tmp_path, state, step=1)
+    ckpt = lastgood.Checkpointer(tmp_path, state)
+    ckpt.restore()
+    train(state)
+    with reported(f"{UNUSED}, and the parameters have changed"):
+        ckpt.close()
+
+
+def test_an_opening_for_nothing_is_reported_in_a_neutral_line(tmp_path: Path) -> None:
+    with reported(f"{UNUSED}$"), lastgood.Checkpointer(tmp_path, build()):
+        pass
+    with reported(f"{UNUSED}$"), lastgood.Checkpointer(tmp_path, build()) as ckpt:
+        assert ckpt.restore().generation is None, "an evaluation of a run that is not there"
+
+
+def test_a_restore_to_evaluate_is_no_reason_for_a_line(tmp_path: Path) -> None:
+    """Who restores, evaluates and leaves has nothing to save."""
+    state = build()
+    train(state)
+    lastgood.save(tmp_path, state, step=1)
+    with reports() as texts, lastgood.Checkpointer(tmp_path, build()) as ckpt:
+        ckpt.restore()
+        with torch.no_grad():
+            ckpt._request.state["model"].eval()(torch.ones(2, 3))
+    assert not any("nothing was saved" in one for one in texts)
+
+
+def test_an_exception_before_the_first_step_is_not_commented_on(tmp_path: Path) -> None:
+    with reports() as texts, pytest.raises(ZeroDivisionError), lastgood.Checkpointer(tmp_path, build()):
+        raise ZeroDivisionError
+    assert not any("nothing was saved" in one for one in texts)
+
+
+@pytest.mark.parametrize(("saved", "line"), [(0, "nothing is durable of 3 steps"), (2, "newest durable step 2 of 3")])
+def test_a_run_that_is_never_closed_gives_its_closing_line_at_the_end(tmp_path: Path, saved: int, line: str) -> None:
+    """A notebook, or a script without `with`: 280 steps under the default cadence saved nothing, without a word."""
+    ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
+    for n in range(1, 4):
+        ckpt.step(n)
+        if n == saved:
+            ckpt.save(n).result(60)
+    with reports(logging.WARNING) as texts:
+        ckpt._behind._unreported()  # as the end of the process does
+    assert "was never closed" in texts[0] and line in texts[-1]
+    ckpt.close()
+
+
 def test_ctrl_c_while_a_save_begins_ends_the_process(tmp_path: Path, monkeypatch) -> None:
     """Between the start of the writing thread and that of the copy it left a thread that waited for ever."""
     with (

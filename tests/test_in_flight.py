@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -83,7 +84,10 @@ def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again
 
 def test_a_save_that_is_overtaken_in_its_last_moment_is_not_committed_after_the_newer_one(tmp_path, doors):
     doors(1, ".manifest.json")
-    with lastgood.Checkpointer(tmp_path, build(), cadence=EACH, in_flight=2) as ckpt:
+    with (
+        reported("newest durable step 2 of 2; 1 save given up because a newer one", logging.INFO),
+        lastgood.Checkpointer(tmp_path, build(), cadence=EACH, in_flight=2) as ckpt,
+    ):
         older = ckpt.step(1)
         ckpt.step(2).result(60)
         doors(1, ".manifest.json").set()

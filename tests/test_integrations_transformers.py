@@ -127,7 +127,7 @@ def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
 def test_a_mistyped_argument_is_refused_when_the_callback_is_made():
     with pytest.raises(Refused, match="Did you mean every_steps"):
         LastgoodCallback("run", every_step=5)
-    with pytest.raises(Refused, match="path is None"):
+    with pytest.raises(Refused, match="path=None"):
         LastgoodCallback(None)
     with pytest.raises(Refused, match="both say when"):
         LastgoodCallback("run", every_steps=5, cadence=lastgood.Every(steps=5))

@@ -382,7 +382,6 @@ def test_a_save_is_due_every_so_many_steps_or_seconds():
 @pytest.mark.parametrize(
     "nothing",
     [
-        {},
         {"steps": 0},
         {"steps": -1},
         {"seconds": 0},
@@ -391,7 +390,9 @@ def test_a_save_is_due_every_so_many_steps_or_seconds():
         {"steps": 5, "seconds": 0},
     ],
 )
-def test_a_cadence_that_says_nothing_is_refused(nothing):
+def test_a_cadence_that_cannot_be_meant_is_refused(nothing):
     """Zero once passed, as if it had not been given: the first step divided by it."""
-    with pytest.raises(Refused, match="says nothing"):
+    with pytest.raises(Refused, match=rf"Every\({[*nothing][-1]}="):
         Every(**nothing)
+    with pytest.raises(Refused, match=r"Every\(\) says nothing"):
+        Every()

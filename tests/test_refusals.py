@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import types
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn, optim
 
 import lastgood
+from harness import reports
 from lastgood import errors
 from lastgood.lab.worlds import world
 from lastgood.train.patterns import LOOKS
@@ -121,6 +124,20 @@ def test_a_number_that_stays_what_it_was_is_reported_once(tmp_path: Path, caplog
     assert "(steps 1 to 3): 'epoch' = 0. " in reports[-1][0] and "state['epoch'] = ..." in reports[-1][0]
 
 
+def test_a_counter_in_a_nested_dict_that_stays_what_it_was_is_reported(tmp_path: Path) -> None:
+    """`{"progress": {"epoch": 0}}` was not watched: only numbers directly in the state were."""
+    config = {"epochs": 10, "lr": 0.1, "seed": 1, "batch_size": 8, "model": {"depth": 4}}
+    log = [{"epoch": 0, "loss": 1.0}]
+    state = build() | {"progress": {"epoch": 0, "step": 0}, "config": config, "log": log, "out": {"epoch": 0}}
+    with reports() as texts, lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, exclude=["out"]) as ckpt:
+        for n in range(1, 6):
+            state["progress"]["step"] = n
+            ckpt.step(n)
+            ckpt.wait()
+    (text,) = [one for one in texts if "holds a number" in one]
+    assert "(steps 1 to 3): 'progress.epoch' = 0. " in text and "assign state['progress']['epoch'] = ..." in text
+
+
 # ---- patterns ------------------------------------------------------------------------------------------------
 
 
@@ -187,6 +204,53 @@ def test_a_pattern_for_state_that_an_optimizer_never_makes_is_reported(tmp_path:
     with lastgood.Checkpointer(tmp_path / "b", state, cadence=EACH_STEP, exclude=["optimizer.state.*"]) as ckpt:
         for n in range(1, 9):
             ckpt.step(n)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"include": ["model.*"], "exclude": ["model.*"]}, {"finite_also": ["m", "model"], "finite_except": ["model"]}],
+)
+def test_a_pattern_that_contradicts_itself_is_refused_at_once(tmp_path: Path, options: dict) -> None:
+    """What is in include and in exclude was left out, and every save held the random numbers alone."""
+    one, other = options
+    with pytest.raises(errors.Refused, match=f"{one} and {other} both have 'model"):
+        lastgood.Checkpointer(tmp_path / "run", build(), **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"include": ["model.base.*"], "exclude": ["model"]},
+        {"exclude": ["*"]},
+        {"exclude": ["model", "optimizer"]},
+        {"include": ["*lora*"], "exclude": ["model.*", "optimizer"]},
+    ],
+)
+def test_patterns_that_leave_nothing_are_refused_by_name(tmp_path: Path, options: dict) -> None:
+    """Such a run saved for hours, and every generation held the random numbers at most."""
+    state = build()
+    train(state)
+    with (
+        lastgood.Checkpointer(tmp_path / "run", state, cadence=LATER, **options) as ckpt,
+        pytest.raises(errors.Refused, match=r"include=|exclude=") as refused,
+    ):
+        ckpt.step(1)
+    assert "nothing of the state" in str(refused.value)
+    with pytest.raises(errors.Refused, match="nothing of the state"):
+        lastgood.save(tmp_path / "once", state, **options)
+    lastgood.save(tmp_path / "all", state)
+    with pytest.raises(errors.Refused, match="nothing of the state"):
+        lastgood.load(tmp_path / "all", **options)
+
+
+def test_patterns_that_leave_something_are_taken(tmp_path: Path) -> None:
+    """What an optimizer keeps is not there before its first step; random numbers alone may be asked for by name."""
+    for at, options in enumerate([{"include": ["optimizer.state.*"]}, {"include": ["rng"]}, {"exclude": ["rng"]}]):
+        with lastgood.Checkpointer(tmp_path / str(at), build(), **options) as ckpt:
+            ckpt.step(1)
+    with lastgood.Checkpointer(tmp_path / "empty", {}, exclude=["rng"]) as ckpt:
+        ckpt.step(1)
 
 
 def test_a_pattern_that_matches_only_the_generation_is_taken_in_a_restore(tmp_path: Path) -> None:
@@ -285,6 +349,15 @@ def test_everything_that_cannot_be_stored_is_listed_at_the_first_step(tmp_path: 
     assert not (tmp_path / "gen").exists()
     with pytest.raises(errors.Unstorable, match="6 entries"):
         lastgood.save(tmp_path / "once", state)
+
+
+@pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
+def test_parsed_arguments_are_refused_with_vars_as_the_remedy(tmp_path: Path, kind: type) -> None:
+    """`"args": args` was refused with the advice to give it a state_dict()."""
+    args = kind(lr=0.1, model="vit")
+    with pytest.raises(errors.Unstorable, match=r"args is a .*amespace.*vars\(args\)"):
+        lastgood.save(tmp_path, {"args": args})
+    lastgood.save(tmp_path, {"args": vars(args)})
 
 
 def test_the_list_of_what_cannot_be_stored_has_an_end(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import lastgood
 from harness import reported, reports
 from lastgood import errors
-from lastgood.errors import Cancelled, Damaged, NoSpace, NothingDurable, TierDown, TornSnapshot
+from lastgood.errors import Cancelled, Damaged, NoSpace, NothingDurable, Overtaken, TierDown, TornSnapshot
 from lastgood.rawio.files import PosixFile
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.writer import RunWriter
@@ -54,9 +54,22 @@ def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, fu
     *saves, closing = threats
     assert [one.split("step ")[1].split(" ")[0] for one in saves] == ["2", "3", "5", "9", "17"]
     assert "failed save 16 in a row" in saves[-1] and "NoSpace" in saves[-1]
-    assert "newest durable step 1 of 30; 30 saves failed: NoSpace: no space left" in closing, "one more at the exit"
+    assert "newest durable step 1 of 30; 29 saves failed (30 attempts): NoSpace: no space left" in closing
     stderr = capfd.readouterr().err
     assert all(one in stderr for one in threats)
+
+
+def test_saves_that_a_newer_one_overtook_are_counted_in_the_closing_line() -> None:
+    """They appeared in on_event only: a run of 30 steps with 20 generations gave no reason."""
+    outcomes = Outcomes("run")
+    for step in (1, 2):
+        outcomes.put(Overtaken(f"step 3 was committed before step {step}"), step)
+    outcomes.durable(3)
+    with reports(logging.WARNING) as warnings, reports() as texts:
+        assert outcomes.report(raises=True) is None
+        outcomes.report_end(3, 3)
+    assert not warnings, "nothing is lost by it"
+    assert texts == ["run: newest durable step 3 of 3; 2 saves given up because a newer one was committed first"]
 
 
 def test_a_row_of_failures_ends_with_the_next_durable_save() -> None:

@@ -166,6 +166,19 @@ def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three,
     assert steps_in(run_of_three) == [3]
 
 
+def test_gc_does_not_count_a_folder_that_stays_as_deleted(run_of_three, capsys):
+    """It said "deleted 2 generations" of a folder with a folder of somebody else in it, at each call."""
+    (run_of_three / "gen" / one_folder(run_of_three, 1) / "plots").mkdir()
+    for wanted in (["--keep-last", "1"], []):
+        assert cli.main(["gc", str(run_of_three), *wanted]) == 5
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"deleted {len(wanted) // 2} generation" in told and "could not be deleted" in told
+        assert "its folder stays, with plots" in told and "crash" not in told
+    assert cli.main(["ls", str(run_of_three)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a deletion that did not end" in told and "crash" not in told
+
+
 class Unmarkable(PosixFiles):
     """A run whose generations belong to another user: nothing can be made beside them."""
 

@@ -37,7 +37,7 @@ from lastgood.plan.retention import Keep
 from lastgood.ports import OpenMode, Tier
 from lastgood.rawio.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.records import Event, Generation, GenerationId, Manifest
-from lastgood.run import places, reader
+from lastgood.run import paths, places, reader
 from lastgood.run.writer import FULL, RunWriter
 from lastgood.tiers.disk import Disk
 
@@ -140,7 +140,7 @@ def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
 
 
 def path(run: str, tier: str) -> str:
-    return run if tier == "directory" else f"{places.SLOTS}{os.path.abspath(run)}"
+    return run if tier == "directory" else f"{paths.SLOTS}{os.path.abspath(run)}"
 
 
 def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callable[[str], None], telling: Any) -> None:

@@ -32,7 +32,7 @@ from ..plan import restore
 from ..plan import sizing as sums
 from ..plan.retention import KEEP, Keep
 from ..records import LAYERS, Finding, Generation, GenerationId
-from ..run import places
+from ..run import paths, places
 from ..run.content import Content
 from ..run.reader import WORKERS
 from . import compare, completion, exporting, importing, mending, sizing, sweep, tuning
@@ -144,7 +144,9 @@ def find(survey: Survey, wanted: str) -> GenerationId:
         if at.step == int(found[1]) and found[2] in (None, at.incarnation):
             return at
     there = ", ".join(map(str, sorted({at.step for at in known}))) or "none"
-    raise NoSuchStep(f"no generation of step {wanted}", todo=f"Steps that are there: {there}.")
+    raise NoSuchStep(
+        f"no generation of step {wanted}", safe="Nothing was touched.", todo=f"Steps that are there: {there}."
+    )
 
 
 def pick(survey: Survey, wanted: str | None) -> Generation:
@@ -156,7 +158,7 @@ def pick(survey: Survey, wanted: str | None) -> Generation:
         if choice.passed_over:
             told = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
             raise NothingGood(f"no generation of this run is good:\n{told}", todo="\nName a STEP to look at it.")
-        raise NoSuchStep(views.NOTHING_YET)
+        raise restore.no_such_step(views.NOTHING_YET, survey)
     at = find(survey, wanted)
     if at in survey.broken:
         raise survey.broken[at]
@@ -219,6 +221,8 @@ def verify(
     if unknown := set(without) - set(LAYERS):
         raise typer.BadParameter(f"no layer {', '.join(sorted(unknown))}: there are {', '.join(LAYERS)}.")
     layers = [one for one in LAYERS if one not in without]
+    if not layers:
+        raise typer.BadParameter("--without every layer leaves nothing to check.")
     tier = places.for_reading(run)
     survey = commit.survey(tier)
     bad = {at: [guard.finding(error)] for at, error in survey.broken.items()}
@@ -234,7 +238,7 @@ def verify(
         known = {at: survey.generations[at] for at in wanted if at in survey.generations and at not in candidates}
         bad |= {at: one.damaged or one.unfit for at, one in known.items()}
         if not wanted:
-            raise NoSuchStep(views.NOTHING_YET)
+            raise restore.no_such_step(views.NOTHING_YET, survey)
     results, lacking = [], unprotected(tier, survey)
     total = sum(survey.generations[at].bytes for at in wanted if at not in bad)
     with progress("reading", total) as seen, ThreadPoolExecutor(WORKERS) as workers:
@@ -291,7 +295,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Finish what a crash cut short and clear its litter; with --keep-*, delete what retention lets go.
+    """Finish deletions and clear saves that did not end; with --keep-*, delete what retention lets go.
 
     Milestones and the newest verified generation always stay. Before any goes, the newest is read and checked.
     """
@@ -360,6 +364,7 @@ def export(
     as_json: Json = False,
 ) -> Answer:
     """Write the tensors of a generation, verified on the way. The file or folder appears whole or not at all."""
+    to = paths.local(to, "--to")
     _require_kind(to, (*KINDS, ".dcp", "/"))
     tier = places.for_reading(run)
     survey = commit.survey(tier)
@@ -397,6 +402,7 @@ def import_file(
     as_json: Json = False,
 ) -> Answer:
     """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
+    file = paths.local(file, "SOURCE")
     if not importing.is_known_folder(file):
         _require_kind(file, KINDS)
     with importing.opened(file, under) as source:
@@ -404,7 +410,7 @@ def import_file(
         with progress("importing", 2 * total) as seen:
             generation = importing.bring(source, run, step, seen)
     data = {
-        "place": os.path.abspath(run),
+        "place": places.directory(run),
         **views.named(generation.id),
         "verified": generation.verified,
         "tensors": len(source.tensors),
@@ -501,7 +507,10 @@ def plan(
         float | None, typer.Option(metavar="SECONDS", parser=tuning.positive, help="Tw, instead of state / write rate.")
     ] = None,
     in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
-    restart_seconds: Annotated[float, typer.Option(min=0, help="R, from a failure until training goes on.")] = 0.0,
+    restart_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", parser=tuning.not_negative, help="R, from a failure until training goes on."),
+    ] = 0.0,
     minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",
     run_days: Annotated[
         float | None, typer.Option(metavar="DAYS", parser=tuning.positive, help="Length of the run.")
@@ -546,6 +555,8 @@ def report(
     """One self-contained page with the tables and plots of every bench and lab in these folders."""
     from . import report as pages
 
+    folders = [Path(paths.local(str(one), "DIR")) for one in folders]
+    out = Path(paths.local(str(out), "--out"))
     length = pages.write(folders, out, title)
     data = {"file": str(out), "bytes": length, "folders": [str(one) for one in folders]}
     return Answer(data, Text(f"{out}: {words.size(length)}"))

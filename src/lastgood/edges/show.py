@@ -41,8 +41,8 @@ MEANINGS = {
     "committed": "durable, not yet read back",
     "not good": "intact, and holds NaN or infinity; never chosen by itself, restore(step=...) takes it",
     "abandoned": "left behind by a rewind; never chosen by itself, restore(step=...) takes it",
-    "incomplete": "no COMMIT: a save that is under way, or one that a crash cut short (`lastgood gc` clears it)",
-    "deleting": "a deletion that a crash cut short (`lastgood gc` ends it)",
+    "incomplete": "no COMMIT: a save that is under way, or one that did not end (`lastgood gc` clears it)",
+    "deleting": "a deletion that did not end: it was interrupted, or a file cannot be removed (`lastgood gc`)",
 }
 
 

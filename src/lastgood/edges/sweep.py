@@ -1,11 +1,11 @@
-"""What `gc` does: ends what a crash cut short, deletes what is damaged or not kept. Holds no rule of retention.
+"""What `gc` does: ends deletions that did not end, deletes what is damaged or not kept. Holds no rule of retention.
 
 A dry run goes the same way without a writer: it takes no lock and changes nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -28,6 +28,9 @@ from ..words import size
 from .show import named, new_table, plural, weight
 from .terminal import Watched, clean, progress
 
+NAMES_SHOWN = 3
+"""of what is left in the folder of a generation that could not be deleted"""
+
 
 def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str, Any]:
     """What went, or would go. `keep`: retention is asked too; `damaged`: what is damaged or lost goes as well.
@@ -41,7 +44,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
             tier = open_run.enter_context(places.for_writing(run, "atomic_dirsync"))
         survey = commit.survey(tier)
         lost = survey.incomplete - restore.never_committed(survey)
-        rows = [_going(tier, at, "a deletion cut short") for at in sorted(survey.going)]
+        rows = [_going(tier, at, "an unfinished deletion") for at in sorted(survey.going)]
         rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete - lost)]
         litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
         litter += [
@@ -69,29 +72,46 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
         if keep:
             abandoned = [one for at, one in survey.generations.items() if one not in chain]
             going |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
-        stuck = [{**named(at), "why": "its files could not be removed"} for at in _left(writer)]
-        for at in sorted(going):
-            row = _going(tier, at, going[at])
-            try:
-                if writer:
-                    commit.retire(tier, at)
-                rows.append(row)
-            except LastgoodError as error:
-                stuck.append({**named(at), "why": error.what})
-    rows = [row for row in rows if not any(_alike(row, one) for one in stuck)]
+        rows += [_going(tier, at, going[at]) for at in sorted(going)]
+        reasons = _retired(tier, sorted(going)) if writer else {}
+        stuck = [{**named(at), "why": why} for at, why in _left(tier, rows, reasons).items()] if writer else []
+        litter = [name for name in litter if not writer or not _is_there(tier, name)]
+    rows = [row for row in rows if not any(_id_of(row) == _id_of(one) for one in stuck)]
     done = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
     return {**done, "stuck": stuck}
 
 
-def _left(writer: RunWriter | None) -> list[GenerationId]:
-    """What the opening of the run could not clear."""
-    survey = writer.survey if writer else Survey()
-    return sorted(survey.going | restore.never_committed(survey))
+def _retired(tier: Tier, going: Sequence[GenerationId]) -> dict[GenerationId, str]:
+    """Delete these generations; why those stay that could not be deleted."""
+    reasons = {}
+    for at in going:
+        try:
+            commit.retire(tier, at)
+        except LastgoodError as error:
+            reasons[at] = error.what
+    return reasons
 
 
-def _alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two rows are of one generation."""
-    return all(one[name] == other[name] for name in ("step", "incarnation"))
+def _left(
+    tier: Tier, rows: Sequence[Mapping[str, Any]], reasons: Mapping[GenerationId, str]
+) -> dict[GenerationId, str]:
+    """Generations of these rows whose folder is still there, and why: the error where known, else what lies in it."""
+    left = {}
+    for at in map(_id_of, rows):
+        folder = layout.folder(at)
+        if _is_there(tier, folder):
+            names = ", ".join(sorted(tier.list(folder).keys() - {layout.GOING})[:NAMES_SHOWN])
+            left[at] = reasons.get(at) or f"its folder stays, with {names or 'nothing in it'}"
+    return left
+
+
+def _is_there(tier: Tier, name: str) -> bool:
+    folder, _, own = name.rpartition("/")
+    return own in tier.list(folder)
+
+
+def _id_of(row: Mapping[str, Any]) -> GenerationId:
+    return GenerationId(step=row["step"], incarnation=row["incarnation"])
 
 
 def swept_view(data: Mapping[str, Any]) -> RenderableType:

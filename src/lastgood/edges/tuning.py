@@ -44,13 +44,26 @@ def bytes_of(text: str) -> int:
 
 def positive(text: str) -> float:
     """A number above zero. Raises BadParameter."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = _number(text)
     if not 0 < number < math.inf:
         raise typer.BadParameter(f"{text!r} is no number above zero.")
     return number
+
+
+def not_negative(text: str) -> float:
+    """A number of at least zero. Raises BadParameter."""
+    number = _number(text)
+    if not 0 <= number < math.inf:
+        raise typer.BadParameter(f"{text!r} is no number of at least zero.")
+    return number
+
+
+def _number(text: str) -> float:
+    """The number that a text says; NaN where it says none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def share(text: str) -> float:

@@ -33,6 +33,7 @@ a lone surrogate its bytes likewise; a key that is no string is written as its r
 
 from __future__ import annotations
 
+import argparse
 import base64
 import enum
 import fnmatch
@@ -41,7 +42,8 @@ import math
 import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -189,7 +191,9 @@ class _Encoder:
             return found
         if not kept:
             return LEFT_OUT
-        todo = "Store it as dict(...)" if isinstance(obj, dict) else ""
+        todo = "Store it as dict(...)" if isinstance(obj, Mapping) else ""
+        if isinstance(obj, (argparse.Namespace, SimpleNamespace)):
+            todo = "Store the dict of its attributes: vars(args)"
         raise refusal(path, f"is a {_type_name(obj)}, which cannot be stored without running code on load", todo)
 
     def _mapping(self, obj: dict[Any, Any], path: str, depth: int) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import NotARun, Refused
 from ..plan.cadence import Every
+from ..run import paths
 from ..train.access import open_run
 from ..train.checkpointer import Checkpointer
 
@@ -30,8 +31,8 @@ def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) ->
 
 
 def require_path(path: str | os.PathLike[str]) -> str:
-    """The run's path as text. Raises Refused for anything else."""
-    require(isinstance(path, (str, os.PathLike)), f"path is {path!r}", "Give the directory of the run.")
+    """The run's path as text. Raises Refused for what a Checkpointer refuses as a path."""
+    paths.parsed(path)
     return os.fspath(path)
 
 

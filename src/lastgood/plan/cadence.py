@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import Refused
+from .arguments import is_number, is_whole, require
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,21 @@ class Every:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        flags = isinstance(self.steps, bool) or isinstance(self.seconds, bool)
-        steps_hold = self.steps is None or (hasattr(self.steps, "__index__") and self.steps >= 1)
-        seconds_hold = self.seconds is None or (isinstance(self.seconds, (int, float)) and self.seconds > 0)
-        if flags or not (steps_hold and seconds_hold) or self.steps is self.seconds is None:
-            raise Refused(
-                f"{self} says nothing",
-                safe="Nothing was touched.",
-                todo="Give Every(steps=...), a whole number >= 1, or Every(seconds=...) > 0.",
-            )
+        require(
+            not (self.steps is None and self.seconds is None),
+            "Every() says nothing",
+            "Give Every(steps=...), a whole number of at least 1, or Every(seconds=...), a number above 0.",
+        )
+        require(
+            self.steps is None or is_whole(self.steps, 1),
+            f"Every(steps={self.steps!r})",
+            "Give a whole number of at least 1.",
+        )
+        require(
+            self.seconds is None or (is_number(self.seconds) and self.seconds > 0),
+            f"Every(seconds={self.seconds!r})",
+            "Give a number above 0.",
+        )
 
     def due(self, step: int, seconds_since_save: float, since: int | None = None) -> bool:
         """Whether a save is due after `step`. `since`: the step before it that was looked at, or saved (step - 1)."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from ..errors import NoSuchStep
 from ..format.commit import Survey
 from ..records import Finding, GenerationId
+from .arguments import is_whole
 
 
 class Lineage(NamedTuple):
@@ -74,17 +75,18 @@ def never_committed(survey: Survey) -> set[GenerationId]:
 def choose(survey: Survey, step: int | None) -> Choice:
     """Candidates for a restore: of the lineage, newest first; or every generation of `step`, the lineage's first.
 
-    Raises NoSuchStep when `step` was never committed or is gone.
+    Raises NoSuchStep when `step` was never committed or is gone, or is no whole number.
     """
     chain, lost = lineage(survey)
     if step is not None:
+        if not is_whole(step, 0):
+            raise no_such_step(f"step={step!r} is not a whole number, nor None for the newest good one", survey)
         order = {one.id: one.order for one in survey.incarnations.values()}
         others = sorted(survey.generations, key=lambda at: -order.get(at.incarnation, 0))
         mine = [at for at in chain if at.step == step]
         wanted = mine or [at for at in others if at.step == step][:1]  # an abandoned one only where it is the only one
         if not wanted:
-            there = ", ".join(str(at.step) for at in sorted(survey.generations)) or "none"
-            raise NoSuchStep(f"no generation of step {step}", todo=f"Steps that are there: {there}.")
+            raise no_such_step(f"no generation of step {step}", survey)
         return Choice(wanted, [])
     passed = [(at, "its COMMIT is gone") for at in lost]
     # Nothing readable speaks of their incarnation, so nobody can say that they are not the newest.
@@ -101,6 +103,12 @@ def choose(survey: Survey, step: int | None) -> Choice:
         else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))
+
+
+def no_such_step(what: str, survey: Survey) -> NoSuchStep:
+    """The error for a step that the run does not hold; it lists those that it holds."""
+    there = ", ".join(map(str, sorted({at.step for at in survey.generations}))) or "none"
+    return NoSuchStep(what, safe="Nothing was touched.", todo=f"Steps that are there: {there}.")
 
 
 def told(findings: list[Finding]) -> str:

@@ -11,13 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from ..errors import Refused
 from ..format.commit import Survey
 from ..records import Generation, GenerationId, Incarnation
-
-_SAFE = "Nothing was touched."
+from .arguments import is_whole, require
 
 
 @dataclass(frozen=True)
@@ -33,24 +31,27 @@ class Keep:
     best: tuple[str, Literal["min", "max"], int] | None = None
 
     def __post_init__(self) -> None:
-        if not (_is_count(self.last) and (self.every is None or _is_count(self.every))):
-            raise Refused(f"{self} keeps nothing", safe=_SAFE, todo="Give whole numbers: last >= 1 and every >= 1.")
+        whole = "Give a whole number of at least 1"
+        require(is_whole(self.last, 1), f"Keep(last={self.last!r})", f"{whole}.")
+        require(self.every is None or is_whole(self.every, 1), f"Keep(every={self.every!r})", f"{whole}, or None.")
         listed = isinstance(self.milestones, Collection) and not isinstance(self.milestones, (str, bytes, Mapping))
-        if not (listed and all(_is_count(one, 0) for one in self.milestones)):
-            raise Refused(f"milestones={self.milestones!r}", safe=_SAFE, todo="Give a tuple of steps: (1000, 2000).")
-        if self.best is not None and not (
-            isinstance(self.best, (tuple, list))
-            and len(self.best) == 3
-            and isinstance(self.best[0], str)
-            and self.best[1] in ("min", "max")
-            and _is_count(self.best[2])
-        ):
-            todo = 'Give ("loss", "min", 3): a metric, "min" or "max", how many.'
-            raise Refused(f"best={self.best!r}", safe=_SAFE, todo=todo)
-
-
-def _is_count(value: Any, least: int = 1) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool) and value >= least
+        require(
+            listed and all(is_whole(one, 0) for one in self.milestones),
+            f"Keep(milestones={self.milestones!r})",
+            "Give a tuple of steps: (1000, 2000).",
+        )
+        require(
+            self.best is None
+            or (
+                isinstance(self.best, (tuple, list))
+                and len(self.best) == 3
+                and isinstance(self.best[0], str)
+                and self.best[1] in ("min", "max")
+                and is_whole(self.best[2], 1)
+            ),
+            f"Keep(best={self.best!r})",
+            'Give ("loss", "min", 3): a metric, "min" or "max", how many.',
+        )
 
 
 KEEP = Keep()

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import Refused
 from ..records import Generation, GenerationId
+from .arguments import is_number, require
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,9 @@ class Scrub:
     bytes_per_second: float = 100e6
 
     def __post_init__(self) -> None:
-        numbers = all(
-            isinstance(one, (int, float)) and not isinstance(one, bool) for one in (self.seconds, self.bytes_per_second)
-        )
-        if not (numbers and self.seconds >= 0 and self.bytes_per_second > 0):
-            todo = "Give seconds >= 0 and bytes_per_second > 0."
-            raise Refused(f"{self}", safe="Nothing was touched.", todo=todo)
+        seconds, rate = self.seconds, self.bytes_per_second
+        require(is_number(seconds) and seconds >= 0, f"Scrub(seconds={seconds!r})", "Give a number of at least 0.")
+        require(is_number(rate) and rate > 0, f"Scrub(bytes_per_second={rate!r})", "Give a number above 0.")
 
 
 def next_to_read(

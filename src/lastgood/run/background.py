@@ -27,6 +27,7 @@ from ..engine.inline import Inline
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
 from ..format import layout
 from ..format.layout import Image
+from ..plan.arguments import require_seconds
 from ..plan.restore import told
 from ..plan.retention import Keep
 from ..plan.scrub import Scrub
@@ -94,6 +95,7 @@ class Save:
 
     def result(self, timeout: float | None = None) -> Generation:
         """Wait until it is durable. Raises what made it fail, or TimedOut after `timeout` seconds."""
+        require_seconds(timeout)
         try:
             return self._outcome.result(timeout)
         except FutureTimeout:
@@ -584,8 +586,7 @@ class Background:
         self.events.put(
             Event(kind=kind, step=save.step, at_seconds=time.monotonic(), seconds=save.seconds, detail=detail)
         )
-        if not isinstance(error, Overtaken):
-            self.outcomes.put(error, save.step)
+        self.outcomes.put(error, save.step)
 
     @property
     def _backlog_limit(self) -> int:

@@ -7,6 +7,7 @@ repeat in the same way, by the class of the error; each damaged generation is re
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 import traceback
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from .. import reporting
-from ..errors import Damaged, LastgoodError, NotFinite, NothingDurable, TornSnapshot, Unfit
+from ..errors import Damaged, LastgoodError, NotFinite, NothingDurable, Overtaken, TornSnapshot, Unfit
 
 TRACEBACK_ENTRIES = 3
 """the innermost calls, shown of an error that is a bug in this package"""
@@ -39,10 +40,17 @@ class Outcomes:
     """
 
     def __init__(self, place: str, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
-        self._place, self._now = place, monotonic_seconds
+        self._place, self._now, self._process = place, monotonic_seconds, os.getpid()
         self._queue: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.failed_saves = 0
-        """since the run was opened"""
+        self.completed: int | None = None
+        """newest step that the loop has completed since the run was opened or restored"""
+        self._newest: int | None = None
+        """newest durable step that this process knows of"""
+        self.failures = 0
+        """attempts to save that failed since the run was opened"""
+        self._failed_steps: set[int] = set()
+        self.overtaken_saves = 0
+        """saves of the cadence that were given up because a newer one was committed first"""
         self.last_failure = ""
         """of a save: the error, in words"""
         self.row = 0
@@ -51,6 +59,11 @@ class Outcomes:
         """the same, of torn saves only"""
         self._repeated: Counter[str] = Counter()
         self._unsaved_since: float | None = None
+
+    @property
+    def failed_saves(self) -> int:
+        """Steps that a save failed of. One that is tried again at the exit counts once."""
+        return len(self._failed_steps)
 
     def durable(self, step: int) -> None:
         """A save of `step` is committed."""
@@ -80,8 +93,11 @@ class Outcomes:
                 else:
                     self._end_row(step)
                 continue
+            if isinstance(error, Overtaken):
+                self.overtaken_saves += 1
+                continue
             if step is not None:
-                self._count_failure(error)
+                self._count_failure(step, error)
             if raises and first is None:
                 first = error
             elif step is not None:
@@ -90,8 +106,9 @@ class Outcomes:
                 self._report_problem(error, always)
         return first
 
-    def restored(self) -> None:
-        """The loop goes on from a generation that is durable, or from the beginning."""
+    def restored(self, step: int | None) -> None:
+        """The loop goes on from the generation of `step`, or (None) from the beginning."""
+        self.completed, self._newest = None, step
         self._unsaved_since = None
         self._repeated.clear()
 
@@ -111,28 +128,40 @@ class Outcomes:
             )
 
     def report_end(self, newest: int | None, last: int) -> None:
-        """The closing line, where a save failed or the `last` step of the loop is not the `newest` durable one."""
-        if not self.failed_saves and newest == last:
+        """The closing line, where a save has no generation or the `last` step of the loop is not the `newest` durable.
+
+        A failed save that was tried again at the exit counts as one, with the number of attempts beside it.
+        """
+        if not self.failures and not self.overtaken_saves and newest == last:
             return
         text = (
             f"newest durable step {newest} of {last}" if newest is not None else f"nothing is durable of {last} steps"
         )
-        if self.failed_saves:
-            text += f"; {_counted(self.failed_saves, 'save')} failed: {self.last_failure}"
-        elif newest is not None:
+        if self.overtaken_saves:
+            text += f"; {_counted(self.overtaken_saves, 'save')} given up because a newer one was committed first"
+        if self.failures:
+            again = f" ({self.failures} attempts)" if self.failures > self.failed_saves else ""
+            text += f"; {_counted(self.failed_saves, 'save')} failed{again}: {self.last_failure}"
+        elif newest is not None and newest != last:
             text += "; the state after it was not saved"
         lost = newest is None or self.row
         level = reporting.threat if lost else reporting.warning if newest != last else reporting.info
         level(f"{self._place}: {text}")
 
     def report_unread(self) -> None:
-        """At the end of a process that has never closed the run: what has not been reported yet."""
+        """At the end of a process that has never closed the run: what was not reported yet, and the closing line."""
+        if self._process != os.getpid():
+            return  # a fork: the process that opened the run reports
         left = list(self._taken())
-        if any(one.error is not None for one in left):
-            reporting.warning(f"{self._place} was never closed")
+        durable = max((one.step for one in left if one.step is not None and one.error is None), default=self._newest)
+        failed = any(one.error is not None and not isinstance(one.error, Overtaken) for one in left)
+        if failed or self.completed not in (None, durable):
+            reporting.warning(f"{self._place} was never closed: close() it, or open it in a with statement")
         for one in left:
             self._queue.put(one)
         self.report()
+        if self.completed is not None:
+            self.report_end(self._newest, self.completed)
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
@@ -145,9 +174,11 @@ class Outcomes:
             reporting.info(f"{self._place}: step {step} is durable, after {_counted(self.row, 'save')} that failed")
         self.row = self.torn_row = 0
         self._unsaved_since = None
+        self._newest = max(step, self._newest or 0)
 
-    def _count_failure(self, error: BaseException) -> None:
-        self.failed_saves += 1
+    def _count_failure(self, step: int, error: BaseException) -> None:
+        self.failures += 1
+        self._failed_steps.add(step)
         self.row += 1
         self.torn_row = self.torn_row + 1 if isinstance(error, TornSnapshot) else 0
         self.last_failure = _first_line(error)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -16,12 +15,9 @@ from ..rawio.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..rawio.mapped import MappedFiles
 from ..tiers.disk import Disk, WriteMode
 from ..tiers.slots import HOME, Slots
+from . import paths
 
 LOCK = ".lock"
-SLOTS = "slots://"
-"""before the absolute path of a run that lives in slots"""
-_SCHEME = re.compile(r"[A-Za-z][\w+.-]*:/+")
-"""of a URL; pathlib makes one slash of the two"""
 _GENERATIONS = {"gen", HOME}
 _OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
@@ -31,7 +27,7 @@ Persist = Literal["direct", "mmap"]
 
 def for_reading(path: str | os.PathLike[str]) -> Tier:
     """The tier of an existing run. Raises NotARun, NotWritable (also for what may not be read), TierDown."""
-    root, in_slots = _parsed(path)
+    root, in_slots = paths.parsed(path)
     names = _look(root, in_slots)
     if names is None:
         raise NotARun(f"there is nothing at {root}", todo="Check the path.")
@@ -62,11 +58,11 @@ def for_writing(
 
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a mode that the place does not know.
     """
-    root, in_slots = _parsed(path)
+    root, in_slots = paths.parsed(path)
     if mode != "atomic_dirsync" and in_slots:
         raise Refused(f"write_mode={mode!r} is for directories; slots are always synced", safe="Nothing was touched.")
     if persist != "direct" and not in_slots:
-        raise Refused(f"persist={persist!r} is for slots", todo=f"Open the run as {SLOTS}{root}")
+        raise Refused(f"persist={persist!r} is for slots", todo=f"Open the run as {paths.SLOTS}{root}")
     names = _look(root, in_slots)
     if names is not None:
         foreign = sorted(name for name in names - _OURS if not name.endswith(".tmp") and not name.startswith(".probe-"))
@@ -103,7 +99,7 @@ def for_writing(
 @contextlib.contextmanager
 def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]:
     """The tier of a run that another process of the same job has open for writing. Raises NotARun, NotWritable."""
-    root, _ = _parsed(path)
+    root, _ = paths.parsed(path)
     if _look(root, False) is None:
         raise NotARun(
             f"there is nothing at {root} here, though rank 0 has opened it",
@@ -115,7 +111,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
 
 def directory(path: str | os.PathLike[str]) -> str:
     """The directory of a run that does not live in slots, in full. Raises Refused, also for slots."""
-    root, slots = _parsed(path)
+    root, slots = paths.parsed(path)
     if slots:
         raise Refused(f"path={path!r}: slots are for a Checkpointer", safe="Nothing was touched.", todo=f"Give {root}")
     return root
@@ -123,37 +119,7 @@ def directory(path: str | os.PathLike[str]) -> str:
 
 def in_slots(path: str | os.PathLike[str]) -> bool:
     """Whether a path means a run that lives in slots."""
-    return _parsed(path)[1]
-
-
-def _parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """The directory, and whether the run in it lives in slots. Raises Refused for what is no path of a directory."""
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise Refused(
-            f"path={path!r} names no directory",
-            safe="Nothing was touched.",
-            todo=f"Give the directory of the run as text or as a pathlib.Path, or {SLOTS}/its/path.",
-        )
-    scheme = _SCHEME.match(text)
-    if scheme and not text.startswith(SLOTS) and (isinstance(path, os.PathLike) or scheme[0].endswith("//")):
-        raise Refused(
-            f"path={text!r} is a URL, and runs live in directories of a mounted file system",
-            safe="Nothing was touched.",
-            todo=f"Give a directory, or {SLOTS}/its/path (in small letters, as text).",
-        )
-    root = os.path.expanduser(text.removeprefix(SLOTS))
-    if root.startswith("~"):
-        raise Refused(
-            f"path={text!r}: there is no user {root.partition('/')[0]}",
-            safe="Nothing was touched.",
-            todo="Give the directory in full; for a name that begins with ~ write ./~name.",
-        )
-    if not text.startswith(SLOTS):
-        return os.path.abspath(root), False
-    if not os.path.isabs(root):
-        raise NotARun(f"{text} has no absolute path", todo=f"Write {SLOTS}{os.path.abspath(root)}")
-    return os.path.normpath(root), True
+    return paths.parsed(path)[1]
 
 
 def _look(root: str, in_slots: bool) -> set[str] | None:
@@ -177,7 +143,7 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
     except OSError as error:
         raise _refused(root, error) from error
     if in_slots != (HOME in found) and found.keys() & _GENERATIONS:
-        kind, right = ("slots", f"{SLOTS}{root}") if HOME in found else ("directories", root)
+        kind, right = ("slots", f"{paths.SLOTS}{root}") if HOME in found else ("directories", root)
         raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
     for name in ("incarnations", *_GENERATIONS):
         if found.get(name, None) is not None:

@@ -18,7 +18,6 @@ from ..errors import (
     HalfLoaded,
     LoadFailed,
     ManifestInvalid,
-    NoSuchStep,
     NotFinite,
     NothingGood,
     Unreadable,
@@ -26,6 +25,7 @@ from ..errors import (
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..plan import reshard, restore
+from ..plan.arguments import require
 from ..ports import Tier
 from ..records import LAYERS, Blob, Finding, Generation, GenerationId, Manifest, Verdict, intact
 from .content import Content
@@ -337,7 +337,7 @@ class RunReader:
         survey = commit.survey(self.tier)
         candidates = restore.choose(survey, step).candidates
         if not candidates:
-            raise NoSuchStep(f"{self.tier.place} holds no generation that is good")
+            raise restore.no_such_step(f"{self.tier.place} holds no generation that is good", survey)
         return survey, candidates[0]
 
     def manifest(self, generation: Generation, rank: int = 0) -> Manifest:
@@ -355,8 +355,14 @@ class RunReader:
     def verify(self, step: int | None = None, layers: Collection[str] = LAYERS) -> Verdict:
         """What the guard says of a generation, read past the page cache; default: the newest that a restore would try.
 
-        `layers`: those that look, each by itself. Raises NoSuchStep, Unavailable.
+        `layers`: those of `records.LAYERS` that look, each by itself. Raises NoSuchStep, Unavailable; Refused for names
+        of no layer, or none at all, which would find everything good.
         """
+        require(
+            not isinstance(layers, str) and bool(layers) and set(layers) <= set(LAYERS),
+            f"layers={layers!r}",
+            f"Give some of {', '.join(LAYERS)}.",
+        )
         survey, at = self._first(step)
         if at in survey.broken:
             findings = [one for one in [guard.finding(survey.broken[at])] if one.layer in layers]

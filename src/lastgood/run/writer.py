@@ -34,7 +34,6 @@ from ..errors import (
     LastgoodError,
     NameTaken,
     NoSpace,
-    NoSuchStep,
     NotFinite,
     NotRestored,
     Overtaken,
@@ -622,7 +621,7 @@ class RunWriter:
         with self.turn:
             generation = self.survey.generations.get(at)
             if generation is None:
-                raise NoSuchStep(f"{at} has been deleted: nothing can be added to it", safe="Nothing was changed.")
+                raise restore.no_such_step(f"{at} has been deleted: nothing can be added to it", self.survey)
             known = generation.commit
             if (milestone and not known.milestone) or not metrics.items() <= known.metrics.items():
                 self._take_in(commit.label(self.tier, generation, milestone, metrics))

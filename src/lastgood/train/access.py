@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ import torch
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
+from ..plan.arguments import is_whole, require
 from ..records import Finding, Generation
 from ..run import places
 from ..run.reader import WORKERS, RunReader, read_all
@@ -21,6 +23,7 @@ from .as_dict import Everything
 from .capture import Capture, finite
 from .exempt import untrained
 from .loading import Request, Restored, load_into, report
+from .options import check_state
 from .patterns import Patterns, matches
 from .storable import require_storable
 from .tensors import from_buffer
@@ -56,6 +59,12 @@ def save_once(
     an object's `state_dict()` returned, which a Checkpointer refuses. `include`, `exclude`: name patterns (fnmatch), as
     in the Checkpointer. Raises what a Checkpointer raises.
     """
+    require(
+        is_whole(step, 0) and step < layout.STEP_LIMIT,
+        f"step={step!r}",
+        f"Give a whole number below {layout.STEP_LIMIT}: how many optimizer steps are completed.",
+    )
+    check_state(state)
     patterns = Patterns(include, exclude)
     captured = require_storable(Capture(include, exclude), state)  # refuses before anything is made
     patterns.require(state)
@@ -68,7 +77,7 @@ def save_once(
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
         chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(
-            run.admit(step),
+            run.admit(operator.index(step)),
             images,
             staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill(),
             aliases=captured.aliases,
@@ -131,6 +140,8 @@ def load_once(
     """
     if state is None and (rename or not strict):
         raise Refused("rename= and strict= speak of a live state", safe="Nothing was read.", todo="Give state=.")
+    if state is not None:
+        check_state(state)
     patterns = Patterns(include, exclude)
     if include and not any(matches(one, ["rng"]) or one.startswith("rng.") for one in include):
         exclude = [*exclude, "rng"]

@@ -52,8 +52,10 @@ class Everything:
         """Raises ManifestInvalid for malformed values, Refused for patterns that match nothing."""
         patterns = Patterns(self._include, self._exclude)
         if patterns.pending:
-            patterns.note(stored_names(stored))
+            names = stored_names(stored)
+            patterns.note(names)
             patterns.require({})
+            patterns.require_something(names)
         self._made = AsDict(stored, wanted(self._include, self._exclude))
         return self._made
 

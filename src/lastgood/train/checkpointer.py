@@ -37,7 +37,8 @@ from ..errors import (
 )
 from ..format import commit
 from ..format import stripes as striping
-from ..format.layout import CHUNK_BYTES
+from ..format.layout import CHUNK_BYTES, STEP_LIMIT
+from ..plan.arguments import is_whole, require, require_seconds
 from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
@@ -56,7 +57,7 @@ from .loading import Request, Restored, load_into, report
 from .merging import homeless
 from .metrics import numbers
 from .objects import is_fsdp1, modules_of
-from .options import OnError, Options, WhenFull, check_state, is_whole, require
+from .options import OnError, Options, WhenFull, check_state
 from .pacing import Pace
 from .patterns import Patterns
 from .preemption import Asked, Preempted, Preemption
@@ -64,6 +65,7 @@ from .sampler import ResumableSampler
 from .snapshots import Numbers, require_live
 from .timing import Timing, TimingTogether
 from .together import Together
+from .trained import version
 from .unchanged import require_unchanged
 
 CADENCE = Every(seconds=300)
@@ -175,6 +177,8 @@ class Checkpointer:
         self._last: Save | None = None
         self._advanced = self._resumed = 0  # the newest step that the loop has completed, and where it began
         self._busy = self._half_loaded = self._closed = False
+        self._called = self._looked = False  # whether step() or save() was called; whether a generation was restored
+        self._version = version(state)
         self._unknown = True  # what the state is made of, and to each other: the ranks
         self._process = os.getpid()
         self._fence_seconds = 0.0
@@ -287,7 +291,8 @@ class Checkpointer:
             run.point()
         self._behind.note_latest()
         self._last, self._advanced, self._resumed = None, found.step, found.step
-        self._behind.outcomes.restored()
+        self._behind.outcomes.restored(found.step if found.generation else None)
+        self._looked, self._version = found.generation is not None, version(self._request.state)
         for one in _samplers(self._request.state):
             one.restart_after(found.step)
         self._count_steps(found.step)
@@ -363,6 +368,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait until every save is durable and looked after. Raises TimedOut; surfaces what failed."""
+        require_seconds(timeout)
         self._behind.wait(timeout)
         self._surface()
 
@@ -387,6 +393,7 @@ class Checkpointer:
         """
         if self._process != os.getpid() or self._closed:
             return  # a fork of the process that has it open; or closed before
+        require_seconds(timeout)
         self._closed = True
         try:
             self._behind.close(timeout)
@@ -403,6 +410,7 @@ class Checkpointer:
             self._report_end()
 
     def __enter__(self) -> Checkpointer:
+        self._require_open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -477,9 +485,18 @@ class Checkpointer:
     def _report_end(self) -> None:
         if self._ranks is not None and not self._ranks.coordinates:
             return
-        if self._advanced > self._resumed or self._behind.outcomes.failed_saves:
+        if not self._called:
+            self._report_unused()
+        elif self._advanced > self._resumed or self._behind.outcomes.failures:
             newest = next((one for one in self._behind.run.lineage() if not one.damaged and not one.unfit), None)
             self._behind.outcomes.report_end(newest.step if newest else None, self._advanced)
+
+    def _report_unused(self) -> None:
+        """Report that nothing was saved, but not on an exception, nor where a state was restored and only looked at."""
+        changed = version(self._request.state) != self._version
+        if sys.exc_info()[0] is None and (changed or not self._looked):
+            what = f"{self._behind.run.tier.place}: nothing was saved: step() and save() were never called"
+            reporting.warning(f"{what}, and the parameters have changed" if changed else what)
 
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
         """Whether a save can be durable in time, as the last one took; of several ranks, on all."""
@@ -604,11 +621,13 @@ class Checkpointer:
 
     def _advance(self, n: int) -> int:
         """The loop has completed step `n`: every sampler of the state counts it, once."""
+        self._called = True
         self._require_open()
         require(
             not self._busy, "a save was asked for while the state is copied", "In a signal handler set a flag only."
         )
         require(is_whole(n, 0), f"step {n!r} is no whole number", "Count completed optimizer steps.")
+        require(n < STEP_LIMIT, f"step {n!r} is not below {STEP_LIMIT}", "Count completed optimizer steps.")
         n = operator.index(n)
         if n < self._advanced:
             raise StepTaken(
@@ -622,6 +641,7 @@ class Checkpointer:
             self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
         if n > self._advanced:
             previous, self._advanced = self._advanced, n
+            self._behind.outcomes.completed = n
             for one in {id(one): one for one in _samplers(self._request.state)}.values():
                 one.advance_to(n, previous)
         return n

@@ -21,6 +21,7 @@ from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite
 from ..format.commit import Survey
 from ..format.values import component
 from ..plan import reshard, restore
+from ..plan.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation, Manifest
 from ..run import reader
@@ -63,7 +64,10 @@ class Restored:
 
 @dataclass(frozen=True)
 class Request:
-    """How a generation is to meet the live state; see `Checkpointer.restore`."""
+    """How a generation is to meet the live state; see `Checkpointer.restore`.
+
+    Raises Refused, by name, for a `strict` or `rename` of the wrong type.
+    """
 
     state: MutableMapping[str, Any]
     strict: bool = True
@@ -74,6 +78,15 @@ class Request:
     """which of the two have matched no name so far"""
     partial: bool = False
     """whether the state may lack top-level entries that the generation has"""
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.strict, bool), f"strict={self.strict!r}", "Give True or False.")
+        names = self.rename if self.rename is not None else {}
+        require(
+            isinstance(names, Mapping) and all(isinstance(one, str) for pair in names.items() for one in pair),
+            f"rename={self.rename!r}",
+            "Give a dict of names: rename={old: new}.",
+        )
 
     def has_place(self, entry: str) -> bool:
         """Whether the state has a place for a top-level entry of a generation."""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from .. import reporting
 from ..errors import Refused
 
@@ -32,7 +34,7 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, (str, bytes)) or getattr(value, "shape", None):
         raise _refused(f"metric {name!r} is {value!r}")
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, torch.Tensor) else value)
     except (TypeError, ValueError, OverflowError):
         raise _refused(f"metric {name!r} is {value!r}") from None
 

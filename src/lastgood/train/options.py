@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from ..errors import Refused
 from ..format import stripes
 from ..format.layout import CHUNK_LIMIT_BYTES
+from ..plan.arguments import is_positive, is_whole, require
 from ..plan.cadence import Every
 from ..plan.retention import Keep
 from ..plan.scrub import Scrub
@@ -160,19 +159,3 @@ def check_state(state: object) -> None:
     assert isinstance(state, MutableMapping)
     odd = [key for key in state if not isinstance(key, str)]
     require(not odd, f"state has keys that are no text: {odd[:3]}", 'Give each part a name: {"model": model}.')
-
-
-def is_whole(value: Any, least: int) -> bool:
-    """Whether it is a whole number (True and 2.0 are not) of at least so much."""
-    return hasattr(value, "__index__") and not isinstance(value, bool) and value >= least
-
-
-def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-
-
-def require(holds: bool, what: str, todo: str) -> None:
-    """Raise Refused where it does not hold."""
-    if not holds:
-        raise Refused(what, safe="Nothing was touched.", todo=todo)

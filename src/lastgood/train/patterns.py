@@ -75,7 +75,8 @@ def names_in(state: Mapping[str, Any], names: Filter = EVERYTHING) -> Names:
 class Patterns:
     """The patterns that have matched no name yet, as (argument, pattern): ("include", "model.*").
 
-    Raises Refused for a text in place of a list.
+    Raises Refused for a text in place of a list, and for a pattern that contradicts itself: in `include` and in
+    `exclude`, or in `finite_also` and in `finite_except`.
     """
 
     def __init__(
@@ -92,7 +93,14 @@ class Patterns:
                 some = repr(patterns) if isinstance(patterns, str) else '"model.*"'
                 what = f"{argument}={patterns!r} is not a list of name patterns"
                 raise Refused(what, safe="Nothing was touched.", todo=f"Give {argument}=[{some}].")
+        for one, other in (("include", "exclude"), ("finite_also", "finite_except")):
+            if both := [pattern for pattern in given[one] if pattern in given[other]]:
+                what = f"{one} and {other} both have {', '.join(map(repr, both))}"
+                raise Refused(what, safe="Nothing was touched.", todo=f"Leave it in one of them: {other} goes first.")
         self._names = wanted(include, exclude)
+        self._something = not include and not exclude
+        """whether it is known that the patterns leave something of the state"""
+        self._include, self._exclude = list(include), list(exclude)
         self.pending = [(argument, one) for argument, patterns in given.items() for one in patterns]
         self._looks = 0
         self._noted: frozenset[str] = frozenset()
@@ -104,10 +112,37 @@ class Patterns:
             self.pending = [(argument, one) for argument, one in self.pending if not matches(one, self._noted)]
 
     def require(self, state: Mapping[str, Any]) -> None:
-        """Raises Refused for patterns that match no name of the state and none that was noted."""
+        """Raises Refused for patterns that match no name of the state and none that was noted, or leave nothing."""
         found = self.unmatched(state)
         if found:
             raise refused(found, self._noted | names_in(state).found)
+        if state and not self._something:
+            names = names_in(state, self._names)
+            self.require_something(names.found, names.empty)
+
+    def require_something(self, names: Collection[str], empty: Iterable[str] = ()) -> None:
+        """Raises Refused where include and exclude leave none of these names; `empty` as in `Names`.
+
+        Random number generators count only where `include` names them: else they stay without being asked for.
+        """
+        if self._something:
+            return
+        containers = {name.rpartition(".")[0] for name in names}
+        left = {name for name in names if name not in containers and self._names.keeps(name)}
+        if not any(matches(one, ["rng"]) or one.startswith("rng.") for one in self._include):
+            left = {name for name in left if name.partition(".")[0] != "rng"}
+        if not left and not any(map(self._names.enters, empty)):
+            given = " and ".join(
+                f"{argument}={patterns!r}"
+                for argument, patterns in (("include", self._include), ("exclude", self._exclude))
+                if patterns
+            )
+            raise Refused(
+                f"{given} {'leave' if ' and ' in given else 'leaves'} nothing of the state",
+                safe="Nothing was written or loaded.",
+                todo="Name in include what is wanted, in exclude what of it is not: exclude goes first.",
+            )
+        self._something = True
 
     def report(self, state: Mapping[str, Any]) -> None:
         """Report, once each, the patterns that `require` would refuse: no save is refused for them."""

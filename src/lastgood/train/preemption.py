@@ -12,12 +12,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from ..errors import Refused
+from ..plan.arguments import is_positive, is_whole, require
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: nothing was wrong, run it again"""
@@ -38,16 +39,22 @@ class Preemption:
     exit_code: int = EXIT_CODE
 
     def __post_init__(self) -> None:
-        heard = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-        if not (
-            self.signals
-            and set(self.signals) <= heard
-            and 0 < self.grace_seconds <= threading.TIMEOUT_MAX
-            and 0 <= self.exit_code < 256
-        ):
-            raise Refused(
-                f"{self}", todo="Give signals that can be heard, seconds above 0, and an exit code from 0 to 255."
-            )
+        signals, seconds, code = self.signals, self.grace_seconds, self.exit_code
+        known = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        listed = isinstance(signals, Collection) and not isinstance(signals, (str, bytes))
+        require(
+            listed and len(signals) > 0 and all(is_whole(one, 1) and one in known for one in signals),
+            f"Preemption(signals={signals!r})",
+            "Give a tuple of signals that a process can handle: (signal.SIGTERM,).",
+        )
+        require(
+            is_positive(seconds) and seconds <= threading.TIMEOUT_MAX,
+            f"Preemption(grace_seconds={seconds!r})",
+            "Give a number of seconds above 0.",
+        )
+        require(
+            is_whole(code, 0) and code < 256, f"Preemption(exit_code={code!r})", "Give a whole number from 0 to 255."
+        )
 
 
 class Preempted(SystemExit):

@@ -19,6 +19,8 @@ from .objects import tag_of
 
 UNCHANGED_SAVES = 3
 """saves of ascending steps, after which a number that never changed is reported"""
+COUNTERS = {"epoch", "step", "global_step", "iteration", "current_epoch", "current_step"}
+"""keys of numbers in nested dicts that count what has been trained"""
 
 _SCHEDULER = {"base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedulers"}
 """keys of torch's schedulers: the state_dict() of each has two of them at least"""
@@ -84,10 +86,12 @@ _KINDS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
 
 
 class Numbers:
-    """Top-level int and float entries of a state, watched until UNCHANGED_SAVES saves have been made.
+    """Top-level int and float entries of a state, and counters in nested dicts, watched for UNCHANGED_SAVES saves.
 
-    An entry of a nested dict counts as configuration and is not watched. A number that an evaluation or an epoch
-    updates may rightly stay the same for so long; the report is one line, made once, and says so.
+    A number of a nested dict counts as configuration (`lr`, `seed`, `batch_size`) and is not watched, unless its key is
+    one of COUNTERS, which no configuration keeps constant. Lists are not entered: they hold records of the past. A
+    number that an evaluation or an epoch updates may rightly stay the same for so long; the report is one line, made
+    once, and says so.
     """
 
     def __init__(self, state: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str]) -> None:
@@ -103,18 +107,31 @@ class Numbers:
         self._unchanged = {key: one for key, one in self._unchanged.items() if key in now and now[key] == one}
         self._steps.append(step)
         if len(self._steps) == UNCHANGED_SAVES and self._unchanged:
-            key = next(iter(self._unchanged))
-            entries = ", ".join(f"{name!r} = {value}" for name, value in self._unchanged.items())
+            place = "".join(f"[{key!r}]" for key in next(iter(self._unchanged)))
+            entries = ", ".join(f"'{'.'.join(keys)}' = {value}" for keys, value in self._unchanged.items())
             reporting.warning(
                 f"the state holds a number that was the same in the first {UNCHANGED_SAVES} saves (steps "
                 f"{self._steps[0]} to {self._steps[-1]}): {entries}. A number is copied when the state dict is built: "
-                f"assign state[{key!r}] = ... in the loop when it changes, or keep it in an object that has "
+                f"assign state{place} = ... in the loop when it changes, or keep it in an object that has "
                 "state_dict() and load_state_dict(). If it is a constant, or is assigned already, nothing is wrong."
             )
 
-    def _numbers(self, state: Mapping[str, Any]) -> dict[str, int | float]:
+    def _numbers(self, state: Mapping[str, Any]) -> dict[tuple[str, ...], int | float]:
+        """The watched numbers, by their keys from the outermost dict to the innermost."""
         return {
-            key: value
-            for key, value in state.items()
-            if type(value) in (int, float) and type(key) is str and self._names.keeps(component(key))
+            keys: value
+            for keys, value in _entries(state, ())
+            if type(value) in (int, float)
+            and (len(keys) == 1 or keys[-1].lower() in COUNTERS)
+            and self._names.keeps(".".join(map(component, keys)))
         }
+
+
+def _entries(part: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Keys and value of every entry in nested dicts whose keys are text."""
+    for key, value in part.items():
+        if type(key) is str:
+            keys = (*above, key)
+            yield keys, value
+            if type(value) is dict and len(keys) <= DEPTH_LIMIT:
+                yield from _entries(value, keys)

@@ -1,0 +1,10 @@
+"""`python -m lastgood`: the command line, for where the `lastgood` command is not on the PATH."""
+
+from __future__ import annotations
+
+import sys
+
+from .edges.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Checks of numbers that a caller gives: the wrong type and the wrong value are refused alike, by name. Pure."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from ..errors import Refused
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """Whether it is a whole number (True and 2.0 are not) of at least so much."""
+    try:
+        return operator.index(value) >= least and not isinstance(value, bool)
+    except TypeError:
+        return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, infinity included (True, NaN and text are not)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether it is a finite number above 0."""
+    return is_number(value) and 0 < value < math.inf
+
+
+def require_seconds(timeout: Any) -> None:
+    """Raise Refused for a `timeout` that is neither a number of seconds nor None, which waits without limit."""
+    require(timeout is None or is_number(timeout), f"timeout={timeout!r}", "Give seconds, or None for no limit.")
+
+
+def require(holds: bool, what: str, todo: str) -> None:
+    """Raise Refused where it does not hold."""
+    if not holds:
+        raise Refused(what, safe="Nothing was touched.", todo=todo)

@@ -1,0 +1,95 @@
+"""What a path that a person typed means: a directory, slots, or a mistake that would become a folder of that name.
+
+Every path of a run, and every file that the command line reads or writes, goes through here. The disk is read in one
+case only: a dollar sign may belong to a name, and does where something of that literal name exists.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+
+from ..errors import NotARun, Refused
+
+SLOTS = "slots://"
+"""before the absolute path of a run that lives in slots"""
+
+_SCHEME = re.compile(r"([A-Za-z][\w+.-]*):/+")
+"""of a URL, also with one slash: pathlib makes one of two, and people leave one out"""
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
+"""what `os.path.expandvars` replaces"""
+_SAFE = "Nothing was touched."
+
+
+def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
+    """The absolute directory of a run, and whether the run lives in slots.
+
+    `~` is expanded. Raises Refused for what names no directory, and as `local` does.
+    """
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise Refused(
+            f"path={reprlib.repr(path)} names no directory",
+            safe=_SAFE,
+            todo=f"Give the directory of the run as text or as a pathlib.Path, or {SLOTS}/its/path.",
+        )
+    if isinstance(path, str) and text.startswith(SLOTS):
+        root = local(text.removeprefix(SLOTS), "path")
+        if not os.path.isabs(root):
+            raise NotARun(f"{text} has no absolute path", todo=f"Write {SLOTS}{os.path.abspath(root)}")
+        return os.path.normpath(root), True
+    scheme, _, rest = text.partition(":")
+    if scheme.lower() == "slots":
+        meant = "/" + os.path.abspath(rest).lstrip("/")
+        raise Refused(
+            f"path={text!r} is neither a directory nor slots",
+            safe=_SAFE,
+            todo=f"Write {SLOTS}{meant} (in small letters, as text), or ./{text} for a folder of that name.",
+        )
+    return os.path.abspath(local(text, "path")), False
+
+
+def local(text: str, argument: str) -> str:
+    """A path on this machine, with `~` expanded. Errors call it `argument`.
+
+    Raises Refused for a URL, an environment variable that was not expanded, white space at an end, and the home of an
+    unknown user.
+    """
+    given = f"{argument}={text!r}"
+    if scheme := _SCHEME.match(text):
+        mounted = f"/{text[scheme.end() :]}" if scheme[1].lower() == "file" else "the directory where it is mounted"
+        raise Refused(
+            f"{given} is a URL, and only mounted file systems are read and written",
+            safe=_SAFE,
+            todo=f"Give {mounted}, or ./{text} for a folder of that name.",
+        )
+    if text != text.strip() and not os.path.lexists(text):
+        raise Refused(
+            f"{given} begins or ends with white space",
+            safe=_SAFE,
+            todo="Remove it: a line that was read from a file or a command ends with a newline. For a folder that is "
+            "really named so, make it first.",
+        )
+    variables = [*_VARIABLE.finditer(text)]
+    if variables and not os.path.lexists(os.path.expanduser(_up_to(text, variables[-1].end()))):
+        raise Refused(
+            f"{given} holds the environment variable {variables[-1][0]}, which was not expanded",
+            safe=_SAFE,
+            todo="Expand it: with os.path.expandvars(path), or in a shell without single quotes. For a folder that is "
+            "really named so, make it first.",
+        )
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise Refused(
+            f"{given}: there is no user {expanded.partition('/')[0]}",
+            safe=_SAFE,
+            todo="Give the directory in full; for a name that begins with ~ write ./~name.",
+        )
+    return expanded
+
+
+def _up_to(text: str, position: int) -> str:
+    """The path as far as the component that ends at or after a position."""
+    end = text.find("/", position)
+    return text if end < 0 else text[:end]

@@ -1,0 +1,97 @@
+"""Paths as people type them: URLs, slots, `~` and `$HOME` are understood or refused, and never become folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from lastgood import errors
+from lastgood.edges import cli
+from lastgood.run import paths
+
+MISTYPED = {
+    "s3:/bucket/run": "is a URL.*mounted.*or ./s3:/bucket/run",
+    "gs:/b": "is a URL",
+    "file:///data/run": "is a URL.*Give /data/run",
+    "slots:run": "Write slots:///.*/run",
+    "slots:/data/run": "Write slots:///data/run",
+    "SLOTS:///data/run": "Write slots:///data/run .in small letters",
+    "$NOWHERE/run": r"the environment variable \$NOWHERE, which was not expanded.*os.path.expandvars",
+    "${HOME}/run": r"the environment variable \$\{HOME\}",
+    "slots://$HOME/run": r"the environment variable \$HOME",
+    "run\n": "white space",
+}
+
+
+@pytest.mark.parametrize("path", MISTYPED)
+def test_a_mistyped_path_is_refused_with_the_right_spelling(tmp_path: Path, monkeypatch, path: str) -> None:
+    """A folder named `s3:`, `slots:run` or `$HOME` was made beside the script, and held the run."""
+    monkeypatch.chdir(tmp_path)
+    for way in (
+        lambda: lastgood.Checkpointer(path, {}),
+        lambda: lastgood.load(path),
+        lambda: lastgood.dcp.Writer(path),
+    ):
+        with pytest.raises(errors.Refused, match=f"(?s)path=.*{MISTYPED[path]}"):
+            way()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_path_of_slots_that_went_through_pathlib_is_refused_with_the_right_spelling() -> None:
+    with pytest.raises(errors.Refused, match=r"Write slots:///data/run .*as text"):
+        lastgood.open(Path("slots:///data/run"))
+
+
+def test_a_folder_that_is_really_named_with_a_dollar_goes_on_opening(tmp_path: Path, monkeypatch) -> None:
+    """Runs of earlier versions may lie in a folder named `$HOME`."""
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("$HOME")
+    lastgood.save("$HOME/run", {"n": 1})
+    assert lastgood.load("$HOME/run")["n"] == 1
+    assert lastgood.open(tmp_path / "$HOME" / "run").generation().step == 0
+    with pytest.raises(errors.Refused, match=r"\$USER"):
+        lastgood.save("$HOME/$USER", {"n": 1})
+
+
+@pytest.mark.parametrize("path", ["run:1", "a$/b$", "100$", "T10:30", "./s3:/bucket"])
+def test_names_with_colons_and_dollars_that_mean_nothing_are_taken(tmp_path: Path, monkeypatch, path: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert paths.parsed(path) == (str(tmp_path / path), False)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch) -> Path:
+    """A run in the home directory, which is the working directory too."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    lastgood.save(tmp_path / "run", {"w": torch.ones(4)})
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    "target", ["s3://b/m.pt", "s3:/b/m.safetensors", "s3://b/model", "slots:///x/m.pt", "$HOME/m.pt"]
+)
+def test_files_of_the_command_line_follow_the_rules_of_paths(run: Path, capsys, target: str) -> None:
+    """`lastgood export RUN --to s3://bucket/model.pt` looked for a folder named `s3:`."""
+    for command in (["export", str(run), "--to", target], ["import", target, str(run / "other")]):
+        assert cli.main(command) == 3
+        assert "URL" in (text := capsys.readouterr().err) or "not expanded" in text
+    assert [one.name for one in run.parent.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show", "gc", "scrub", "repair"])
+def test_every_command_refuses_a_variable_that_was_not_expanded(run: Path, capsys, command: str) -> None:
+    assert cli.main([command, "$HOME/run"]) == 3
+    assert "$HOME, which was not expanded" in capsys.readouterr().err
+
+
+def test_a_tilde_is_the_home_directory_in_export_and_import(run: Path, capsys) -> None:
+    """bash leaves the tilde of `--to=~/model.pt` alone."""
+    assert cli.main(["export", "~/run", "--to=~/model.safetensors"]) == 0
+    assert cli.main(["import", "~/model.safetensors", "~/again", "--json"]) == 0
+    assert f'"place": "{run.parent}/again"' in capsys.readouterr().out
+    assert sorted(one.name for one in run.parent.iterdir()) == ["again", "model.safetensors", "run"]
