@@ -20,6 +20,7 @@ TESTS = [
     "pointers",
     "undeletable",
     "moved_run",
+    "quota",
 ]
 """torch-free"""
 LOOP_TESTS = [
@@ -35,7 +36,7 @@ LOOP_TESTS = [
 """for what runs in and behind a training loop; these need torch"""
 MENDING_TESTS = ["guard", "parity", "scrub", "mending"]
 """for what looks at, rebuilds and reads again"""
-DATA_TESTS = ["sampler_resume", "sampler", "audit_worlds"]
+DATA_TESTS = ["sampler_loop", "sampler_resume", "sampler", "audit_worlds"]
 """for the order of the samples, and what of it was trained"""
 RANKS_TESTS = ["agreeing", "reshard", "ranks_faults", "ranks"]
 """for what several ranks agree on; the last two are worlds of processes"""
@@ -44,6 +45,9 @@ REQUEST_TESTS = ["load_once", "refusals"]
 
 DROP_IN_TESTS = ["dcp_faults", "dcp"]
 """for the storage under torch.distributed.checkpoint"""
+
+TWICE_TESTS = ["saved_twice"]
+"""for steps that are saved a second time"""
 
 LAYOUT_TESTS = ["layouts", "capture_plan"]
 """for the memory order of tensors"""
@@ -82,6 +86,8 @@ class Mutant(NamedTuple):
             names = LAYOUT_TESTS
         if self.kind == "data":
             names = DATA_TESTS
+        if self.kind == "saved twice":
+            names = TWICE_TESTS
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -101,6 +107,7 @@ MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loadin
 SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
 MATCH, ACCESS = "train/match.py", "train/access.py"
 SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
+COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
 STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
@@ -128,6 +135,7 @@ def mutants() -> list[Mutant]:
         *_drop_in(),
         *_layouts(),
         *_data(),
+        *_saved_twice(),
     ]
 
 
@@ -2476,6 +2484,30 @@ def _data() -> list[Mutant]:
         "data",
         [
             (
+                "a loop that does not read from its sampler is refused",
+                COUNTING,
+                "        if not maybe_elsewhere:\n",
+                "        if False:\n",
+            ),
+            (
+                "a sampler that is not read stands still beside one that is",
+                COUNTING,
+                "        if one not in unread or one in maybe_elsewhere:\n",
+                "        if True:\n",
+            ),
+            (
+                "what was counted already need not be read",
+                SAMPLER,
+                "        return self._cached is None and step != self._step\n",
+                "        return self._cached is None\n",
+            ),
+            (
+                "a sampler that is given as sampler= is refused",
+                ITERATION,
+                "        if isinstance(one, BatchSampler) and one.sampler is sampler and one.batch_size > 1:\n",
+                "        if False:\n",
+            ),
+            (
                 "another order is refused",
                 SAMPLER,
                 "        if order != self._order and (cursor or order.seed != self._seed):\n",
@@ -2560,6 +2592,44 @@ def _data() -> list[Mutant]:
                 MERGING,
                 "manifests[rank::ranks]",
                 "manifests[rank:]",
+            ),
+        ],
+    )
+
+
+def _saved_twice() -> list[Mutant]:
+    return _of_kind(
+        "saved twice",
+        [
+            (
+                "a restored step that is the same is not written again",
+                CHECKPOINTER,
+                "            if is_same(self._cutter.captured(self._request.state), manifest):\n",
+                "            if False:\n",
+            ),
+            (
+                "a rewind that is saved at once is durable",
+                CHECKPOINTER,
+                " and run.resumes_at(found.generation.id)\n",
+                "\n",
+            ),
+            (
+                "values of a restored step are compared",
+                UNCHANGED,
+                "        and _values(captured.values) == _values(manifest.values)\n",
+                "",
+            ),
+            (
+                "names of a restored step are compared",
+                UNCHANGED,
+                "        {piece.name for piece in pieces} == {name for name in captured.tensors if not _is_random(name)}\n",
+                "        True\n",
+            ),
+            (
+                "tensors of a restored step are compared",
+                UNCHANGED,
+                "        and all(_holds(captured, piece, manifest.digest) for piece in pieces)\n",
+                "",
             ),
         ],
     )

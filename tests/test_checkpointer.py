@@ -517,9 +517,13 @@ def test_samplers_are_told_once_a_step_wherever_they_are_and_whoever_saves(tmp_p
     first, second = (lastgood.ResumableSampler(100, 10, seed=1) for _ in range(2))
     state = {"data": {"order": first, "again": first}, "other": [second]}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        batches = zip(first, second, strict=True)
+        next(batches)
         ckpt.save(1)
+        next(batches)
         ckpt.save(2, metrics={"loss": 1.0})
         ckpt.step(2)
+        next(batches)
         ckpt.step(3)
     assert first.position == second.position == (0, 3)
 

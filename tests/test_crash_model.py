@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import errno
 import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
 
 import pytest
 
@@ -20,6 +23,7 @@ from lastgood.lab.hostile import ROOT, HostileDisk, Inode
 from lastgood.lab.plain import load, share
 from lastgood.lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 from lastgood.plan.retention import Keep
+from lastgood.run.writer import DELETED_TOGETHER
 from lastgood.tiers.disk import Disk
 
 INLINE = Inline()
@@ -124,6 +128,81 @@ def test_the_empty_folder_of_a_deleted_generation_is_not_taken_for_a_loss():
     assert load(world.tier, workers=INLINE)[0].stepped_over == []
     world.start()
     assert steps_on(world.disk) == [2]
+
+
+class Job(Future):
+    """Goes on for one disk call at a time, in a thread of its own."""
+
+    def __init__(self, jobs: InTurns, do: Callable[[], object]) -> None:
+        super().__init__()
+        self._jobs, self._do = jobs, do
+        self._going, self._resting = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a test that fails does not wait for it
+        self.thread.start()
+
+    def _run(self) -> None:
+        self._going.wait()
+        try:
+            self.set_result(self._do())
+        except BaseException as error:
+            self.set_exception(error)
+        self._resting.set()
+
+    def rest(self) -> None:
+        self._going.clear()
+        self._resting.set()
+        self._going.wait()
+
+    def go_on(self) -> None:
+        self._resting.clear()
+        self._going.set()
+        self._resting.wait()
+
+    def result(self, timeout: float | None = None) -> object:
+        while not self.done():
+            self._jobs.one_round()
+        return super().result(timeout)
+
+
+class InTurns(Executor):
+    """Runs its jobs side by side, and always in the same way: while a result is waited for, one disk call of each in
+    turn."""
+
+    def __init__(self, disk: HostileDisk) -> None:
+        self._jobs: list[Job] = []
+        self.most, watch = 0, disk.watch
+
+        def rest_after(call: str, path: str) -> None:
+            watch(call, path)
+            for job in self._jobs:
+                if job.thread is threading.current_thread():
+                    job.rest()
+
+        disk.watch = rest_after
+
+    def submit(self, fn: Callable[..., object], /, *args: object) -> Job:
+        self._jobs.append(job := Job(self, partial(fn, *args)))
+        return job
+
+    def one_round(self) -> None:
+        self._jobs = [one for one in self._jobs if not one.done()]
+        self.most = max(self.most, len(self._jobs))
+        for one in list(self._jobs):
+            one.go_on()
+
+
+def test_generations_that_are_deleted_side_by_side_leave_nothing_between():
+    """Each deletion waited for the disk by itself: 400 of them took 22 s."""
+    judge = Judge(random.Random(0), samples=8)
+    world = World(HostileDisk(), Ledger(keep=Keep(last=6)), judge)
+    world.open()
+    world.steps(1, 2, 3, 4, 5, 6)
+    world.ledger.keep, before = Keep(last=1), len(judge.states)
+    world.open()
+    world.run._workers = jobs = InTurns(world.disk)
+    world.run.clean()
+    assert jobs.most == DELETED_TOGETHER and len(judge.states) - before > 100
+    assert steps_on(world.disk) == [6]
 
 
 @pytest.mark.parametrize("name", [layout.blob_name(0), layout.manifest_name(0), layout.COMMIT])

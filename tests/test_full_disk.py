@@ -209,6 +209,18 @@ def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text
     assert text in caplog.text
 
 
+def test_the_bound_is_compared_with_what_is_free_at_the_first_step(tmp_path, monkeypatch, caplog) -> None:
+    """A disk that was too small was reported at the first save only: five minutes after the start, or hours."""
+    monkeypatch.setattr(room, "free_bytes", lambda _: 30_000)
+    state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header
+    with lastgood.Checkpointer(tmp_path, state, exclude=["rng"], save_on_exit=False) as ckpt:
+        ckpt.step(1)
+        assert "takes at most (3 kept + 2 in flight + 2) x" in caplog.text and "has room for 2 states" in caplog.text
+        ckpt.save(2)
+        ckpt.step(3)
+    assert caplog.text.count("takes at most") == caplog.text.count("has room for") == 1
+
+
 def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A state that had grown beyond the disk cost all older generations, and was refused all the same."""
     run = opened(tmp_path, Keep(last=5), 10)

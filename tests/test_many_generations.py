@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import lastgood
-from harness import save
+from harness import reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.plan.retention import Keep
@@ -52,3 +52,14 @@ def test_more_go_before_each_save_than_a_save_adds(tmp_path):
     assert len(run.surplus()) == MANY - 3 - DELETIONS_AHEAD
     run.clean(stop=lambda: len(run.surplus()) == 5)
     assert len(run.surplus()) == 5
+
+
+def test_many_deletions_are_reported_once_before_they_begin(tmp_path):
+    """Leaving the `with` block waited 22 s for hundreds of deletions, without a line."""
+    run_of_many(tmp_path)
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))
+    with reports() as texts:
+        run.clean(stop=lambda: len(run.surplus()) == 20)
+        run.clean()
+    assert texts == [f"{tmp_path}: deleting {MANY - 3} generations that retention does not keep"]
+    assert len([*(tmp_path / "gen").iterdir()]) == 3

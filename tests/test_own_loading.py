@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lastgood
+from lastgood import errors
 from lastgood.errors import HalfLoaded, LoadFailed, StateMismatch
 
 
@@ -203,6 +204,50 @@ def test_a_load_state_dict_that_fails_is_half_loaded_at_once_and_named(make, cau
     assert isinstance(caught.value, HalfLoaded) and type(caught.value.__cause__) is cause
     assert getattr(live["data"], "calls", 1) == 1
     assert torch.equal(live["model"].weight, state["model"].weight)
+
+
+class Unwilling(dict):
+    """A state whose entries cannot be replaced."""
+
+    def __setitem__(self, key, value):
+        raise errors.Refused("this mapping is read-only")
+
+
+class RefusingModule(Cloud):
+    """Fails once it has loaded, with an error of the package that it passes on."""
+
+    def __init__(self, points):
+        super().__init__(points)
+        self.register_load_state_dict_post_hook(self._loaded)
+
+    def _loaded(self, *_):
+        raise errors.NoSuchTensor("opacity")
+
+
+class Forgetful(Cloud):
+    """Loads, and can then not say what it holds."""
+
+    def state_dict(self, *arguments, **options):
+        if self.loaded:
+            raise AttributeError("opacity")
+        return super().state_dict(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "live"),
+    [
+        ({"n": 1}, Unwilling(n=2)),
+        ({"data": Cloud(2)}, {"data": RefusingModule(2)}),
+        ({"data": Cloud(4)}, {"data": Forgetful(2)}),
+    ],
+    ids=["mapping", "hook", "state_dict"],
+)
+def test_whatever_code_of_the_user_raises_half_way_the_state_is_half_loaded(saved, live, tmp_path):
+    """A caller who catches HalfLoaded must not train on a state of which a part was loaded, whatever raised."""
+    lastgood.save(tmp_path, {"model": nn.Linear(2, 2), **saved})
+    state = type(live)(model=nn.Linear(2, 2), **live)
+    with pytest.raises(HalfLoaded, match="live state is part of that step"):
+        lastgood.load(tmp_path, state)
 
 
 def test_any_other_error_half_way_is_half_loaded_too(tmp_path, monkeypatch):

@@ -37,6 +37,7 @@ from ranked import (
     unfit,
     whole,
 )
+from ranked_twice import saved_again
 
 
 def test_what_is_due_by_time_is_saved_by_all_ranks_at_one_step(tmp_path):
@@ -231,3 +232,15 @@ def test_a_seeded_slice_of_the_faults_on_one_rank(tmp_path):
     assert {one.who for one in chosen} == {0, 1}
     for one in chosen:
         assert not faults.trial(tmp_path, {"ddp": expected}, one).problems
+
+
+@pytest.mark.parametrize(("kind", "who"), [("ddp", (0, 1)), ("fsdp", (1,))])
+def test_ranks_compare_a_step_that_is_saved_twice_and_decide_alike(tmp_path, kind, who):
+    """With several ranks nothing was compared: save(n) after an update returned the old save of step n as a success."""
+    found = world(2, saved_again, kind, tmp_path, who)
+    assert [same for same, _, _ in found] == [True, True]
+    thirds = [third for _, third, _ in found]
+    assert thirds[0] == thirds[1] and "step 1 is saved already, and the state has changed since: net." in thirds[0]
+    assert [fourth for _, _, fourth in found] == ["step 2", "step 2"]
+    kept = lastgood.open(tmp_path).generation(1).commit
+    assert kept.milestone and kept.metrics == {"loss": 1.0}

@@ -389,6 +389,7 @@ def test_the_first_step_steps_over_nothing_and_copies_nothing(tmp_path: Path) ->
     """The look at the first step leaves the random numbers, the sampler and the weights as they are."""
     sampler = lastgood.ResumableSampler(8, 4, seed=1)
     state = build() | {"sampler": sampler}
+    next(iter(sampler))
     train(state)
     before = torch.get_rng_state(), copy.deepcopy(state["model"].state_dict())
     with lastgood.Checkpointer(tmp_path, state, cadence=LATER, save_on_exit=False) as ckpt:

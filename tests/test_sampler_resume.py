@@ -52,8 +52,10 @@ NAMES = {"batch": "global_batch", "size": "dataset_size"}
 def test_another_order_in_mid_epoch_is_refused_before_anything_is_loaded(tmp_path: Path, change: dict) -> None:
     """Batch 4 -> 8 was taken without a word: 200 of 800 samples were never trained."""
     (name,) = change
-    with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3), "sampler": make()}) as ckpt:
-        ckpt.save(3)
+    sampler = make()
+    with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3), "sampler": sampler}) as ckpt:
+        for n, _ in zip((1, 2, 3), own_loader(sampler), strict=False):
+            ckpt.save(n)
     state = {"w": torch.zeros(3), "sampler": make(**change)}
     with pytest.raises(StateMismatch, match=rf"sampler: .*{NAMES.get(name, name)} \w+ in the state, \w+ here"):
         lastgood.load(tmp_path, state)

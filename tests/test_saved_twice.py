@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy
@@ -193,3 +194,69 @@ def test_a_step_that_is_saved_twice_must_be_the_same_state(tmp_path: Path, fused
         with pytest.raises(errors.StepTaken, match=r"the state has changed since: model\.0\."):
             ckpt.save(1, metrics={"loss": 1.0})
         ckpt.save(2)
+
+
+def trained_state() -> dict:
+    """Model, optimizer and values of a loop that has made one step; bit for bit the same each time."""
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "epoch": 3}
+
+
+def test_a_restored_step_that_is_saved_again_gets_its_milestone_and_is_not_written_twice(tmp_path: Path) -> None:
+    """An evaluation script: restore(), then save(n, metrics=...) wrote all of the state a second time."""
+    with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
+        first = ckpt.save(3).result()
+    with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
+        assert ckpt.restore().step == 3
+        torch.rand(1)  # an evaluation draws random numbers
+        assert ckpt.save(3).result().id == first.id
+        assert ckpt.save(3, milestone=True, metrics={"loss": 1.0}).result().commit.milestone
+    (found,) = lastgood.open(tmp_path).generations()
+    assert found.id == first.id and found.commit.milestone and found.commit.metrics == {"loss": 1.0}
+    with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
+        ckpt.restore()
+        assert ckpt.save(4).result().step == 4, "training goes on from it as ever"
+
+
+def updated(state: dict) -> None:
+    state["optimizer"].step()
+
+
+def at_another_rate(state: dict) -> None:
+    state["optimizer"].param_groups[0]["lr"] = 0.2
+
+
+def with_one_more(state: dict) -> None:
+    state["ema"] = torch.zeros(2)
+
+
+def in_the_next_epoch(state: dict) -> None:
+    state["epoch"] += 1
+
+
+@pytest.mark.parametrize("change", [updated, at_another_rate, with_one_more, in_the_next_epoch])
+def test_a_restored_step_of_another_state_is_written(tmp_path: Path, change: Callable[[dict], None]) -> None:
+    with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
+        first = ckpt.save(3).result()
+    state = trained_state()
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.restore()
+        change(state)
+        assert ckpt.save(3).result().id != first.id
+
+
+def test_a_rewind_that_is_saved_at_once_is_durable(tmp_path: Path) -> None:
+    """restore(step=2), save(2): the generation of step 2 is there already, but the next process would resume at 3."""
+    state = {"w": torch.zeros(3)}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.save(2)
+        ckpt.save(3)
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        ckpt.restore(step=2)
+        ckpt.save(2).result()
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        assert ckpt.restore().step == 2

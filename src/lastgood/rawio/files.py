@@ -14,6 +14,7 @@ import os
 import stat
 
 from ..ports import OpenMode
+from . import quota
 
 BLOCK_BYTES = 4096
 """what direct I/O must be aligned to: the largest logical block in common use, and a page"""
@@ -212,6 +213,6 @@ class Lock:
 
 
 def free_bytes(path: str) -> int:
-    """What this user may still write on the file system of `path`. Raises OSError."""
+    """What this user may still write on the file system of `path`, quotas included. Raises OSError."""
     found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    return min([found.f_bavail * found.f_frsize, *quota.free_bytes(path)])

@@ -65,6 +65,15 @@ class Save:
         self._staged, self._written = threading.Event(), threading.Event()
         self._outcome: Future[Generation] = Future()
 
+    @classmethod
+    def of(cls, generation: Generation) -> Save:
+        """The save that this generation came from, as one that has ended."""
+        save = cls(generation.step)
+        save.note_staged()
+        save.note_written()
+        save.note_outcome(generation, None)
+        return save
+
     def staged(self) -> bool:
         """Whether the live state may change again."""
         return self._staged.is_set()

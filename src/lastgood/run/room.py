@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from collections.abc import Callable, Mapping
 
 from .. import reporting
 from ..errors import NoSpace
+from ..plan.retention import Keep
 from ..ports import Tier, Upload
 from ..rawio.files import free_bytes
 from ..records import Extent
@@ -72,12 +74,33 @@ def may_fit(place: str, needed_bytes: int, released_bytes: int) -> bool:
         return True
 
 
+def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_bytes: int) -> None:
+    """Report the most that a run takes on its disk, and where that is more than there is room for.
+
+    `state_bytes`: of one generation, its parity included; `held_bytes`: of those that are there already.
+    """
+    if tier.newest_only:
+        most = size((in_flight + 2) * state_bytes)
+        what = f"({in_flight} in flight + 2) slots of {size(state_bytes)} = {most}, and a little for records"
+        reporting.info(f"{tier.place} takes {what}")
+        return
+    kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)
+    more = f", and each {keep.every}th step" if keep.every else ""
+    states = kept + in_flight + 2
+    reporting.info(
+        f"{tier.place} takes at most ({kept} kept + {in_flight} in flight + 2) x {size(state_bytes)} = "
+        f"{size(states * state_bytes)}{more}; beside that stay milestones, what is found damaged, and for a while what "
+        "a rewind left"
+    )
+    with contextlib.suppress(OSError):  # a disk that fails says so when it is written
+        compare(tier.place, state_bytes, states, held_bytes, free_bytes(tier.place))
+
+
 def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int) -> None:
     """Report where the disk has less room than a run may take.
 
     `bound_states`: states of `state_bytes` that the run takes at most. `held_bytes`: what it holds already;
-    `free`: bytes that the disk gives beside that. A quota that the file system does not show in its free space is found
-    only when a reservation fails.
+    `free`: bytes that the disk, and the quotas of this user, give beside that.
     """
     fit = (held_bytes + free) // max(state_bytes, 1)
     if fit >= bound_states:

@@ -15,8 +15,9 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any, cast
 
@@ -73,6 +74,10 @@ from .reader import Reading, read_all, read_on
 from .room import Roomy
 from .sharing import Approve, Files, Share, nothing_more
 
+MANY = 10
+"""deletions that take long enough to be reported before they begin"""
+DELETED_TOGETHER = 3
+"""generations deleted side by side"""
 FULL = "the disk is full"
 """detail of the event of a generation that was deleted to make room for a save"""
 
@@ -122,7 +127,7 @@ class RunWriter:
         self._deletions = Deletions(tier)
         self._make_room = make_room or self.relieve
         self._roomy = Roomy(tier, self._make_room)
-        self._was_full = False
+        self._was_full = self._many_reported = False
         self._pointed: Pointer | None = None
         """what this opening has written to the pointer: its first pointing replaces whatever stands there"""
         self._pointing_failed = False
@@ -674,14 +679,23 @@ class RunWriter:
     def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
         """Delete what retention lets go, oldest first, each in two phases; never what the pointer still names.
 
-        At most `most` generations, and none after `stop()`. What cannot be deleted is skipped and tried again later.
+        At most `most` generations, and none after `stop()`; some at a time, so that they share the waits for the disk.
+        What cannot be deleted is skipped and tried again later.
         """
         self.point()
         self._deletions.next_cleaning()
-        for at in self.surplus()[:most]:
+        going, flying = self.surplus()[:most], deque[Future[bool]]()
+        if len(going) >= MANY and not self._many_reported:
+            self._many_reported = True
+            reporting.info(f"{self.tier.place}: deleting {len(going)} generations that retention does not keep")
+        for at in going:
             if stop():
-                return
-            self._delete(at)
+                break
+            if len(flying) == DELETED_TOGETHER:
+                flying.popleft().result()
+            flying.append(self._workers.submit(self._delete, at))
+        for one in flying:
+            one.result()
 
     def relieve(self, needed_bytes: int = 0) -> bool:
         """The disk is full: delete the oldest generation that newer verified ones make needless, whatever `last` says.
@@ -744,6 +758,13 @@ class RunWriter:
     def newest_verified(self) -> Generation | None:
         """The newest verified generation of the lineage."""
         return next((one for one in self.lineage() if one.good), None)
+
+    def resumes_at(self, at: GenerationId) -> bool:
+        """Whether the next process resumes at this generation: nothing newer and good is durable in the lineage."""
+        with self.turn:
+            known = map(self.survey.generations.get, restore.lineage(self.survey).chain)
+            newest = next((one for one in known if one and not one.damaged and not one.unfit), None)
+        return newest is not None and newest.id == at
 
     def lineage(self) -> list[Generation]:
         """Committed generations of the lineage, newest first; those whose commit is not sure are not among them."""

@@ -19,11 +19,12 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from .. import reporting, words
+from .. import reporting
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import (
     CommitUnknown,
+    Damaged,
     HalfLoaded,
     HeardLate,
     InFlightFull,
@@ -43,7 +44,6 @@ from ..plan.cadence import Every
 from ..plan.retention import KEEP, Keep, wanted
 from ..plan.scrub import Scrub
 from ..plan.tune import Auto
-from ..rawio.files import free_bytes
 from ..records import Event, EventKind, Finding, Generation
 from ..run import places, reader, room
 from ..run.announcing import Announcements
@@ -52,6 +52,7 @@ from ..run.follower import Follower, Leader
 from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
 from ..tiers.disk import WriteMode
 from .agree import among_ranks, machine, ranks_of, require_group, world_size
+from .counting import count_step, samplers_in
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, report
 from .merging import homeless
@@ -61,12 +62,11 @@ from .options import OnError, Options, WhenFull, check_state
 from .pacing import Pace
 from .patterns import Patterns
 from .preemption import Asked, Preempted, Preemption
-from .sampler import ResumableSampler
 from .snapshots import Numbers, require_live
 from .timing import Timing, TimingTogether
 from .together import Together
 from .trained import version
-from .unchanged import require_unchanged
+from .unchanged import changed, is_same, require_unchanged
 
 CADENCE = Every(seconds=300)
 TORN_LIMIT = 2
@@ -175,6 +175,8 @@ class Checkpointer:
             else Pace(Auto(in_flight=in_flight) if overhead is None else Auto(overhead=overhead, in_flight=in_flight))
         )
         self._last: Save | None = None
+        self._restored: Generation | None = None
+        """what was restored, where the next process would resume there too"""
         self._advanced = self._resumed = 0  # the newest step that the loop has completed, and where it began
         self._busy = self._half_loaded = self._closed = False
         self._called = self._looked = False  # whether step() or save() was called; whether a generation was restored
@@ -291,9 +293,11 @@ class Checkpointer:
             run.point()
         self._behind.note_latest()
         self._last, self._advanced, self._resumed = None, found.step, found.step
+        alone = self._ranks is None and found.generation is not None and run.resumes_at(found.generation.id)
+        self._restored = found.generation if alone else None
         self._behind.outcomes.restored(found.step if found.generation else None)
         self._looked, self._version = found.generation is not None, version(self._request.state)
-        for one in _samplers(self._request.state):
+        for one in samplers_in(self._request.state):
             one.restart_after(found.step)
         self._count_steps(found.step)
         for at, reason in found.stepped_over:
@@ -329,10 +333,11 @@ class Checkpointer:
         """Save now. Returns when the state is copied; `Save.result()` waits until it is durable.
 
         A step that is saved already, or about to be, is not saved twice: its Save is returned, or one that ends when
-        the milestone and the metrics are durable too. No newer save stands in for this one, but in slots, which keep
-        the newest only. `milestone` keeps it for ever; `metrics` (name -> number) feed Keep(best=...): NaN, infinity
-        and None are left out. Raises Unstorable, NotRestored, and StepTaken for a step before the last one, or where
-        the parameters or the optimizer's state have changed since this step was saved.
+        the milestone and the metrics are durable too. So is the step that `restore()` has loaded, where nothing but
+        random numbers has changed since (one process only). No newer save stands in for this one, but in slots, which
+        keep the newest only. `milestone` keeps it for ever; `metrics` (name -> number) feed Keep(best=...): NaN,
+        infinity and None are left out. Raises Unstorable, NotRestored, and StepTaken for a step before the last one, or
+        where the parameters or the optimizer's state have changed, on any rank, since this opening saved this step.
         """
         n = self._advance(n)
         self._surface()
@@ -351,16 +356,36 @@ class Checkpointer:
                 self._behind.add(last, False, {})  # from now on no newer save stands in for it
                 self._require_same_state(last)
                 return self._behind.add(last, bool(milestone), found)
+        if last is None and (restored := self._restored_save(n)) is not None:
+            return self._behind.add(restored, bool(milestone), found)
         save = self._save(n, bool(milestone), found, must=True)
         assert save is not None
         return save
 
     def _require_same_state(self, save: Save) -> None:
-        """Of one process: a step that is saved a second time is what was saved of it. Waits until that is durable."""
+        """A step that is saved a second time is what was saved of it, on every rank. Waits until that is durable."""
         save.wait_ended()
-        if self._ranks is None and save.durable():
-            tier, generation = self._behind.run.tier, save.result()
-            require_unchanged(self._cutter.captured(self._request.state), commit.read_manifest(tier, generation))
+        if not save.durable():
+            return
+        topic = self._ranks.at("same", save.step) if self._ranks else None
+        with topic.failing() if topic else contextlib.nullcontext():
+            rank = self._ranks.rank if self._ranks else 0
+            manifest = commit.read_manifest(self._behind.run.tier, save.result(), rank)
+            names = changed(self._cutter.captured(self._request.state), manifest)
+        if topic:
+            names = topic.agree(names, lambda told: sorted({name for one in told for name in one}))
+        require_unchanged(save.step, names)
+
+    def _restored_save(self, n: int) -> Save | None:
+        """The save that was restored, where step `n` is that step and the state is as it was saved."""
+        generation = self._restored
+        if generation is None or generation.step != n:
+            return None
+        with contextlib.suppress(Damaged):  # it cannot be compared any more: the step is written anew
+            manifest = commit.read_manifest(self._behind.run.tier, generation)
+            if is_same(self._cutter.captured(self._request.state), manifest):
+                return Save.of(generation)
+        return None
 
     def fence(self) -> None:
         """Call before changing parameters or optimizer state anywhere but in `optimizer.step()`. Waits if need be."""
@@ -557,8 +582,8 @@ class Checkpointer:
             save = Save(n)
             at = self._behind.admit_step(n)
             if self._last is None:
-                if self._ranks is None or self._ranks.coordinates:
-                    self._report_bound(cut.bytes * (self._ranks.size if self._ranks else 1))  # all write about as much
+                if self._ranks is not None and self._ranks.coordinates:
+                    self._report_bound(cut.bytes * self._ranks.size)  # all write about as much
                 if self._cutter.note:
                     reporting.info(self._cutter.note)
             newest_only = self._behind.run.tier.newest_only  # there an older one would take the place of a newer one
@@ -638,12 +663,14 @@ class Checkpointer:
         if self._unknown:
             self._behind.run.require_restored()
             self._unknown = False
-            self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
+            state_bytes = self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
+            if state_bytes is not None:
+                self._report_bound(state_bytes)
         if n > self._advanced:
-            previous, self._advanced = self._advanced, n
-            self._behind.outcomes.completed = n
-            for one in {id(one): one for one in _samplers(self._request.state)}.values():
-                one.advance_to(n, previous)
+            rank, size = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
+            first = self._advanced == self._resumed
+            count_step(self._request.state, n, self._advanced, rank=rank, ranks=size, first=first)
+            self._advanced = self._behind.outcomes.completed = n
         return n
 
     def _all_load(self, attempt: Callable[[], None]) -> None:
@@ -726,25 +753,12 @@ class Checkpointer:
             self._last.stall_seconds += waited
             self._tell("fenced", self._last.step, seconds=waited)
 
-    def _report_bound(self, total: int) -> None:
-        """The most that the run takes on its disk, once the size of the state is known."""
-        keep, in_flight, place = self._options.retention, self._options.in_flight, self._behind.run.tier.place
-        if self._behind.run.tier.newest_only:
-            most = words.size((in_flight + 2) * total)
-            what = f"({in_flight} in flight + 2) slots of {words.size(total)} = {most}, and a little for records"
-            reporting.info(f"{place} takes {what}")
-            return
-        total += round(total * self._spare)
-        kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)
-        more = f", and each {keep.every}th step" if keep.every else ""
-        most = words.size((kept + in_flight + 2) * total)
-        reporting.info(
-            f"{place} takes at most ({kept} kept + {in_flight} in flight + 2) x {words.size(total)} = {most}{more}; "
-            "beside that stay milestones, what is found damaged, and for a while what a rewind left"
-        )
-        held = sum(one.bytes for one in self._behind.run.survey.generations.values())
-        with contextlib.suppress(OSError):  # a disk that fails says so when it is written
-            room.compare(place, total, kept + in_flight + 2, held, free_bytes(place))
+    def _report_bound(self, state_bytes: int) -> None:
+        """Report the most that the run takes on its disk. `state_bytes`: of one generation, of all ranks."""
+        run = self._behind.run
+        total = state_bytes + round(state_bytes * self._spare)
+        held = sum(one.bytes for one in run.survey.generations.values())
+        room.report_bound(run.tier, self._options.retention, self._options.in_flight, total, held)
 
     def _tell(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)
@@ -769,15 +783,3 @@ def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
     for _, at, size in told:
         wanted[at] += size
     return wanted
-
-
-def _samplers(container: object) -> Iterator[ResumableSampler]:
-    """Every sampler in nested dicts, lists and tuples."""
-    if isinstance(container, ResumableSampler):
-        yield container
-    elif isinstance(container, Mapping):
-        for one in container.values():
-            yield from _samplers(one)
-    elif isinstance(container, (list, tuple)):
-        for one in container:
-            yield from _samplers(one)

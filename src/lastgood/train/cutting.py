@@ -183,19 +183,21 @@ class Cutter:
             return
         self._exempt, self._plan = masks(state, stored), None
 
-    def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> None:
+    def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> int | None:
         """What can be known before the first save: whether all of the state can be stored; `Patterns.require`.
 
-        Ranks also start to find out who holds what: the next save must wait for nobody. Copies nothing. Raises
+        Ranks also start to find out who holds what: the next save must wait for nobody. Copies nothing. Returns the
+        bytes of the tensor files of a save; None with several ranks, which do not know yet what each writes. Raises
         Unstorable with everything that cannot be stored; Refused.
         """
         if self._together is None:
-            require_storable(self._capture, state)
+            captured = require_storable(self._capture, state)
             patterns.require(state)
-            return
+            return sum(image.length for image in staging.lay_out(captured.tensors))
         with self._together.topic() as topic:
             captured = require_storable(self._capture, state)
             self._together.agree(topic, captured, patterns.unmatched(state), beside)
+        return None
 
     def captured(self, state: Mapping[str, Any]) -> Captured:
         """The live tensors of the state, as a cut would take them."""

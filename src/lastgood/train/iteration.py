@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import FrameType
+
+from torch.utils.data import BatchSampler
 
 from ..errors import Refused
 
@@ -50,3 +53,22 @@ class Iteration:
             return False
         self.taken.append(self.next_step - self.first_step - sum(self.taken))
         return len(self.taken) == 2 and self.taken[0] - 1 == self.taken[1] > 0
+
+
+def require_batch_sampler(sampler: object, caller: FrameType | None) -> None:
+    """Raises Refused where `caller`, which begins to iterate `sampler`, is a BatchSampler that puts several of its
+    batches into one.
+
+    `DataLoader(dataset, sampler=sampler, batch_size=4)` does that. Nothing that the sampler yields or counts shows it
+    for certain: fetching ahead looks the same. The iterating BatchSampler stands one or two frames above (torch,
+    torchdata).
+    """
+    for frame in (caller, caller and caller.f_back):
+        one = frame.f_locals.get("self") if frame else None
+        if isinstance(one, BatchSampler) and one.sampler is sampler and one.batch_size > 1:
+            raise Refused(
+                f"a DataLoader has this sampler as sampler=, with batch_size={one.batch_size}: the sampler yields "
+                f"whole batches, so each batch of that loader holds {one.batch_size} of them, and a step counts one",
+                safe="Nothing was read.",
+                todo="Give it as batch_sampler=sampler, without batch_size, or use sampler.loader(dataset).",
+            )

@@ -15,6 +15,7 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from .. import reporting
 from ..errors import Refused
-from .iteration import Iteration
+from .iteration import Iteration, require_batch_sampler
 from .order import Order, whole_number
 from .seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
 
@@ -115,7 +116,11 @@ class ResumableSampler(Sampler[list[int]]):
         return self._cached[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's windows from the cursor to the end of the epoch. Raises Refused once it is stale."""
+        """This rank's windows from the cursor to the end of the epoch. Raises Refused once it is stale.
+
+        Raises Refused too where a DataLoader has this sampler as `sampler=`, with a `batch_size` above 1.
+        """
+        require_batch_sampler(self, sys._getframe(1))
         return self._ids(self._begin(follows=False))
 
     def __len__(self) -> int:
@@ -151,6 +156,10 @@ class ResumableSampler(Sampler[list[int]]):
     def restart_after(self, step: int) -> None:
         """Let `advance_to` count from `step` on. Moves nothing; a Checkpointer calls it in `restore`."""
         self._step = step
+
+    def is_unread_at(self, step: int) -> bool:
+        """Whether `advance_to(step)` would count a step, although no batch and no `order` was read in this process."""
+        return self._cached is None and step != self._step
 
     def consumed(self) -> None:
         """Count one more optimizer step, where no Checkpointer does. Past the last window comes (epoch + 1, 0)."""

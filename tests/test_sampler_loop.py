@@ -1,0 +1,167 @@
+"""Promises about a sampler in the state and a loop that does not read from it as it should: an error at the first step.
+
+And the loops that only look like that: nothing is refused there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import lastgood
+from lastgood import ResumableSampler
+from lastgood.errors import Refused
+from lastgood.train.counting import count_step
+
+DATA = torch.arange(40)
+
+
+def make(**options) -> ResumableSampler:
+    return ResumableSampler(40, 4, **{"seed": 7, **options})
+
+
+def place(sampler: ResumableSampler) -> tuple[int, int]:
+    state = sampler.state_dict()
+    return state["epoch"], state["cursor_step"]
+
+
+# ---- wrong ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(DataLoader, {}), (DataLoader, {"drop_last": True}), (DataLoader, {"num_workers": 1}), (StatefulDataLoader, {})],
+)
+def test_a_sampler_given_as_sampler_and_not_as_batch_sampler_is_refused(kind, options) -> None:
+    """DataLoader(dataset, sampler=sampler, batch_size=4) gave out four batches for each that was counted: after a
+    resume these samples were trained a second time."""
+    loader = kind(DATA, sampler=make(), batch_size=4, **options)
+    with pytest.raises(Refused, match=r"as sampler=, with batch_size=4.*batch_sampler=sampler"):
+        next(iter(loader))
+
+
+def shuffled(_: ResumableSampler) -> DataLoader:
+    return DataLoader(DATA, batch_size=4, shuffle=True)
+
+
+def of_another_sampler(_: ResumableSampler) -> DataLoader:
+    return DataLoader(DATA, batch_sampler=make())
+
+
+def begun_and_left(sampler: ResumableSampler) -> DataLoader:
+    iter(sampler.loader(DATA))
+    return shuffled(sampler)
+
+
+@pytest.mark.parametrize("loader_of", [shuffled, of_another_sampler, begun_and_left])
+def test_a_loop_over_another_loader_than_the_samplers_is_refused_at_its_first_step(tmp_path: Path, loader_of) -> None:
+    """The cursor of a sampler from which nothing was read advanced with each step: a resume went on at a place in the
+    data that meant nothing."""
+    sampler = make()
+    with (
+        lastgood.Checkpointer(tmp_path, {"w": torch.ones(1), "sampler": sampler}) as ckpt,
+        pytest.raises(Refused, match="no batch was read from the ResumableSampler in the state"),
+    ):
+        for n, _ in enumerate(loader_of(sampler), 1):
+            ckpt.step(n)
+    assert place(sampler) == (0, 0) and n == 1
+
+
+def test_a_resume_that_changes_to_a_shuffled_loader_is_refused_for_every_step(tmp_path: Path) -> None:
+    """A step that was refused once must not pass the second time, where a loop catches what a step raises."""
+    sampler = make()
+    with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
+        for n, _ in zip((1, 2, 3), sampler.loader(DATA), strict=False):
+            ckpt.save(n)
+    again = make()
+    with lastgood.Checkpointer(tmp_path, {"sampler": again}) as ckpt:
+        n = ckpt.restore().step
+        for _ in range(2):
+            with pytest.raises(Refused, match="no batch was read"):
+                ckpt.step(n + 1)
+        assert place(again) == (0, 3)
+
+
+def test_a_rank_of_data_parallel_training_that_reads_nothing_is_refused() -> None:
+    with pytest.raises(Refused, match="no batch was read"):
+        count_step({"sampler": make(rank=1, world_size=2)}, 1, 0, rank=1, ranks=2)
+
+
+def test_a_job_in_which_rank_0_of_a_smaller_data_group_reads_nothing_is_reported_once(capsys, caplog) -> None:
+    sampler = make()
+    for n in (1, 2, 3):
+        count_step([sampler], n, n - 1, rank=0, ranks=2, first=n == 1)
+    assert caplog.text.count("rank 0, step 1: no batch was read from the ResumableSampler") == 1
+    assert capsys.readouterr().err.count("no batch was read") == 1
+
+
+# ---- right ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_a_loader_that_takes_one_batch_of_the_sampler_at_a_time_counts_each(tmp_path: Path, batch_size) -> None:
+    """`sampler=sampler, batch_size=None` hands each list of ids to the dataset, which makes a batch of it."""
+    sampler, seen = make(), list[list[int]]()
+    with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
+        for n, batch in enumerate(DataLoader(DATA, sampler=sampler, batch_size=batch_size), 1):
+            seen.append(batch.flatten().tolist())
+            ckpt.step(n)
+            assert place(sampler) == divmod(n, 10)
+    assert seen == make().order(0).tolist()
+
+
+def test_the_sampler_of_an_evaluation_stands_still_until_it_is_read(tmp_path: Path) -> None:
+    """Each training step moved it too: the first evaluation began in the middle of an epoch."""
+    train, evaluation = make(), make(seed=8)
+    state = {"train": train, "evaluation": evaluation}
+    with lastgood.Checkpointer(tmp_path, state) as ckpt:
+        for n, _ in enumerate(train.loader(DATA), 1):
+            ckpt.step(n)
+            if n in (5, 7):
+                assert len(list(evaluation.loader(DATA))) == 10
+    assert place(train) == (1, 0) and place(evaluation) == (2, 0)
+
+
+def test_a_phase_of_the_training_that_follows_begins_at_its_first_batch(tmp_path: Path) -> None:
+    first, second = make(), make(seed=8)
+    with lastgood.Checkpointer(tmp_path, {"phases": [first, second]}) as ckpt:
+        for n, _ in enumerate(first.loader(DATA), 1):
+            ckpt.step(n)
+        for n, _ in zip(range(11, 14), DataLoader(DATA, batch_sampler=second), strict=False):
+            ckpt.step(n)
+    assert (place(first), place(second)) == ((1, 0), (0, 3))
+
+
+def test_a_loop_that_takes_its_samples_from_the_order_itself_is_counted(tmp_path: Path) -> None:
+    sampler = make()
+    with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
+        for n in range(1, 13):
+            epoch, window = sampler.position
+            DATA[torch.from_numpy(sampler.order(epoch)[window].copy())]
+            ckpt.step(n)
+    assert place(sampler) == (1, 2)
+
+
+def test_a_restored_step_is_saved_into_a_second_run_without_reading(tmp_path: Path) -> None:
+    """To continue a run elsewhere: restore it there, and save the same step here."""
+    sampler = make()
+    with lastgood.Checkpointer(tmp_path / "a", {"sampler": sampler}) as ckpt:
+        for n, _ in zip((1, 2, 3), sampler.loader(DATA), strict=False):
+            ckpt.save(n)
+    again = make()
+    a, b = (lastgood.Checkpointer(tmp_path / name, {"sampler": again}) for name in "ab")
+    with a, b:
+        b.save(a.restore().step)
+    assert place(again) == (0, 3)
+
+
+def test_ranks_that_are_given_their_batches_by_another_one_count_all_the_same(caplog) -> None:
+    """Tensor and pipeline parallelism: one rank reads, and hands out what it has read."""
+    sampler = make()
+    for n in (1, 2, 3):
+        count_step({"sampler": sampler}, n, n - 1, rank=1, ranks=2, first=n == 1)
+    assert place(sampler) == (0, 3) and not caplog.text
