@@ -133,11 +133,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose kind or name holds this")
+    parser.add_argument("--new", action="store_true", help="mutants of which no verdict is kept")
     options = parser.parse_args()
     os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples every time
     CHILDREN.set_forkserver_preload(["hypothesis", "pytest", "torch"])
     known = {name: Judgement(*one) for name, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in mutants() if options.only in one.name and not one.equivalent]
+    wanted = [one for one in wanted if not (options.new and one.name in known)]
     controls = [Mutant("control", f"nothing in {file}", file, SAME, SAME) for file in (DISK, BACKGROUND)]
     begun, done, turn = time.monotonic(), 0, threading.Lock()
 
@@ -171,7 +173,7 @@ def main() -> int:
     found = [(one, known[one.name]) for one in wanted if one.name in known]
     results = [(one, verdict) for one, verdict in found if verdict.of == fingerprint(one, verdict)]
     killed = sum(found.outcome == "killed" for _, found in results)
-    if not options.only:
+    if not (options.only or options.new):
         write(results, killed, len(wanted) - len(results))
     print(f"{killed} of {len(results)} killed, {len(wanted) - len(results)} not judged")
     return int(killed < len(wanted))
