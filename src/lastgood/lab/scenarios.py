@@ -210,6 +210,17 @@ def labels(world: World) -> None:
     world.steps(5, 6)
 
 
+def two_labels(world: World) -> None:
+    """A life of labels for slots, where each costs a write of the table."""
+    world.open()
+    world.steps(1)
+    world.label(1, 0.5, milestone=True)
+    world.save(2)
+    world.label(2, 0.25)
+    world.open()
+    world.steps(3)
+
+
 def labels_on_a_full_disk(world: World) -> None:
     """Space for a label is refused once or twice: older verified generations are deleted to make room for it."""
     rng = world.judge.rng
@@ -318,7 +329,7 @@ SCENARIOS = [
     Scenario(labels),
     Scenario(labels_on_a_full_disk),
     Scenario(failing_labels),
-    Scenario(labels, in_flight=1),
+    Scenario(two_labels, in_flight=1),
     Scenario(overtaken_saves, in_flight=2),
     Scenario(saves_in_flight, in_flight=4),
     Scenario(commits_that_nobody_knows_of, in_flight=1),
