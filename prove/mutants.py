@@ -21,6 +21,7 @@ TESTS = [
     "undeletable",
     "moved_run",
     "quota",
+    "labels",
 ]
 """torch-free"""
 LOOP_TESTS = [
@@ -401,6 +402,24 @@ def _commits() -> list[Mutant]:
                 WRITER,
                 "            if not isinstance(error, NameTaken):  # what lies there is not of this save\n",
                 "            if True:\n",
+            ),
+            (
+                "labels are durable before they are gone by",
+                WRITER,
+                "                commit.confirm_labels(self.tier, at)\n",
+                "                pass\n",
+            ),
+            (
+                "a generation is not deleted while it gets a label",
+                WRITER,
+                "            if at in self._labelling:\n",
+                "            if False:\n",
+            ),
+            (
+                "a generation that is being deleted gets no label",
+                WRITER,
+                "            if generation is None or at in self._deleting:\n",
+                "            if generation is None:\n",
             ),
             (
                 "parent is durable before it is continued",
@@ -791,6 +810,11 @@ def _retentions() -> list[Mutant]:
     return [
         Mutant("retention", name, RETENTION, old, new)
         for name, old, new in [
+            (
+                "a label that cannot be read keeps",
+                "    return one.label_unread or wanted(",
+                "    return wanted(",
+            ),
             (
                 "counts verified ones only",
                 "    good = [one for one in chain if one.good]\n    # A step",

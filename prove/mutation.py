@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
-from mutants import BACKGROUND, DISK, Mutant, mutants
+from mutants import Mutant, mutants
 from telling import report
 
 HERE = Path(__file__).resolve().parent
@@ -72,7 +72,7 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
         scratch.mkdir()
         shutil.copytree(HOME / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for beside in ("tests", "prove", "examples"):
+        for beside in ("tests", "prove", "examples", "docs"):
             shutil.copytree(HOME / beside, copy / beside, ignore=shutil.ignore_patterns("__pycache__", "reports"))
         shutil.copy(HOME / "pyproject.toml", copy)
         (copy / "src/lastgood" / mutant.file).write_text(mutated)
@@ -120,6 +120,12 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
     os._exit(code)
 
 
+def unchanged(wanted: list[Mutant]) -> list[Mutant]:
+    """For each choice of tests a mutant that changes nothing: where one of them is killed, the tests prove nothing."""
+    chosen = {frozenset(one.tests()): one for one in wanted}
+    return [one._replace(what=f"nothing in {one.file}", old=SAME, new=SAME) for one in chosen.values()]
+
+
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
     killer = found.told.partition("::")[0] if found.outcome == "killed" and "::" in found.told else ""
     tests = [f"tests/test_{killer}"] if killer else mutant.tests()
@@ -133,12 +139,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="mutants whose kind or name holds this")
+    parser.add_argument("--new", action="store_true", help="mutants of which no verdict is kept")
     options = parser.parse_args()
     os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples every time
     CHILDREN.set_forkserver_preload(["hypothesis", "pytest", "torch"])
     known = {name: Judgement(*one) for name, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in mutants() if options.only in one.name and not one.equivalent]
-    controls = [Mutant("control", f"nothing in {file}", file, SAME, SAME) for file in (DISK, BACKGROUND)]
+    wanted = [one for one in wanted if not (options.new and one.name in known)]
+    controls = unchanged(wanted)
     begun, done, turn = time.monotonic(), 0, threading.Lock()
 
     def run(mutant: Mutant) -> None:
@@ -171,7 +179,7 @@ def main() -> int:
     found = [(one, known[one.name]) for one in wanted if one.name in known]
     results = [(one, verdict) for one, verdict in found if verdict.of == fingerprint(one, verdict)]
     killed = sum(found.outcome == "killed" for _, found in results)
-    if not options.only:
+    if not (options.only or options.new):
         write(results, killed, len(wanted) - len(results))
     print(f"{killed} of {len(results)} killed, {len(wanted) - len(results)} not judged")
     return int(killed < len(wanted))

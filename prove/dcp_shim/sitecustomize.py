@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard.sharded_tensor._ops import binary_cmp
 from torch.distributed.checkpoint import _storage_utils, filesystem, format_utils, hf_storage  # noqa: F401
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.testing._internal import common_distributed
+from torch.testing._internal import common_distributed, common_fsdp
 from torch.testing._internal.distributed._tensor import common_dtensor
 
 import lastgood
@@ -32,6 +33,13 @@ _fsdp_init = FullyShardedDataParallel.__init__
 def _on_cpu(self: Any, *arguments: Any, **options: Any) -> None:
     """FSDP1 takes a CPU only where it is named."""
     _fsdp_init(self, *arguments, **({"device_id": torch.device("cpu")} | options))
+
+
+def _all_agree(result: bool, group: Any) -> bool:
+    """What each rank found of its own shards, without an accelerator."""
+    agreeing = torch.tensor([int(result)])
+    torch.distributed.all_reduce(agreeing, group=group)
+    return agreeing.item() == torch.distributed.get_world_size(group)
 
 
 def _wherever(*_: Any, **__: Any) -> Callable[[Any], Any]:
@@ -66,7 +74,9 @@ def _forked(test: common_distributed.MultiProcessTestCase) -> None:
 
 
 FullyShardedDataParallel.__init__ = _on_cpu
+binary_cmp._communicate_result = _all_agree
 torch.distributed.init_process_group = _on_gloo
+common_fsdp.FSDPTest._run = common_fsdp.FSDPTestMixin.__dict__["_run"]  # the same, without a count of accelerators
 common_distributed.MultiProcessTestCase._spawn_processes = _forked
 for module in (common_distributed, common_dtensor):
     for name in ("skip_if_lt_x_gpu", "requires_accelerator_dist_backend"):

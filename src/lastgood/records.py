@@ -235,6 +235,8 @@ class Generation(Record, frozen=True, kw_only=True):
     damaged: list[Finding] = []
     unfit: list[Finding] = []
     """intact, and not good: what is not finite in it"""
+    label_unread: bool = False
+    """a label lies beside it that cannot be read: it may be what makes this generation a milestone"""
     bytes: int = 0
     """what its files hold on this tier"""
 

@@ -80,6 +80,15 @@ def confirm(tier: Tier, at: GenerationId) -> None:
     tier.put_new(name, _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT)))
 
 
+def confirm_labels(tier: Tier, at: GenerationId) -> None:
+    """Make durable what can be seen of a generation's labels: whoever added them may have died before they were."""
+    home = layout.folder(at)
+    for name, length in tier.list(home).items():
+        if layout.label_number(name) is not None:
+            with contextlib.suppress(Damaged):  # nothing was read from it either
+                tier.put_new(f"{home}/{name}", _read(tier, f"{home}/{name}", length))
+
+
 def retire(tier: Tier, at: GenerationId) -> None:
     """End a generation, or finish an ending that a crash cut short, or clear what never became one.
 
@@ -122,12 +131,16 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
     root = layout.root_of(data)
     damage = _mark(tier, home, layout.DAMAGED, root, there)
     unfit = _mark(tier, home, layout.UNFIT, root, there)
+    labels, label_unread = _labels(tier, home, there)
+    for one in labels:
+        commit = _with(commit, one) if one.root == root else commit
     return Generation(
-        commit=_labelled(tier, commit, root, there),
+        commit=commit,
         root=root,
         verified=_mark(tier, home, layout.VERIFIED, root, there) is not None,
         damaged=damage.findings if damage else [],
         unfit=unfit.findings if unfit else [],
+        label_unread=label_unread,
         bytes=sum(length for length in there.values() if length is not None and length > 0),
     )
 
@@ -265,14 +278,11 @@ def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[
     return msgspec.structs.replace(generation, commit=_with(generation.commit, record))
 
 
-def _labelled(tier: Tier, commit: Commit, root: str, there: Mapping[str, int | None]) -> Commit:
-    """The commit record with what its labels add, in their order; a label of another root, or damaged, is ignored."""
-    labels = sorted((number, name) for name in there if (number := layout.label_number(name)) is not None)
-    for _, name in labels:
-        found = _hint(tier, f"{layout.folder(commit.id)}/{name}", there[name], Label)
-        if found is not None and found.root == root:
-            commit = _with(commit, found)
-    return commit
+def _labels(tier: Tier, home: str, there: Listing) -> tuple[list[Label], bool]:
+    """The labels in a folder, in their order, and whether there are others, which cannot be read."""
+    names = sorted((number, name) for name in there if (number := layout.label_number(name)) is not None)
+    found = [_hint(tier, f"{home}/{name}", there[name], Label) for _, name in names]
+    return [one for one in found if one is not None], None in found
 
 
 def _with(commit: Commit, label: Label) -> Commit:

@@ -33,6 +33,7 @@ from ..run.writer import RunWriter
 from ..tiers.disk import Disk, WriteMode
 from ..tiers.slots import Slots
 from .hostile import ROOT, STAGED, Fault, Folder, HostileDisk, Inode
+from .labels import LOSS, Labels
 from .plain import State, load, save, share
 
 INLINE = Inline()
@@ -103,6 +104,8 @@ class Ledger:
     """of the rotten ones: being rebuilt from parity, so that they may be good again"""
     doubted: set[GenerationId] = field(default_factory=set)
     """marked as damaged after a read failed: good, and given up"""
+    labels: Labels = field(default_factory=Labels)
+    """what was added to generations after their commit"""
     orders: dict[str, int] = field(default_factory=dict)
     parents: dict[str, GenerationId | None] = field(default_factory=dict)
     current: str | None = None
@@ -128,7 +131,7 @@ class Ledger:
         fresh: dict[str, Any] = {
             name: type(value)(value) for name, value in vars(self).items() if isinstance(value, (dict, set))
         }
-        return replace(self, **fresh)
+        return replace(self, labels=self.labels.copied(), **fresh)
 
     def rank(self, at: GenerationId) -> tuple[int, int]:
         return self.orders[at.incarnation], at.step
@@ -143,6 +146,10 @@ class Ledger:
             parent = self.parents[incarnation]
             incarnation, bound = (parent.incarnation, parent.step) if parent else (None, 0)
         return found
+
+    def newest(self, step: int) -> GenerationId:
+        """The newest save of `step` in the current line."""
+        return next(at for at in self.line(self.current) if at.step == step)
 
     def owed(self) -> set[GenerationId]:
         """What must be there, to the bit."""
@@ -175,12 +182,17 @@ class Ledger:
         )
         pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
         _must(not pinned, f"{at} is deleted, and was to be kept")
+        _must(not self.labels.milestones.get(at), f"{at} is deleted, and a durable label makes it a milestone")
+        if self.keep.best is not None and at in good and at in line:
+            rivals = [one for one in line if one in good and one not in self.ending and one != at]
+            _must(self.labels.beaten(at, rivals), f"{at} is deleted, and no other has a metric as good")
         self.ending.add(at)
 
     def key(self) -> int:
         """Two ledgers of one key ask the same of a state."""
         owed = frozenset(self.tables) if self.in_flight else frozenset(self.owed())
-        return hash((owed, frozenset(self.given), frozenset(self.rotten), self.current, *self.opening))
+        labels = self.labels.key()
+        return hash((owed, frozenset(self.given), frozenset(self.rotten), self.current, *self.opening, labels))
 
 
 # ---- the judge -----------------------------------------------------------------------------------------------------
@@ -252,6 +264,11 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
         names = folders[layout.folder(owed)[4:]].names if layout.folder(owed)[4:] in folders else {}
         _must(layout.COMMIT in names, f"{owed} was acknowledged, and is gone")
     _hints(disk, ledger, folders)
+    if ledger.labels.asked:
+        generations = survey(Disk(disk, ROOT, direct=ledger.direct)).generations
+        for owed in ledger.owed() & ledger.labels.asked:
+            _must(owed in generations, f"{owed} has a label, and cannot be read")
+        _labelled(ledger, generations)
     choices = ledger.choices()
     try:
         found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
@@ -277,6 +294,7 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
     _must(not seen.broken and not seen.incomplete and not seen.going, f"half of {[*seen.broken, *seen.incomplete]}")
     tables = " or ".join(str(sorted(map(str, table))) for table in ledger.tables)
     _must(seen.generations.keys() in ledger.tables, f"{sorted(map(str, seen.generations))} is there, and not {tables}")
+    _labelled(ledger, seen.generations)
     for at, generation in seen.generations.items():
         if at not in ledger.rotten:
             _must(bits(tier, generation) == ledger.given.get(at), f"{at} is not as it was saved")
@@ -321,6 +339,13 @@ def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str,
         if name != layout.COMMIT:
             _must(name in names, f"{at} has a COMMIT, and its {name} is gone")
             _must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} is not as it was written")
+
+
+def _labelled(ledger: Ledger, generations: Mapping[GenerationId, Generation]) -> None:
+    """Labels that were acknowledged are there, whole, and none that was never given."""
+    for at, generation in generations.items():
+        problem = ledger.labels.problem(generation)
+        _must(not problem, f"{at} {problem}")
 
 
 def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> None:
@@ -550,6 +575,8 @@ class World:
             monotonic_seconds=lambda: 0.0,
         )
         self._note_verified()
+        if self.disk.fault is None:
+            self.ledger.labels.settle(self.run.survey.generations.values())
         if not self.ledger.disturbed:
             # A torn COMMIT, made in place, may have named anything before it: that stays.
             unsure = max((at.step for at in self.run.survey.broken), default=0)
@@ -619,6 +646,18 @@ class World:
         _must(not ledger.in_flight or all(at in table for table in ledger.tables), f"{at} is durable, they say")
         return True
 
+    def label(self, step: int, loss: float, milestone: bool = False) -> bool:
+        """Add a metric, and with `milestone` that too, to a generation; whether that was acknowledged."""
+        labels, at = self.ledger.labels, self.ledger.newest(step)
+        labels.ask(at, loss, milestone)
+        try:
+            self.run.label(at, milestone, {LOSS: loss})
+        except LastgoodError:
+            _must(self.ledger.disturbed, "a label failed without a fault")
+            return False
+        labels.acknowledge(at, loss, milestone)
+        return True
+
     def forget(self) -> None:
         """What the tier let go by itself is no more of the writer's."""
         if self.ledger.in_flight:
@@ -663,7 +702,7 @@ class World:
 
     def mend(self, step: int) -> None:
         """Read a generation again, and rebuild it from its parity."""
-        at = next(at for at in self.ledger.line(self.ledger.current) if at.step == step)
+        at = self.ledger.newest(step)
         self.ledger.mending.add(at)
         try:
             generation = self.run.survey.generations[at]
@@ -685,7 +724,7 @@ class World:
 
     def rot(self, step: int, name: str = layout.blob_name(0), offset: int = 5000) -> None:
         """One bit of a committed file goes bad on the medium."""
-        at = next(at for at in self.ledger.line(self.ledger.current) if at.step == step)
+        at = self.ledger.newest(step)
         self.ledger.rotten.add(at)
         path = f"{ROOT}/{layout.folder(at)}/{name}"
         if self.ledger.in_flight:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..errors import LastgoodError
 from ..format import layout
@@ -13,6 +13,7 @@ from ..plan.retention import Keep
 from ..tiers.disk import WriteMode
 from .crashmodel import Judge, Ledger, World
 from .hostile import HostileDisk
+from .labels import LOSS
 
 
 class Scenario(NamedTuple):
@@ -166,7 +167,7 @@ def full_disk(world: World) -> None:
     world.steps(1, 2, 3)
     for step in (4, 5, 6):
         refusals = [errno.ENOSPC] * world.judge.rng.randint(1, 2)
-        world.disk.watch = functools.partial(_refuse_space, world, refusals)
+        world.disk.watch = functools.partial(_refuse_space, world, refusals, layout.blob_name(0))
         world.save(step)
         world.disk.watch = world._watch
         world.look_after()
@@ -175,8 +176,8 @@ def full_disk(world: World) -> None:
     world.steps(7, 8)
 
 
-def _refuse_space(world: World, refusals: list[int], call: str, path: str) -> None:
-    if refusals and call == "open" and path.endswith(layout.blob_name(0)):
+def _refuse_space(world: World, refusals: list[int], name: str, call: str, path: str) -> None:
+    if refusals and call == "open" and name in path:
         world.fault(0, refusals.pop())
     world._watch(call, path)
 
@@ -185,6 +186,85 @@ def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> No
     if path.endswith(name) and call in ("write", "sync", "rename") and not world.disk.fault:
         world.fault(world.judge.rng.randrange(2), errno.EIO, applied=applied)
     world._watch(call, path)
+
+
+_BEST: tuple[str, Literal["min"], int] = (LOSS, "min", 1)
+"""of `Keep`: beside the newest, the generation with the lowest loss stays"""
+
+
+def labels(world: World) -> None:
+    """Each generation gets a metric before its verification, and some another one and a milestone after it."""
+    rng = world.judge.rng
+    world.ledger.keep = Keep(last=1, best=_BEST)
+    world.open()
+    for step in (1, 2, 3, 4):
+        world.save(step)
+        world.label(step, rng.random())
+        world.look_after()
+        if rng.random() < 0.5:
+            world.label(step, rng.random(), milestone=True)
+    world.open()
+    world.label(4, rng.random(), milestone=True)
+    world.save(5)
+    world.rewind(4)
+    world.steps(5, 6)
+
+
+def two_labels(world: World) -> None:
+    """A life of labels for slots, where each costs a write of the table."""
+    world.open()
+    world.steps(1)
+    world.label(1, 0.5, milestone=True)
+    world.save(2)
+    world.label(2, 0.25)
+    world.open()
+    world.steps(3)
+
+
+def labels_on_a_full_disk(world: World) -> None:
+    """Space for a label is refused once or twice: older verified generations are deleted to make room for it."""
+    rng = world.judge.rng
+    world.ledger.keep = Keep(last=3, best=_BEST)
+    world.open()
+    for step in (1, 2, 3):
+        world.steps(step)
+        world.label(step, rng.random(), milestone=rng.random() < 0.3)
+    for step in (4, 5):
+        world.save(step)
+        refusals = [errno.ENOSPC] * rng.randint(1, 2)
+        world.disk.watch = functools.partial(_refuse_space, world, refusals, "LABEL-")
+        world.label(rng.choice([step, step - 3]), rng.random(), milestone=True)
+        world.disk.watch = world._watch
+        world.heal()
+        world.look_after()
+    world.open()
+    world.steps(6)
+
+
+def failing_labels(world: World) -> None:
+    """A call fails while a label is written; it is requested again. Then one fails while the run is opened anew."""
+    rng = world.judge.rng
+    world.ledger.keep = Keep(last=1, best=_BEST)
+    world.open()
+    for step in (1, 2, 3):
+        world.steps(step)
+        code, loss = rng.choice([errno.EIO, errno.ENOSPC]), rng.random()
+        world.fault(rng.randrange(9), code, rng.random() < 0.4, code == errno.EIO and rng.random() < 0.5)
+        world.label(step, loss, milestone=rng.random() < 0.5)
+        world.heal()
+        if rng.random() < 0.5:
+            world.label(step, loss, milestone=True)
+    world.fault(rng.randrange(60), errno.EIO, rng.random() < 0.4)
+    try:
+        world.open()
+    except LastgoodError:
+        pass
+    else:
+        world.look_after()
+    finally:
+        world.heal()
+    world.open()
+    world.steps(4, 5)
 
 
 def rebuilding_from_parity(world: World) -> None:
@@ -246,6 +326,10 @@ SCENARIOS = [
     Scenario(rebuilding_from_parity),
     Scenario(failing_rebuilding),
     Scenario(full_disk),
+    Scenario(labels),
+    Scenario(labels_on_a_full_disk),
+    Scenario(failing_labels),
+    Scenario(two_labels, in_flight=1),
     Scenario(overtaken_saves, in_flight=2),
     Scenario(saves_in_flight, in_flight=4),
     Scenario(commits_that_nobody_knows_of, in_flight=1),

@@ -3,7 +3,8 @@ One that is intact and not good (NaN in its parameters) counts for nothing: it g
 
 Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists, and
 goes last where fewer than `last` are verified. One that `every`, a milestone or `best` asks for stays, verified or not:
-verification may have passed it by, or a power loss may have taken its mark.
+verification may have passed it by, or a power loss may have taken its mark. One with a label that cannot be read stays:
+it may be a milestone.
 """
 
 from __future__ import annotations
@@ -134,4 +135,4 @@ def stale_incarnations(survey: Survey) -> list[Incarnation]:
 
 
 def _pinned(keep: Keep, one: Generation) -> bool:
-    return wanted(keep, one.step, one.commit.milestone, {})
+    return one.label_unread or wanted(keep, one.step, one.commit.milestone, {})

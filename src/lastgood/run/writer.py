@@ -4,9 +4,9 @@ Holds what lies in the run as this process knows it; it is the only writer, so n
 The order is the promise: blobs, manifest, commit; then re-read past the cache; then VERIFIED, then the pointer, and
 only then may an older generation go.
 
-Any number of threads may be in `save`, one in `verify`, `point` and `clean`. What they do to the data goes on side by
-side; what makes a generation come, count or go is done one at a time, in `turn`: so of two saves that end together the
-newer one is the newest, whatever the order in which their threads ran.
+Any number of threads may be in `save`, one in `verify`, `point`, `clean` and `label`. What they do to the data goes on
+side by side; what makes a generation come, count or go is done one at a time, in `turn`: so of two saves that end
+together the newer one is the newest, whatever the order in which their threads ran.
 """
 
 from __future__ import annotations
@@ -124,6 +124,9 @@ class RunWriter:
         """saves that were asked for by name: a newer commit does not stand in for them"""
         self.mended: dict[GenerationId, list[str]] = {}
         """what was put back from parity"""
+        self._labelling: set[GenerationId] = set()
+        self._deleting: set[GenerationId] = set()
+        """a generation that gets a label is not deleted meanwhile, and one that is being deleted gets none"""
         self._deletions = Deletions(tier)
         self._make_room = make_room or self.relieve
         self._roomy = Roomy(tier, self._make_room)
@@ -159,6 +162,9 @@ class RunWriter:
                 self._deletions.remove(f"{home}/{name}")
         if {layout.HEADER, layout.OLD_POINTER} <= self.tier.list("").keys():  # two files: this disk minds case
             self._deletions.remove(layout.OLD_POINTER)
+        for at, one in self.survey.generations.items():
+            if one.commit.milestone or one.commit.metrics or one.label_unread:
+                commit.confirm_labels(self.tier, at)
         for at in sorted(self.survey.going | restore.never_committed(self.survey)):
             if self._deletions.delete(at):
                 self.survey.going.discard(at)
@@ -613,19 +619,24 @@ class RunWriter:
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         """Add a milestone or metrics to a generation that is committed: with them, durable on return.
 
-        Raises NoSuchStep where it has gone, NoSpace, TierDown.
+        On a full disk other generations are deleted to make room for the label. Raises NoSuchStep where it has gone,
+        NoSpace, TierDown.
         """
+        self._labelling.add(at)
         try:
-            return self._label(at, milestone, metrics)
-        except NoSpace:  # `turn` is released by now: making room takes other locks first
-            if not self._make_room(0):
-                raise
-            return self._label(at, milestone, metrics)
+            while True:
+                try:
+                    return self._label(at, milestone, metrics)
+                except NoSpace:  # `turn` is released by now: making room takes other locks first
+                    if not self._make_room(0):
+                        raise
+        finally:
+            self._labelling.discard(at)
 
     def _label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         with self.turn:
             generation = self.survey.generations.get(at)
-            if generation is None:
+            if generation is None or at in self._deleting:
                 raise restore.no_such_step(f"{at} has been deleted: nothing can be added to it", self.survey)
             known = generation.commit
             if (milestone and not known.milestone) or not metrics.items() <= known.metrics.items():
@@ -724,12 +735,19 @@ class RunWriter:
 
     def _delete(self, at: GenerationId, detail: str = "") -> bool:
         """Whether it is gone. It counts no more, and is litter, from the moment that its COMMIT is."""
-        gone = self._deletions.delete(at)
-        if not gone and self._deletions.committed(at):
-            return False
         with self.turn:
-            known = self.survey.generations.pop(at, None)
-            (self.survey.going.discard if gone else self.survey.going.add)(at)
+            if at in self._labelling:
+                return False
+            self._deleting.add(at)
+        try:
+            gone = self._deletions.delete(at)
+            if not gone and self._deletions.committed(at):
+                return False
+            with self.turn:
+                known = self.survey.generations.pop(at, None)
+                (self.survey.going.discard if gone else self.survey.going.add)(at)
+        finally:
+            self._deleting.discard(at)
         if known is not None:
             self._tell(self._event("deleted", at, detail=detail))
         return gone

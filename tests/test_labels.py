@@ -1,0 +1,90 @@
+"""Labels: milestones and metrics that are added to a generation after its commit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline import Inline
+from lastgood.errors import NoSpace, NoSuchStep
+from lastgood.format import commit
+from lastgood.lab.plain import load, save
+from lastgood.plan.retention import Keep
+from lastgood.rawio.files import PosixFiles
+from lastgood.records import GenerationId
+from lastgood.run.writer import RunWriter
+from lastgood.tiers.disk import Disk
+
+CHUNK_BYTES = 8192
+
+
+def opened(path: Path, keep: Keep) -> RunWriter:
+    run = RunWriter(Disk(PosixFiles(), str(path)), Inline(), keep=keep)
+    run.begin(max(run.survey.generations, default=None))
+    return run
+
+
+def saved(run: RunWriter, *steps: int) -> list[GenerationId]:
+    """Each step saved and verified; nothing is deleted."""
+    found = []
+    for step in steps:
+        found.append(save(run, step, {"w": bytes(100)}).id)
+        run.verify(Arena(3 * CHUNK_BYTES, CHUNK_BYTES))
+    return found
+
+
+def steps(run: RunWriter) -> list[int]:
+    return sorted(one.step for one in commit.survey(run.tier).generations)
+
+
+def test_room_for_a_milestone_is_not_made_by_deleting_its_generation(tmp_path: Path, monkeypatch) -> None:
+    """The disk was full: the oldest generation was deleted to make room for the label that was to keep it."""
+    run, full, label = opened(tmp_path, Keep(last=3)), [True, True], commit.label
+    oldest, _, _, _ = saved(run, 1, 2, 3, 4)
+
+    def refused_twice(*args: object) -> object:
+        if full:
+            full.pop()
+            raise NoSpace("the disk is full")
+        return label(*args)
+
+    monkeypatch.setattr(commit, "label", refused_twice)
+    assert run.label(oldest, True, {}).commit.milestone
+    assert steps(run) == [1, 4], "two were deleted: one did not make enough room"
+    full[:] = [True]
+    with pytest.raises(NoSpace):
+        run.label(oldest, False, {"loss": 1.0})
+    assert steps(run) == [1, 4]
+
+
+def test_a_generation_that_is_being_deleted_gets_no_label(tmp_path: Path, monkeypatch) -> None:
+    """One thread made room on a full disk while another reported a milestone of that generation as durable."""
+    run, retire, deleted = opened(tmp_path, Keep(last=1)), commit.retire, []
+    saved(run, 1, 2)
+
+    def labelled_meanwhile(tier: Disk, at: GenerationId) -> None:
+        with pytest.raises(NoSuchStep, match="has been deleted"):
+            run.label(at, True, {})
+        deleted.append(at.step)
+        retire(tier, at)
+
+    monkeypatch.setattr(commit, "retire", labelled_meanwhile)
+    run.clean()
+    assert deleted == [1] and steps(run) == [2]
+
+
+def test_a_generation_with_an_unreadable_label_is_kept_and_loads(tmp_path: Path) -> None:
+    """The label that made it a milestone was damaged: it counted for nothing, and the milestone was deleted."""
+    run = opened(tmp_path, Keep(last=1))
+    for at in saved(run, 1, 2):
+        run.label(at, True, {})
+    (label,) = tmp_path.glob("gen/*01-*/LABEL-1.json")
+    label.write_bytes(label.read_bytes()[:-9])
+    run = opened(tmp_path, Keep(last=1))
+    saved(run, 3)
+    run.clean()
+    assert steps(run) == [1, 2, 3]
+    assert [one.label_unread for one in run.lineage()] == [False, False, True]
+    assert load(run.tier, 1, Inline())[1] == {"w": bytes(100)}
