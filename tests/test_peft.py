@@ -24,12 +24,16 @@ def adalora():
     return peft.AdaLoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **ranks)
 
 
+def base(tied=False):
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": tied}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
 def job(config=None, tied=False, seed=0, second=False, adapters=False):
     """The state of a new fine-tuning. Another seed stands for another process: all of it must come from the run."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": tied}
-    model = peft.get_peft_model(LlamaForCausalLM(LlamaConfig(**sizes, **heads)), config or lora())
+    model = peft.get_peft_model(base(tied), config or lora())
     if second:
         model.add_adapter("second", lora())
     trained = [one for name, one in model.named_parameters() if one.requires_grad or "second" in name]
@@ -165,6 +169,24 @@ def test_an_adapter_that_was_activated_on_the_way_is_active_after_a_restore(tmp_
     build = lambda seed: job(second=True, adapters=True, seed=seed)  # noqa: E731
     losses, uninterrupted = resumed(tmp_path / "run", build, after=switch)
     assert losses == uninterrupted
+
+
+@pytest.mark.parametrize("active", [["second"], ["default", "second"]])
+@pytest.mark.parametrize("native", [False, True], ids=["of PEFT", "of transformers"])
+def test_any_adapters_that_were_active_are_activated(native, active, tmp_path):
+    def made():
+        model = base() if native else job()["model"]
+        for name in ("default", "second") if native else ("second",):
+            model.add_adapter(lora(), name) if native else model.add_adapter(name, lora())
+        (model if native else model.base_model).set_adapter(["default"])
+        return model
+
+    saved, live = made(), made()
+    (saved if native else saved.base_model).set_adapter(active)
+    lastgood.save(tmp_path, {"adapters": Adapters(saved)})
+    lastgood.load(tmp_path, {"adapters": Adapters(live)})
+    trained = [[name for name, one in model.named_parameters() if one.requires_grad] for model in (saved, live)]
+    assert trained[0] == trained[1] and any("second" in name for name in trained[0])
 
 
 def test_a_change_of_the_active_adapter_that_is_not_stored_is_refused(tmp_path):

@@ -32,17 +32,18 @@ _REMEDY = 'Add an entry to the state: "adapters": lastgood.integrations.peft.Ada
 class Adapters:
     """Which adapters of a PEFT model are active, and AdaLoRA's importance of ranks, as an entry of the state.
 
-    `model`: what `get_peft_model()` returned. Needed where `set_adapter()` is called while training, and for AdaLoRA:
+    `model`: what `get_peft_model()` returned, or a model of transformers after `model.add_adapter()`. Needed where
+    `set_adapter()` is called while training, and for AdaLoRA:
 
         model = get_peft_model(base, config)
         state = {"model": model, "adapters": lastgood.integrations.peft.Adapters(model), "optimizer": optimizer}
 
     A restore activates the adapters of the restored step, as `model.set_adapter()` does. Raises Refused for a model
-    that is none of PEFT's.
+    without adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        if not callable(getattr(model, "set_adapter", None)) or not hasattr(model, "active_adapters"):
+        if not _has_adapters(model):
             raise Refused(
                 f"Adapters was given a {type(model).__qualname__}, which has no adapters",
                 safe="Nothing was touched.",
@@ -54,22 +55,27 @@ class Adapters:
         """The names of the active adapters, and of AdaLoRA its averages and its pattern of ranks."""
         allocator = rank_allocator(self._model)
         if allocator is None:
-            return {"active": [*self._model.active_adapters]}
+            return {"active": self._active()}
         ranks = {name: getattr(allocator, name) for name in _RANKS}
-        return {"active": [*self._model.active_adapters], "ranks": ranks, "pattern": allocator.peft_config.rank_pattern}
+        return {"active": self._active(), "ranks": ranks, "pattern": allocator.peft_config.rank_pattern}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Activate the adapters, and give AdaLoRA what it had; entries that are not there stay as they are."""
-        active = saved.get("active", [*self._model.active_adapters])
-        if active != [*self._model.active_adapters]:
+        active = saved.get("active", self._active())
+        if active != self._active():
+            several = self._model.base_model if _is_peft_model(self._model) else self._model  # the outer one takes one
             if len(active) == 1:
                 self._model.set_adapter(active[0])
             else:
-                self._model.base_model.set_adapter(active)  # the outer model takes one adapter only
+                several.set_adapter(active)
         allocator = rank_allocator(self._model)
         if allocator is not None:
             vars(allocator).update(saved.get("ranks", {}))
             allocator.peft_config.rank_pattern = saved.get("pattern", allocator.peft_config.rank_pattern)
+
+    def _active(self) -> list[str]:
+        names = self._model.active_adapters
+        return [*(names() if callable(names) else names)]
 
 
 class Watch:
@@ -104,7 +110,7 @@ def adapters_entry(module: nn.Module) -> dict[str, Adapters]:
     names = {name for layer in _layers(module) for name in layer._all_available_adapter_names()}
     if len(names) < 2 and rank_allocator(module) is None:
         return {}
-    models = [one for one in module.modules() if isinstance(one, sys.modules["peft"].PeftModel)]
+    models = [one for one in module.modules() if _has_adapters(one)]
     return {"adapters": Adapters(models[0])} if models else {}
 
 
@@ -123,6 +129,18 @@ def _layers(module: nn.Module) -> Iterator[Any]:
     if _TUNERS in sys.modules:
         kind = sys.modules[_TUNERS].BaseTunerLayer
         yield from (one for one in module.modules() if isinstance(one, kind))
+
+
+def _is_peft_model(module: nn.Module) -> bool:
+    return _TUNERS in sys.modules and isinstance(module, sys.modules["peft"].PeftModel)
+
+
+def _has_adapters(module: nn.Module) -> bool:
+    """Whether `set_adapter()` of this module says which adapters in it are active."""
+    if _is_peft_model(module):
+        return True
+    layers = [*_layers(module)]
+    return bool(layers) and layers[0] is not module and callable(getattr(module, "set_adapter", None))
 
 
 def _merged(layers: Iterable[Any]) -> str:
