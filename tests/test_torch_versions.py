@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import lastgood
 from lastgood.errors import Refused
-from lastgood.train import agree, tensors
+from lastgood.train import tensors
 
 
 @pytest.fixture
@@ -37,16 +36,3 @@ def test_the_other_tensors_of_such_a_generation_load(run: Path) -> None:
     with lastgood.Checkpointer(run, state, exclude=["scales"]) as ckpt:
         ckpt.restore()
     assert torch.equal(state["weights"], torch.ones(4))
-
-
-@pytest.mark.parametrize("kind", ["server", "file"])
-def test_a_store_that_cannot_be_cloned_has_further_clients(kind, tmp_path, monkeypatch):
-    """Before torch 2.8 a run of several ranks could not be opened: 'PrefixStore' object has no attribute 'clone'."""
-    monkeypatch.delattr(dist.Store, "clone", raising=False)
-    if kind == "server":
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    else:
-        store = dist.FileStore(str(tmp_path / "store"), 2)
-    connect = agree._connector(dist.PrefixStore("of the group", dist.PrefixStore("of a rank", store)))
-    connect().set("lastgood/run", b"posted")
-    assert connect().get("lastgood/run") == b"posted"

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
-from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -160,28 +159,13 @@ def require_group(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def _connector(store: Any) -> Callable[[], Any]:
-    """What makes another client of a store.
-
-    Before torch 2.8 a store cannot be cloned, and a prefix cannot be read: the new client is one of the store below all
-    prefixes. That is the same store for every rank, and the keys in it begin with the place of the run.
-    """
-    if hasattr(store, "clone"):
-        return store.clone  # type: ignore[no-any-return]
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if hasattr(store, "path"):  # a file
-        return partial(dist.FileStore, store.path)
-    return partial(dist.TCPStore, store.host, store.port, is_master=False, wait_for_workers=False)
-
-
 def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks:
     """This process among those of its group, once all are here. All ranks open their runs in the same order."""
     store: Any = dist.distributed_c10d._get_default_store()  # the one that the group itself met through
     rank, size = dist.get_rank(), dist.get_world_size()
     place = f"lastgood/{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]}"
 
-    clients = Clients(_connector(store))
+    clients = Clients(store.clone)
     usual, brief = GroupStore(clients, patience_seconds), GroupStore(clients, min(patience_seconds, BRIEF_SECONDS))
     name = meet(Posts(usual), place, rank, size, patience_seconds)
     return Ranks(rank, size, usual, f"{place}/{name}", patience_seconds, brief)
