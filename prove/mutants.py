@@ -89,6 +89,8 @@ class Mutant(NamedTuple):
             names = DATA_TESTS
         if self.kind == "saved twice":
             names = TWICE_TESTS
+        if self.kind == "adapters":
+            names = ["peft", "subclasses"]
         return [f"tests/test_{name}.py" for name in names]
 
 
@@ -106,7 +108,7 @@ DCP = "edges/dcp.py"
 TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "train/cached.py", "train/capture.py"
 MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
 SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
-MATCH, ACCESS = "train/match.py", "train/access.py"
+MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.py"
 SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
 COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
@@ -126,6 +128,7 @@ def mutants() -> list[Mutant]:
         *_forms(),
         *_retentions(),
         *_exemptions(),
+        *_adapters(),
         *_lineages(),
         *_slots(),
         *_flights(),
@@ -887,6 +890,44 @@ def _exemptions() -> list[Mutant]:
                 CUTTING,
                 "masks(state, stored), None\n",
                 "masks(state), None\n",
+            ),
+        ],
+    )
+
+
+def _adapters() -> list[Mutant]:
+    return _of_kind(
+        "adapters",
+        [
+            (
+                "merged adapters are not saved",
+                ADAPTERS,
+                "            if found := _merged(layers):\n",
+                "            if found := _merged([]):\n",
+            ),
+            (
+                "nothing is loaded into merged adapters",
+                BINDING,
+                "        if found := adapters.merged(live):\n",
+                "        if found := False:\n",
+            ),
+            (
+                "AdaLoRA is not saved without its ranks",
+                ADAPTERS,
+                "            if rank_allocator(module) is not None:\n",
+                "            if False:\n",
+            ),
+            (
+                "a change of the active adapter is stored",
+                ADAPTERS,
+                "            if active != self._active.setdefault(path, active):\n",
+                "            if False:\n",
+            ),
+            (
+                "a frozen subclass is looked at by its inner tensors",
+                "train/exempt.py",
+                "    if not flattened.is_flattenable(tensor):\n",
+                "    if True:\n",
             ),
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import re
@@ -88,14 +89,30 @@ def test_a_planner_of_ones_own_plans(tmp_path):
     assert torch.equal(lastgood.open(tmp_path).tensor("old.w"), torch.ones(3))
 
 
-def test_an_asynchronous_save_is_the_state_at_the_call(tmp_path, monkeypatch):
+def change_during_an_asynchronous_save(root: Path, **options: Any) -> None:
     state = {"w": torch.ones(1000)}
-    done = dcp.async_save(state, storage_writer=lastgood.dcp.Writer(tmp_path), no_dist=True)
+    done = dcp.async_save(state, storage_writer=lastgood.dcp.Writer(root), **options)
     state["w"].zero_()
     done.result()
     fresh = {"w": torch.zeros(1000)}
-    load(fresh, tmp_path)
+    load(fresh, root)
     assert torch.equal(fresh["w"], torch.ones(1000))
+
+
+@pytest.mark.skipif(
+    "no_dist" not in inspect.signature(dcp.async_save).parameters,
+    reason="this version of torch saves asynchronously in a process group only",
+)
+def test_an_asynchronous_save_is_the_state_at_the_call(tmp_path):
+    change_during_an_asynchronous_save(tmp_path, no_dist=True)
+
+
+def test_an_asynchronous_save_in_a_process_group_is_the_state_at_the_call(tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        change_during_an_asynchronous_save(tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Evil:

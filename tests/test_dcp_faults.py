@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
 import lastgood
 from lastgood.edges import cli, dcp_values
@@ -99,6 +100,9 @@ def test_an_entry_that_was_planned_and_not_written_is_never_committed(tmp_path):
     assert lastgood.open(tmp_path).generations() == []
 
 
+@pytest.mark.skipif(
+    "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this version of torch has no such save"
+)
 def test_a_save_without_collectives_is_refused(tmp_path):
     """It was taken: every rank then began a generation of its own, because torch never passed the option on."""
     with pytest.raises(Refused, match="without collectives"):
@@ -197,7 +201,8 @@ def test_a_load_reports_the_ids_of_the_save_and_its_own(tmp_path):
     saved = [dcp.save({"n": n}, storage_writer=writer, no_dist=True).storage_meta for n in range(2)]
     assert saved[0].save_id != saved[1].save_id == writer.save_id
     metadata = reader.read_metadata()
-    assert metadata.version == CURRENT_DCP_VERSION, "as torch's own reader gives it"
+    theirs = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # from torch 2.9 on
+    assert metadata.version == theirs, "as torch's own reader gives it"
     found = metadata.storage_meta
     assert (
         (found.checkpoint_id, found.save_id)

@@ -57,6 +57,16 @@ class Other(Scaled):
     pass
 
 
+class Opaque(Scaled):
+    """Computes nothing but its copy, as quantized tensors that implement only what their layers need."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.detach.default:
+            raise NotImplementedError(func)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class Small(torch.optim.Optimizer):
     """Momentum that is kept in eight bits, as AdamW8bit of torchao keeps its moments."""
 
@@ -135,6 +145,25 @@ def test_a_weight_that_is_a_subclass_is_written_in_place(tmp_path):
     assert torch.equal(live.table.plain(), saved.table.plain())
     after = live.weight.codes, live.weight.scale, live.table.codes
     assert all(one is other for one, other in zip(inner, after, strict=True))
+
+
+def test_a_frozen_weight_that_computes_nothing_is_saved_and_restored(tmp_path):
+    """LoRA over an int8 base of torchao: no Checkpointer could be made, "unimplemented operator: aten.sum"."""
+
+    def model(scale):
+        made = nn.Linear(4, 3)
+        made.weight = nn.Parameter(Opaque.of(torch.ones(3, 4)), requires_grad=False)
+        made.weight.scale.fill_(scale)
+        return made
+
+    with lastgood.Checkpointer(tmp_path, {"model": model(float("inf"))}) as ckpt:
+        ckpt.restore()
+        assert ckpt.save(1).result().step == 1
+    assert [one.good for one in lastgood.open(tmp_path).generations()] == [True]  # it does not train
+    live = model(1.0)
+    with lastgood.Checkpointer(tmp_path, {"model": live}) as ckpt:
+        assert ckpt.restore().step == 1
+    assert live.weight.scale.isinf()
 
 
 def test_a_subclass_without_a_live_one_is_rebuilt_as_the_parameter_that_it_was(tmp_path):

@@ -21,6 +21,7 @@ except ImportError:  # the same library under its older name; the trainers of bo
     from pytorch_lightning import Callback
 
 from .. import reporting
+from ..train.adapters import adapters_entry
 from ..train.checkpointer import Checkpointer
 from ..train.objects import load_rng, read_rng
 from .options import checkpointer_options, require, require_one_restore, require_path
@@ -61,6 +62,7 @@ class LastgoodCallback(Callback):
         self._progress = progress = _Progress(trainer, _ordered_loader(trainer))
         state = {
             "model": pl_module,
+            **adapters_entry(pl_module),
             "optimizers": list(trainer.optimizers),
             "schedulers": [one.scheduler for one in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin,

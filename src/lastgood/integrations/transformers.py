@@ -20,6 +20,7 @@ from accelerate.data_loader import DataLoaderShard
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from ..train.adapters import adapters_entry
 from ..train.checkpointer import Checkpointer
 from ..train.objects import load_rng, read_rng
 from .options import checkpointer_options, require, require_one_restore, require_path
@@ -78,6 +79,7 @@ class LastgoodCallback(TrainerCallback):
         self._progress = _Progress(trainer, loader.base_dataloader, steps_per_epoch)
         state = {
             "model": trainer.model,
+            **adapters_entry(trainer.model),
             "optimizer": getattr(trainer.optimizer, "optimizer", trainer.optimizer),
             "scheduler": trainer.lr_scheduler,
             "trainer": self._progress,

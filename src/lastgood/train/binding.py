@@ -19,7 +19,7 @@ from torch.optim import LBFGS, Optimizer
 
 from ..format.boxes import Box
 from ..format.values import LEFT_OUT, Filter, join, only_numbers
-from . import flattened, instances, shards, tensors
+from . import adapters, flattened, instances, shards, tensors
 from .filling import Place, Take
 from .objects import KINDS, Parameters, holds_objects, module_entries, plain_name, tag_of
 from .own_loading import OwnLoading, calling
@@ -389,6 +389,9 @@ class Binder:
 
     def _module(self, live: nn.Module, extra: dict[str, Any], path: str) -> Put:
         """Its own tensors in place; what its state_dict computes or adds goes back through its load_state_dict."""
+        if found := adapters.merged(live):
+            self._differs(path, f"adapters are merged into its weights here ({found}): call unmerge_adapter() before")
+            return _stays(live)
         extra = {self._rename(name): saved for name, saved in extra.items()}
         own = {tensors.storage(one) for one in (*live.parameters(), *live.buffers())}
         own_parameters = live.named_parameters(remove_duplicate=False)

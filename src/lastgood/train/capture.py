@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..errors import Refused, Unstorable
 from ..format.encodings import dtype_tree
 from ..format.values import LEFT_OUT, Filter, component, encode, join, refusal
-from . import flattened, instances, tensors
+from . import adapters, flattened, instances, tensors
 from .cached import Flat, Owners, Part, container_slots, flat_container, flat_module, module_slots
 from .objects import (
     KINDS,
@@ -103,6 +103,7 @@ class Capture:
         self._aliases: dict[str, str] = {}
         self._origins: dict[str, Origin] = {}
         self._shards, self._sharded = Shards(), dict[str, Sharded]()
+        self._peft = adapters.Watch()
         self._key = 0
         self.walks = 0
         """how many modules, optimizers and containers of tensors have been walked, all saves together"""
@@ -114,6 +115,7 @@ class Capture:
     def take(self, state: Mapping[str, Any]) -> Captured:
         """As `capture(state)`. Every reference is read anew; the plan says no more than how things are named."""
         require_keys(state)
+        self._peft.require_storable(state, self._names)
         walk = _Walk(state, self._names, self._owners, self._parts, self._wrappers)
         trees = {component(key): walk.encode(value, component(key)) for key, value in state.items()}
         if self._names.enters("rng"):

@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
+from ..format.values import join
+from . import flattened, shards, tensors
 from .capture import Captured, Origin
 from .objects import modules_of, plain_name
 
@@ -17,9 +18,9 @@ _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
     """Stored names of the parameters that require no gradient under any name, and that no optimizer steps."""
     trains: dict[str, bool] = {}
-    for name, parameter in _parameters(state):
+    for name, _, wants_grad in _parameters(state):
         stored = captured.aliases.get(name, name)
-        trains[stored] = trains.get(stored, False) or parameter.requires_grad
+        trains[stored] = trains.get(stored, False) or wants_grad
     return frozenset(name for name in trains if not trains[name] and captured.origins.get(name) is Origin.PARAMETER)
 
 
@@ -28,16 +29,16 @@ def masks(state: Mapping[str, Any], among: Collection[str] | None = None) -> fro
 
     NaN is never exempt: a training that has diverged leaves it, and no mask is made of it.
     """
-    wanted = ((name, one) for name, one in _parameters(state) if among is None or name in among)
-    return frozenset(name for name, parameter in wanted if _is_mask(parameter))
+    wanted = ((name, one) for name, one, _ in _parameters(state) if among is None or name in among)
+    return frozenset(name for name, one in wanted if _is_mask(one))
 
 
 def _is_mask(parameter: torch.Tensor) -> bool:
     """Whether a parameter, or the part of it that this process holds, has infinity in it and no NaN."""
-    if nn.parameter.is_lazy(parameter):
+    if tensors.storage(parameter) is None:  # a save refuses it by name
         return False
-    local = getattr(parameter, "_local_tensor", parameter).detach()
-    if local.is_meta or not (local.is_floating_point() or local.is_complex()):
+    local = shards.local(parameter).detach()
+    if not (local.is_floating_point() or local.is_complex()):
         return False
     if local.dtype in _SUMMED and bool(torch.isfinite(local.sum())):
         return False  # NaN and infinity pass into a sum; one that is not finite may also have overflowed
@@ -45,8 +46,20 @@ def _is_mask(parameter: torch.Tensor) -> bool:
     return bool(numbers.isinf().any()) and not bool(numbers.isnan().any())
 
 
-def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of all modules of a state, by their names in a save."""
+def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """The parameters of all modules of a state by their names in a save, and whether each requires a gradient.
+
+    A tensor subclass is not asked what it holds, as it need not compute anything: its inner tensors are given instead.
+    """
     for path, module in modules_of(state).items():
         for raw, parameter in module.named_parameters(remove_duplicate=False):
-            yield f"{path}.{plain_name(raw)}", parameter
+            for name, part in _parts(f"{path}.{plain_name(raw)}", parameter):
+                yield name, part, parameter.requires_grad
+
+
+def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    if not flattened.is_flattenable(tensor):
+        yield name, tensor
+        return
+    for inner, part in flattened.inner_tensors(tensor).items():
+        yield from _parts(join(name, inner), part)

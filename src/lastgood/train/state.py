@@ -4,6 +4,7 @@
     Capture().take(state) -> Captured, again and again                    cached.py
     match(state, Stored) -> Match.apply(fetch)                            reading.py  binding.py  match.py
     what classes and modules of the user's add                instances.py  flattened.py  wrappers.py  own_loading.py
+    what PEFT keeps beside the weights of its models                      adapters.py
     tensor <-> bytes                                                      tensors.py
 
 Only these pages know what torch's objects are made of. Capture reads: it steps nothing, draws no random number and
