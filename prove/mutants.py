@@ -33,6 +33,8 @@ LOOP_TESTS = [
     "pacing",
     "restore",
     "capture_plan",
+    "exit",
+    "reports_of_failures",
 ]
 """for what runs in and behind a training loop; these need torch"""
 MENDING_TESTS = ["guard", "parity", "scrub", "mending"]

@@ -23,8 +23,10 @@ class Masked(nn.Module):
         self.mask = nn.Parameter(torch.full((4,), INFINITE), requires_grad=trains)
 
 
-def trained(root: Path, model: nn.Module, steps: range, poison: int | None = None, **options: object) -> None:
-    """Train on the layer alone, and save each step; at step `poison` its weight becomes NaN."""
+def trained(
+    root: Path, model: nn.Module, steps: range, poison: int | None = None, to: float = float("nan"), **options: object
+) -> None:
+    """Train on the layer alone, and save each step; at step `poison` its weight becomes NaN, or `to`."""
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, momentum=0.9)
     with lastgood.Checkpointer(root, {"model": model, "optimizer": optimizer}, **options) as ckpt:
         ckpt.restore()
@@ -32,7 +34,7 @@ def trained(root: Path, model: nn.Module, steps: range, poison: int | None = Non
             model.layer(torch.ones(4)).sum().backward()
             optimizer.step()
             if step == poison:
-                model.layer.weight.data.fill_(float("nan"))
+                model.layer.weight.data.fill_(to)
             ckpt.save(step)
             ckpt.wait()
 
@@ -57,9 +59,10 @@ def test_weights_that_diverge_later_are_unfit_beside_an_exempt_mask(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path):
-    """Else the first save after restore(step=3) would call its own NaN good."""
-    trained(tmp_path, Masked(), range(1, 4), poison=3)
+@pytest.mark.parametrize("to", [float("nan"), float("inf")])
+def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path, to):
+    """Else the first save after restore(step=3) would call its own NaN, or infinity, good."""
+    trained(tmp_path, Masked(), range(1, 4), poison=3, to=to)
     model = Masked()
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, momentum=0.9)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
@@ -81,6 +84,20 @@ def test_a_tied_parameter_trains_if_one_of_its_names_does(tmp_path):
     model.again = nn.Module()
     model.again.weight = model.layer.weight
     trained(tmp_path, model, range(1, 3), poison=2)
+    assert good(tmp_path) == {1: True, 2: False}
+
+
+def test_weights_that_an_optimizer_steps_without_autograd_are_demanded(tmp_path):
+    """They require no gradient, so that NaN in weights that were trained by hand would be taken for a mask."""
+    model = nn.Linear(3, 1).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps no state, which would be NaN too
+    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+        for step, gradient in (1, 1.0), (2, float("nan")):
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, gradient)
+            optimizer.step()
+            ckpt.save(step)
+            ckpt.wait()
     assert good(tmp_path) == {1: True, 2: False}
 
 

@@ -24,6 +24,13 @@ def test_the_best_that_was_read_stays_beside_a_better_one_that_nobody_has_read()
     assert surplus(Keep(last=1, best=("loss", "min", 1)), row, []) == [at(10)]
 
 
+def test_a_step_that_a_rerun_saves_again_counts_once():
+    """Each rerun of a finished script saved its last step again, and the older steps were deleted for it."""
+    again = [generation(30, incarnation, verified=True) for incarnation in "cba"]
+    row = [*again, generation(20, verified=True), generation(10, verified=True)]
+    assert surplus(Keep(last=2), row, []) == [at(10), at(30, "a"), at(30, "b")]
+
+
 def test_an_opening_whose_saves_have_all_gone_stays_while_it_leads_to_what_is_kept():
     """Step 10 is a milestone of the first opening; all that the second one saved was deleted; the third continues it.
     Without the second one's record nobody would find the way from 30 back to 10."""

@@ -47,6 +47,20 @@ def test_damage_is_raised_and_the_next_older_one_is_verified_and_pointed_at(tmp_
     assert seen.pointer is not None and seen.pointer.step == 2
 
 
+def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
+    """restore(step=1) to look at an old step moved the pointer, and the next session resumed there."""
+    run = writer(tmp_path)
+    for step in (1, 2):
+        saved(run, step)
+        verify(run)
+    run.begin(min(run.survey.generations))
+    run.point()
+    assert commit.survey(run.tier).pointer.step == 2
+    saved(run, 3)
+    run.point()
+    assert commit.survey(run.tier).pointer.step == 1, "step 3 is not verified yet"
+
+
 def test_a_pointer_that_cannot_move_keeps_only_what_it_names(tmp_path, monkeypatch, caplog):
     """It is a hint. It once stopped all deletion, and the disk ran full."""
     run = writer(tmp_path)
