@@ -417,14 +417,20 @@ def _commits() -> list[Mutant]:
             (
                 "a generation is not deleted while it gets a label",
                 WRITER,
+                "            if at in self._labelling or self._commit_of(at) != decided:\n",
+                "            if self._commit_of(at) != decided:\n",
+            ),
+            (
+                "a generation that got a label since its deletion was decided stays",
+                WRITER,
+                "            if at in self._labelling or self._commit_of(at) != decided:\n",
                 "            if at in self._labelling:\n",
-                "            if False:\n",
             ),
             (
                 "a generation that is being deleted gets no label",
                 WRITER,
-                "            if generation is None or at in self._deleting:\n",
-                "            if generation is None:\n",
+                "            if at in self._deleting:\n",
+                "            if False:\n",
             ),
             (
                 "parent is durable before it is continued",
@@ -2551,15 +2557,15 @@ def _data() -> list[Mutant]:
         "data",
         [
             (
-                "a loop that does not read from its sampler is refused",
+                "a loop that does not read from its sampler is reported",
                 COUNTING,
-                "        if not maybe_elsewhere:\n",
-                "        if False:\n",
+                "    if samplers and not read and first and rank == 0:\n",
+                "    if False:\n",
             ),
             (
                 "a sampler that is not read stands still beside one that is",
                 COUNTING,
-                "        if one not in unread or one in maybe_elsewhere:\n",
+                "        if not read or one in read or one.world_size < ranks:\n",
                 "        if True:\n",
             ),
             (
@@ -2571,7 +2577,7 @@ def _data() -> list[Mutant]:
             (
                 "a sampler that is given as sampler= is refused",
                 ITERATION,
-                "        if isinstance(one, BatchSampler) and one.sampler is sampler and one.batch_size > 1:\n",
+                "        if several > 1:\n",
                 "        if False:\n",
             ),
             (

@@ -145,8 +145,9 @@ def test_what_only_a_later_call_would_notice_is_refused_by_name(tmp_path: Path) 
         with pytest.raises(errors.Refused, match="step 10000000000000 is not below"):
             ckpt.step(10**13)
         for call in (ckpt.wait, ckpt.close, ckpt.save(1).result):
-            with pytest.raises(errors.Refused, match="timeout='5'"):
-                call("5")
+            for timeout in ("5", float("inf"), float("nan")):
+                with pytest.raises(errors.Refused, match=f"timeout={timeout!r}"):
+                    call(timeout)
     with pytest.raises(errors.Refused, match="closed"), ckpt:
         raise AssertionError("the body of a second `with` over a closed run was run")
 
@@ -182,7 +183,7 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     assert lastgood.load(tmp_path, step=torch.tensor(4)).restored.step == 4
 
 
-@pytest.mark.parametrize("step", ["5", 5.0, True, "latest"])
+@pytest.mark.parametrize("step", ["5", 5.0, True, "latest", False, 0.0])
 def test_a_step_that_is_no_whole_number_is_refused_with_the_steps_that_are_there(tmp_path: Path, step: object) -> None:
     """restore(step="5") found "no generation of step 5. Steps that are there: 5."."""
     lastgood.save(tmp_path, {"n": 1}, step=5)

@@ -65,7 +65,7 @@ def test_a_generation_that_is_being_deleted_gets_no_label(tmp_path: Path, monkey
     saved(run, 1, 2)
 
     def labelled_meanwhile(tier: Disk, at: GenerationId) -> None:
-        with pytest.raises(NoSuchStep, match="has been deleted"):
+        with pytest.raises(NoSuchStep, match="is being deleted"):
             run.label(at, True, {})
         deleted.append(at.step)
         retire(tier, at)
@@ -73,6 +73,21 @@ def test_a_generation_that_is_being_deleted_gets_no_label(tmp_path: Path, monkey
     monkeypatch.setattr(commit, "retire", labelled_meanwhile)
     run.clean()
     assert deleted == [1] and steps(run) == [2]
+
+
+def test_a_label_that_was_added_after_a_deletion_was_decided_keeps_its_generation(tmp_path: Path, monkeypatch) -> None:
+    """A milestone was reported as durable, and then deleted with those that had been decided on before."""
+    run, retire = opened(tmp_path, Keep(last=1)), commit.retire
+    first, second, _ = saved(run, 1, 2, 3)
+
+    def labelled_meanwhile(tier: Disk, at: GenerationId) -> None:
+        if at == first:
+            assert run.label(second, True, {}).commit.milestone
+        retire(tier, at)
+
+    monkeypatch.setattr(commit, "retire", labelled_meanwhile)
+    run.clean()
+    assert steps(run) == [2, 3]
 
 
 def test_a_generation_with_an_unreadable_label_is_kept_and_loads(tmp_path: Path) -> None:

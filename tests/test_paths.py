@@ -57,7 +57,7 @@ def test_a_folder_that_is_really_named_with_a_dollar_goes_on_opening(tmp_path: P
         lastgood.save("$HOME/$USER", {"n": 1})
 
 
-@pytest.mark.parametrize("path", ["run:1", "a$/b$", "100$", "T10:30", "./s3:/bucket"])
+@pytest.mark.parametrize("path", ["slots", "Slots", "run:1", "a$/b$", "100$", "T10:30", "./s3:/bucket"])
 def test_names_with_colons_and_dollars_that_mean_nothing_are_taken(tmp_path: Path, monkeypatch, path: str) -> None:
     monkeypatch.chdir(tmp_path)
     assert paths.parsed(path) == (str(tmp_path / path), False)

@@ -398,3 +398,14 @@ def test_the_first_step_steps_over_nothing_and_copies_nothing(tmp_path: Path) ->
         assert torch.equal(torch.get_rng_state(), before[0])
         assert all(torch.equal(one, before[1][name]) for name, one in state["model"].state_dict().items())
     assert not (tmp_path / "gen").exists()
+
+
+def test_a_state_whose_dict_holds_itself_twice_is_refused_at_once(tmp_path: Path) -> None:
+    """Opening the run never ended: each search of the state took two to the power of a hundred steps."""
+    progress: dict = {"epoch": 0}
+    progress |= {"history": [progress], "best": progress}
+    for call in (lastgood.Checkpointer, lastgood.save):
+        with pytest.raises(errors.Refused, match=r"state\.progress\.history\.0 is a container that holds itself"):
+            call(tmp_path, {"progress": progress})
+    shared = ["a"]
+    lastgood.save(tmp_path, {"one": shared, "two": [shared, shared]})

@@ -8,6 +8,9 @@ from typing import Any
 
 from ..errors import Refused
 
+LONGEST_SECONDS = 100 * 365 * 24 * 3600
+"""what the waits of every operating system take: some raise OverflowError for infinity, and for 300 years"""
+
 
 def is_whole(value: Any, least: int) -> bool:
     """Whether it is a whole number (True and 2.0 are not) of at least so much."""
@@ -29,7 +32,8 @@ def is_positive(value: Any) -> bool:
 
 def require_seconds(timeout: Any) -> None:
     """Raise Refused for a `timeout` that is neither a number of seconds nor None, which waits without limit."""
-    require(timeout is None or is_number(timeout), f"timeout={timeout!r}", "Give seconds, or None for no limit.")
+    holds = timeout is None or (is_number(timeout) and timeout <= LONGEST_SECONDS)
+    require(holds, f"timeout={timeout!r}", "Give seconds, or None for no limit.")
 
 
 def require(holds: bool, what: str, todo: str) -> None:

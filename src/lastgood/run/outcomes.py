@@ -44,6 +44,8 @@ class Outcomes:
         self._queue: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self.completed: int | None = None
         """newest step that the loop has completed since the run was opened or restored"""
+        self.was_closed = False
+        """whether the run was closed, perhaps without an end: the closing did not wait for all of its work"""
         self._newest: int | None = None
         """newest durable step that this process knows of"""
         self.failures = 0
@@ -155,7 +157,7 @@ class Outcomes:
         left = list(self._taken())
         durable = max((one.step for one in left if one.step is not None and one.error is None), default=self._newest)
         failed = any(one.error is not None and not isinstance(one.error, Overtaken) for one in left)
-        if failed or self.completed not in (None, durable):
+        if not self.was_closed and (failed or self.completed not in (None, durable)):
             reporting.warning(f"{self._place} was never closed: close() it, or open it in a with statement")
         for one in left:
             self._queue.put(one)

@@ -39,8 +39,8 @@ def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
         if not os.path.isabs(root):
             raise NotARun(f"{text} has no absolute path", todo=f"Write {SLOTS}{os.path.abspath(root)}")
         return os.path.normpath(root), True
-    scheme, _, rest = text.partition(":")
-    if scheme.lower() == "slots":
+    scheme, colon, rest = text.partition(":")
+    if colon and scheme.lower() == "slots":
         meant = "/" + os.path.abspath(rest).lstrip("/")
         raise Refused(
             f"path={text!r} is neither a directory nor slots",

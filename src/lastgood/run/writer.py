@@ -35,6 +35,7 @@ from ..errors import (
     LastgoodError,
     NameTaken,
     NoSpace,
+    NoSuchStep,
     NotFinite,
     NotRestored,
     Overtaken,
@@ -636,8 +637,14 @@ class RunWriter:
     def _label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         with self.turn:
             generation = self.survey.generations.get(at)
-            if generation is None or at in self._deleting:
+            if generation is None:
                 raise restore.no_such_step(f"{at} has been deleted: nothing can be added to it", self.survey)
+            if at in self._deleting:
+                raise NoSuchStep(
+                    f"{at} is being deleted: nothing can be added to it",
+                    safe="Nothing was changed.",
+                    todo="Add it to a newer step.",
+                )
             known = generation.commit
             if (milestone and not known.milestone) or not metrics.items() <= known.metrics.items():
                 self._take_in(commit.label(self.tier, generation, milestone, metrics))
@@ -695,16 +702,18 @@ class RunWriter:
         """
         self.point()
         self._deletions.next_cleaning()
-        going, flying = self.surplus()[:most], deque[Future[bool]]()
+        flying = deque[Future[bool]]()
+        with self.turn:
+            going = {at: self._commit_of(at) for at in self.surplus()[:most]}
         if len(going) >= MANY and not self._many_reported:
             self._many_reported = True
             reporting.info(f"{self.tier.place}: deleting {len(going)} generations that retention does not keep")
-        for at in going:
+        for at, decided in going.items():
             if stop():
                 break
             if len(flying) == DELETED_TOGETHER:
                 flying.popleft().result()
-            flying.append(self._workers.submit(self._delete, at))
+            flying.append(self._workers.submit(self._delete, at, decided))
         for one in flying:
             one.result()
 
@@ -714,11 +723,12 @@ class RunWriter:
         Returns whether one was deleted: none where all of them together would not make room for `needed_bytes`. Pinned
         generations, the newest verified and the newest committed one stay.
         """
-        going = self._deletable(under_pressure)
+        with self.turn:
+            going = {at: self._commit_of(at) for at in self._deletable(under_pressure)}
         if not room.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
             return False
-        for at in going:
-            if self._delete(at, FULL):
+        for at, decided in going.items():
+            if self._delete(at, decided, FULL):
                 if not self._was_full:
                     reporting.warning(
                         f"the disk of {self.tier.place} is full: {at} was deleted to make room for the next save, and "
@@ -733,10 +743,19 @@ class RunWriter:
         known = self.survey.generations.get(at)
         return known.bytes if known else 0
 
-    def _delete(self, at: GenerationId, detail: str = "") -> bool:
-        """Whether it is gone. It counts no more, and is litter, from the moment that its COMMIT is."""
+    def _commit_of(self, at: GenerationId) -> Commit | None:
+        """What a decision to delete rests on; None for what is not committed."""
+        known = self.survey.generations.get(at)
+        return known.commit if known else None
+
+    def _delete(self, at: GenerationId, decided: Commit | None, detail: str = "") -> bool:
+        """Whether it is gone. It counts no more, and is litter, from the moment that its COMMIT is.
+
+        `decided`: its commit when it was decided on. With a milestone or metrics that were added since, it stays until
+        the next decision.
+        """
         with self.turn:
-            if at in self._labelling:
+            if at in self._labelling or self._commit_of(at) != decided:
                 return False
             self._deleting.add(at)
         try:

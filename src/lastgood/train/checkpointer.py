@@ -267,7 +267,7 @@ class Checkpointer:
                 fits=self._all_fit,
             )
         except NoSuchStep:
-            if step != 0:
+            if step != 0 or not is_whole(step, 0):
                 raise
             require(
                 not self._half_loaded, "the live state is half of another step", "Build it anew, or restore a step."
@@ -419,7 +419,7 @@ class Checkpointer:
         if self._process != os.getpid() or self._closed:
             return  # a fork of the process that has it open; or closed before
         require_seconds(timeout)
-        self._closed = True
+        self._closed = self._behind.outcomes.was_closed = True
         try:
             self._behind.close(timeout)
         except BaseException:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .. import reporting
-from ..errors import Refused
 from .sampler import ResumableSampler
 
-_ELSEWHERE = (
-    "no batch was read from the ResumableSampler in the state before this step. If the loop trains on another loader, "
-    "a resume continues at a place in the data that means nothing"
-)
-_TODO = (
-    "Iterate the sampler that is in the state: loader = sampler.loader(dataset), or DataLoader(dataset, "
-    "batch_sampler=sampler). Where the loop has a resumable loader of its own, leave the sampler out of the state."
+_UNREAD = (
+    "no batch was read from a ResumableSampler in the state before this step. If the loop trains on another loader, a "
+    "resume continues at a place in the data that means nothing: iterate the sampler that is in the state, as "
+    "sampler.loader(dataset) or DataLoader(dataset, batch_sampler=sampler), or leave it out of the state"
 )
 
 
@@ -31,23 +27,17 @@ def samplers_in(container: object) -> Iterator[ResumableSampler]:
 
 
 def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks: int = 1, first: bool = False) -> None:
-    """Count the optimizer steps from number `previous` to `step` on every sampler in `state` that batches come from.
+    """Count the optimizer steps from number `previous` to `step` on the samplers in `state` that batches come from.
 
     A sampler that nothing was read from in this process stands still while another one is read: it belongs to an
-    evaluation, or to a later phase of the training. Where nothing was read from any of them, the loop trains on another
-    loader: raises Refused, with every cursor as it was.
-
-    A sampler for fewer ranks than the job has (tensor or pipeline parallelism) need not be read on each rank, so it
-    counts on every rank. There rank 0 reports a threat, at the `first` step, if it has read nothing.
+    evaluation, or to a later phase of the training. Where nothing was read from any of them, all count, because another
+    process may read for this one (a worker of a DataLoader; another rank, where a sampler is for fewer ranks than the
+    job has). It may also be that the loop trains on another loader: rank 0 reports a threat at the `first` step.
     """
     samplers = {id(one): one for one in samplers_in(state)}.values()
-    unread = [one for one in samplers if one.is_unread_at(step)]
-    maybe_elsewhere = [one for one in unread if one.world_size < ranks]
-    if unread and len(unread) == len(samplers):
-        if not maybe_elsewhere:
-            raise Refused(_ELSEWHERE, safe="Nothing was saved, and every cursor is as it was.", todo=_TODO)
-        if first and rank == 0:
-            reporting.threat(f"rank 0, step {step}: {_ELSEWHERE}. {_TODO}")
+    read = [one for one in samplers if not one.is_unread_at(step)]
+    if samplers and not read and first and rank == 0:
+        reporting.threat(f"step {step}: {_UNREAD}")
     for one in samplers:
-        if one not in unread or one in maybe_elsewhere:
+        if not read or one in read or one.world_size < ranks:
             one.advance_to(step, previous)

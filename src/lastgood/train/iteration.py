@@ -65,10 +65,13 @@ def require_batch_sampler(sampler: object, caller: FrameType | None) -> None:
     """
     for frame in (caller, caller and caller.f_back):
         one = frame.f_locals.get("self") if frame else None
-        if isinstance(one, BatchSampler) and one.sampler is sampler and one.batch_size > 1:
+        if not isinstance(one, BatchSampler) or getattr(one, "sampler", None) is not sampler:
+            continue  # a subclass need not have these attributes: accelerate's wrap the sampler, and yield as it does
+        several = getattr(one, "batch_size", None) or 1
+        if several > 1:
             raise Refused(
-                f"a DataLoader has this sampler as sampler=, with batch_size={one.batch_size}: the sampler yields "
-                f"whole batches, so each batch of that loader holds {one.batch_size} of them, and a step counts one",
+                f"a DataLoader has this sampler as sampler=, with batch_size={several}: the sampler yields "
+                f"whole batches, so each batch of that loader holds {several} of them, and a step counts one",
                 safe="Nothing was read.",
                 todo="Give it as batch_sampler=sampler, without batch_size, or use sampler.loader(dataset).",
             )

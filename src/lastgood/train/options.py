@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from ..format import stripes
 from ..format.layout import CHUNK_LIMIT_BYTES
+from ..format.values import DEPTH_LIMIT
 from ..plan.arguments import is_positive, is_whole, require
 from ..plan.cadence import Every
 from ..plan.retention import Keep
@@ -154,8 +155,23 @@ class Options:
 
 
 def check_state(state: object) -> None:
-    """A state is a dict whose keys are names. Raises Refused."""
+    """A state is a dict whose keys are names, and no container in it holds itself. Raises Refused."""
     require(isinstance(state, MutableMapping), f"state is a {type(state).__name__}", "Give a dict.")
     assert isinstance(state, MutableMapping)
     odd = [key for key in state if not isinstance(key, str)]
     require(not odd, f"state has keys that are no text: {odd[:3]}", 'Give each part a name: {"model": model}.')
+    _require_no_cycle(state, "state", [], set())
+
+
+def _require_no_cycle(obj: object, path: str, above: list[int], done: set[int]) -> None:
+    """`above`: ids of the containers around `obj`; `done`: ids of those that were searched to their end.
+
+    Without it, a search of the state takes the number of all paths through it, up to the limit of its depth.
+    """
+    if not isinstance(obj, (dict, list, tuple)) or id(obj) in done or len(above) > DEPTH_LIMIT:
+        return
+    require(id(obj) not in above, f"{path} is a container that holds itself", "Take it out of itself.")
+    above.append(id(obj))
+    for key, one in obj.items() if isinstance(obj, dict) else enumerate(obj):
+        _require_no_cycle(one, f"{path}.{key}", above, done)
+    done.add(above.pop())
