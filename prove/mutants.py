@@ -404,6 +404,12 @@ def _commits() -> list[Mutant]:
                 "                pass\n",
             ),
             (
+                "a missing record of an incarnation is written by the next opening",
+                WRITER,
+                '            if name.partition("/")[2] not in recorded:',
+                "            if False:",
+            ),
+            (
                 "a generation is not deleted while it gets a label",
                 WRITER,
                 "            if at in self._labelling:\n",
