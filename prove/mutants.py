@@ -561,8 +561,8 @@ def _orders() -> list[Mutant]:
             (
                 "the record of an incarnation is written",
                 WRITER,
-                "            self.tier.put_new(name, layout.encode(record))\n",
-                "            pass\n",
+                "            self.tier.put_new(name, layout.encode(record))\n        self.survey",
+                "            pass\n        self.survey",
             ),
             (
                 "the pointer follows the durable lineage",
