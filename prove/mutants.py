@@ -415,6 +415,12 @@ def _commits() -> list[Mutant]:
                 "                pass\n",
             ),
             (
+                "a missing record of an incarnation is written by the next opening",
+                WRITER,
+                '            if name.partition("/")[2] not in recorded:',
+                "            if False:",
+            ),
+            (
                 "a generation is not deleted while it gets a label",
                 WRITER,
                 "            if at in self._labelling or self._commit_of(at) != decided:\n",
@@ -572,8 +578,8 @@ def _orders() -> list[Mutant]:
             (
                 "the record of an incarnation is written",
                 WRITER,
-                "            self.tier.put_new(name, layout.encode(record))\n",
-                "            pass\n",
+                "            self.tier.put_new(name, layout.encode(record))\n        self.survey",
+                "            pass\n        self.survey",
             ),
             (
                 "the pointer follows the durable lineage",

@@ -47,6 +47,23 @@ def test_damage_is_raised_and_the_next_older_one_is_verified_and_pointed_at(tmp_
     assert seen.pointer is not None and seen.pointer.step == 2
 
 
+def test_an_opening_writes_the_records_of_incarnations_that_are_missing(tmp_path):
+    """A process died between its first COMMIT and the record of its incarnation. When that COMMIT was deleted, nothing
+    led from the newest step to those before it: they counted as abandoned, and the best of them was deleted."""
+    keep = Keep(last=1, best=("loss", "min", 1))
+    for step, loss in (1, 0.1), (2, 0.5), (3, 0.5), (4, 0.5):
+        run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=keep)
+        run.begin(max(run.survey.generations, default=None))
+        save(run, step, {"w": bytes(20)}, metrics={"loss": loss})
+        verify(run)
+        if step == 2:
+            (record,) = tmp_path.glob(f"incarnations/000002-{run.lineage()[0].id.incarnation}*")
+            record.unlink()
+        else:
+            run.clean()
+    assert [one.step for one in run.lineage()] == [4, 1]
+
+
 def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
     """restore(step=1) to look at an old step moved the pointer, and the next session resumed there."""
     run = writer(tmp_path)

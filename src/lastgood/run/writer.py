@@ -163,13 +163,23 @@ class RunWriter:
                 self._deletions.remove(f"{home}/{name}")
         if {layout.HEADER, layout.OLD_POINTER} <= self.tier.list("").keys():  # two files: this disk minds case
             self._deletions.remove(layout.OLD_POINTER)
-        for at, one in self.survey.generations.items():
-            if one.commit.milestone or one.commit.metrics or one.label_unread:
-                commit.confirm_labels(self.tier, at)
+        self._complete()
         for at in sorted(self.survey.going | restore.never_committed(self.survey)):
             if self._deletions.delete(at):
                 self.survey.going.discard(at)
                 self.survey.incomplete.discard(at)
+
+    def _complete(self) -> None:
+        """Make durable what retention goes by, where an earlier process may have died over it."""
+        recorded = self.tier.list("incarnations")
+        for record in self.survey.incarnations.values():
+            name = layout.incarnation_name(record)
+            if name.partition("/")[2] not in recorded:  # only its COMMITs say the same, and they may go
+                with contextlib.suppress(LastgoodError):  # the next opening tries again
+                    self.tier.put_new(name, layout.encode(record))
+        for at, one in self.survey.generations.items():
+            if one.commit.milestone or one.commit.metrics or one.label_unread:
+                commit.confirm_labels(self.tier, at)
 
     def begin(self, parent: GenerationId | None) -> None:
         """Open an incarnation that continues `parent` (None: from scratch), in this process only.
