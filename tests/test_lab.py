@@ -188,7 +188,7 @@ def test_the_model_counts_its_states_by_the_call_that_a_crash_came_before(tmp_pa
         *(("first_save", mode) for mode in powerloss.MODES),
     }
     steps = {row["step"] for row in rows if row["states"]}
-    assert {"link gen/*/COMMIT.json", "sync_dir gen/*", "write slots/table", "at the end"} <= steps, steps
+    assert {"sync gen/*/COMMIT.json", "sync_dir gen/*", "write slots/table", "at the end"} <= steps, steps
     assert not any(row["violations"] for row in rows) and said[-1] == "real file systems are left out: no root."
     told = powerloss.report(rows, options).markdown("lastgood lab powerloss", "2026-11-22")
     assert f"| all | {sum(row['states'] for row in rows if row['mode'] == 'atomic_dirsync'):,} | 0 |" in told
