@@ -1,6 +1,7 @@
-"""Torch-free saves and loads for tests, what was reported meanwhile, and the Debian packages that some tests need."""
+"""Torch-free saves and loads for tests, runs that go on, what was reported, and Debian packages that tests need."""
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
@@ -8,10 +9,31 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+import lastgood
+from lastgood.engine.inline import Inline
 from lastgood.lab.plain import State, filled, load, save
+from lastgood.plan.retention import Keep
+from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
+from lastgood.run.content import Content
+from lastgood.run.writer import RunWriter
 
-__all__ = ["State", "filled", "install", "load", "reported", "reports", "save"]
+__all__ = ["State", "continued", "digests", "filled", "install", "load", "reported", "reports", "save"]
+
+
+def continued(tier: Tier, keep: Keep) -> RunWriter:
+    """A writer of the run in `tier`, which goes on from the newest generation of its lineage, if there is one."""
+    run = RunWriter(tier, Inline(), keep=keep)
+    newest = next(iter(run.lineage()), None)
+    run.begin(newest.id if newest else None)
+    return run
+
+
+def digests(path: str) -> dict[str, str]:
+    """The SHA-256 of every tensor of the newest generation of a run, by its stored name."""
+    run = lastgood.open(path)
+    content = Content(run.tier, run.generation())
+    return {name: hashlib.sha256(content.tensor(name)[1]).hexdigest() for name in content.names()}
 
 
 class _Kept(logging.Handler):

@@ -352,26 +352,27 @@ def test_an_objects_own_state_dict_may_hold_instances(tmp_path):
     assert type(live["sampler"].at) is Point and live["sampler"].at.x.tolist() == [1]
 
 
-def test_a_class_that_was_moved_is_that_of_the_live_object(tmp_path, monkeypatch):
+@pytest.fixture
+def of_a_class_elsewhere(tmp_path, monkeypatch):
+    """A run that holds a namedtuple of a class whose module is not imported any more."""
     elsewhere = types.ModuleType("elsewhere")
     elsewhere.Pair = collections.namedtuple("Pair", "one two", module="elsewhere")
     monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
     lastgood.save(tmp_path, {"x": elsewhere.Pair(1, 2)})
     monkeypatch.delitem(sys.modules, "elsewhere")
+    return tmp_path
+
+
+def test_a_class_that_was_moved_is_that_of_the_live_object(of_a_class_elsewhere):
     live = {"x": Pair(3, 4)}
-    lastgood.load(tmp_path, live)
+    lastgood.load(of_a_class_elsewhere, live)
     assert type(live["x"]) is Pair and live["x"] == (1, 2)
 
 
-def test_a_class_that_is_not_imported_is_a_difference_that_says_so(tmp_path, monkeypatch):
-    elsewhere = types.ModuleType("elsewhere")
-    elsewhere.Pair = collections.namedtuple("Pair", "one two", module="elsewhere")
-    monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
-    lastgood.save(tmp_path, {"x": elsewhere.Pair(1, 2)})
-    monkeypatch.delitem(sys.modules, "elsewhere")
+def test_a_class_that_is_not_imported_is_a_difference_that_says_so(of_a_class_elsewhere):
     live = {"x": None}
     with pytest.raises(StateMismatch, match=r"x: a namedtuple of class elsewhere\.Pair .* import its module"):
-        lastgood.load(tmp_path, live)
+        lastgood.load(of_a_class_elsewhere, live)
     assert live == {"x": None}
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import lastgood
+from harness import digests
 from lastgood.edges import cli
-from lastgood.run.content import Content
 
 DATA = Path(__file__).parent / "data"
 NEWEST = {"slots": 3, "parity": 3, "ranks": 4}
@@ -32,12 +32,6 @@ def copied(tmp_path: Path) -> Callable[[str], str]:
         return f"slots://{tmp_path}/{name}" if name == "slots" else str(tmp_path / name)
 
     return copy
-
-
-def digests(path: str) -> dict[str, str]:
-    run = lastgood.open(path)
-    content = Content(run.tier, run.generation())
-    return {name: hashlib.sha256(content.tensor(name)[1]).hexdigest() for name in content.names()}
 
 
 def state_of_one_process() -> dict[str, object]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import continued
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import NoSpace, NoSuchStep
@@ -21,9 +22,7 @@ CHUNK_BYTES = 8192
 
 
 def opened(path: Path, keep: Keep) -> RunWriter:
-    run = RunWriter(Disk(PosixFiles(), str(path)), Inline(), keep=keep)
-    run.begin(max(run.survey.generations, default=None))
-    return run
+    return continued(Disk(PosixFiles(), str(path)), keep)
 
 
 def saved(run: RunWriter, *steps: int) -> list[GenerationId]:

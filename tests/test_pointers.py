@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from harness import load, save
+from harness import continued, load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
 from lastgood.format import commit, layout
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import PosixFile, PosixFiles
@@ -32,10 +31,7 @@ def tier_of(root: Path, files: PosixFiles | None = None) -> Disk:
 def opened(tier: Disk) -> RunWriter:
     """A run that is continued where it was."""
     Path(tier.place).mkdir(exist_ok=True)
-    run = RunWriter(tier, Inline(), keep=Keep(last=1))
-    newest = next(iter(run.lineage()), None)
-    run.begin(newest.id if newest else None)
-    return run
+    return continued(tier, Keep(last=1))
 
 
 def saved(run: RunWriter, *steps: int, verify: bool = True) -> None:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 import lastgood
-from harness import load, save
+from harness import continued, load, save
 from lastgood.edges import cli
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
 from lastgood.format import commit, layout
 from lastgood.plan import restore
 from lastgood.plan.retention import Keep
@@ -55,10 +54,7 @@ class SilentlyRenamed(PosixFiles):
 
 
 def opened(root: Path, files: PosixFiles, keep: int = 1) -> RunWriter:
-    run = RunWriter(Disk(files, str(root)), Inline(), keep=Keep(last=keep))
-    newest = next(iter(run.lineage()), None)
-    run.begin(newest.id if newest else None)
-    return run
+    return continued(Disk(files, str(root)), Keep(last=keep))
 
 
 def saved(run: RunWriter, *steps: int, clean: bool = True) -> None:

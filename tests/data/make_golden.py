@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ from pathlib import Path
 import torch
 
 import lastgood
+from harness import digests
 from lastgood.lab.worlds import world
-from lastgood.run.content import Content
 from ranked import trained
 
 
@@ -39,12 +38,6 @@ def one_process(path: str, **options: object) -> None:
             if step == 2 and "parity" in options:
                 ckpt.save(step, milestone=True, metrics={"loss": 0.25}).result()
             ckpt.wait()
-
-
-def digests(path: str) -> dict[str, str]:
-    run = lastgood.open(path)
-    content = Content(run.tier, run.generation())
-    return {name: hashlib.sha256(content.tensor(name)[1]).hexdigest() for name in content.names()}
 
 
 def main(folder: Path) -> None:
