@@ -96,7 +96,7 @@ class Mutant(NamedTuple):
         return [f"tests/test_{name}.py" for name in names]
 
 
-DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "rawio/files.py", "format/commit.py", "format/layout.py"
+DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "io/files.py", "format/commit.py", "format/layout.py"
 FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
 BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
 RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
@@ -114,7 +114,7 @@ MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.p
 SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
 COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
-STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
+STRIPES, ERASURE = "format/stripes.py", "io/reed_solomon.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
 """the tests that are nearest to a file"""

@@ -303,7 +303,7 @@ def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what
     """Three saves; from the second one on, system call number `at` of `who` fails with the errno `what`, or the process
     ends there ("KILL"). What became of each save, how long that took, how many calls there were and which was hit."""
     import lastgood
-    from lastgood.rawio import files
+    from lastgood.io import files
 
     loop, calls = Loop(kind, size), Calls(at if rank == who else -1, what)
     files.os = calls  # type: ignore[assignment]

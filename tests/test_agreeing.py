@@ -17,9 +17,9 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
+from lastgood.io.files import PosixFiles
 from lastgood.plan.cadence import Every
 from lastgood.plan.tune import FIRST_STEPS, Auto
-from lastgood.rawio.files import PosixFiles
 from lastgood.run.announcing import Announcements
 from lastgood.run.background import Save
 from lastgood.run.follower import Follower, Leader

@@ -18,8 +18,8 @@ import torch
 import lastgood
 from lastgood import errors
 from lastgood.edges import cli
+from lastgood.io.files import Lock
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import Lock
 from lastgood.records import LAYERS
 from lastgood.train import agree, checkpointer
 from lastgood.train.metrics import numbers
@@ -231,7 +231,7 @@ def test_a_notebook_cell_that_is_run_twice_is_told_so(tmp_path: Path) -> None:
 
 
 def test_the_process_that_holds_the_lock_is_named(tmp_path: Path) -> None:
-    program = "import sys; from lastgood.rawio.files import Lock; l = Lock(sys.argv[1]); print(flush=True); input()"
+    program = "import sys; from lastgood.io.files import Lock; l = Lock(sys.argv[1]); print(flush=True); input()"
     command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdin is not None

@@ -17,8 +17,8 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.format.commit import survey
+from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
 from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk

@@ -19,8 +19,8 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import NoSpace
 from lastgood.format import commit
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.plan.retention import Keep, under_pressure
-from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.run import room
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk

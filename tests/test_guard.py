@@ -17,8 +17,8 @@ from lastgood.engine.finite import not_finite
 from lastgood.engine.inline import Inline
 from lastgood.errors import NotFinite, NothingGood
 from lastgood.format import layout
+from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
 from lastgood.records import LAYERS
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter

@@ -28,9 +28,9 @@ from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, TierDown, U
 from lastgood.format import layout
 from lastgood.format.commit import survey
 from lastgood.format.values import decode
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.files import PosixFiles
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
 from lastgood.run.reader import RunReader, newest_good, opened
 from lastgood.run.writer import RunWriter

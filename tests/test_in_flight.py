@@ -14,7 +14,7 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.format import commit
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.run.background import Background, Save
 from lastgood.train import cutting, staging
 from lastgood.train.cutting import Cutter

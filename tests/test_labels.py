@@ -11,9 +11,9 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import NoSpace, NoSuchStep
 from lastgood.format import commit
+from lastgood.io.files import PosixFiles
 from lastgood.lab.plain import load, save
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk

@@ -23,9 +23,9 @@ from lastgood.errors import ManifestInvalid, SumMismatch, UnknownFormat
 from lastgood.format import layout, values
 from lastgood.format.commit import read_manifest, survey
 from lastgood.format.layout import DTYPES, PAGE_BYTES, Tensor
+from lastgood.io.checksum import ALGORITHMS, digest
+from lastgood.io.files import PosixFiles
 from lastgood.plan.restore import lineage
-from lastgood.rawio.checksum import ALGORITHMS, digest
-from lastgood.rawio.files import PosixFiles
 from lastgood.records import (
     Blob,
     Commit,

@@ -10,8 +10,8 @@ import lastgood
 from harness import reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
+from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
 from lastgood.run.background import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk

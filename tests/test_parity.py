@@ -18,10 +18,10 @@ from lastgood.engine.inline import Inline
 from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
 from lastgood.format import layout, stripes
 from lastgood.format.commit import read_manifest
-from lastgood.rawio import isal
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.erasure import Code
-from lastgood.rawio.files import PosixFiles
+from lastgood.io import isal
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFiles
+from lastgood.io.reed_solomon import Code
 from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
 from lastgood.run.reader import RunReader, newest_good, read_all
 from lastgood.run.writer import RunWriter

@@ -19,9 +19,9 @@ from lastgood.engine.inline import Inline
 from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refused, RunLocked, UnknownFormat
 from lastgood.format import commit, layout
 from lastgood.format.commit import survey
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.ports import OpenMode
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.run import places
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter

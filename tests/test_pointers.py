@@ -14,8 +14,8 @@ import pytest
 from harness import continued, load, save
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.records import Incarnation
 from lastgood.run import places
 from lastgood.run.writer import RunWriter

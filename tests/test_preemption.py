@@ -229,7 +229,7 @@ def test_a_save_that_could_not_be_durable_in_time_is_not_begun(tmp_path):
 
 HANGS = """
 import os, signal, sys, threading, torch, lastgood
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
 root, where, when_full, in_flight = sys.argv[1:]
 wish = lastgood.Preemption(grace_seconds=1.0)
 ckpt = lastgood.Checkpointer(root, {"w": torch.zeros(2)}, cadence=lastgood.Every(steps=10**6), on_error="raise",

@@ -10,7 +10,7 @@ from harness import State, save
 from lastgood.engine.inline import Inline
 from lastgood.errors import Damaged, NoSuchTensor
 from lastgood.format import layout
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.records import Finding, Mark
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter

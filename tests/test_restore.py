@@ -25,7 +25,7 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.format import commit, layout
 from lastgood.format.layout import Image
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.records import Generation
 from lastgood.run import reader
 from lastgood.run.writer import RunWriter

@@ -10,8 +10,8 @@ import torch
 
 import lastgood
 from lastgood import errors
+from lastgood.io.files import PosixFile
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFile
 from lastgood.tiers.disk import Disk
 
 

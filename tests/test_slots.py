@@ -37,13 +37,13 @@ from lastgood.errors import (
 )
 from lastgood.format import layout
 from lastgood.format.commit import survey
+from lastgood.io import files as rawio
+from lastgood.io import mapped
+from lastgood.io.files import PosixFiles, takes_direct
+from lastgood.io.mapped import MappedFiles
 from lastgood.lab.hostile import ROOT, HostileDisk
 from lastgood.lab.noting import NotingFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio import files as rawio
-from lastgood.rawio import mapped
-from lastgood.rawio.files import PosixFiles, takes_direct
-from lastgood.rawio.mapped import MappedFiles
 from lastgood.records import Extent, Finding
 from lastgood.run import places
 from lastgood.run.reader import RunReader

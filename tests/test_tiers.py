@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import CommitUnknown, MissingBlob, NameTaken, NoSpace, NotWritable, TierDown, Truncated
+from lastgood.io import files as rawio
+from lastgood.io.files import PosixFiles, round_up, takes_direct
+from lastgood.io.mapped import MappedFiles
 from lastgood.ports import Tier
-from lastgood.rawio import files as rawio
-from lastgood.rawio.files import PosixFiles, round_up, takes_direct
-from lastgood.rawio.mapped import MappedFiles
 from lastgood.records import Extent
 from lastgood.run import places
 from lastgood.tiers.disk import Disk

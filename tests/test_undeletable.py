@@ -16,10 +16,10 @@ from harness import continued, load, save
 from lastgood.edges import cli
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.plan import restore
 from lastgood.plan.retention import Keep
 from lastgood.ports import OpenMode
-from lastgood.rawio.files import PosixFile, PosixFiles
 from lastgood.run import places
 from lastgood.run.deletion import RETRY_CLEANINGS
 from lastgood.run.writer import RunWriter

@@ -12,8 +12,8 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import Damaged, Overtaken
 from lastgood.format import commit, layout
+from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
 

@@ -32,10 +32,10 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import LastgoodError, NotARun
 from lastgood.format import commit, layout
+from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.plan.restore import lineage
 from lastgood.plan.retention import Keep
 from lastgood.ports import OpenMode, Tier
-from lastgood.rawio.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import paths, places, reader
 from lastgood.run.writer import FULL, RunWriter

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from harness import Inline, filled
 from lastgood.engine.arena import Arena
 from lastgood.format import layout, values
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.records import Generation, GenerationId
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk

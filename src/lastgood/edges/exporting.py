@@ -18,8 +18,8 @@ from typing import IO, Any, cast
 from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
 from ..format import layout
 from ..format.layout import Tensor
+from ..io.files import PosixFiles
 from ..ports import File, Tier
-from ..rawio.files import PosixFiles
 from ..records import Generation
 from ..run.content import Content
 from .show import named

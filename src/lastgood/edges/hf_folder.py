@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from ..errors import ManifestInvalid
-from ..rawio.files import PosixFiles
+from ..io.files import PosixFiles
 from .exporting import HF_FILE, HF_INDEX
 from .importing import Foreign, Read, safetensors
 

@@ -17,9 +17,9 @@ from ..engine.arena import Arena, Lease
 from ..errors import ManifestInvalid, StepTaken, Truncated, Unstorable
 from ..format import layout
 from ..format.layout import Tensor
+from ..io.files import PosixFiles, round_up
 from ..plan import restore
 from ..ports import File
-from ..rawio.files import PosixFiles, round_up
 from ..records import Generation
 from ..run import places
 from ..run.reader import WORKERS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..format.layout import Image, content_preamble
-from ..rawio.checksum import ALGORITHMS, Hasher
+from ..io.checksum import ALGORITHMS, Hasher
 from ..records import Extent, Piece
 
 

@@ -18,9 +18,9 @@ from typing import Protocol
 from ..errors import Damaged, ManifestInvalid, SumMismatch
 from ..format import layout
 from ..format.layout import Image
+from ..io.checksum import digest
+from ..io.files import round_up
 from ..ports import Tier
-from ..rawio.checksum import digest
-from ..rawio.files import round_up
 from ..records import Blob, Extent, Manifest, Piece
 from .contents import Contents
 from .finite import not_finite

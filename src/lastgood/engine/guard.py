@@ -26,8 +26,8 @@ from ..errors import (
     Unreadable,
 )
 from ..format import commit, layout
+from ..io.checksum import ALGORITHMS
 from ..ports import Tier
-from ..rawio.checksum import ALGORITHMS
 from ..records import Blob, Finding, Generation, Manifest, Piece, Seal
 from . import fetch
 from .finite import not_finite, not_finite_error

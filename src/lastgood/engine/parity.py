@@ -20,10 +20,10 @@ from ..errors import BeyondRepair, Cancelled, Damaged, MissingBlob, SumMismatch
 from ..format import commit, layout
 from ..format import stripes as striping
 from ..format.stripes import Stripes
+from ..io.checksum import ALGORITHMS, digest
+from ..io.files import round_up
+from ..io.reed_solomon import Code
 from ..ports import Mendable, Tier, Upload
-from ..rawio.checksum import ALGORITHMS, digest
-from ..rawio.erasure import Code
-from ..rawio.files import round_up
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Parity
 from . import fetch
 from .arena import Arena

@@ -10,9 +10,9 @@ from concurrent.futures import Executor, Future
 from typing import Protocol
 
 from ..format.layout import Image
+from ..io.checksum import digest
+from ..io.files import round_up
 from ..ports import Tier, Upload
-from ..rawio.checksum import digest
-from ..rawio.files import round_up
 from ..records import Blob, Piece
 from .contents import Contents
 from .inline import Inline

@@ -33,8 +33,8 @@ from ..errors import (
     SumMismatch,
     Truncated,
 )
+from ..io.checksum import digest
 from ..ports import Tier
-from ..rawio.checksum import digest
 from ..records import (
     Commit,
     Extent,

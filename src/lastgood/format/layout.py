@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
-from ..rawio.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
+from ..io.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
 from ..records import Blob, Commit, Extent, GenerationId, Incarnation, Manifest, Piece, Record
 
 FORMAT = 1

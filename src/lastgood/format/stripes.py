@@ -15,8 +15,8 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from ..errors import ManifestInvalid, Refused
-from ..rawio.checksum import HEX_LENGTH
-from ..rawio.erasure import CELLS_LIMIT
+from ..io.checksum import HEX_LENGTH
+from ..io.reed_solomon import CELLS_LIMIT
 from ..records import Blob, Extent, Parity
 from .layout import MANIFEST_LIMIT_BYTES, PAGE_BYTES
 

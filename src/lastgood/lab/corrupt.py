@@ -22,9 +22,9 @@ from torch import nn
 from ..errors import NothingGood
 from ..format import commit, layout
 from ..format import stripes as striping
+from ..io.reed_solomon import Code
 from ..plan.restore import lineage
 from ..plan.retention import Keep
-from ..rawio.erasure import Code
 from ..records import LAYERS
 from ..run import places
 from ..run.reader import RunReader

@@ -29,9 +29,9 @@ from ..engine.arena import Arena
 from ..engine.inline import Inline
 from ..errors import LastgoodError
 from ..format import layout
+from ..io.files import PosixFiles
 from ..plan.retention import Keep
 from ..ports import File
-from ..rawio.files import PosixFiles
 from ..run.writer import RunWriter
 from ..tiers.disk import Disk, WriteMode
 from . import trials

@@ -24,9 +24,9 @@ from ..engine.inline import Inline
 from ..errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
 from ..format import layout
 from ..format.commit import read_manifests, survey
+from ..io.files import round_up
 from ..plan.retention import Keep
 from ..ports import Tier, Upload
-from ..rawio.files import round_up
 from ..records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
 from ..run import places, reader
 from ..run.writer import RunWriter

@@ -21,9 +21,9 @@ from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
 from ..format import stripes as striping
+from ..io.files import PosixFiles
+from ..io.reed_solomon import Code
 from ..plan.retention import Keep
-from ..rawio.erasure import Code
-from ..rawio.files import PosixFiles
 from ..records import LAYERS, Extent, Generation
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter

@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
+from ..io.files import BLOCK_BYTES, round_up
 from ..ports import OpenMode
-from ..rawio.files import BLOCK_BYTES, round_up
 
 ROOT = "/run"
 SECTOR_BYTES = 512

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..io.files import PosixFiles
 from ..ports import File, OpenMode
-from ..rawio.files import PosixFiles
 
 
 class NotingFiles(PosixFiles):

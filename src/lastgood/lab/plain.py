@@ -10,9 +10,9 @@ from ..engine.arena import Arena, Lease
 from ..engine.inline import Inline
 from ..format import layout
 from ..format.commit import survey
+from ..io.checksum import Buffer
+from ..io.files import round_up
 from ..ports import Tier
-from ..rawio.checksum import Buffer
-from ..rawio.files import round_up
 from ..records import Generation, GenerationId, Manifest
 from ..run import reader, sharing
 from ..run.sharing import Share

@@ -36,8 +36,8 @@ from typing import Any
 from ..engine.arena import Arena
 from ..engine.inline import Inline
 from ..errors import LastgoodError, Refused
+from ..io.files import PosixFiles, takes_direct
 from ..plan.retention import Keep
-from ..rawio.files import PosixFiles, takes_direct
 from ..run.writer import RunWriter
 from ..tiers.disk import Disk, WriteMode
 from . import trials

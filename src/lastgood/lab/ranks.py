@@ -23,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from ..format import commit
+from ..io.files import PosixFiles
 from ..plan.cadence import Every
 from ..plan.retention import Keep
-from ..rawio.files import PosixFiles
 from ..run import places
 from ..tiers.disk import Disk
 from ..train.agree import ranks_of

@@ -26,10 +26,10 @@ from ..errors import MissingBlob, NameTaken
 from ..format import commit, layout
 from ..format.boxes import Box
 from ..format.layout import Tensor
+from ..io.checksum import digest
+from ..io.files import PosixFiles
 from ..plan import reshard
 from ..ports import Tier, Upload
-from ..rawio.checksum import digest
-from ..rawio.files import PosixFiles
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
 from ..run.meeting import meet
 from ..run.ranks import Posts, Ranks

@@ -15,10 +15,10 @@ from ..engine.scatter import Scatter, Target
 from ..errors import NoSuchTensor
 from ..format import commit, layout
 from ..format.boxes import Stored, everything
+from ..io.checksum import digest
 from ..plan import reshard
 from ..plan.reshard import Tensor
 from ..ports import Tier
-from ..rawio.checksum import digest
 from ..records import Generation
 
 

@@ -29,10 +29,10 @@ from ..engine import persist
 from ..engine.arena import Arena, Lease
 from ..errors import Damaged, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import commit, layout
+from ..io.files import round_up
 from ..plan import restore, tune
 from ..plan.tune import Measured, Setting
 from ..ports import Tier
-from ..rawio.files import round_up
 from ..records import Commit, Generation, GenerationId, Manifest, World
 from . import places
 from .reader import WORKERS, read_all

@@ -10,9 +10,9 @@ from typing import Literal
 
 from ..errors import LastgoodError, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import layout
+from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
+from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
-from ..rawio.files import Lock, PosixFiles, lock_holder, takes_direct
-from ..rawio.mapped import MappedFiles
 from ..tiers.disk import Disk, WriteMode
 from ..tiers.slots import HOME, Slots
 from . import paths

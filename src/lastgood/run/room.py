@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from .. import reporting
 from ..errors import NoSpace
+from ..io.files import free_bytes
 from ..plan.retention import Keep
 from ..ports import Tier, Upload
-from ..rawio.files import free_bytes
 from ..records import Extent
 from ..words import size
 

@@ -49,10 +49,10 @@ from ..errors import (
 from ..format import commit, layout
 from ..format import stripes as striping
 from ..format.layout import Image
+from ..io.reed_solomon import Code
 from ..plan import restore
 from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
 from ..ports import Mendable, Tier
-from ..rawio.erasure import Code
 from ..records import (
     Commit,
     Event,

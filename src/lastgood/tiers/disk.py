@@ -32,8 +32,8 @@ from ..errors import (
     Truncated,
     Unreadable,
 )
+from ..io.files import BLOCK_BYTES, round_up
 from ..ports import File, Files
-from ..rawio.files import BLOCK_BYTES, round_up
 from ..records import Extent
 
 WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]

@@ -13,8 +13,8 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 
+from ..io.files import BLOCK_BYTES
 from ..ports import File, Files
-from ..rawio.files import BLOCK_BYTES
 from .disk import _write_all
 from .tablefile import aligned
 

@@ -26,8 +26,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
+from ..io.files import round_up
 from ..ports import File, Files, Upload
-from ..rawio.files import round_up
 from ..records import Extent
 from .disk import Disk
 from .pool import Pool

@@ -21,8 +21,8 @@ from typing import NamedTuple
 import msgspec
 
 from ..errors import ManifestInvalid, UnknownFormat
-from ..rawio.checksum import digest
-from ..rawio.files import BLOCK_BYTES, round_up
+from ..io.checksum import digest
+from ..io.files import BLOCK_BYTES, round_up
 
 MAGIC = b"LGSLOTS\n"
 VERSION = 1

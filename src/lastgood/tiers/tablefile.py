@@ -18,8 +18,8 @@ import mmap
 from collections.abc import Callable
 
 from ..errors import CommitUnknown, SumMismatch, Truncated
+from ..io.files import BLOCK_BYTES, round_up
 from ..ports import Files
-from ..rawio.files import BLOCK_BYTES, round_up
 from ..records import Extent
 from .disk import _FULL, Disk, _write_all
 from .table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode, encode, whole

@@ -17,7 +17,7 @@ import torch
 from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
-from ..rawio.files import round_up
+from ..io.files import round_up
 from ..records import Piece
 from ..run.ranks import Topic
 from ..run.sharing import Approve, Files

@@ -9,11 +9,11 @@ from typing import Literal, get_args
 from ..format import stripes
 from ..format.layout import CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
+from ..io.checksum import ALGORITHMS
 from ..plan.arguments import is_positive, is_whole, require
 from ..plan.cadence import Every
 from ..plan.retention import Keep
 from ..plan.scrub import Scrub
-from ..rawio.checksum import ALGORITHMS
 from ..records import Event
 from ..run import places
 from ..tiers.disk import WriteMode

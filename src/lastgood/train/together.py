@@ -33,7 +33,7 @@ from ..engine.persist import Chunk
 from ..errors import ReplicaDiffers, StepDiffers
 from ..format import layout
 from ..format.layout import Image
-from ..rawio.files import round_up
+from ..io.files import round_up
 from ..records import Piece
 from ..run.ranks import Ranks, Topic
 from ..run.sharing import Approve, Files

@@ -1,7 +1,7 @@
 """Reed-Solomon over equal cells: any `data` of `data + parity` cells give back the rest. Holds no layout.
 
 The first `data` cells of a code word are the data itself. The field arithmetic is a library's: ISA-L where it is found
-(rawio/isal.py), else zfec. Both make the same bytes, so either reads what the other wrote.
+(io/isal.py), else zfec. Both make the same bytes, so either reads what the other wrote.
 """
 
 from __future__ import annotations
