@@ -96,11 +96,16 @@ class Mutant(NamedTuple):
         return [f"tests/test_{name}.py" for name in names]
 
 
-DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "io/files.py", "format/commit.py", "format/layout.py"
+DISK, FILES, COMMIT, LAYOUT = "storage/directory.py", "io/files.py", "format/commit.py", "format/layout.py"
 FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
 BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
 RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
-SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
+SLOTS, TABLE, TABLE_FILE, POOL = (
+    "storage/slots.py",
+    "storage/slot_table.py",
+    "storage/slot_file.py",
+    "storage/slot_pool.py",
+)
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
 RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
@@ -114,7 +119,7 @@ MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.p
 SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
 COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
-STRIPES, ERASURE = "format/stripes.py", "io/reed_solomon.py"
+STRIPES, ERASURE = "format/parity_layout.py", "io/reed_solomon.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
 """the tests that are nearest to a file"""

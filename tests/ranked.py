@@ -266,7 +266,7 @@ PATIENCE = 6.0
 """more than the five seconds in which torch's server answers nobody, where the name of a client cannot be looked up"""
 STEPS_OF_A_SAVE = {
     "staging": "lastgood.train.staging.Snapshot.fill",
-    "write": "lastgood.tiers.disk.Disk.create",
+    "write": "lastgood.storage.directory.Disk.create",
     "digests": "lastgood.train.together._sums",
     "seal": "lastgood.format.commit.seal",
     "commit": "lastgood.format.commit.publish",
@@ -504,7 +504,7 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
     """A save that fails on rank 1, and is made again at once; rank 0 is slow to hear of it, then to write."""
     from lastgood.format import commit
     from lastgood.run.writer import RunWriter
-    from lastgood.tiers.disk import Disk
+    from lastgood.storage.directory import Disk
 
     turn, create = root.with_name(f"{root.name}-turn"), Disk.create
     with contextlib.suppress(FileExistsError):
@@ -577,7 +577,7 @@ def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from lastgood.tiers.disk import Disk
+    from lastgood.storage.directory import Disk
 
     placements = [Shard(0) if placement == "shard" else Replicate()]
 

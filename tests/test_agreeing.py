@@ -25,7 +25,7 @@ from lastgood.run.background import Save
 from lastgood.run.follower import Follower, Leader
 from lastgood.run.meeting import meet
 from lastgood.run.ranks import Posts, Ranks
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from lastgood.train.agree import Clients, GroupStore
 from lastgood.train.pacing import Pace
 from lastgood.train.timing import TimingTogether

@@ -24,7 +24,7 @@ from lastgood.lab.hostile import ROOT, HostileDisk, Inode
 from lastgood.lab.plain import load, share
 from lastgood.lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 from lastgood.plan.retention import Keep
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 INLINE = Inline()
 

@@ -21,7 +21,7 @@ from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
 from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 SEED = 20261121
 WORKERS = Inline()

@@ -23,7 +23,7 @@ from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.plan.retention import Keep, under_pressure
 from lastgood.run import room
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from test_plan import at, generation
 
 STATE_BYTES = 20_000

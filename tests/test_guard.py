@@ -22,7 +22,7 @@ from lastgood.plan.retention import Keep
 from lastgood.records import LAYERS
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from lastgood.train.tensors import TORCH_DTYPES
 
 CHUNK = 4096

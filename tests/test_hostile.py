@@ -34,7 +34,7 @@ from lastgood.plan.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
 from lastgood.run.reader import RunReader, newest_good, opened
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 OLD: State = {"a": bytes(5000), "b": b"older" * 60, "c": b"old" * 100}
 NEW: State = {"a": bytes(range(250)) * 20, "b": b"newer" * 60, "c": b"new" * 100}

@@ -16,7 +16,7 @@ from lastgood.lab.plain import load, save
 from lastgood.plan.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 CHUNK_BYTES = 8192
 

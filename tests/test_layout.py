@@ -43,7 +43,7 @@ from lastgood.records import (
 )
 from lastgood.run.reader import opened
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 NUMPY = [
     "bool",

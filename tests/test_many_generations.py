@@ -14,7 +14,7 @@ from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
 from lastgood.run.background import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 MANY = 30
 

@@ -24,7 +24,7 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.errors import NoSpace
-from lastgood.tiers.slots import Slots
+from lastgood.storage.slots import Slots
 from lastgood.train import cutting, staging
 
 

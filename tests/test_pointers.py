@@ -19,7 +19,7 @@ from lastgood.plan.retention import Keep
 from lastgood.records import Incarnation
 from lastgood.run import places
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 V1 = Path(__file__).parent / "data" / "v1"
 

@@ -14,7 +14,7 @@ from lastgood.io.files import PosixFiles
 from lastgood.records import Finding, Mark
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 STATE: State = {"weight": bytes(range(200)), "bias": b"four"}
 

@@ -29,7 +29,7 @@ from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.records import Generation
 from lastgood.run import reader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from lastgood.train.filling import Filling, Place
 from lastgood.train.loading import Request, load_into
 

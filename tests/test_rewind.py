@@ -12,7 +12,7 @@ import lastgood
 from lastgood import errors
 from lastgood.io.files import PosixFile
 from lastgood.plan.retention import Keep
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 
 def trained(path: Path) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from lastgood.records import Finding
 from lastgood.run.reader import RunReader
 from lastgood.run.upkeep import Scrubber
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from test_plan import at, generation
 
 CHUNK = 8192

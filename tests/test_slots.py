@@ -48,10 +48,10 @@ from lastgood.records import Extent, Finding
 from lastgood.run import places
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers import table as tables
-from lastgood.tiers.slots import Slots
-from lastgood.tiers.table import Table
-from lastgood.tiers.tablefile import AREA_BYTES, aligned
+from lastgood.storage import slot_table as tables
+from lastgood.storage.slot_file import AREA_BYTES, aligned
+from lastgood.storage.slot_table import Table
+from lastgood.storage.slots import Slots
 from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)

@@ -24,8 +24,8 @@ from lastgood.io.mapped import MappedFiles
 from lastgood.ports import Tier
 from lastgood.records import Extent
 from lastgood.run import places
-from lastgood.tiers.disk import Disk
-from lastgood.tiers.slots import Slots
+from lastgood.storage.directory import Disk
+from lastgood.storage.slots import Slots
 
 HOME = "gen/000000000001-0a0b0c0d"
 BLOB = f"{HOME}/r00000.safetensors"

@@ -24,7 +24,7 @@ from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
 from lastgood.plan import tune
 from lastgood.plan.tune import Auto, Measured, Setting, adapt, choose, interval_steps
 from lastgood.run import measure, places
-from lastgood.tiers.disk import Disk, DiskUpload
+from lastgood.storage.directory import Disk, DiskUpload
 
 SECONDS = st.floats(1e-4, 1e4)
 OVERHEADS = st.floats(0.001, 1.0)

@@ -23,7 +23,7 @@ from lastgood.ports import OpenMode
 from lastgood.run import places
 from lastgood.run.deletion import RETRY_CLEANINGS
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 
 class Sticky(PosixFiles):

@@ -15,7 +15,7 @@ from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 
 def writer(root: Path) -> RunWriter:

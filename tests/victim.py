@@ -39,7 +39,7 @@ from lastgood.ports import OpenMode, Tier
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import paths, places, reader
 from lastgood.run.writer import FULL, RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 TIERS = ("directory", "slots", "mmap")
 """how a run may live at its path; mmap: slots, written through a mapping"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..format import layout, stripes
+from ..format import layout, parity_layout
 from ..format.commit import Survey
 from ..plan import restore
 from ..ports import Tier
@@ -24,7 +24,7 @@ def unprotected(tier: Tier, survey: Survey) -> dict[GenerationId, str]:
 def _parity_files(tier: Tier, at: GenerationId) -> int:
     """How many parity files are there with their records; nothing is read."""
     there = tier.list(layout.folder(at))
-    return sum(1 for name in there if stripes.is_record(name) and name.removesuffix(".json") in there)
+    return sum(1 for name in there if parity_layout.is_record(name) and name.removesuffix(".json") in there)
 
 
 def _text(count: int, most: int) -> str:

@@ -18,8 +18,8 @@ import msgspec
 
 from ..errors import BeyondRepair, Cancelled, Damaged, MissingBlob, SumMismatch
 from ..format import commit, layout
-from ..format import stripes as striping
-from ..format.stripes import Stripes
+from ..format import parity_layout as striping
+from ..format.parity_layout import Stripes
 from ..io.checksum import ALGORITHMS, digest
 from ..io.files import round_up
 from ..io.reed_solomon import Code

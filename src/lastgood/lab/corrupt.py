@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import NothingGood
 from ..format import commit, layout
-from ..format import stripes as striping
+from ..format import parity_layout as striping
 from ..io.reed_solomon import Code
 from ..plan.restore import lineage
 from ..plan.retention import Keep

@@ -33,7 +33,7 @@ from ..io.files import PosixFiles
 from ..plan.retention import Keep
 from ..ports import File
 from ..run.writer import RunWriter
-from ..tiers.disk import Disk, WriteMode
+from ..storage.directory import Disk, WriteMode
 from . import trials
 from .journal import Journal
 from .noting import NotingFiles

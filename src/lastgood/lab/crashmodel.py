@@ -30,8 +30,8 @@ from ..ports import Tier, Upload
 from ..records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
 from ..run import places, reader
 from ..run.writer import RunWriter
-from ..tiers.disk import Disk, WriteMode
-from ..tiers.slots import Slots
+from ..storage.directory import Disk, WriteMode
+from ..storage.slots import Slots
 from .hostile import ROOT, STAGED, Fault, Folder, HostileDisk, Inode
 from .labels import LOSS, Labels
 from .plain import State, load, save, share

@@ -20,14 +20,14 @@ from ..engine import parity
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
-from ..format import stripes as striping
+from ..format import parity_layout as striping
 from ..io.files import PosixFiles
 from ..io.reed_solomon import Code
 from ..plan.retention import Keep
 from ..records import LAYERS, Extent, Generation
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
-from ..tiers.disk import Disk
+from ..storage.directory import Disk
 from . import trials
 from .journal import Journal
 from .plain import save

@@ -19,7 +19,7 @@ import torch
 
 from ..plan.cadence import Every
 from ..plan.retention import Keep
-from ..tiers.disk import WriteMode
+from ..storage.directory import WriteMode
 from ..train.checkpointer import Checkpointer
 from ..words import size as told_size
 from .corrupt import advance, group

@@ -39,7 +39,7 @@ from ..errors import LastgoodError, Refused
 from ..io.files import PosixFiles, takes_direct
 from ..plan.retention import Keep
 from ..run.writer import RunWriter
-from ..tiers.disk import Disk, WriteMode
+from ..storage.directory import Disk, WriteMode
 from . import trials
 from .crash import content
 from .crashmodel import Judge, Violation

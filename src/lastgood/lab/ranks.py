@@ -27,7 +27,7 @@ from ..io.files import PosixFiles
 from ..plan.cadence import Every
 from ..plan.retention import Keep
 from ..run import places
-from ..tiers.disk import Disk
+from ..storage.directory import Disk
 from ..train.agree import ranks_of
 from ..train.checkpointer import Checkpointer
 from .durable import sync_tree

@@ -34,7 +34,7 @@ from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, 
 from ..run.meeting import meet
 from ..run.ranks import Posts, Ranks
 from ..run.sharing import Share
-from ..tiers.disk import Disk
+from ..storage.directory import Disk
 from ..train.agree import Clients, GroupStore
 from ..train.together import compare
 from ..words import size as told_size

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from ..errors import LastgoodError
 from ..format import layout
 from ..plan.retention import Keep
-from ..tiers.disk import WriteMode
+from ..storage.directory import WriteMode
 from .crashmodel import Judge, Ledger, World
 from .hostile import HostileDisk
 from .labels import LOSS

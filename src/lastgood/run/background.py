@@ -32,7 +32,7 @@ from ..plan.restore import told
 from ..plan.retention import Keep
 from ..plan.scrub import Scrub
 from ..records import Event, EventKind, Generation, GenerationId, Piece
-from ..tiers.disk import WriteMode
+from ..storage.directory import WriteMode
 from . import places
 from .follower import Follower, Leader
 from .outcomes import Outcomes

@@ -13,8 +13,8 @@ from ..format import layout
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
-from ..tiers.disk import Disk, WriteMode
-from ..tiers.slots import HOME, Slots
+from ..storage.directory import Disk, WriteMode
+from ..storage.slots import HOME, Slots
 from . import paths
 
 LOCK = ".lock"

@@ -47,7 +47,7 @@ from ..errors import (
     Unreadable,
 )
 from ..format import commit, layout
-from ..format import stripes as striping
+from ..format import parity_layout as striping
 from ..format.layout import Image
 from ..io.reed_solomon import Code
 from ..plan import restore

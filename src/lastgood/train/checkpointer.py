@@ -37,7 +37,7 @@ from ..errors import (
     Unavailable,
 )
 from ..format import commit
-from ..format import stripes as striping
+from ..format import parity_layout as striping
 from ..format.layout import CHUNK_BYTES, STEP_LIMIT
 from ..plan.arguments import is_whole, require, require_seconds
 from ..plan.cadence import Every
@@ -50,7 +50,7 @@ from ..run.announcing import Announcements
 from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
 from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
-from ..tiers.disk import WriteMode
+from ..storage.directory import WriteMode
 from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .counting import count_step, samplers_in
 from .cutting import Cutter, Staging, TornCheck

@@ -6,7 +6,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..format import stripes
+from ..format import parity_layout
 from ..format.layout import CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
@@ -16,7 +16,7 @@ from ..plan.retention import Keep
 from ..plan.scrub import Scrub
 from ..records import Event
 from ..run import places
-from ..tiers.disk import WriteMode
+from ..storage.directory import WriteMode
 from .cutting import Staging, TornCheck
 from .preemption import Preemption
 
@@ -133,7 +133,7 @@ class Options:
             self.parity is None or isinstance(self.parity, str), f"parity={self.parity!r}", 'Give text such as "10+2".'
         )
         if self.parity is not None:
-            stripes.parsed(self.parity)
+            parity_layout.parsed(self.parity)
 
     def check_place(self, slots: bool, several: bool) -> None:
         """Whether the options go with a run in `slots`, and with `several` ranks. Raises Refused."""

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from ..io.files import BLOCK_BYTES
 from ..ports import File, Files
-from .disk import _write_all
-from .tablefile import aligned
+from .directory import _write_all
+from .slot_file import aligned
 
 ZERO_BYTES = 4 << 20
 

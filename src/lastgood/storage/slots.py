@@ -29,10 +29,10 @@ from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Re
 from ..io.files import round_up
 from ..ports import File, Files, Upload
 from ..records import Extent
-from .disk import Disk
-from .pool import Pool
-from .table import NO_SLOT, SLOT_LIMIT, Kept, Pointer, Table
-from .tablefile import TableFile, aligned
+from .directory import Disk
+from .slot_file import TableFile, aligned
+from .slot_pool import Pool
+from .slot_table import NO_SLOT, SLOT_LIMIT, Kept, Pointer, Table
 
 HOME = "slots"
 TABLE = f"{HOME}/table"

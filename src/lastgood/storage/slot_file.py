@@ -21,8 +21,8 @@ from ..errors import CommitUnknown, SumMismatch, Truncated
 from ..io.files import BLOCK_BYTES, round_up
 from ..ports import Files
 from ..records import Extent
-from .disk import _FULL, Disk, _write_all
-from .table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode, encode, whole
+from .directory import _FULL, Disk, _write_all
+from .slot_table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode, encode, whole
 
 AREA_BYTES = 64 << 10
 """the least; a longer record makes longer areas"""
