@@ -97,9 +97,14 @@ class Mutant(NamedTuple):
 
 
 DISK, FILES, COMMIT, LAYOUT = "storage/directory.py", "io/files.py", "format/commit.py", "format/layout.py"
-FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
+FETCH, PERSIST, WRITER, READER = "engine/read_file.py", "engine/write_file.py", "run/writer.py", "run/reader.py"
 BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
-RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
+RESTORE, RETENTION, PLACES, CONTENTS = (
+    "plan/restore.py",
+    "plan/retention.py",
+    "run/places.py",
+    "engine/content_digest.py",
+)
 SLOTS, TABLE, TABLE_FILE, POOL = (
     "storage/slots.py",
     "storage/slot_table.py",

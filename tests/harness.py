@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 
 import lastgood
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.lab.plain import State, filled, load, save
 from lastgood.plan.retention import Keep
 from lastgood.ports import Tier

@@ -14,7 +14,7 @@ from msgspec import structs
 import lastgood
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles

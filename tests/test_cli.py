@@ -18,7 +18,7 @@ import pytest
 from harness import save
 from lastgood.edges import cli, compare, exporting, importing, sweep
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import MissingBlob
 from lastgood.format import layout
 from lastgood.records import Generation

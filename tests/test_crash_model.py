@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import StepTaken
 from lastgood.format import layout
 from lastgood.format.commit import survey

@@ -14,7 +14,7 @@ import pytest
 
 from harness import State, load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.format.commit import survey
 from lastgood.io.files import PosixFiles

@@ -16,7 +16,7 @@ import torch
 import lastgood
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles

@@ -14,7 +14,7 @@ import lastgood
 from harness import State, load, reported, reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.finite import not_finite
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NotFinite, NothingGood
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles

@@ -23,7 +23,7 @@ import pytest
 
 from harness import State, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, TierDown, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey

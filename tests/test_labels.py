@@ -8,7 +8,7 @@ import pytest
 
 from harness import continued
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace, NoSuchStep
 from lastgood.format import commit
 from lastgood.io.files import PosixFiles

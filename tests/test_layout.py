@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from harness import load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.contents import Contents
-from lastgood.engine.inline import Inline
+from lastgood.engine.content_digest import Contents
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import ManifestInvalid, SumMismatch, UnknownFormat
 from lastgood.format import layout, values
 from lastgood.format.commit import read_manifest, survey

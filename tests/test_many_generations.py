@@ -9,7 +9,7 @@ import torch
 import lastgood
 from harness import reports, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.io.files import PosixFiles
 from lastgood.plan.retention import Keep
 from lastgood.run.background import DELETIONS_AHEAD

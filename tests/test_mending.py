@@ -10,7 +10,7 @@ import pytest
 
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
 from lastgood.plan.retention import Keep
 from lastgood.run import places

@@ -11,7 +11,7 @@ import pytest
 
 from harness import load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import TierDown
 from lastgood.run import places
 from lastgood.run.writer import RunWriter

@@ -14,7 +14,7 @@ from msgspec import structs
 from harness import State, load, save
 from lastgood.engine import parity
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
 from lastgood.format import layout, parity_layout
 from lastgood.format.commit import read_manifest

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness import load, save
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refused, RunLocked, UnknownFormat
 from lastgood.format import commit, layout
 from lastgood.format.commit import survey

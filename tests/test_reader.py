@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness import State, save
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, NoSuchTensor
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles

@@ -16,7 +16,7 @@ from torch import nn
 import lastgood
 from harness import State, load, reported, reports, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Cancelled, Refused, Unreadable
 from lastgood.format import commit, layout
 from lastgood.io import isal

@@ -21,7 +21,7 @@ import lastgood
 from harness import State, install, load, save
 from lastgood.edges.cli import main
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import (
     CommitUnknown,
     ManifestInvalid,

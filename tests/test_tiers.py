@@ -491,7 +491,7 @@ def test_space_is_reserved_before_the_first_byte(tmp_path):
 
 
 def upload_or_abort(tier: Tier, data: bytes) -> None:
-    """As engine/persist.py does."""
+    """As engine/write_file.py does."""
     blob = tier.create(BLOB, len(data))
     try:
         blob.write_at(padded(data), 0)

@@ -9,7 +9,7 @@ import pytest
 
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken
 from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles

@@ -29,7 +29,7 @@ from typing import Any
 from harness import State, save
 from lastgood import reporting
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NotARun
 from lastgood.format import commit, layout
 from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up

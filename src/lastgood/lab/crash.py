@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..engine.arena import Arena
-from ..engine.inline import Inline
+from ..engine.inline_executor import Inline
 from ..errors import LastgoodError
 from ..format import layout
 from ..io.files import PosixFiles

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..engine.arena import Arena
-from ..engine.inline import Inline
+from ..engine.inline_executor import Inline
 from ..errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
 from ..format import layout
 from ..format.commit import read_manifests, survey

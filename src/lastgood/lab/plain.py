@@ -7,7 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from ..engine.arena import Arena, Lease
-from ..engine.inline import Inline
+from ..engine.inline_executor import Inline
 from ..format import layout
 from ..format.commit import survey
 from ..io.checksum import Buffer

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.arena import Arena
-from ..engine.inline import Inline
+from ..engine.inline_executor import Inline
 from ..errors import LastgoodError, Refused
 from ..io.files import PosixFiles, takes_direct
 from ..plan.retention import Keep

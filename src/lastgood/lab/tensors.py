@@ -23,7 +23,7 @@ from torch import nn
 
 import lastgood
 
-from ..engine.contents import Contents
+from ..engine.content_digest import Contents
 from ..format import layout
 from ..records import Blob, Manifest
 from ..train import staging

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ..engine.arena import Arena, Lease
-from ..engine.inline import Inline
+from ..engine.inline_executor import Inline
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
 from ..format import layout
 from ..format.layout import Image

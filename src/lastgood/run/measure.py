@@ -25,7 +25,7 @@ from statistics import median
 
 import numpy as np
 
-from ..engine import persist
+from ..engine import write_file
 from ..engine.arena import Arena, Lease
 from ..errors import Damaged, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import commit, layout
@@ -340,7 +340,7 @@ class _Bench:
 
     def _save(self, at: GenerationId, image: layout.Image, chunks: Iterator[Lease], writers: Executor) -> Generation:
         """A save as the run's writer makes it, from its chunks to its commit."""
-        blob, pieces = persist.write(
+        blob, pieces = write_file.write(
             self._tier,
             layout.folder(at),
             image,

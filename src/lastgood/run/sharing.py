@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from ..engine import persist
+from ..engine import write_file
 from ..format import commit, layout
 from ..format.layout import Image
 from ..ports import Tier
 from ..records import Blob, GenerationId, Manifest, Piece, Record, Seal
 
-Files = Iterable[tuple[Image, Iterator[persist.Chunk]]]
+Files = Iterable[tuple[Image, Iterator[write_file.Chunk]]]
 """tensor files, each with the chunks that it is made of"""
 Approve = Callable[[Sequence[Piece]], Files]
 
@@ -34,7 +34,7 @@ def share(
     at: GenerationId,
     rank: int,
     images: Sequence[Image],
-    chunks: Iterator[persist.Chunk],
+    chunks: Iterator[write_file.Chunk],
     *,
     chunk_bytes: int,
     algorithm: str,
@@ -52,8 +52,8 @@ def share(
     blobs: list[Blob] = []
     pieces: list[Piece] = []
 
-    def write(image: Image, chunks: Iterator[persist.Chunk]) -> None:
-        blob, its_pieces = persist.write(
+    def write(image: Image, chunks: Iterator[write_file.Chunk]) -> None:
+        blob, its_pieces = write_file.write(
             tier, home, image, chunks, chunk_bytes=chunk_bytes, algorithm=algorithm, writers=writers
         )
         blobs.append(blob)

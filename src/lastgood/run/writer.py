@@ -24,7 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from .. import reporting
-from ..engine import guard, parity, persist
+from ..engine import guard, parity, write_file
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import (
@@ -244,7 +244,7 @@ class RunWriter:
         self,
         at: GenerationId,
         images: Sequence[Image],
-        chunks: Iterator[persist.Chunk],
+        chunks: Iterator[write_file.Chunk],
         *,
         chunk_bytes: int = layout.CHUNK_BYTES,
         aliases: Mapping[str, str],
@@ -312,7 +312,7 @@ class RunWriter:
         self,
         at: GenerationId,
         images: Sequence[Image],
-        chunks: Iterator[persist.Chunk],
+        chunks: Iterator[write_file.Chunk],
         *,
         chunk_bytes: int,
         aliases: Mapping[str, str],

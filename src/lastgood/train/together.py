@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 from ..engine.arena import Arena
-from ..engine.persist import Chunk
+from ..engine.write_file import Chunk
 from ..errors import ReplicaDiffers, StepDiffers
 from ..format import layout
 from ..format.layout import Image

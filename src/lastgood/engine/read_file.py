@@ -22,7 +22,7 @@ from ..io.checksum import digest
 from ..io.files import round_up
 from ..ports import Tier
 from ..records import Blob, Extent, Manifest, Piece
-from .contents import Contents
+from .content_digest import Contents
 from .finite import not_finite
 
 READS = max(1, min(3, (os.cpu_count() or 2) // 2))

@@ -14,8 +14,8 @@ from ..io.checksum import digest
 from ..io.files import round_up
 from ..ports import Tier, Upload
 from ..records import Blob, Piece
-from .contents import Contents
-from .inline import Inline
+from .content_digest import Contents
+from .inline_executor import Inline
 
 INLINE = Inline()
 
