@@ -100,8 +100,8 @@ DISK, FILES, COMMIT, LAYOUT = "storage/directory.py", "io/files.py", "format/com
 FETCH, PERSIST, WRITER, READER = "engine/read_file.py", "engine/write_file.py", "run/writer.py", "run/reader.py"
 BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
 RESTORE, RETENTION, PLACES, CONTENTS = (
-    "plan/restore.py",
-    "plan/retention.py",
+    "policy/restore.py",
+    "policy/retention.py",
     "run/places.py",
     "engine/content_digest.py",
 )
@@ -118,12 +118,12 @@ MEETING = "run/meeting.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 DCP = "edges/dcp.py"
 TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "train/cached.py", "train/capture.py"
-MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
+MERGING, RESHARD, LOADING = "policy/merge_values.py", "policy/reshard.py", "train/loading.py"
 SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
 MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.py"
 SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
 COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
-PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
+PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "policy/scrub.py", "run/upkeep.py"
 STRIPES, ERASURE = "format/parity_layout.py", "io/reed_solomon.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
@@ -1932,7 +1932,7 @@ def _mending() -> list[Mutant]:
                 (
                     "a record is read back",
                     PARITY,
-                    '        if fetch.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:\n',
+                    '        if read_file.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:\n',
                     "        if False:\n",
                 ),
                 (

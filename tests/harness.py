@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import lastgood
 from lastgood.engine.inline_executor import Inline
 from lastgood.lab.plain import State, filled, load, save
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
 from lastgood.run.content import Content

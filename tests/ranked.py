@@ -198,7 +198,7 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
 
 def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
     """Small tensors are cut between the ranks, too; everything is digested at the cut."""
-    from lastgood.plan import reshard
+    from lastgood.policy import reshard
 
     reshard.LEAST_SPLIT_BYTES = 64
     trained(rank, size, "ddp", root, upto, torn_check="full", staging="overlap")

@@ -18,8 +18,8 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
-from lastgood.plan.cadence import Every
-from lastgood.plan.tune import FIRST_STEPS, Auto
+from lastgood.policy.cadence import Every
+from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.run.announcing import Announcements
 from lastgood.run.background import Save
 from lastgood.run.follower import Follower, Leader

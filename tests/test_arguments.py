@@ -19,7 +19,7 @@ import lastgood
 from lastgood import errors
 from lastgood.edges import cli
 from lastgood.io.files import Lock
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS
 from lastgood.train import agree, checkpointer
 from lastgood.train.metrics import numbers

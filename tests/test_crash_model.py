@@ -23,7 +23,7 @@ from lastgood.lab.crashmodel import UPKEEP, Judge, Ledger, Violation, World
 from lastgood.lab.hostile import ROOT, HostileDisk, Inode
 from lastgood.lab.plain import load, share
 from lastgood.lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
 
 INLINE = Inline()

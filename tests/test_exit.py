@@ -13,7 +13,7 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.io.files import PosixFile
-from lastgood.plan.cadence import Every
+from lastgood.policy.cadence import Every
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
 

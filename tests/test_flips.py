@@ -18,7 +18,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.format.commit import survey
 from lastgood.io.files import PosixFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk

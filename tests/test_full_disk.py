@@ -20,7 +20,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.plan.retention import Keep, under_pressure
+from lastgood.policy.retention import Keep, under_pressure
 from lastgood.run import room
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk

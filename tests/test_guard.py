@@ -18,7 +18,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NotFinite, NothingGood
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter

@@ -30,7 +30,7 @@ from lastgood.format.commit import survey
 from lastgood.format.values import decode
 from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
 from lastgood.run.reader import RunReader, newest_good, opened
 from lastgood.run.writer import RunWriter

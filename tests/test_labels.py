@@ -13,7 +13,7 @@ from lastgood.errors import NoSpace, NoSuchStep
 from lastgood.format import commit
 from lastgood.io.files import PosixFiles
 from lastgood.lab.plain import load, save
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk

@@ -25,7 +25,7 @@ from lastgood.format.commit import read_manifest, survey
 from lastgood.format.layout import DTYPES, PAGE_BYTES, Tensor
 from lastgood.io.checksum import ALGORITHMS, digest
 from lastgood.io.files import PosixFiles
-from lastgood.plan.restore import lineage
+from lastgood.policy.restore import lineage
 from lastgood.records import (
     Blob,
     Commit,

@@ -11,7 +11,7 @@ from harness import reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.io.files import PosixFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.run.background import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk

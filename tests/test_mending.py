@@ -12,7 +12,7 @@ from harness import save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.run import places
 from lastgood.run.writer import RunWriter
 from test_cli import asked, call, contents, flip  # noqa: F401 - two of them are fixtures

@@ -7,7 +7,7 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused
-from lastgood.plan.tune import Auto
+from lastgood.policy.tune import Auto
 from lastgood.train.pacing import Pace
 
 

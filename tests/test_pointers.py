@@ -15,7 +15,7 @@ from harness import continued, load, save
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.records import Incarnation
 from lastgood.run import places
 from lastgood.run.writer import RunWriter

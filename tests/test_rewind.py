@@ -11,7 +11,7 @@ import torch
 import lastgood
 from lastgood import errors
 from lastgood.io.files import PosixFile
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
 
 

@@ -17,8 +17,8 @@ from lastgood import errors
 from lastgood.format import commit
 from lastgood.format.layout import label_number
 from lastgood.io.files import PosixFile
-from lastgood.plan.cadence import Every
-from lastgood.plan.retention import Keep
+from lastgood.policy.cadence import Every
+from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run import places
 from lastgood.run.writer import RunWriter

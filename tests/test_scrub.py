@@ -21,8 +21,8 @@ from lastgood.errors import Cancelled, Refused, Unreadable
 from lastgood.format import commit, layout
 from lastgood.io import isal
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.plan.retention import Keep
-from lastgood.plan.scrub import Scrub, next_to_read
+from lastgood.policy.retention import Keep
+from lastgood.policy.scrub import Scrub, next_to_read
 from lastgood.records import Finding
 from lastgood.run.reader import RunReader
 from lastgood.run.upkeep import Scrubber

@@ -43,7 +43,7 @@ from lastgood.io.files import PosixFiles, takes_direct
 from lastgood.io.mapped import MappedFiles
 from lastgood.lab.hostile import ROOT, HostileDisk
 from lastgood.lab.noting import NotingFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.records import Extent, Finding
 from lastgood.run import places
 from lastgood.run.reader import RunReader

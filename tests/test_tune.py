@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from lastgood.edges import cli, tuning
 from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
-from lastgood.plan import tune
-from lastgood.plan.tune import Auto, Measured, Setting, adapt, choose, interval_steps
+from lastgood.policy import tune
+from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
 from lastgood.run import measure, places
 from lastgood.storage.directory import Disk, DiskUpload
 
@@ -522,7 +522,7 @@ def test_a_tune_that_was_killed_leaves_only_a_scratch_directory_and_the_next_one
 ) -> None:
     code = f"""
 import os, pathlib, signal
-from lastgood.plan import tune
+from lastgood.policy import tune
 from lastgood.run import measure
 def seen(_):
     if any(pathlib.Path({str(tmp_path)!r}).rglob("*.safetensors")):

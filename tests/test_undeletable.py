@@ -17,8 +17,8 @@ from lastgood.edges import cli
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.plan import restore
-from lastgood.plan.retention import Keep
+from lastgood.policy import restore
+from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode
 from lastgood.run import places
 from lastgood.run.deletion import RETRY_CLEANINGS

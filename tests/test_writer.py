@@ -13,7 +13,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken
 from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
-from lastgood.plan.retention import Keep
+from lastgood.policy.retention import Keep
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 

@@ -33,8 +33,8 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NotARun
 from lastgood.format import commit, layout
 from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
-from lastgood.plan.restore import lineage
-from lastgood.plan.retention import Keep
+from lastgood.policy.restore import lineage
+from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import paths, places, reader

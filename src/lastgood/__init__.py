@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .plan.cadence import Every
-from .plan.retention import Keep
-from .plan.scrub import Scrub
+from .policy.cadence import Every
+from .policy.retention import Keep
+from .policy.scrub import Scrub
 from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:

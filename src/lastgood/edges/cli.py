@@ -23,14 +23,14 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from .. import __version__, words
+from .. import __version__, units
 from ..engine import guard
 from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite, NothingGood, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..plan import restore
-from ..plan import sizing as sums
-from ..plan.retention import KEEP, Keep
+from ..policy import restore
+from ..policy import sizing as sums
+from ..policy.retention import KEEP, Keep
 from ..records import LAYERS, Finding, Generation, GenerationId
 from ..run import paths, places
 from ..run.content import Content
@@ -372,7 +372,7 @@ def export(
     with progress("exporting", generation.bytes) as seen:
         data = exporting.export(Watched(tier, seen), generation, to, only, force, shard)
     count = views.plural(data["tensors"], "tensor")
-    text = f"{data['file']}: {count}, {words.size(data['bytes'])}, from {generation.id}"
+    text = f"{data['file']}: {count}, {units.size(data['bytes'])}, from {generation.id}"
     text += "".join(f"\n  {name}: {dtype}, written as its bytes (U8)" for name, dtype in data["as_bytes"].items())
     newer = restore.choose(survey, None).passed_over if step is None else []
     over = [(at, why) for at, why in newer if at.step >= generation.step]
@@ -418,7 +418,7 @@ def import_file(
         "values": len(source.values),
         "bytes": generation.bytes,
     }
-    text = f"{generation.id}: {views.plural(len(source.tensors), 'tensor')}, {words.size(total)}, verified"
+    text = f"{generation.id}: {views.plural(len(source.tensors), 'tensor')}, {units.size(total)}, verified"
     return Answer(data, Text(text))
 
 
@@ -559,7 +559,7 @@ def report(
     out = Path(paths.local(str(out), "--out"))
     length = pages.write(folders, out, title)
     data = {"file": str(out), "bytes": length, "folders": [str(one) for one in folders]}
-    return Answer(data, Text(f"{out}: {words.size(length)}"))
+    return Answer(data, Text(f"{out}: {units.size(length)}"))
 
 
 def _require_kind(path: str, kinds: tuple[str, ...]) -> None:

@@ -48,7 +48,7 @@ from ..errors import ManifestInvalid, MissingBlob, NotARun, Refused, StepDiffers
 from ..format import commit, layout
 from ..format.boxes import Box, Stored
 from ..format.layout import Tensor
-from ..plan import reshard
+from ..policy import reshard
 from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
 from ..run import places, sharing

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ..errors import LastgoodError, ManifestInvalid, Unstorable
 from ..format.boxes import Box
-from ..plan import reshard
+from ..policy import reshard
 from ..run.content import Content
 from ..train import tensors as live
 from . import dcp as storage

@@ -18,7 +18,7 @@ from ..errors import ManifestInvalid, StepTaken, Truncated, Unstorable
 from ..format import layout
 from ..format.layout import Tensor
 from ..io.files import PosixFiles, round_up
-from ..plan import restore
+from ..policy import restore
 from ..ports import File
 from ..records import Generation
 from ..run import places

@@ -17,13 +17,13 @@ from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..plan import restore
+from ..policy import restore
 from ..records import GenerationId, intact
 from ..run import places
 from ..run.reader import WORKERS, read_on
 from ..run.upkeep import Scrubbed, Scrubber
 from ..run.writer import RunWriter
-from ..words import size
+from ..units import size
 from .protection import unprotected
 from .show import named, plural
 from .terminal import Watched, clean, progress

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..format import layout, parity_layout
 from ..format.commit import Survey
-from ..plan import restore
+from ..policy import restore
 from ..ports import Tier
 from ..records import GenerationId
 

@@ -19,11 +19,11 @@ from rich.tree import Tree
 from ..errors import ManifestInvalid
 from ..format import layout, values
 from ..format.commit import Survey
-from ..plan import restore
+from ..policy import restore
 from ..ports import Tier
 from ..records import Finding, GenerationId, intact
 from ..run.content import Content
-from ..words import size
+from ..units import size
 from .protection import unprotected
 from .terminal import clean
 

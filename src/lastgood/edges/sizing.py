@@ -1,4 +1,4 @@
-"""What `plan` asks and says. Holds no formula: plan/sizing.py has them."""
+"""What `plan` asks and says. Holds no formula: policy/sizing.py has them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..plan import sizing
-from ..words import size
+from ..policy import sizing
+from ..units import size
 from .show import new_table
 from .terminal import clean
 from .tuning import bytes_of

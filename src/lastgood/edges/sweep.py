@@ -17,14 +17,14 @@ from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, NothingGood
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..plan import restore
-from ..plan.retention import Keep, surplus
+from ..policy import restore
+from ..policy.retention import Keep, surplus
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import places
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
-from ..words import size
+from ..units import size
 from .show import named, new_table, plural, weight
 from .terminal import Watched, clean, progress
 

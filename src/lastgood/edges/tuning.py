@@ -1,6 +1,6 @@
 """What `tune` asks and says: sizes as people write them, the figures of run/measure.py, and the line to paste.
 
-Holds no formula: plan/tune.py has them.
+Holds no formula: policy/tune.py has them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..plan import tune
-from ..plan.retention import KEEP
+from ..policy import tune
+from ..policy.retention import KEEP
 from ..run import measure, places
-from ..words import size
+from ..units import size
 from .show import new_table, plural
 from .terminal import clean, progress
 

@@ -347,7 +347,7 @@ def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
 def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: int = 1) -> None:
     """Names, counts, shapes, lengths and places must fit together. Raises ManifestInvalid.
 
-    With several `ranks` what one of them refers to may be with another: that is asked of all of them (plan/reshard.py).
+    With several `ranks`, one may refer to what another holds: policy/reshard.py checks that over all of them.
     """
     where = f"{folder(at)}/{manifest_name(rank)}"
 

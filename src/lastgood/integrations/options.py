@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import NotARun, Refused
-from ..plan.cadence import Every
+from ..policy.cadence import Every
 from ..run import paths
 from ..train.access import open_run
 from ..train.checkpointer import Checkpointer

@@ -23,8 +23,8 @@ from ..errors import NothingGood
 from ..format import commit, layout
 from ..format import parity_layout as striping
 from ..io.reed_solomon import Code
-from ..plan.restore import lineage
-from ..plan.retention import Keep
+from ..policy.restore import lineage
+from ..policy.retention import Keep
 from ..records import LAYERS
 from ..run import places
 from ..run.reader import RunReader

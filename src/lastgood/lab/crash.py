@@ -30,7 +30,7 @@ from ..engine.inline_executor import Inline
 from ..errors import LastgoodError
 from ..format import layout
 from ..io.files import PosixFiles
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..ports import File
 from ..run.writer import RunWriter
 from ..storage.directory import Disk, WriteMode

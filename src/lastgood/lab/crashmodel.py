@@ -25,7 +25,7 @@ from ..errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtak
 from ..format import layout
 from ..format.commit import read_manifests, survey
 from ..io.files import round_up
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..ports import Tier, Upload
 from ..records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
 from ..run import places, reader

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import lastgood
 
-from ..words import size
+from ..units import size
 from .interval import working_place
 from .journal import Journal
 from .models import Trained, Workload

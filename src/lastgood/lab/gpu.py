@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..words import size
+from ..units import size
 from . import durable, interval
 from .policies import POLICIES, Settings
 from .report import Report, Say, Table, percent, quantile, spread

@@ -23,7 +23,7 @@ from ..format import commit, layout
 from ..format import parity_layout as striping
 from ..io.files import PosixFiles
 from ..io.reed_solomon import Code
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..records import LAYERS, Extent, Generation
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..plan.cadence import Every
-from ..plan.retention import Keep
+from ..policy.cadence import Every
+from ..policy.retention import Keep
 from ..storage.directory import WriteMode
 from ..train.checkpointer import Checkpointer
-from ..words import size as told_size
+from ..units import size as told_size
 from .corrupt import advance, group
 from .journal import Journal
 from .report import Report, Say, Table, quantile

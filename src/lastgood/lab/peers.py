@@ -24,7 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..train.checkpointer import Checkpointer
 from . import trials
 from .corrupt import KINDS, advance, group, tensors_of

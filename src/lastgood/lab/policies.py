@@ -44,7 +44,7 @@ import lastgood
 from ..engine.arena import Arena, Lease
 from ..format import layout
 from ..io.files import round_up
-from ..plan import tune
+from ..policy import tune
 from ..train.staging import Pin
 from ..train.tensors import as_bytes, dtype_name
 from .models import Workload

@@ -37,7 +37,7 @@ from ..engine.arena import Arena
 from ..engine.inline_executor import Inline
 from ..errors import LastgoodError, Refused
 from ..io.files import PosixFiles, takes_direct
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..run.writer import RunWriter
 from ..storage.directory import Disk, WriteMode
 from . import trials

@@ -24,8 +24,8 @@ from torch import nn
 
 from ..format import commit
 from ..io.files import PosixFiles
-from ..plan.cadence import Every
-from ..plan.retention import Keep
+from ..policy.cadence import Every
+from ..policy.retention import Keep
 from ..run import places
 from ..storage.directory import Disk
 from ..train.agree import ranks_of

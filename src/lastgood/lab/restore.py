@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 import lastgood
 
-from ..words import size
+from ..units import size
 from .durable import CHUNK_BYTES, of_contender, ratios, warm_memory
 from .interval import working_place
 from .journal import Journal

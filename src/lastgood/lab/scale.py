@@ -28,7 +28,7 @@ from ..format.boxes import Box
 from ..format.layout import Tensor
 from ..io.checksum import digest
 from ..io.files import PosixFiles
-from ..plan import reshard
+from ..policy import reshard
 from ..ports import Tier, Upload
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
 from ..run.meeting import meet
@@ -37,7 +37,7 @@ from ..run.sharing import Share
 from ..storage.directory import Disk
 from ..train.agree import Clients, GroupStore
 from ..train.together import compare
-from ..words import size as told_size
+from ..units import size as told_size
 from .journal import Journal
 from .report import Report, Say, Table
 from .trials import Row

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import LastgoodError
 from ..format import layout
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..storage.directory import WriteMode
 from .crashmodel import Judge, Ledger, World
 from .hostile import HostileDisk

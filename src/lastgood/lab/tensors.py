@@ -28,7 +28,7 @@ from ..format import layout
 from ..records import Blob, Manifest
 from ..train import staging
 from ..train.capture import Capture
-from ..words import size
+from ..units import size
 from .interval import resident_bytes, stored_bytes, working_place
 from .journal import Journal
 from .report import Report, Say, Table, hardware

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from ..errors import Refused
-from ..plan.cadence import Every
-from ..plan.retention import Keep
+from ..policy.cadence import Every
+from ..policy.retention import Keep
 from ..records import Event
 from ..train.checkpointer import Checkpointer
 from .report import Report, Say, Table

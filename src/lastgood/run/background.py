@@ -27,10 +27,10 @@ from ..engine.inline_executor import Inline
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
 from ..format import layout
 from ..format.layout import Image
-from ..plan.arguments import require_seconds
-from ..plan.restore import told
-from ..plan.retention import Keep
-from ..plan.scrub import Scrub
+from ..policy.arguments import require_seconds
+from ..policy.restore import told
+from ..policy.retention import Keep
+from ..policy.scrub import Scrub
 from ..records import Event, EventKind, Generation, GenerationId, Piece
 from ..storage.directory import WriteMode
 from . import places

@@ -16,8 +16,8 @@ from ..errors import NoSuchTensor
 from ..format import commit, layout
 from ..format.boxes import Stored, everything
 from ..io.checksum import digest
-from ..plan import reshard
-from ..plan.reshard import Tensor
+from ..policy import reshard
+from ..policy.reshard import Tensor
 from ..ports import Tier
 from ..records import Generation
 

@@ -19,7 +19,7 @@ import msgspec
 from ..engine.arena import Arena
 from ..errors import Damaged, TierDown
 from ..format import commit, layout
-from ..plan import restore
+from ..policy import restore
 from ..ports import Shared
 from ..records import Finding, Generation, GenerationId, Incarnation, Pointer, Record, judged
 from .ranks import Ranks, Topic, raised, told

@@ -5,7 +5,7 @@ Invariants
   2. A process that is killed leaves that directory; the next measurement of the same RUN removes it, and nothing that
      is locked or holds anything a scratch run does not.
   3. The disk has room for all of it before the first byte; what will be written is known before (`Bounds`).
-Decides nothing: plan/tune.py says what to try and what to choose.
+Decides nothing: policy/tune.py says what to try and what to choose.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..engine.arena import Arena, Lease
 from ..errors import Damaged, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import commit, layout
 from ..io.files import round_up
-from ..plan import restore, tune
-from ..plan.tune import Measured, Setting
+from ..policy import restore, tune
+from ..policy.tune import Measured, Setting
 from ..ports import Tier
 from ..records import Commit, Generation, GenerationId, Manifest, World
 from . import places

@@ -24,8 +24,8 @@ from ..errors import (
 )
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..plan import reshard, restore
-from ..plan.arguments import require
+from ..policy import reshard, restore
+from ..policy.arguments import require
 from ..ports import Tier
 from ..records import LAYERS, Blob, Finding, Generation, GenerationId, Manifest, Verdict, intact
 from .content import Content

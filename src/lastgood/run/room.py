@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from .. import reporting
 from ..errors import NoSpace
 from ..io.files import free_bytes
-from ..plan.retention import Keep
+from ..policy.retention import Keep
 from ..ports import Tier, Upload
 from ..records import Extent
-from ..words import size
+from ..units import size
 
 LEAST_STATES = 2
 """the newest verified generation and the one that is being written: with room for fewer no save can succeed"""

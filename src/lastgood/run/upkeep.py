@@ -1,6 +1,6 @@
 """Scrub: generations that were good are read again, before the day they are needed. Decides nothing but its pace.
 
-One at a time, in the order of plan/scrub.py; what is damaged is rebuilt from parity where there is any, else marked.
+One at a time, in the order of policy/scrub.py; what is damaged is rebuilt from parity where there is any, else marked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..engine.arena import Arena
 from ..errors import Cancelled
-from ..plan import scrub
+from ..policy import scrub
 from ..records import Finding, Generation, GenerationId, Record, intact
 from .reader import Reading
 from .writer import RunWriter

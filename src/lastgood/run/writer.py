@@ -50,8 +50,8 @@ from ..format import commit, layout
 from ..format import parity_layout as striping
 from ..format.layout import Image
 from ..io.reed_solomon import Code
-from ..plan import restore
-from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
+from ..policy import restore
+from ..policy.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
 from ..ports import Mendable, Tier
 from ..records import (
     Commit,

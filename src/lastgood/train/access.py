@@ -13,7 +13,7 @@ import torch
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
-from ..plan.arguments import is_whole, require
+from ..policy.arguments import is_whole, require
 from ..records import Finding, Generation
 from ..run import places
 from ..run.reader import WORKERS, RunReader, read_all

@@ -3,7 +3,7 @@
 It keeps ids and counts. It never looks at data, and never decides what a difference means for the run.
 
 Its state is a list of records, one an epoch and rank, and the state of several audits is the concatenation of theirs:
-so `train/merging.py` can give the records of a generation to the ranks of another world, each record to one rank.
+so `policy/merge_values.py` can give the records of a generation to the ranks of another world, each record to one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..errors import Refused
-from .merging import RECORDS
+from ..policy.merge_values import RECORDS
 from .order import whole_number
 from .sampler import ResumableSampler
 

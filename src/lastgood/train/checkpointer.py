@@ -39,11 +39,12 @@ from ..errors import (
 from ..format import commit
 from ..format import parity_layout as striping
 from ..format.layout import CHUNK_BYTES, STEP_LIMIT
-from ..plan.arguments import is_whole, require, require_seconds
-from ..plan.cadence import Every
-from ..plan.retention import KEEP, Keep, wanted
-from ..plan.scrub import Scrub
-from ..plan.tune import Auto
+from ..policy.arguments import is_whole, require, require_seconds
+from ..policy.cadence import Every
+from ..policy.merge_values import homeless
+from ..policy.retention import KEEP, Keep, wanted
+from ..policy.scrub import Scrub
+from ..policy.tune import Auto
 from ..records import Event, EventKind, Finding, Generation
 from ..run import places, reader, room
 from ..run.announcing import Announcements
@@ -55,7 +56,6 @@ from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .counting import count_step, samplers_in
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, report
-from .merging import homeless
 from .metrics import numbers
 from .objects import is_fsdp1, modules_of
 from .options import OnError, Options, WhenFull, check_state

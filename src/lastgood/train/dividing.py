@@ -1,6 +1,6 @@
 """Dividing: what of a captured state this rank writes, and what others write for it. Moves nothing.
 
-What several ranks hold alike one of them writes, each about as many bytes (plan/reshard.py); the others take its
+What several ranks hold alike one of them writes, each about as many bytes (policy/reshard.py); the others take its
 digest, so that what should be equal and is not is told, and never taken in silence. What is a rank's own by nature
 (random number generators) or was found to differ, each rank writes itself.
 """
@@ -17,7 +17,7 @@ import torch
 
 from ..format.boxes import Box, everything
 from ..format.layout import Tensor
-from ..plan.reshard import Held, shares
+from ..policy.reshard import Held, shares
 from .capture import Captured
 from .shards import Sharded
 from .tensors import dtype_name

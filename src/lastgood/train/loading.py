@@ -20,15 +20,15 @@ from ..engine.scatter import Scatter
 from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite
 from ..format.commit import Survey
 from ..format.values import component
-from ..plan import reshard, restore
-from ..plan.arguments import require
+from ..policy import reshard, restore
+from ..policy.arguments import require
+from ..policy.merge_values import merged
 from ..ports import Tier
 from ..records import Finding, Generation, Manifest
 from ..run import reader
 from .as_dict import Everything, stored_names
 from .filling import Filling
 from .match import Match, Rename
-from .merging import merged
 from .objects import seed_rng
 from .patterns import Patterns
 from .state import Stored, match

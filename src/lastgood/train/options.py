@@ -10,10 +10,10 @@ from ..format import parity_layout
 from ..format.layout import CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
-from ..plan.arguments import is_positive, is_whole, require
-from ..plan.cadence import Every
-from ..plan.retention import Keep
-from ..plan.scrub import Scrub
+from ..policy.arguments import is_positive, is_whole, require
+from ..policy.cadence import Every
+from ..policy.retention import Keep
+from ..policy.scrub import Scrub
 from ..records import Event
 from ..run import places
 from ..storage.directory import WriteMode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from ..plan.tune import Auto, adapt
+from ..policy.tune import Auto, adapt
 from ..run.background import Save
 
 

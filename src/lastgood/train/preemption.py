@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from ..errors import Refused
-from ..plan.arguments import is_positive, is_whole, require
+from ..policy.arguments import is_positive, is_whole, require
 
 EXIT_CODE = 75
 """EX_TEMPFAIL of sysexits.h: nothing was wrong, run it again"""

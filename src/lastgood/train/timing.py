@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable
 
 from ..errors import HeardLate
-from ..plan.cadence import Every, crossed
-from ..plan.tune import FIRST_STEPS
+from ..policy.cadence import Every, crossed
+from ..policy.tune import FIRST_STEPS
 from ..records import EventKind
 from ..run.announcing import Announcements
 from ..run.background import Save
