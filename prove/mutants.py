@@ -113,8 +113,8 @@ SLOTS, TABLE, TABLE_FILE, POOL = (
 )
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
-RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
-MEETING = "run/meeting.py"
+RANKS, ANNOUNCING, FOLLOWER = "coordination/rounds.py", "coordination/announcements.py", "run/follower.py"
+MEETING = "coordination/rendezvous.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 DCP = "edges/dcp.py"
 TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "train/cached.py", "train/capture.py"

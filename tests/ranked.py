@@ -624,7 +624,7 @@ def unfit(rank: int, size: int, root: Path) -> list[str]:
 
 def losing_words(rank: int, size: int, root: Path) -> list[str]:
     """Rank 1 loses what was said as a restore begins; restores and saves after it."""
-    from lastgood.run.ranks import Topic
+    from lastgood.coordination.rounds import Topic
 
     state = {"w": torch.arange(400.0)}
     with opened(root, state) as ckpt:
@@ -687,9 +687,9 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
     """Six hundred steps in lockstep; what became of which step."""
     import lastgood
-    from lastgood.run import announcing
+    from lastgood.coordination import announcements
 
-    announcing.LOOK_SECONDS = 0.05
+    announcements.LOOK_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -709,9 +709,9 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
 def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
     """Steps in lockstep, saves that are due by time; what became of each. `late`: a rank looks too rarely at first."""
     import lastgood
-    from lastgood.run import announcing
+    from lastgood.coordination import announcements
 
-    announcing.LOOK_SECONDS = 0.05
+    announcements.LOOK_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -719,14 +719,14 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
         if event.kind in ("durable", "failed"):
             heard.append((event.kind, event.step))
             if event.kind == "failed":
-                announcing.LOOK_SECONDS = 0.05
+                announcements.LOOK_SECONDS = 0.05
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(seconds=0.3), on_event=note) as ckpt:
             n = ckpt.restore().step
             if late and rank == 1:
-                announcing.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
+                announcements.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
             while n < 1000:
                 n += 1
                 loop.step(n)
@@ -741,9 +741,9 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
     import signal
 
     import lastgood
-    from lastgood.run import announcing
+    from lastgood.coordination import announcements
 
-    announcing.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
+    announcements.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
     loop = Loop(kind, size)
     options = {"cadence": lastgood.Every(steps=10_000 if late else 4), "preemption": lastgood.Preemption()}
     with warnings.catch_warnings():
@@ -758,7 +758,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
                     if n == 5 and rank == who:
                         os.kill(os.getpid(), signal.SIGTERM)
                     if late and rank == 1 and n > 200:
-                        announcing.LOOK_SECONDS = 0.0
+                        announcements.LOOK_SECONDS = 0.0
                     ckpt.step(n)
         except lastgood.Preempted as end:
             return {"step": n, "code": end.code, "durable": end.durable}

@@ -13,6 +13,9 @@ from msgspec import structs
 
 import lastgood
 from harness import save
+from lastgood.coordination.announcements import Announcements
+from lastgood.coordination.rendezvous import meet
+from lastgood.coordination.rounds import Posts, Ranks
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
@@ -20,11 +23,8 @@ from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
-from lastgood.run.announcing import Announcements
 from lastgood.run.background import Save
 from lastgood.run.follower import Follower, Leader
-from lastgood.run.meeting import meet
-from lastgood.run.ranks import Posts, Ranks
 from lastgood.storage.directory import Disk
 from lastgood.train.agree import Clients, GroupStore
 from lastgood.train.pacing import Pace

@@ -343,7 +343,7 @@ def test_the_commit_is_put_back_last_so_that_nobody_takes_the_rest_for_more_than
 
 def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch):
     lost(MANIFEST)(home(root))
-    run, some = opened(root, parity=None), parity.fetch.some
+    run, some = opened(root, parity=None), parity.read_file.some
 
     def misread(tier: Disk, name: str, *rest: int) -> bytearray:
         return bytearray(b"other") if name.endswith(MANIFEST + parity.REBUILT) else some(tier, name, *rest)

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
+from ..coordination.rendezvous import meet
+from ..coordination.rounds import Posts, Ranks
 from ..errors import MissingBlob, NameTaken
 from ..format import commit, layout
 from ..format.boxes import Box
@@ -31,8 +33,6 @@ from ..io.files import PosixFiles
 from ..policy import reshard
 from ..ports import Tier, Upload
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
-from ..run.meeting import meet
-from ..run.ranks import Posts, Ranks
 from ..run.sharing import Share
 from ..storage.directory import Disk
 from ..train.agree import Clients, GroupStore

@@ -22,6 +22,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from typing import Any, TypeVar
 
+from ..coordination.rounds import Ranks, Topic
 from ..engine.arena import Arena, Lease
 from ..engine.inline_executor import Inline
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
@@ -36,7 +37,6 @@ from ..storage.directory import WriteMode
 from . import places
 from .follower import Follower, Leader
 from .outcomes import Outcomes
-from .ranks import Ranks, Topic
 from .reader import WORKERS
 from .sharing import Approve, Files
 from .upkeep import Scrubber

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
+from ..coordination.rounds import Ranks, Topic, raised, told
 from ..engine.arena import Arena
 from ..errors import Damaged, TierDown
 from ..format import commit, layout
 from ..policy import restore
 from ..ports import Shared
 from ..records import Finding, Generation, GenerationId, Incarnation, Pointer, Record, judged
-from .ranks import Ranks, Topic, raised, told
 from .reader import disagreeing, read_all
 from .sharing import Share
 from .writer import RunWriter

@@ -24,6 +24,7 @@ from typing import Any, cast
 import msgspec
 
 from .. import reporting
+from ..coordination.rounds import Topic
 from ..engine import guard, parity, write_file
 from ..engine.arena import Arena
 from ..engine.finite import exception
@@ -70,7 +71,6 @@ from ..records import (
 )
 from . import reader, room, sharing
 from .deletion import Deletions
-from .ranks import Topic
 from .reader import Reading, read_all, read_on
 from .room import Roomy
 from .sharing import Approve, Files, Share, nothing_more

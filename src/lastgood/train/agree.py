@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from ..coordination.rendezvous import meet
+from ..coordination.rounds import PATIENCE_SECONDS, Posts, Ranks
 from ..errors import Refused, TierDown, TimedOut
-from ..run.meeting import meet
-from ..run.ranks import PATIENCE_SECONDS, Posts, Ranks
 
 T = TypeVar("T")
 BRIEF_SECONDS = 5.0

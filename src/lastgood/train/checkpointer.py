@@ -20,6 +20,8 @@ from typing import Any, Literal, NoReturn
 import msgspec
 
 from .. import reporting
+from ..coordination.announcements import Announcements
+from ..coordination.rounds import PATIENCE_SECONDS, Ranks, Topic
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import (
@@ -47,10 +49,8 @@ from ..policy.scrub import Scrub
 from ..policy.tune import Auto
 from ..records import Event, EventKind, Finding, Generation
 from ..run import places, reader, room
-from ..run.announcing import Announcements
 from ..run.background import Background, Save
 from ..run.follower import Follower, Leader
-from ..run.ranks import PATIENCE_SECONDS, Ranks, Topic
 from ..storage.directory import WriteMode
 from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .counting import count_step, samplers_in

@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import torch
 
+from ..coordination.rounds import Topic
 from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
 from ..records import Piece
-from ..run.ranks import Topic
 from ..run.sharing import Approve, Files
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite

@@ -1,8 +1,8 @@
 """Timing: at which steps a save is due, and whether there is a place for it; of several ranks, the same on all.
 
 By steps every rank knows alone. What depends on a clock or on how long saves take rank 0 knows, and tells the others
-some steps ahead (run/announcing.py): a save, another interval, the end of a save that makes room for the next.
-Everything here runs on the training thread.
+some steps ahead (coordination/announcements.py): a save, another interval, the end of a save that makes room for the
+next. Everything here runs on the training thread.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from ..coordination.announcements import Announcements
+from ..coordination.rounds import Ranks
 from ..errors import HeardLate
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
 from ..records import EventKind
-from ..run.announcing import Announcements
 from ..run.background import Save
-from ..run.ranks import Ranks
 from .pacing import Pace
 
 Note = Callable[[EventKind, int, str], None]

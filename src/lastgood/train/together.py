@@ -28,6 +28,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ..coordination.rounds import Ranks, Topic
 from ..engine.arena import Arena
 from ..engine.write_file import Chunk
 from ..errors import ReplicaDiffers, StepDiffers
@@ -35,7 +36,6 @@ from ..format import layout
 from ..format.layout import Image
 from ..io.files import round_up
 from ..records import Piece
-from ..run.ranks import Ranks, Topic
 from ..run.sharing import Approve, Files
 from . import staging
 from .capture import Captured, Origin

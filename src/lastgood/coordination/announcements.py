@@ -2,7 +2,7 @@
 
 The coordinator tells it some steps ahead, on its own or because another rank has asked for it. Each rank looks every
 LOOK_SECONDS. One that hears of a step when it has passed it misses what the others do there; the agreement about that
-fails on all ranks then (run/ranks.py), and what is told next is told further ahead.
+fails on all ranks then (coordination/rounds.py), and what is told next is told further ahead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import TierDown
-from .ranks import Ranks
+from .rounds import Ranks
 
 LOOK_SECONDS = 1.0
 """between two looks at what was announced; after one that failed twice as long, and so on"""

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ..errors import LastgoodError, RankFailed, TierDown, TimedOut
-from .ranks import COORDINATOR, Posts, raised, told
+from .rounds import COORDINATOR, Posts, raised, told
 
 LOOK = 1 / 60
 """of the patience: how often rank 0 looks for a rank that has come since"""
