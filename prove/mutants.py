@@ -98,11 +98,11 @@ class Mutant(NamedTuple):
 
 DISK, FILES, COMMIT, LAYOUT = "storage/directory.py", "io/files.py", "format/commit.py", "format/layout.py"
 FETCH, PERSIST, WRITER, READER = "engine/read_file.py", "engine/write_file.py", "run/writer.py", "run/reader.py"
-BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
+BACKGROUND, GUARD = "run/pipeline.py", "engine/guard.py"
 RESTORE, RETENTION, PLACES, CONTENTS = (
     "policy/restore.py",
     "policy/retention.py",
-    "run/places.py",
+    "run/access.py",
     "engine/content_digest.py",
 )
 SLOTS, TABLE, TABLE_FILE, POOL = (
@@ -113,7 +113,7 @@ SLOTS, TABLE, TABLE_FILE, POOL = (
 )
 STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
 CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
-RANKS, ANNOUNCING, FOLLOWER = "coordination/rounds.py", "coordination/announcements.py", "run/follower.py"
+RANKS, ANNOUNCING, FOLLOWER = "coordination/rounds.py", "coordination/announcements.py", "run/authority.py"
 MEETING = "coordination/rendezvous.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 DCP = "edges/dcp.py"
@@ -123,7 +123,7 @@ SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "trai
 MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.py"
 SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
 COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
-PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "policy/scrub.py", "run/upkeep.py"
+PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "policy/scrub.py", "run/scrubber.py"
 STRIPES, ERASURE = "format/parity_layout.py", "io/reed_solomon.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
@@ -1495,7 +1495,7 @@ def _flights() -> list[Mutant]:
             ),
             (
                 "a full disk is relieved",
-                "run/room.py",
+                "run/disk_space.py",
                 "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if not (_is_full(error) and self._make_room(length)):\n",
                 "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if True:\n",
             ),

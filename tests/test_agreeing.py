@@ -23,8 +23,8 @@ from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
-from lastgood.run.background import Save
-from lastgood.run.follower import Follower, Leader
+from lastgood.run.authority import Follower, Leader
+from lastgood.run.pipeline import Save
 from lastgood.storage.directory import Disk
 from lastgood.train.agree import Clients, GroupStore
 from lastgood.train.pacing import Pace

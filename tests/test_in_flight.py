@@ -15,7 +15,7 @@ from harness import reported, reports
 from lastgood import errors
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.run.background import Background, Save
+from lastgood.run.pipeline import Background, Save
 from lastgood.train import cutting, staging
 from lastgood.train.cutting import Cutter
 from lastgood.train.staging import Snapshot

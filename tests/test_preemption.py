@@ -15,7 +15,7 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused, TornSnapshot
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.train.preemption import EXIT_CODE, Asked, Preempted, Preemption
 
 
@@ -186,7 +186,7 @@ def test_outside_of_the_main_thread_it_is_refused_and_the_run_is_let_go(tmp_path
     thread.start()
     thread.join()
     assert "main thread" in str(found[0])
-    with places.for_writing(tmp_path / "run", "atomic_dirsync"):
+    with access.for_writing(tmp_path / "run", "atomic_dirsync"):
         pass
 
 

@@ -25,7 +25,7 @@ from lastgood.policy.retention import Keep
 from lastgood.policy.scrub import Scrub, next_to_read
 from lastgood.records import Finding
 from lastgood.run.reader import RunReader
-from lastgood.run.upkeep import Scrubber
+from lastgood.run.scrubber import Scrubber
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from test_plan import at, generation

@@ -23,7 +23,7 @@ from lastgood.io.files import PosixFiles, round_up, takes_direct
 from lastgood.io.mapped import MappedFiles
 from lastgood.ports import Tier
 from lastgood.records import Extent
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.storage.directory import Disk
 from lastgood.storage.slots import Slots
 
@@ -41,9 +41,9 @@ TIERS: dict[str, Callable[[str], Tier]] = {
     "disk direct": lambda root: disk(root, direct=takes_direct(root)),
     "disk nodirsync": lambda root: disk(root, mode="atomic_nodirsync"),
     "disk unsafe": lambda root: disk(root, mode="unsafe"),
-    "slots": lambda root: places.slots(PosixFiles(), root),
-    "slots direct": lambda root: places.slots(PosixFiles(), root, direct=takes_direct(root)),
-    "slots mmap": lambda root: places.slots(MappedFiles(root), root, direct=takes_direct(root)),
+    "slots": lambda root: access.slots(PosixFiles(), root),
+    "slots direct": lambda root: access.slots(PosixFiles(), root, direct=takes_direct(root)),
+    "slots mmap": lambda root: access.slots(MappedFiles(root), root, direct=takes_direct(root)),
 }
 MANY_WRITERS = [kind for kind in TIERS if kind.startswith("disk")]
 """slots have one, who holds the lock of the run: a second one would overwrite what the first one wrote"""

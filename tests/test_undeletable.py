@@ -20,8 +20,8 @@ from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.policy import restore
 from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode
-from lastgood.run import places
-from lastgood.run.deletion import RETRY_CLEANINGS
+from lastgood.run import access
+from lastgood.run.retire import RETRY_CLEANINGS
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -155,7 +155,7 @@ def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three
 
 def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three, monkeypatch, capsys):
     name = one_folder(run_of_three, 1)
-    monkeypatch.setattr(places, "PosixFiles", lambda: Sticky(f"{name}/{layout.blob_name(0)}"))
+    monkeypatch.setattr(access, "PosixFiles", lambda: Sticky(f"{name}/{layout.blob_name(0)}"))
     for _ in range(2):  # the second time its COMMIT is gone already
         assert cli.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
         assert "step 1" in capsys.readouterr().out
@@ -190,7 +190,7 @@ def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path, monkeyp
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
     (mark,) = (tmp_path / "run").glob(f"gen/*/{layout.VERIFIED}")
     mark.unlink()
-    monkeypatch.setattr(places, "PosixFiles", Unmarkable)
+    monkeypatch.setattr(access, "PosixFiles", Unmarkable)
     state = {"w": torch.zeros(4)}
     with lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
         assert ckpt.restore().step == 3

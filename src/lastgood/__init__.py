@@ -16,7 +16,7 @@ from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:
     from .edges import dcp
-    from .run.background import Save
+    from .run.pipeline import Save
     from .train.access import Loaded, Run
     from .train.access import load_once as load
     from .train.access import open_run as open
@@ -38,7 +38,7 @@ _LAZY = {
     "ResumableSampler": ("train.sampler", "ResumableSampler"),
     "Restored": ("train.loading", "Restored"),
     "Run": ("train.access", "Run"),
-    "Save": ("run.background", "Save"),
+    "Save": ("run.pipeline", "Save"),
     "dcp": ("edges.dcp", ""),
     "load": ("train.access", "load_once"),
     "open": ("train.access", "open_run"),

@@ -32,7 +32,7 @@ from ..policy import restore
 from ..policy import sizing as sums
 from ..policy.retention import KEEP, Keep
 from ..records import LAYERS, Finding, Generation, GenerationId
-from ..run import paths, places
+from ..run import access, paths
 from ..run.content import Content
 from ..run.reader import WORKERS
 from . import compare, completion, exporting, importing, mending, sizing, sweep, tuning
@@ -180,7 +180,7 @@ def _face(version: Annotated[bool, typer.Option("--version", help="Print the ver
 @app.command("ls")
 def list_run(run: Run, as_json: Json = False) -> Answer:
     """Every generation of a run, newest first, and which one a restore would take."""
-    tier = places.for_reading(run)
+    tier = access.for_reading(run)
     data = views.listing(tier, commit.survey(tier))
     return Answer(data, views.listing_view(data))
 
@@ -193,7 +193,7 @@ def show(
     as_json: Json = False,
 ) -> Answer:
     """What a generation holds: names, types, shapes, bytes, aliases, values. Reads no tensor."""
-    tier = places.for_reading(run)
+    tier = access.for_reading(run)
     survey = commit.survey(tier)
     data = views.contents(survey, Content(tier, pick(survey, step)), tier.place)
     return Answer(data, views.contents_view(data, depth))
@@ -223,7 +223,7 @@ def verify(
     layers = [one for one in LAYERS if one not in without]
     if not layers:
         raise typer.BadParameter("--without every layer leaves nothing to check.")
-    tier = places.for_reading(run)
+    tier = access.for_reading(run)
     survey = commit.survey(tier)
     bad = {at: [guard.finding(error)] for at, error in survey.broken.items()}
     gone = Finding(kind="MissingBlob", what="its COMMIT is gone", layer="structure")
@@ -269,7 +269,7 @@ def diff(
     as_json: Json = False,
 ) -> Answer:
     """Which tensors and values differ between two generations, and how much. Exit code 7 when any does."""
-    tier = places.for_reading(run)
+    tier = access.for_reading(run)
     survey = commit.survey(tier)
     one, two = pick(survey, step1), pick(survey, step2)
     with progress("comparing", one.bytes + two.bytes) as seen:
@@ -334,7 +334,7 @@ def repair(
 
     A damaged file stays until its replacement is durable and was read back.
     """
-    survey = commit.survey(places.for_reading(run))
+    survey = commit.survey(access.for_reading(run))
     data = mending.repaired(run, find(survey, step) if step else None, known)
     return Answer(data, mending.repaired_view(data), 0 if data["good"] else Damaged.exit_code)
 
@@ -366,7 +366,7 @@ def export(
     """Write the tensors of a generation, verified on the way. The file or folder appears whole or not at all."""
     to = paths.local(to, "--to")
     _require_kind(to, (*KINDS, ".dcp", "/"))
-    tier = places.for_reading(run)
+    tier = access.for_reading(run)
     survey = commit.survey(tier)
     generation = pick(survey, step)
     with progress("exporting", generation.bytes) as seen:
@@ -410,7 +410,7 @@ def import_file(
         with progress("importing", 2 * total) as seen:
             generation = importing.bring(source, run, step, seen)
     data = {
-        "place": places.directory(run),
+        "place": access.directory(run),
         **views.named(generation.id),
         "verified": generation.verified,
         "tensors": len(source.tensors),

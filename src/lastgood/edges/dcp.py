@@ -51,10 +51,10 @@ from ..format.layout import Tensor
 from ..policy import reshard
 from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
-from ..run import places, sharing
+from ..run import access, rank_part
 from ..run.content import Content
+from ..run.rank_part import Share
 from ..run.reader import WORKERS, RunReader
-from ..run.sharing import Share
 from ..run.writer import RunWriter
 from ..train import staging, tensors
 from . import dcp_values
@@ -90,7 +90,7 @@ class Writer(StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
-        self.path, self._digest = places.directory(path), digest
+        self.path, self._digest = access.directory(path), digest
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.save_id: str | None = None
         """of the last save: the incarnation that it began, which a load of it reports too"""
@@ -168,12 +168,12 @@ class Writer(StorageWriter):
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
         with (
             ThreadPoolExecutor(WORKERS, "lastgood-write") as writers,
-            places.for_sharing(self.path, "atomic_dirsync") as tier,
+            access.for_sharing(self.path, "atomic_dirsync") as tier,
         ):
             snapshot = staging.Snapshot(
                 staging.in_chunks(images, arena.chunk_bytes), content, staging.devices(content), arena
             )
-            return sharing.share(
+            return rank_part.share(
                 tier,
                 at,
                 rank,
@@ -235,7 +235,7 @@ class Reader(StorageReader):
     """Loads of torch.distributed.checkpoint from the run at `path`, whoever wrote it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = places.directory(path)
+        self.path = access.directory(path)
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.load_id = uuid.uuid4().hex
         self._content: _Content | None = None
@@ -247,7 +247,7 @@ class Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """torch's metadata of the generation; its `storage_meta` holds the ids of the save and of this load."""
-        self._content = _Content(places.for_reading(self.path), _step(self.checkpoint_id))
+        self._content = _Content(access.for_reading(self.path), _step(self.checkpoint_id))
         found = self._content.metadata()
         save_id = self._content.content.generation.id.incarnation
         found.storage_meta = dcp.StorageMeta(self.checkpoint_id or self.path, save_id, self.load_id)
@@ -372,7 +372,7 @@ def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
 def _opened(path: str, digest: str, under_way: GenerationId | None = None) -> Iterator[RunWriter]:
     """The run, open for writing; what is `under_way` is not taken for what a crash left."""
     with (
-        places.for_writing(path, "atomic_dirsync") as tier,
+        access.for_writing(path, "atomic_dirsync") as tier,
         ThreadPoolExecutor(WORKERS, "lastgood-write") as workers,
     ):
         yield RunWriter(tier, workers, algorithm=digest, resumes=under_way)
@@ -381,7 +381,7 @@ def _opened(path: str, digest: str, under_way: GenerationId | None = None) -> It
 def _newest_incarnation(path: str) -> Incarnation | None:
     """The newest that is recorded in the run; None where there is no run."""
     try:
-        return commit.newest_incarnation(places.for_reading(path))
+        return commit.newest_incarnation(access.for_reading(path))
     except NotARun:
         return None
 

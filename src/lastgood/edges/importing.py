@@ -21,7 +21,7 @@ from ..io.files import PosixFiles, round_up
 from ..policy import restore
 from ..ports import File
 from ..records import Generation
-from ..run import places
+from ..run import access
 from ..run.reader import WORKERS
 from ..run.writer import RunWriter
 from .exporting import HF_FILE, HF_INDEX, telling
@@ -68,7 +68,7 @@ def bring(source: Foreign, run: str, step: int, seen: Seen) -> Generation:
 
     Raises StepTaken where the run is at that step already, and what opening and saving raise.
     """
-    with places.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
+    with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
         writer = RunWriter(Watched(disk, seen), workers)
         chain, lost = restore.lineage(writer.survey)
         newest = max([*chain, *lost], default=None)

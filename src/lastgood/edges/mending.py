@@ -19,9 +19,9 @@ from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy import restore
 from ..records import GenerationId, intact
-from ..run import places
+from ..run import access
 from ..run.reader import WORKERS, read_on
-from ..run.upkeep import Scrubbed, Scrubber
+from ..run.scrubber import Scrubbed, Scrubber
 from ..run.writer import RunWriter
 from ..units import size
 from .protection import unprotected
@@ -32,8 +32,8 @@ from .terminal import Watched, clean, progress
 @contextmanager
 def _writing(run: str, what: str) -> Iterator[tuple[RunWriter, Arena]]:
     """A run to be written, with a bar over what is read of it."""
-    places.for_reading(run)  # what is no run is refused here, before writing would make it one
-    with places.for_writing(run, "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+    access.for_reading(run)  # what is no run is refused here, before writing would make it one
+    with access.for_writing(run, "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
         total = sum(one.bytes for one in commit.survey(tier).generations.values())
         with progress(what, total) as seen:
             watched = Watched(tier, seen)

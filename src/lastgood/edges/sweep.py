@@ -21,7 +21,7 @@ from ..policy import restore
 from ..policy.retention import Keep, surplus
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
-from ..run import places
+from ..run import access
 from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
 from ..units import size
@@ -37,11 +37,11 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
 
     Raises NothingGood where `damaged` would delete and the lineage has no verified one; what opening and reading raise.
     """
-    tier: Tier = places.for_reading(run)  # what is no run is refused here, before writing would make it one
+    tier: Tier = access.for_reading(run)  # what is no run is refused here, before writing would make it one
     with ExitStack() as open_run:
         workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
         if not dry_run:
-            tier = open_run.enter_context(places.for_writing(run, "atomic_dirsync"))
+            tier = open_run.enter_context(access.for_writing(run, "atomic_dirsync"))
         survey = commit.survey(tier)
         lost = survey.incomplete - restore.never_committed(survey)
         rows = [_going(tier, at, "an unfinished deletion") for at in sorted(survey.going)]

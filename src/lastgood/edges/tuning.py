@@ -19,7 +19,7 @@ from rich.text import Text
 
 from ..policy import tune
 from ..policy.retention import KEEP
-from ..run import measure, places
+from ..run import access, measure
 from ..units import size
 from .show import new_table, plural
 from .terminal import clean, progress
@@ -84,7 +84,7 @@ def tuned(
     quick: bool,
 ) -> dict[str, Any]:
     """Measure beside `run` and choose. Raises Refused, NoSpace, what opening and writing raise."""
-    run = places.directory(run)
+    run = access.directory(run)
     effort = measure.QUICK if quick else measure.FULL
     free = shutil.disk_usage(measure.beside(run)).free
     memory, disk = memory_bytes or state_bytes, disk_bytes or free

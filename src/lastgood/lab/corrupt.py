@@ -26,7 +26,7 @@ from ..io.reed_solomon import Code
 from ..policy.restore import lineage
 from ..policy.retention import Keep
 from ..records import LAYERS
-from ..run import places
+from ..run import access
 from ..run.reader import RunReader
 from ..train.checkpointer import Checkpointer
 from . import trials
@@ -207,7 +207,7 @@ def _contents(home: Path) -> dict[str, bytes]:
 
 def _fired(root: Path) -> set[str]:
     """Who says that something is wrong with the newest generation, or with the word on it."""
-    reader = RunReader(places.for_reading(root))
+    reader = RunReader(access.for_reading(root))
     survey = commit.survey(reader.tier)
     if lineage(survey).lost:
         return {"structure"}

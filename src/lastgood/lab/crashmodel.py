@@ -28,7 +28,7 @@ from ..io.files import round_up
 from ..policy.retention import Keep
 from ..ports import Tier, Upload
 from ..records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
-from ..run import places, reader
+from ..run import access, reader
 from ..run.writer import RunWriter
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import Slots
@@ -247,7 +247,7 @@ class Judge:
 def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
     """As another process opens the run, or the next one."""
     if ledger.in_flight:
-        return places.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
+        return access.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
     return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
 
 

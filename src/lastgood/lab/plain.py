@@ -14,8 +14,8 @@ from ..io.checksum import Buffer
 from ..io.files import round_up
 from ..ports import Tier
 from ..records import Generation, GenerationId, Manifest
-from ..run import reader, sharing
-from ..run.sharing import Share
+from ..run import rank_part, reader
+from ..run.rank_part import Share
 from ..run.writer import RunWriter
 
 State = dict[str, bytes]
@@ -62,7 +62,7 @@ def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], 
     images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
-    return sharing.share(
+    return rank_part.share(
         tier, at, rank, images, chunks, chunk_bytes=chunk_bytes, algorithm=ALGORITHM, aliases={}, values={},
         writers=Inline(),
     )  # fmt: skip

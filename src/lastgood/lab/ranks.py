@@ -26,7 +26,7 @@ from ..format import commit
 from ..io.files import PosixFiles
 from ..policy.cadence import Every
 from ..policy.retention import Keep
-from ..run import places
+from ..run import access
 from ..storage.directory import Disk
 from ..train.agree import ranks_of
 from ..train.checkpointer import Checkpointer
@@ -151,7 +151,7 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
         ckpt.restore()
         read = torch.tensor(read_bytes() - before)
         dist.all_reduce(read)
-    tier = places.for_reading(folder)
+    tier = access.for_reading(folder)
     (generation,) = commit.survey(tier).generations.values()
     pieces = [[one for one in each.pieces if not one.own] for each in commit.read_manifests(tier, generation)]
     by_rank = [sum(one.extent.length for one in mine if not one.name.startswith("rng.")) for mine in pieces]

@@ -33,7 +33,7 @@ from ..io.files import PosixFiles
 from ..policy import reshard
 from ..ports import Tier, Upload
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
-from ..run.sharing import Share
+from ..run.rank_part import Share
 from ..storage.directory import Disk
 from ..train.agree import Clients, GroupStore
 from ..train.together import compare

@@ -34,7 +34,7 @@ from ..policy import restore, tune
 from ..policy.tune import Measured, Setting
 from ..ports import Tier
 from ..records import Commit, Generation, GenerationId, Manifest, World
-from . import places
+from . import access
 from .reader import WORKERS, read_all
 
 ALGORITHM = "xxh3_128"
@@ -119,7 +119,7 @@ def beside(run: str) -> str:
     """
     path = os.path.realpath(run)
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-        places.for_reading(path)
+        access.for_reading(path)
     above = os.path.dirname(path)
     while not os.path.lexists(above):
         above = os.path.dirname(above)
@@ -144,7 +144,7 @@ def clear(run: str) -> list[str]:
             continue
         if os.path.islink(path) or not os.path.isdir(path) or not _is_scratch(path):
             continue
-        with contextlib.suppress(RunLocked), places.for_writing(path, "atomic_dirsync"):
+        with contextlib.suppress(RunLocked), access.for_writing(path, "atomic_dirsync"):
             _remove(path)
             cleared.append(other)
     return cleared
@@ -178,7 +178,7 @@ def figures(
 def _scratch(path: str) -> Iterator[Tier]:
     path = f"{path}.tune-{os.urandom(4).hex()}"
     try:
-        with places.for_writing(path, "atomic_dirsync") as tier:
+        with access.for_writing(path, "atomic_dirsync") as tier:
             yield tier
     finally:
         _remove(path)
@@ -202,7 +202,7 @@ def _is_scratch(path: str) -> bool:
     """A run that somebody may want has a header or an incarnation, and neither is ever written here."""
     names = {name for name in os.listdir(path) if not name.startswith(".probe-")}
     inside = os.listdir(os.path.join(path, "gen")) if "gen" in names else []
-    return names <= {places.LOCK, "gen"} and all(name.endswith("-" + NOBODY) for name in inside)
+    return names <= {access.LOCK, "gen"} and all(name.endswith("-" + NOBODY) for name in inside)
 
 
 class _Bench:

@@ -69,11 +69,11 @@ from ..records import (
     intact,
     judged,
 )
-from . import reader, room, sharing
-from .deletion import Deletions
+from . import disk_space, rank_part, reader
+from .disk_space import Roomy
+from .rank_part import Approve, Files, Share, nothing_more
 from .reader import Reading, read_all, read_on
-from .room import Roomy
-from .sharing import Approve, Files, Share, nothing_more
+from .retire import Deletions
 
 MANY = 10
 """deletions that take long enough to be reported before they begin"""
@@ -320,7 +320,7 @@ class RunWriter:
         approve: Approve,
         writers: Executor | None,
     ) -> Share:
-        """This rank's files and its manifest, durable and sealed; see `sharing.share`."""
+        """This rank's files and its manifest, durable and sealed; see `rank_part.share`."""
         begun = self._monotonic()
 
         def written(pieces: Sequence[Piece]) -> Files:
@@ -329,7 +329,7 @@ class RunWriter:
             self._tell(self._event("written", at, seconds, size))
             return more
 
-        return sharing.share(
+        return rank_part.share(
             self._roomy,
             at,
             self.rank,
@@ -735,7 +735,7 @@ class RunWriter:
         """
         with self.turn:
             going = {at: self._commit_of(at) for at in self._deletable(under_pressure)}
-        if not room.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
+        if not disk_space.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
             return False
         for at, decided in going.items():
             if self._delete(at, decided, FULL):

@@ -15,7 +15,7 @@ from ..errors import Refused
 from ..format import commit, layout
 from ..policy.arguments import is_whole, require
 from ..records import Finding, Generation
-from ..run import places
+from ..run import access
 from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
 from . import staging
@@ -43,7 +43,7 @@ class Run(RunReader):
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a run for reading; changes nothing and needs no lock. Raises NotARun, NotWritable."""
-    return Run(places.for_reading(path))
+    return Run(access.for_reading(path))
 
 
 def save_once(
@@ -68,7 +68,7 @@ def save_once(
     patterns = Patterns(include, exclude)
     captured = require_storable(Capture(include, exclude), state)  # refuses before anything is made
     patterns.require(state)
-    with places.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
+    with access.for_writing(path, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS, "lastgood-write") as workers:
         run = RunWriter(disk, workers)
         newest = next(iter(run.lineage()), None)
         run.begin(newest.id if newest else None)
@@ -147,7 +147,7 @@ def load_once(
         exclude = [*exclude, "rng"]
     everything = Everything(include, exclude)
     request = everything if state is None else Request(state, strict, rename, include, exclude, patterns, partial=True)
-    tier = places.for_reading(path)
+    tier = access.for_reading(path)
 
     with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
         small = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)

@@ -1,6 +1,6 @@
 """The checkpointer: the one object in the training loop. Holds what the training thread does; threads are not here.
 
-The training thread cuts (train/cutting.py) and goes on; run/background.py does the rest. What happened there is
+The training thread cuts (train/cutting.py) and goes on; run/pipeline.py does the rest. What happened there is
 reported at the next call (run/outcomes.py).
 """
 
@@ -48,9 +48,9 @@ from ..policy.retention import KEEP, Keep, wanted
 from ..policy.scrub import Scrub
 from ..policy.tune import Auto
 from ..records import Event, EventKind, Finding, Generation
-from ..run import places, reader, room
-from ..run.background import Background, Save
-from ..run.follower import Follower, Leader
+from ..run import access, disk_space, reader
+from ..run.authority import Follower, Leader
+from ..run.pipeline import Background, Save
 from ..storage.directory import WriteMode
 from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .counting import count_step, samplers_in
@@ -125,7 +125,7 @@ class Checkpointer:
         writers: int = reader.WORKERS,
         chunk: int = CHUNK_BYTES,
         overhead: float | None = None,
-        persist: places.Persist = "direct",
+        persist: access.Persist = "direct",
         parity: str | None = None,
         scrub: Scrub | None = None,
         finite_also: Sequence[str] = (),
@@ -166,7 +166,7 @@ class Checkpointer:
         require_live(state)
         require_group()
         several = among_ranks()
-        options.check_place(places.in_slots(path), several)
+        options.check_place(access.in_slots(path), several)
         patterns = Patterns(include, exclude, finite_also, finite_except)
         self._request = Request(state, include=tuple(include), exclude=tuple(exclude), patterns=patterns)
         self._cadence: Every | Pace = (
@@ -758,7 +758,7 @@ class Checkpointer:
         run = self._behind.run
         total = state_bytes + round(state_bytes * self._spare)
         held = sum(one.bytes for one in run.survey.generations.values())
-        room.report_bound(run.tier, self._options.retention, self._options.in_flight, total, held)
+        disk_space.report_bound(run.tier, self._options.retention, self._options.in_flight, total, held)
 
     def _tell(self, kind: EventKind, step: int, detail: str = "", seconds: float = 0.0) -> None:
         event = Event(kind=kind, step=step, at_seconds=time.monotonic(), seconds=seconds, bytes=0, detail=detail)

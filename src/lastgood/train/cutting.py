@@ -20,7 +20,7 @@ from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
 from ..records import Piece
-from ..run.sharing import Approve, Files
+from ..run.rank_part import Approve, Files
 from . import behind, staging, torn
 from .capture import Capture, Captured, Origin, finite
 from .dividing import Division

@@ -15,7 +15,7 @@ from ..policy.cadence import Every
 from ..policy.retention import Keep
 from ..policy.scrub import Scrub
 from ..records import Event
-from ..run import places
+from ..run import access
 from ..storage.directory import WriteMode
 from .cutting import Staging, TornCheck
 from .preemption import Preemption
@@ -47,7 +47,7 @@ class Options:
     writers: int
     chunk: int
     overhead: float | None
-    persist: places.Persist
+    persist: access.Persist
     parity: str | None
     scrub: Scrub | None
     finite_also: Sequence[str]
@@ -70,7 +70,7 @@ class Options:
             "staging": (None, *get_args(Staging)),
             "torn_check": get_args(TornCheck),
             "when_full": get_args(WhenFull),
-            "persist": get_args(places.Persist),
+            "persist": get_args(access.Persist),
             "save_on_exit": (True, False),
         }
         for name, known in choices.items():

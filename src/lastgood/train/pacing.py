@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from ..policy.tune import Auto, adapt
-from ..run.background import Save
+from ..run.pipeline import Save
 
 
 class Pace:

@@ -16,7 +16,7 @@ from ..errors import HeardLate
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
 from ..records import EventKind
-from ..run.background import Save
+from ..run.pipeline import Save
 from .pacing import Pace
 
 Note = Callable[[EventKind, int, str], None]

@@ -36,7 +36,7 @@ from ..format import layout
 from ..format.layout import Image
 from ..io.files import round_up
 from ..records import Piece
-from ..run.sharing import Approve, Files
+from ..run.rank_part import Approve, Files
 from . import staging
 from .capture import Captured, Origin
 from .dividing import Division, Item, described, divide, listed

@@ -23,8 +23,8 @@ from ..format import commit, layout
 from ..policy import restore
 from ..ports import Shared
 from ..records import Finding, Generation, GenerationId, Incarnation, Pointer, Record, judged
+from .rank_part import Share
 from .reader import disagreeing, read_all
-from .sharing import Share
 from .writer import RunWriter
 
 LEAST_PATIENCE_SECONDS, POLL_SECONDS = 0.1, 0.01

@@ -34,12 +34,12 @@ from ..policy.retention import Keep
 from ..policy.scrub import Scrub
 from ..records import Event, EventKind, Generation, GenerationId, Piece
 from ..storage.directory import WriteMode
-from . import places
-from .follower import Follower, Leader
+from . import access
+from .authority import Follower, Leader
 from .outcomes import Outcomes
+from .rank_part import Approve, Files
 from .reader import WORKERS
-from .sharing import Approve, Files
-from .upkeep import Scrubber
+from .scrubber import Scrubber
 from .writer import RunWriter
 
 Pool = TypeVar("Pool", bound=ThreadPoolExecutor)
@@ -226,7 +226,7 @@ class _Flight:
 
 
 class Background:
-    """A run that is open for writing, and the threads that keep it. Raises what `places.for_writing` raises."""
+    """A run that is open for writing, and the threads that keep it. Raises what `access.for_writing` raises."""
 
     def __init__(
         self,
@@ -237,7 +237,7 @@ class Background:
         *,
         in_flight: int = 2,
         writers: int = WORKERS,
-        persist: places.Persist = "direct",
+        persist: access.Persist = "direct",
         parity: str | None = None,
         scrub: Scrub | None = None,
         ranks: Ranks | None = None,
@@ -263,9 +263,9 @@ class Background:
             if opening and not leads:
                 opening.agree(None, lambda _: None)  # it is ours, it may be written, and it is settled
             disk = place.enter_context(
-                places.for_writing(path, write_mode, in_flight=in_flight, persist=persist)
+                access.for_writing(path, write_mode, in_flight=in_flight, persist=persist)
                 if leads
-                else places.for_sharing(path, write_mode)
+                else access.for_sharing(path, write_mode)
             )
             pools = place.enter_context(contextlib.ExitStack())  # ended where what follows fails; else by `close`
 
