@@ -34,7 +34,7 @@ def train(state: dict[str, Any], steps: int) -> None:
         sampler.consumed()
 
 
-def report(states: Sequence[dict[str, Any]]) -> lastgood.train.audit.AuditReport:
+def report(states: Sequence[dict[str, Any]]) -> lastgood.data.audit.AuditReport:
     return Audit.merge(state["kept"][0]["audit"] for state in states).report(states[0]["sampler"])
 
 

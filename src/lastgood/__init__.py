@@ -15,27 +15,27 @@ from .policy.scrub import Scrub
 from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:
+    from .data.audit import Audit
+    from .data.sampler import ResumableSampler
     from .edges import dcp
     from .run.pipeline import Save
     from .train.access import Loaded, Run
     from .train.access import load_once as load
     from .train.access import open_run as open
     from .train.access import save_once as save
-    from .train.audit import Audit
     from .train.checkpointer import Checkpointer
     from .train.loading import Restored
     from .train.preemption import Preempted, Preemption
-    from .train.sampler import ResumableSampler
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Audit": ("train.audit", "Audit"),
+    "Audit": ("data.audit", "Audit"),
     "Checkpointer": ("train.checkpointer", "Checkpointer"),
     "Loaded": ("train.access", "Loaded"),
     "Preempted": ("train.preemption", "Preempted"),
     "Preemption": ("train.preemption", "Preemption"),
-    "ResumableSampler": ("train.sampler", "ResumableSampler"),
+    "ResumableSampler": ("data.sampler", "ResumableSampler"),
     "Restored": ("train.loading", "Restored"),
     "Run": ("train.access", "Run"),
     "Save": ("run.pipeline", "Save"),

@@ -4,7 +4,7 @@ A process takes what the rank of its number had. Where there were fewer, it take
 generators are seeded anew then (`objects.seed_rng`). What it has a place for and that rank had not, as the stages of a
 pipeline, is taken from the first that had it. What an optimizer says of its parameters is put together from all.
 
-Records of an audit (train/audit.py) exist once: on another number of ranks, rank r of n takes those of the old ranks r,
+Records of an audit (data/audit.py) exist once: on another number of ranks, rank r of n takes those of the old ranks r,
 r + n, r + 2n, ..., and none where there is no such rank.
 """
 

@@ -22,6 +22,7 @@ import msgspec
 from .. import reporting
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import PATIENCE_SECONDS, Ranks, Topic
+from ..data.step_counting import count_step, samplers_in
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import (
@@ -53,7 +54,6 @@ from ..run.authority import Follower, Leader
 from ..run.pipeline import Background, Save
 from ..storage.directory import WriteMode
 from .agree import among_ranks, machine, ranks_of, require_group, world_size
-from .counting import count_step, samplers_in
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, report
 from .metrics import numbers

@@ -19,10 +19,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from ..data.sampler import Loader, ResumableSampler
 from ..errors import Unstorable
 from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
 from .instances import parts_of
-from .sampler import Loader, ResumableSampler
 
 
 class Kind(NamedTuple):

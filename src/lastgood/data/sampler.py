@@ -27,7 +27,7 @@ from .. import reporting
 from ..errors import Refused
 from .iteration import Iteration, require_batch_sampler
 from .order import Order, whole_number
-from .seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
+from .worker_seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
 
 # What decides which samples come and in which order; with `in_order=False` the count of batches would name no window.
 _OURS = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
