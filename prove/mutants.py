@@ -117,11 +117,11 @@ RANKS, ANNOUNCING, FOLLOWER = "coordination/rounds.py", "coordination/announceme
 MEETING = "coordination/rendezvous.py"
 TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
 DCP = "edges/dcp.py"
-TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "train/cached.py", "train/capture.py"
+TENSORS, BINDING, CACHED, CAPTURE = "state/tensors.py", "state/binder.py", "state/capture_cache.py", "state/capture.py"
 MERGING, RESHARD, LOADING = "policy/merge_values.py", "policy/reshard.py", "train/loading.py"
-SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
-MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.py"
-SAMPLER, ITERATION, OBJECTS = "data/sampler.py", "data/iteration.py", "train/objects.py"
+SNAPSHOTS, PATTERNS, STORABLE = "state/live_check.py", "state/patterns.py", "state/storable.py"
+MATCH, ACCESS, ADAPTERS = "state/match.py", "train/access.py", "state/adapters.py"
+SAMPLER, ITERATION, OBJECTS = "data/sampler.py", "data/iteration.py", "state/objects.py"
 COUNTING, UNCHANGED = "data/step_counting.py", "train/unchanged.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "policy/scrub.py", "run/scrubber.py"
 STRIPES, ERASURE = "format/parity_layout.py", "io/reed_solomon.py"
@@ -905,7 +905,7 @@ def _exemptions() -> list[Mutant]:
         [
             (
                 "what an optimizer steps is demanded",
-                "train/exempt.py",
+                "state/exempt.py",
                 " and captured.origins.get(name) is Origin.PARAMETER)\n",
                 ")\n",
             ),
@@ -949,8 +949,8 @@ def _adapters() -> list[Mutant]:
             ),
             (
                 "a frozen subclass is looked at by its inner tensors",
-                "train/exempt.py",
-                "    if not flattened.is_flattenable(tensor):\n",
+                "state/exempt.py",
+                "    if not subclasses.is_flattenable(tensor):\n",
                 "    if True:\n",
             ),
         ],

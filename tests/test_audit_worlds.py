@@ -17,7 +17,7 @@ from lastgood import Audit, ResumableSampler
 from lastgood.format.values import decode, encode
 from lastgood.lab.worlds import world
 from lastgood.policy.merge_values import merged
-from lastgood.train.state import capture
+from lastgood.state.rules import capture
 
 SIZE, BATCH = 64, 12  # five windows an epoch, and 1, 2, 3, 4, 6 or 12 ranks
 

@@ -30,7 +30,7 @@ def train(state: dict[str, object]) -> None:
 
 
 def picture(state: dict[str, object]) -> dict[str, torch.Tensor]:
-    return {name: one.cpu().clone() for name, one in lastgood.train.state.capture(state).tensors.items()}
+    return {name: one.cpu().clone() for name, one in lastgood.state.rules.capture(state).tensors.items()}
 
 
 @pytest.mark.parametrize("memory", [None, 2 << 20])

@@ -22,8 +22,8 @@ from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
+from lastgood.state.tensors import TORCH_DTYPES
 from lastgood.storage.directory import Disk
-from lastgood.train.tensors import TORCH_DTYPES
 
 CHUNK = 4096
 STATE: State = {"bias": b"four", "weight": bytes(range(250)) * 40}

@@ -57,7 +57,7 @@ class Loop:
             one.zero_grad()
 
     def picture(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in lastgood.train.state.capture(self.state).tensors.items()}
+        return {name: tensor.clone() for name, tensor in lastgood.state.rules.capture(self.state).tensors.items()}
 
 
 def adamw(**options: Any) -> Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]:

@@ -15,8 +15,8 @@ import lastgood
 from harness import reports
 from lastgood import errors
 from lastgood.lab.worlds import world
-from lastgood.train.patterns import LOOKS
-from lastgood.train.storable import LISTED
+from lastgood.state.patterns import LOOKS
+from lastgood.state.storable import LISTED
 
 EACH_STEP = lastgood.Every(steps=1)
 LATER = lastgood.Every(steps=500)

@@ -29,8 +29,8 @@ from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.records import Generation
 from lastgood.run import reader
 from lastgood.run.writer import RunWriter
+from lastgood.state.tensor_sink import Filling, Place
 from lastgood.storage.directory import Disk
-from lastgood.train.filling import Filling, Place
 from lastgood.train.loading import Request, load_into
 
 CHUNK_BYTES = 1 << 18

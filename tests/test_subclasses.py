@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import lastgood
 from lastgood.errors import ManifestInvalid, StateMismatch, Unstorable
+from lastgood.state.rules import Stored, capture, match
 from lastgood.train import behind
-from lastgood.train.state import Stored, capture, match
 
 
 class Scaled(torch.Tensor):

@@ -8,10 +8,10 @@ from torch import nn
 
 import lastgood
 from lastgood.errors import StateMismatch
+from lastgood.state.capture import Capture
+from lastgood.state.rules import Stored, capture, match
+from lastgood.state.wrappers import Wrappers
 from lastgood.train import behind
-from lastgood.train.capture import Capture
-from lastgood.train.state import Stored, capture, match
-from lastgood.train.wrappers import Wrappers
 
 
 class Accelerated(torch.optim.Optimizer):

@@ -56,7 +56,8 @@ from ..run.content import Content
 from ..run.rank_part import Share
 from ..run.reader import WORKERS, RunReader
 from ..run.writer import RunWriter
-from ..train import staging, tensors
+from ..state import tensors
+from ..train import staging
 from . import dcp_values
 
 VALUES, PATHS = "dcp", "dcp.paths"

@@ -29,7 +29,7 @@ from ..errors import LastgoodError, ManifestInvalid, Unstorable
 from ..format.boxes import Box
 from ..policy import reshard
 from ..run.content import Content
-from ..train import tensors as live
+from ..state import tensors as live
 from . import dcp as storage
 from . import dcp_values
 from .importing import DCP_METADATA, Foreign

@@ -1,6 +1,6 @@
 """Values of torch.distributed.checkpoint: everything that its planners write as bytes, as typed values. Runs no code.
 
-torch pickles each such value. Here it is stored with the tags of format/values.py and of train/state.py, and these:
+torch pickles each such value. Here it is stored with the tags of format/values.py and of state/rules.py, and these:
 
     {"!io.BytesIO": [base64, position]}                    {"!array": [numpy dtype, shape, base64]}
     {"!bare_tensor": [dtype, shape, base64]}               a tensor inside a value that the planner did not flatten
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from ..format import values
 from ..format.encodings import dtype_tree, need, numpy_dtype
 from ..format.layout import DTYPES
-from ..train import tensors
+from ..state import tensors
 
 
 def of_item(item: WriteItem, planner: SavePlanner) -> Any:

@@ -163,7 +163,7 @@ def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink)
 def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
     import torch
 
-    from ..train.tensors import from_buffer
+    from ..state.tensors import from_buffer
 
     stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
     for name in chosen.values():

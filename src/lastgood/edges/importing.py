@@ -202,8 +202,8 @@ def _pt(path: str, prefix: str) -> Foreign:
 
     import torch
 
-    from ..train import tensors as live
-    from ..train.capture import capture
+    from ..state import tensors as live
+    from ..state.capture import capture
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import flattened, shards
-from .capture import Captured, Origin
-from .objects import is_fsdp1, modules_of
+from ..state import dtensor, subclasses
+from ..state.capture import Captured, Origin
+from ..state.objects import is_fsdp1, modules_of
 from .torn import Bearer, watchable
 
 
@@ -53,12 +53,12 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
     found: dict[str, Bearer] = {}
 
     def note(container: Mapping[Any, Any], key: Any, tensor: object) -> None:
-        if isinstance(tensor, torch.Tensor) and shards.is_sharded(tensor):
+        if isinstance(tensor, torch.Tensor) and dtensor.is_sharded(tensor):
             # Its module hangs up the whole parameter in forward and backward: what counts is the memory of the shard.
-            tensor, key = shards.local(tensor), 0
+            tensor, key = dtensor.local(tensor), 0
             container = {key: tensor}
-        if flattened.is_flattenable(tensor):
-            for part, inner in flattened.inner_tensors(tensor).items():
+        if subclasses.is_flattenable(tensor):
+            for part, inner in subclasses.inner_tensors(tensor).items():
                 note(vars(tensor), part, inner)
             return
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():

@@ -52,20 +52,20 @@ from ..records import Event, EventKind, Finding, Generation
 from ..run import access, disk_space, reader
 from ..run.authority import Follower, Leader
 from ..run.pipeline import Background, Save
+from ..state.live_check import Numbers, require_live
+from ..state.objects import is_fsdp1, modules_of
+from ..state.parameter_versions import version
+from ..state.patterns import Patterns
 from ..storage.directory import WriteMode
 from .agree import among_ranks, machine, ranks_of, require_group, world_size
 from .cutting import Cutter, Staging, TornCheck
 from .loading import Request, Restored, load_into, report
 from .metrics import numbers
-from .objects import is_fsdp1, modules_of
 from .options import OnError, Options, WhenFull, check_state
 from .pacing import Pace
-from .patterns import Patterns
 from .preemption import Asked, Preempted, Preemption
-from .snapshots import Numbers, require_live
 from .timing import Timing, TimingTogether
 from .together import Together
-from .trained import version
 from .unchanged import changed, is_same, require_unchanged
 
 CADENCE = Every(seconds=300)

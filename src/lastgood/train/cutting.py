@@ -21,12 +21,12 @@ from ..format.layout import images as lay_out
 from ..io.files import round_up
 from ..records import Piece
 from ..run.rank_part import Approve, Files
+from ..state.capture import Capture, Captured, Origin, finite
+from ..state.exempt import masks, untrained
+from ..state.patterns import Patterns
+from ..state.storable import require_storable
 from . import behind, staging, torn
-from .capture import Capture, Captured, Origin, finite
 from .dividing import Division
-from .exempt import masks, untrained
-from .patterns import Patterns
-from .storable import require_storable
 from .together import Together
 
 SMALL_BYTES = 4 << 20

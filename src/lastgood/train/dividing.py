@@ -18,9 +18,9 @@ import torch
 from ..format.boxes import Box, everything
 from ..format.layout import Tensor
 from ..policy.reshard import Held, shares
-from .capture import Captured
-from .shards import Sharded
-from .tensors import dtype_name
+from ..state.capture import Captured
+from ..state.dtensor import Sharded
+from ..state.tensors import dtype_name
 
 
 @dataclass(frozen=True)

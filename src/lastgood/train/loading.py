@@ -26,12 +26,12 @@ from ..policy.merge_values import merged
 from ..ports import Tier
 from ..records import Finding, Generation, Manifest
 from ..run import reader
-from .as_dict import Everything, stored_names
-from .filling import Filling
-from .match import Match, Rename
-from .objects import seed_rng
-from .patterns import Patterns
-from .state import Stored, match
+from ..state.as_dict import Everything, stored_names
+from ..state.match import Match, Rename
+from ..state.objects import seed_rng
+from ..state.patterns import Patterns
+from ..state.rules import Stored, match
+from ..state.tensor_sink import Filling
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
-from .tensors import as_bytes, dtype_name
+from ..state.tensors import as_bytes, dtype_name
 from .torn import ChunkSamples, Look, Watch
 
 SIDE_BYTES = 32 << 20

@@ -37,10 +37,10 @@ from ..format.layout import Image
 from ..io.files import round_up
 from ..records import Piece
 from ..run.rank_part import Approve, Files
+from ..state.capture import Captured, Origin
+from ..state.patterns import refused
 from . import staging
-from .capture import Captured, Origin
 from .dividing import Division, Item, described, divide, listed
-from .patterns import refused
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import msgspec
 
 from ..errors import StepTaken
 from ..records import Manifest, Piece
-from .capture import Captured, Origin
+from ..state.capture import Captured, Origin
 from .staging import content_digest
 
 _TRAINED = {Origin.PARAMETER, Origin.STEPPED}

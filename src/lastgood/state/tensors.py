@@ -16,7 +16,7 @@ from ..errors import Refused
 from ..format.encodings import dtype_tree
 from ..format.layout import DTYPES
 from ..format.values import refusal
-from . import shards
+from . import dtensor
 
 Order = tuple[int, ...]
 """memory order: the dimensions of a tensor from the outermost to the innermost in memory; empty for row-major"""
@@ -111,7 +111,7 @@ def order(tensor: torch.Tensor) -> Order:
     Gaps between elements are no part of it. Tensors of at most one element, and expanded ones (a stride of 0), count
     as row-major. For every dense tensor, `strides(shape, order(tensor))` are its own strides.
     """
-    tensor = shards.local(tensor)
+    tensor = dtensor.local(tensor)
     shape, stride = tensor.shape, tensor.stride()
     if tensor.numel() <= 1 or 0 in stride:
         return ()
@@ -138,7 +138,7 @@ def at_hand(device: torch.device) -> torch.device:
 
 def region(tensor: torch.Tensor) -> Hashable:
     """What tensors that are one and the same memory have in common; None for an empty one, which shares nothing."""
-    tensor = shards.local(tensor)
+    tensor = dtensor.local(tensor)
     if tensor.numel() == 0:
         return None
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -153,7 +153,7 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage(tensor: torch.Tensor) -> int | None:
     """Address of the memory that a tensor is a view of; None if it cannot be stored."""
-    return None if _obstacle(tensor) else shards.local(tensor).untyped_storage().data_ptr()
+    return None if _obstacle(tensor) else dtensor.local(tensor).untyped_storage().data_ptr()
 
 
 def require_storable(tensor: torch.Tensor, path: str) -> None:
@@ -164,7 +164,7 @@ def require_storable(tensor: torch.Tensor, path: str) -> None:
 
 def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
     """What a tensor is instead, and the remedy."""
-    tensor = shards.local(tensor)
+    tensor = dtensor.local(tensor)
     if nn.parameter.is_lazy(tensor):
         return "is a lazy parameter that has no shape yet", "Run one forward pass first"
     if tensor.is_nested:

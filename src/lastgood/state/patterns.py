@@ -1,7 +1,7 @@
 """Patterns: the name patterns of one caller, refused where they match no name. Reads; copies and changes nothing.
 
 A pattern that matches nothing is nearly always misspelt, and would leave out, or keep, something else than was meant.
-Names are those of `lastgood.train.state`; as in `Filter`, a pattern that matches a name speaks of all below it too.
+Names are those of `lastgood.state.rules`; as in `Filter`, a pattern that matches a name speaks of all below it too.
 
 What an optimizer keeps does not exist before its first step. So a pattern that may speak of the state of an optimizer
 without any is not refused until the `LOOKS`-th look; one that begins with such an optimizer's name never is.

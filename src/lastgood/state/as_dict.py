@@ -21,12 +21,12 @@ from urllib.parse import unquote
 import torch
 
 from ..format.values import EVERYTHING, LEFT_OUT, Filter, join
-from .binding import ABSENT, Binder, Home, Put
+from .binder import ABSENT, Binder, Home, Put
 from .capture import wanted
-from .filling import Filling
+from .decode import SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef, read_values
 from .match import Rename
 from .patterns import Patterns, Recorder
-from .reading import SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef, read_values
+from .tensor_sink import Filling
 
 CPU = torch.device("cpu")
 

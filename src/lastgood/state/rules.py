@@ -101,8 +101,8 @@ object's load_state_dict does not see it.
 from __future__ import annotations
 
 from .capture import Capture, Captured, Origin, capture
+from .decode import Stored
 from .match import Match, match
-from .reading import Stored
 from .tensors import as_bytes, dtype_name, from_bytes
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import shards
+from . import dtensor
 from .instances import FORMS, attribute, class_name, find_class, tag_of_class
 
 
@@ -25,7 +25,7 @@ def is_flattenable(obj: Any) -> bool:
     return (
         isinstance(obj, torch.Tensor)
         and type(obj) not in (torch.Tensor, nn.Parameter)
-        and not shards.is_sharded(obj)
+        and not dtensor.is_sharded(obj)
         and not obj.is_nested
         and _has_protocol(type(obj))
         and find_class(class_name(type(obj))) is type(obj)

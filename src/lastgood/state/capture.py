@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from ..errors import Refused, Unstorable
 from ..format.encodings import dtype_tree
 from ..format.values import LEFT_OUT, Filter, component, encode, join, refusal
-from . import adapters, flattened, instances, tensors
-from .cached import Flat, Owners, Part, container_slots, flat_container, flat_module, module_slots
+from . import adapters, instances, subclasses, tensors
+from .capture_cache import Flat, Owners, Part, container_slots, flat_container, flat_module, module_slots
+from .dtensor import Sharded, Shards
 from .objects import (
     KINDS,
     Member,
@@ -35,7 +36,6 @@ from .objects import (
     stale_state,
     tag_of,
 )
-from .shards import Sharded, Shards
 from .wrappers import Wrappers
 
 Inner = Callable[[Any, str], Any]
@@ -82,7 +82,7 @@ class Captured:
 
 
 def capture(state: Mapping[str, Any], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Captured:
-    """Everything in `state`, and the random number generators; see `lastgood.train.state` for names and rules.
+    """Everything in `state`, and the random number generators; see `lastgood.state.rules` for names and rules.
 
     `include`, `exclude`: patterns (fnmatch) on dotted names, each speaking of all that lies below; "rng" stays unless
     it is excluded. Raises Unstorable, by name, for what cannot be stored without running code on load.
@@ -315,7 +315,7 @@ class _Walk:
 
     def _leaf(self, obj: Any, path: str, inner: Inner) -> Any:
         """The hook of the codec: what it does not know."""
-        if flattened.is_flattenable(obj):
+        if subclasses.is_flattenable(obj):
             return self._flattened(obj, path, inner) if self._names.keeps(path) else LEFT_OUT
         if isinstance(obj, torch.Tensor) or (isinstance(obj, np.ndarray) and type(obj) is not np.ma.MaskedArray):
             return self._tensor(obj, path) if self._names.keeps(path) else LEFT_OUT
@@ -381,7 +381,7 @@ class _Walk:
 
     def _flattened(self, obj: Any, path: str, inner: Inner) -> Any:
         """A tensor subclass: its inner tensors under its name, and what else makes it what it is."""
-        found, inside = len(self._found), flattened.inner_tensors(obj)
+        found, inside = len(self._found), subclasses.inner_tensors(obj)
         if not all(self._names.keeps(join(path, name)) for name in (*inside, "__context__")):
             return LEFT_OUT
         context = inner(obj.__tensor_flatten__()[1], join(path, "__context__"))
@@ -413,7 +413,7 @@ class _Walk:
         extra: dict[str, Any] = {}
         found = self._names.keeps(path)
         for name, raw in names.items():
-            if flattened.is_flattenable(entries[raw]):
+            if subclasses.is_flattenable(entries[raw]):
                 with self._mode(origin=Origin.PARAMETER if name in parameters else Origin.OTHER):
                     data = inner(parameters.get(name, entries[raw]), name)
                 if data is not LEFT_OUT:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..format.values import join
-from . import flattened, shards, tensors
+from . import dtensor, subclasses, tensors
 from .capture import Captured, Origin
 from .objects import modules_of, plain_name
 
@@ -37,7 +37,7 @@ def _is_mask(parameter: torch.Tensor) -> bool:
     """Whether a parameter, or the part of it that this process holds, has infinity in it and no NaN."""
     if tensors.storage(parameter) is None:  # a save refuses it by name
         return False
-    local = shards.local(parameter).detach()
+    local = dtensor.local(parameter).detach()
     if not (local.is_floating_point() or local.is_complex()):
         return False
     if local.dtype in _SUMMED and bool(torch.isfinite(local.sum())):
@@ -58,8 +58,8 @@ def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    if not flattened.is_flattenable(tensor):
+    if not subclasses.is_flattenable(tensor):
         yield name, tensor
         return
-    for inner, part in flattened.inner_tensors(tensor).items():
+    for inner, part in subclasses.inner_tensors(tensor).items():
         yield from _parts(join(name, inner), part)

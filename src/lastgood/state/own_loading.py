@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import LoadFailed
-from . import shards
+from . import dtensor
 from .objects import plain_name
 from .tensors import TORCH_DTYPES
 
@@ -78,7 +78,7 @@ class OwnLoading:
     def takes_shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         """Whether the tensor of this name is to take this shape, which it does not have now."""
         live = self._tensors.get(name)
-        if live is None or shards.is_sharded(live) or live.dtype is not TORCH_DTYPES[dtype]:
+        if live is None or dtensor.is_sharded(live) or live.dtype is not TORCH_DTYPES[dtype]:
             return False
         return nn.parameter.is_lazy(live) or tuple(live.shape) != shape
 

@@ -19,11 +19,11 @@ from torch.optim import LBFGS, Optimizer
 
 from ..format.boxes import Box
 from ..format.values import LEFT_OUT, Filter, join, only_numbers
-from . import adapters, flattened, instances, shards, tensors
-from .filling import Place, Take
+from . import adapters, dtensor, instances, subclasses, tensors
+from .decode import ArrayRef, SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef
 from .objects import KINDS, Parameters, holds_objects, module_entries, plain_name, tag_of
 from .own_loading import OwnLoading, calling
-from .reading import ArrayRef, SavedFlattened, SavedInstance, SavedObject, SavedOptimizer, Stored, TensorRef
+from .tensor_sink import Place, Take
 from .wrappers import Wrappers
 
 Put = Callable[[], Any]
@@ -193,15 +193,15 @@ class Binder:
         """A tensor subclass: its inner tensors in place where it fits; else only an optimizer gets a new one."""
         if not self._names.keeps(path):
             return _stays(live)
-        kind, why = flattened.resolve(saved.name, live)
+        kind, why = subclasses.resolve(saved.name, live)
         context = self.bind(ABSENT, saved.context, join(path, "__context__"))()
-        alike = not why and type(live) is kind and flattened.is_like(live, set(saved.parts), context, saved.shape)
+        alike = not why and type(live) is kind and subclasses.is_like(live, set(saved.parts), context, saved.shape)
         if not why and not alike and home is None and isinstance(live, torch.Tensor):
             why = f"{saved.name} {list(saved.shape)} in the generation, {_kind(live)} {list(live.shape)} here"
         if why:
             self._differs(path, why)
             return _stays(live)
-        before: dict[str, Any] = flattened.inner_tensors(live) if alike else {}
+        before: dict[str, Any] = subclasses.inner_tensors(live) if alike else {}
         puts = {
             name: self.bind(before.get(name, ABSENT), part, join(path, name), home)
             for name, part in saved.parts.items()
@@ -217,7 +217,7 @@ class Binder:
             parts = {name: one() for name, one in puts.items()}
             if alike and all(part is before[name] for name, part in parts.items()):
                 return live
-            made = flattened.together(kind, parts, context, saved.shape, saved.stride)
+            made = subclasses.together(kind, parts, context, saved.shape, saved.stride)
             return _formed(made, saved.is_parameter, saved.wants_grad)
 
         return put
@@ -231,11 +231,11 @@ class Binder:
             else:
                 making = self._making(part, join(path, name), home)
                 parts[name] = tensors.blank(*self._stored.tensors[part.name], making.device, making.order)
-        kind, why = flattened.resolve(saved.name, live)
+        kind, why = subclasses.resolve(saved.name, live)
         if why:
             raise TypeError(why)
         context = self.bind(ABSENT, saved.context, join(path, "__context__"))()
-        return flattened.together(kind, parts, context, saved.shape, saved.stride)
+        return subclasses.together(kind, parts, context, saved.shape, saved.stride)
 
     def _making(self, ref: TensorRef, path: str, home: Home | None) -> Making:
         return home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
@@ -244,7 +244,7 @@ class Binder:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
         making = self._making(ref, path, home)
         if isinstance(live, torch.Tensor):
-            if not flattened.is_flattenable(live):
+            if not subclasses.is_flattenable(live):
                 tensors.require_storable(live, path)
             why = self._unlike(live, ref.name)
             if home is None and why:
@@ -277,9 +277,9 @@ class Binder:
 
     def _placed(self, live: torch.Tensor, name: str, path: str) -> tuple[torch.Tensor, str]:
         """The memory that is to be written, and the name of what comes there: of a shard, the box that it is."""
-        if not shards.is_sharded(live):
+        if not dtensor.is_sharded(live):
             return live, self._target(name)
-        box, here = shards.box_of(live, path), shards.local(live)
+        box, here = dtensor.box_of(live, path), dtensor.local(live)
         key = f"{self._target(name)} {box.offsets} {box.shape}"
         self.boxed[key] = self._target(name), box
         return here, key
@@ -287,7 +287,7 @@ class Binder:
     def _unlike(self, live: torch.Tensor, name: str) -> str:
         theirs = self._stored.tensors[name]
         ours = (tensors.dtype_name(live.dtype), tuple(live.shape))
-        if flattened.is_flattenable(live):
+        if subclasses.is_flattenable(live):
             return f"a plain tensor in the generation, {_kind(live)} here"
         if theirs == ours:
             return ""
@@ -345,7 +345,7 @@ class Binder:
             stored, box = self.boxed.get(target) or (target, None)
             dtype, shape = self._stored.tensors[stored]
             made = tensors.blank(dtype, shape if box is None else box.shape, device, order)
-            slot[:] = [made if like is None else shards.like(made, like, tensors.strides(like.shape, order))]
+            slot[:] = [made if like is None else dtensor.like(made, like, tensors.strides(like.shape, order))]
             self._fill(made, target)
 
     # ---- objects -------------------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Binder:
 
     def _as_it_is_spread(self, live: Any, tag: str, path: str) -> Home | None:
         """What the object hands out as shards it is handed back as such; asked only where there may be shards."""
-        spread = shards.below(KINDS[tag].read(live), path) if shards.are_possible() else {}
+        spread = dtensor.below(KINDS[tag].read(live), path) if dtensor.are_possible() else {}
 
         def home(ref: TensorRef, path: str) -> Making:
             like = spread.get(path)
@@ -417,7 +417,7 @@ class Binder:
                 reshaped.append(raw)
                 handed[raw] = self.bind(ABSENT, TensorRef(self._offered[name], value.device), name)
             else:
-                if not flattened.is_flattenable(value):
+                if not subclasses.is_flattenable(value):
                     tensors.require_storable(value, name)
                 why = self._unlike(value, self._offered[name])
                 if why and not raw.endswith(_EXTRA_STATE_KEY_SUFFIX):  # which may be of any size
@@ -513,7 +513,7 @@ class Binder:
             scalar = shape == () and ref.device.type == "cpu"
             device = ref.device if scalar and not held and (accelerated or path.endswith(".step")) else parameter.device
             memory = tensors.order(parameter) if alike and ref.order == order else ref.order
-            return Making(device, memory, parameter if alike and shards.is_sharded(parameter) else None)
+            return Making(device, memory, parameter if alike and dtensor.is_sharded(parameter) else None)
 
         return partial(_set, live.state, parameter, self.bind(before, saved, path, home))
 

@@ -17,11 +17,11 @@ from torch import nn
 from ..errors import Refused, StateMismatch
 from ..format.encodings import need
 from ..format.values import Filter, component
-from .binding import ABSENT, Binder, Put
+from .binder import ABSENT, Binder, Put
 from .capture import require_keys, wanted
-from .filling import Filling
+from .decode import SavedObject, Stored, TensorRef, read_values
 from .objects import load_rng, modules_of, rng_differs
-from .reading import SavedObject, Stored, TensorRef, read_values
+from .tensor_sink import Filling
 from .tensors import dtype_of
 
 
