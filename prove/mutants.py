@@ -72,7 +72,11 @@ class Mutant(NamedTuple):
         return f"{self.kind}: {self.what}"
 
     def tests(self) -> list[str]:
-        in_loop = self.file.startswith("train/") or self.file == BACKGROUND or self.kind == "in flight"
+        in_loop = (
+            self.file.startswith(("state/", "data/", "snapshot/", "ranks/", "loop/"))
+            or self.file == BACKGROUND
+            or self.kind == "in flight"
+        )
         bytes_first = ("hostile", "flips") if self.kind in ("digest", "form") else ()
         names = (
             LOOP_TESTS if in_loop else sorted(TESTS, key=lambda one: one not in (FIRST.get(self.file), *bytes_first))
@@ -111,18 +115,23 @@ SLOTS, TABLE, TABLE_FILE, POOL = (
     "storage/slot_file.py",
     "storage/slot_pool.py",
 )
-STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
-CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
+STAGING, TORN, BEHIND, CUTTING = (
+    "snapshot/staging.py",
+    "snapshot/torn_check.py",
+    "snapshot/overlap.py",
+    "loop/save_planner.py",
+)
+CHECKPOINTER, OUTCOMES = "loop/checkpointer.py", "run/outcomes.py"
 RANKS, ANNOUNCING, FOLLOWER = "coordination/rounds.py", "coordination/announcements.py", "run/authority.py"
 MEETING = "coordination/rendezvous.py"
-TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
+TOGETHER, TIMING, DIVIDING = "ranks/replica_check.py", "loop/schedule.py", "ranks/partition.py"
 DCP = "edges/dcp.py"
 TENSORS, BINDING, CACHED, CAPTURE = "state/tensors.py", "state/binder.py", "state/capture_cache.py", "state/capture.py"
-MERGING, RESHARD, LOADING = "policy/merge_values.py", "policy/reshard.py", "train/loading.py"
+MERGING, RESHARD, LOADING = "policy/merge_values.py", "policy/reshard.py", "loop/load.py"
 SNAPSHOTS, PATTERNS, STORABLE = "state/live_check.py", "state/patterns.py", "state/storable.py"
-MATCH, ACCESS, ADAPTERS = "state/match.py", "train/access.py", "state/adapters.py"
+MATCH, ACCESS, ADAPTERS = "state/match.py", "loop/oneshot.py", "state/adapters.py"
 SAMPLER, ITERATION, OBJECTS = "data/sampler.py", "data/iteration.py", "state/objects.py"
-COUNTING, UNCHANGED = "data/step_counting.py", "train/unchanged.py"
+COUNTING, UNCHANGED = "data/step_counting.py", "snapshot/unchanged.py"
 PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "policy/scrub.py", "run/scrubber.py"
 STRIPES, ERASURE = "format/parity_layout.py", "io/reed_solomon.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")

@@ -265,9 +265,9 @@ def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) ->
 PATIENCE = 6.0
 """more than the five seconds in which torch's server answers nobody, where the name of a client cannot be looked up"""
 STEPS_OF_A_SAVE = {
-    "staging": "lastgood.train.staging.Snapshot.fill",
+    "staging": "lastgood.snapshot.staging.Snapshot.fill",
     "write": "lastgood.storage.directory.Disk.create",
-    "digests": "lastgood.train.together._sums",
+    "digests": "lastgood.ranks.replica_check._sums",
     "seal": "lastgood.format.commit.seal",
     "commit": "lastgood.format.commit.publish",
     "after the commit": "lastgood.run.writer.RunWriter._take_in",
@@ -639,7 +639,7 @@ def losing_words(rank: int, size: int, root: Path) -> list[str]:
 
 def losing_homes(rank: int, size: int, root: Path) -> list[str]:
     """Ranks 1 and 2 get the same new tensor, and do not hear that the other has it."""
-    from lastgood.train.together import Together
+    from lastgood.ranks.replica_check import Together
 
     state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
     with opened(root, state) as ckpt:

@@ -21,14 +21,14 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
+from lastgood.loop.adaptive_interval import Pace
+from lastgood.loop.schedule import TimingTogether
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
+from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.run.authority import Follower, Leader
 from lastgood.run.pipeline import Save
 from lastgood.storage.directory import Disk
-from lastgood.train.agree import Clients, GroupStore
-from lastgood.train.pacing import Pace
-from lastgood.train.timing import TimingTogether
 
 
 class Board:

@@ -19,10 +19,11 @@ import lastgood
 from lastgood import errors
 from lastgood.edges import cli
 from lastgood.io.files import Lock
+from lastgood.loop import checkpointer
+from lastgood.loop.metrics import numbers
 from lastgood.policy.retention import Keep
+from lastgood.ranks import torch_store
 from lastgood.records import LAYERS
-from lastgood.train import agree, checkpointer
-from lastgood.train.metrics import numbers
 
 URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:///x/run", "SLOTS:///x/run"]
 
@@ -249,7 +250,7 @@ def test_a_rank_without_a_process_group_is_refused(tmp_path: Path, monkeypatch) 
     with pytest.raises(errors.Refused, match=r"rank 1 of 2 .*init_process_group\(\) before opening"):
         lastgood.Checkpointer(tmp_path / "run", {})
     assert not os.path.exists(tmp_path / "run")
-    agree.require_group({"WORLD_SIZE": "1", "RANK": "0"})
+    torch_store.require_group({"WORLD_SIZE": "1", "RANK": "0"})
 
 
 def test_a_checkpointer_that_was_opened_before_the_group_is_refused_at_its_next_call(tmp_path, monkeypatch) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 import lastgood
 from harness import reported
-from lastgood.train import staging
+from lastgood.snapshot import staging
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,8 +7,8 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused
+from lastgood.loop.adaptive_interval import Pace
 from lastgood.policy.tune import Auto
-from lastgood.train.pacing import Pace
 
 
 class Flown:

@@ -15,8 +15,8 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused, TornSnapshot
+from lastgood.loop.preemption import EXIT_CODE, Asked, Preempted, Preemption
 from lastgood.run import access
-from lastgood.train.preemption import EXIT_CODE, Asked, Preempted, Preemption
 
 
 @pytest.fixture(autouse=True)

@@ -26,12 +26,12 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
 from lastgood.format.layout import Image
 from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.loop.load import Request, load_into
 from lastgood.records import Generation
 from lastgood.run import reader
 from lastgood.run.writer import RunWriter
 from lastgood.state.tensor_sink import Filling, Place
 from lastgood.storage.directory import Disk
-from lastgood.train.loading import Request, load_into
 
 CHUNK_BYTES = 1 << 18
 COUNT = 16 * CHUNK_BYTES // 4

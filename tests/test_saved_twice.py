@@ -17,12 +17,12 @@ from lastgood import errors
 from lastgood.format import commit
 from lastgood.format.layout import label_number
 from lastgood.io.files import PosixFile
+from lastgood.loop.metrics import numbers
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run import access
 from lastgood.run.writer import RunWriter
-from lastgood.train.metrics import numbers
 
 
 def steps(path: Path) -> list[int]:

@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from .data.audit import Audit
     from .data.sampler import ResumableSampler
     from .edges import dcp
+    from .loop.checkpointer import Checkpointer
+    from .loop.load import Restored
+    from .loop.oneshot import Loaded, Run
+    from .loop.oneshot import load_once as load
+    from .loop.oneshot import open_run as open
+    from .loop.oneshot import save_once as save
+    from .loop.preemption import Preempted, Preemption
     from .run.pipeline import Save
-    from .train.access import Loaded, Run
-    from .train.access import load_once as load
-    from .train.access import open_run as open
-    from .train.access import save_once as save
-    from .train.checkpointer import Checkpointer
-    from .train.loading import Restored
-    from .train.preemption import Preempted, Preemption
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "Audit": ("data.audit", "Audit"),
-    "Checkpointer": ("train.checkpointer", "Checkpointer"),
-    "Loaded": ("train.access", "Loaded"),
-    "Preempted": ("train.preemption", "Preempted"),
-    "Preemption": ("train.preemption", "Preemption"),
+    "Checkpointer": ("loop.checkpointer", "Checkpointer"),
+    "Loaded": ("loop.oneshot", "Loaded"),
+    "Preempted": ("loop.preemption", "Preempted"),
+    "Preemption": ("loop.preemption", "Preemption"),
     "ResumableSampler": ("data.sampler", "ResumableSampler"),
-    "Restored": ("train.loading", "Restored"),
-    "Run": ("train.access", "Run"),
+    "Restored": ("loop.load", "Restored"),
+    "Run": ("loop.oneshot", "Run"),
     "Save": ("run.pipeline", "Save"),
     "dcp": ("edges.dcp", ""),
-    "load": ("train.access", "load_once"),
-    "open": ("train.access", "open_run"),
-    "save": ("train.access", "save_once"),
+    "load": ("loop.oneshot", "load_once"),
+    "open": ("loop.oneshot", "open_run"),
+    "save": ("loop.oneshot", "save_once"),
 }
 
 __all__ = [

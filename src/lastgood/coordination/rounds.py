@@ -7,7 +7,7 @@
 Invariants
   1. Whoever has a topic before it either answers or fails in it: nobody waits for a rank that has given up.
   2. Nobody waits longer than `patience_seconds` for the others, nor more than twice that for the coordinator; what the
-     store itself may take to answer comes on top (train/agree.py).
+     store itself may take to answer comes on top (ranks/torch_store.py).
   3. A topic of a step has its name from the step: a rank that leaves one out fails that one, and meets the others in
      the next. Who has begun a later one is not waited for in an earlier.
   4. The coordinator reads each rank's post once and writes one verdict: O(ranks) work, whatever the size of the state.

@@ -56,8 +56,8 @@ from ..run.content import Content
 from ..run.rank_part import Share
 from ..run.reader import WORKERS, RunReader
 from ..run.writer import RunWriter
+from ..snapshot import staging
 from ..state import tensors
-from ..train import staging
 from . import dcp_values
 
 VALUES, PATHS = "dcp", "dcp.paths"

@@ -23,12 +23,12 @@ from ..errors import NothingGood
 from ..format import commit, layout
 from ..format import parity_layout as striping
 from ..io.reed_solomon import Code
+from ..loop.checkpointer import Checkpointer
 from ..policy.restore import lineage
 from ..policy.retention import Keep
 from ..records import LAYERS
 from ..run import access
 from ..run.reader import RunReader
-from ..train.checkpointer import Checkpointer
 from . import trials
 from .journal import Journal
 from .report import Report, Say, Table

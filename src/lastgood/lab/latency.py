@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..loop.checkpointer import Checkpointer
 from ..policy.cadence import Every
 from ..policy.retention import Keep
 from ..storage.directory import WriteMode
-from ..train.checkpointer import Checkpointer
 from ..units import size as told_size
 from .corrupt import advance, group
 from .journal import Journal

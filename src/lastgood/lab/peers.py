@@ -24,8 +24,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..loop.checkpointer import Checkpointer
 from ..policy.retention import Keep
-from ..train.checkpointer import Checkpointer
 from . import trials
 from .corrupt import KINDS, advance, group, tensors_of
 from .crash import in_a_fork

@@ -45,8 +45,8 @@ from ..engine.arena import Arena, Lease
 from ..format import layout
 from ..io.files import round_up
 from ..policy import tune
+from ..snapshot.staging import Pin
 from ..state.tensors import as_bytes, dtype_name
-from ..train.staging import Pin
 from .models import Workload
 from .stores import MappedFile, Peer, SlotFile, Store
 

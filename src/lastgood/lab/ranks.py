@@ -24,12 +24,12 @@ from torch import nn
 
 from ..format import commit
 from ..io.files import PosixFiles
+from ..loop.checkpointer import Checkpointer
 from ..policy.cadence import Every
 from ..policy.retention import Keep
+from ..ranks.torch_store import ranks_of
 from ..run import access
 from ..storage.directory import Disk
-from ..train.agree import ranks_of
-from ..train.checkpointer import Checkpointer
 from .durable import sync_tree
 from .journal import Journal
 from .report import Report, Say, Table, hardware, spread

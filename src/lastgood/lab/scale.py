@@ -32,11 +32,11 @@ from ..io.checksum import digest
 from ..io.files import PosixFiles
 from ..policy import reshard
 from ..ports import Tier, Upload
+from ..ranks.replica_check import compare
+from ..ranks.torch_store import Clients, GroupStore
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
 from ..run.rank_part import Share
 from ..storage.directory import Disk
-from ..train.agree import Clients, GroupStore
-from ..train.together import compare
 from ..units import size as told_size
 from .journal import Journal
 from .report import Report, Say, Table

@@ -26,8 +26,8 @@ import lastgood
 from ..engine.content_digest import Contents
 from ..format import layout
 from ..records import Blob, Manifest
+from ..snapshot import staging
 from ..state.capture import Capture
-from ..train import staging
 from ..units import size
 from .interval import resident_bytes, stored_bytes, working_place
 from .journal import Journal

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from ..errors import Refused
+from ..loop.checkpointer import Checkpointer
 from ..policy.cadence import Every
 from ..policy.retention import Keep
 from ..records import Event
-from ..train.checkpointer import Checkpointer
 from .report import Report, Say, Table
 from .trials import Row
 

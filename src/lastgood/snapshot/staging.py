@@ -30,7 +30,7 @@ from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
 from ..state.tensors import as_bytes, dtype_name
-from .torn import ChunkSamples, Look, Watch
+from .torn_check import ChunkSamples, Look, Watch
 
 SIDE_BYTES = 32 << 20
 """what is cloned at the cut, beside the arena; a state with more of it is staged while the loop waits"""

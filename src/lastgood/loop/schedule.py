@@ -17,7 +17,7 @@ from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
 from ..records import EventKind
 from ..run.pipeline import Save
-from .pacing import Pace
+from .adaptive_interval import Pace
 
 Note = Callable[[EventKind, int, str], None]
 """of an event: kind, step, detail"""

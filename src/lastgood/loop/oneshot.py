@@ -18,14 +18,14 @@ from ..records import Finding, Generation
 from ..run import access
 from ..run.reader import WORKERS, RunReader, read_all
 from ..run.writer import RunWriter
+from ..snapshot import staging
 from ..state.as_dict import Everything
 from ..state.capture import Capture, finite
 from ..state.exempt import untrained
 from ..state.patterns import Patterns, matches
 from ..state.storable import require_storable
 from ..state.tensors import from_buffer
-from . import staging
-from .loading import Request, Restored, load_into, report
+from .load import Request, Restored, load_into, report
 from .options import check_state
 
 

@@ -17,8 +17,8 @@ from ..policy.scrub import Scrub
 from ..records import Event
 from ..run import access
 from ..storage.directory import WriteMode
-from .cutting import Staging, TornCheck
 from .preemption import Preemption
+from .save_planner import Staging, TornCheck
 
 LEAST_MEMORY_BYTES = 1 << 20
 MOST_THREADS = 64

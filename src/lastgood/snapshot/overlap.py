@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ..state import dtensor, subclasses
 from ..state.capture import Captured, Origin
 from ..state.objects import is_fsdp1, modules_of
-from .torn import Bearer, watchable
+from .torn_check import Bearer, watchable
 
 
 class Behind:

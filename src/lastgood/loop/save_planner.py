@@ -19,15 +19,15 @@ from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
+from ..ranks.partition import Division
+from ..ranks.replica_check import Together
 from ..records import Piece
 from ..run.rank_part import Approve, Files
+from ..snapshot import overlap, staging, torn_check
 from ..state.capture import Capture, Captured, Origin, finite
 from ..state.exempt import masks, untrained
 from ..state.patterns import Patterns
 from ..state.storable import require_storable
-from . import behind, staging, torn
-from .dividing import Division
-from .together import Together
 
 SMALL_BYTES = 4 << 20
 """of a state that is copied in less time than it takes to watch it being copied"""
@@ -64,17 +64,17 @@ class _Plan:
     finite: frozenset[str]
     images: list[Image]
     division: Division | None = None
-    behind: behind.Behind | None = None
+    behind: overlap.Behind | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
     stepped: bool = False
     """whether an optimizer is in the state; without one `requires_grad` says what trains, and that may change"""
     found_in: Mapping[str, Origin] | None = None
     """when `behind` was found"""
-    watch: torn.Watch | None = None
+    watch: torn_check.Watch | None = None
     chunk_bytes: int = 0
     chunks: Sequence[tuple[Image, Sequence[list[Segment]]]] = ()
-    samples: Sequence[Sequence[Sequence[torn.ChunkSamples]]] = ()
+    samples: Sequence[Sequence[Sequence[torn_check.ChunkSamples]]] = ()
 
 
 class Cutter:
@@ -259,14 +259,14 @@ class Cutter:
 
     def _overlapped(
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
-    ) -> Mapping[str, torn.Bearer] | None:
+    ) -> Mapping[str, torn_check.Bearer] | None:
         """What is copied behind the fence; None where the loop waits for the copy."""
         if self._wanted == "blocking" or (
             self._wanted is None and sum(one.length for one in plan.images) <= SMALL_BYTES
         ):
             return None
         if plan.behind is None or plan.found_in is not captured.origins or not plan.behind.holds(captured):
-            plan.behind, plan.found_in = behind.find(state, captured), captured.origins
+            plan.behind, plan.found_in = overlap.find(state, captured), captured.origins
         found = plan.behind
         if self._wanted is None and not (found.hookable and captured.optimizers):
             self.note = FSDP1_NOTE if found.moves else ""
@@ -277,9 +277,9 @@ class Cutter:
             return found.trained
         return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None
 
-    def _watched(self, plan: _Plan, bearers: Mapping[str, torn.Bearer]) -> torn.Watch:
+    def _watched(self, plan: _Plan, bearers: Mapping[str, torn_check.Bearer]) -> torn_check.Watch:
         if plan.watch is None or plan.watch.bearers is not bearers:
-            plan.watch = watch = torn.Watch(bearers)
+            plan.watch = watch = torn_check.Watch(bearers)
             in_part = {item.name for item in plan.division.mine if item.rows} if plan.division else ()
             plan.samples = [watch.in_chunks(image, chunks, in_part) for image, chunks in plan.chunks]
         return plan.watch

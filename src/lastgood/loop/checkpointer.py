@@ -1,6 +1,6 @@
 """The checkpointer: the one object in the training loop. Holds what the training thread does; threads are not here.
 
-The training thread cuts (train/cutting.py) and goes on; run/pipeline.py does the rest. What happened there is
+The training thread cuts (loop/save_planner.py) and goes on; run/pipeline.py does the rest. What happened there is
 reported at the next call (run/outcomes.py).
 """
 
@@ -48,25 +48,25 @@ from ..policy.merge_values import homeless
 from ..policy.retention import KEEP, Keep, wanted
 from ..policy.scrub import Scrub
 from ..policy.tune import Auto
+from ..ranks.replica_check import Together
+from ..ranks.torch_store import among_ranks, machine, ranks_of, require_group, world_size
 from ..records import Event, EventKind, Finding, Generation
 from ..run import access, disk_space, reader
 from ..run.authority import Follower, Leader
 from ..run.pipeline import Background, Save
+from ..snapshot.unchanged import changed, is_same, require_unchanged
 from ..state.live_check import Numbers, require_live
 from ..state.objects import is_fsdp1, modules_of
 from ..state.parameter_versions import version
 from ..state.patterns import Patterns
 from ..storage.directory import WriteMode
-from .agree import among_ranks, machine, ranks_of, require_group, world_size
-from .cutting import Cutter, Staging, TornCheck
-from .loading import Request, Restored, load_into, report
+from .adaptive_interval import Pace
+from .load import Request, Restored, load_into, report
 from .metrics import numbers
 from .options import OnError, Options, WhenFull, check_state
-from .pacing import Pace
 from .preemption import Asked, Preempted, Preemption
-from .timing import Timing, TimingTogether
-from .together import Together
-from .unchanged import changed, is_same, require_unchanged
+from .save_planner import Cutter, Staging, TornCheck
+from .schedule import Timing, TimingTogether
 
 CADENCE = Every(seconds=300)
 TORN_LIMIT = 2

@@ -37,10 +37,10 @@ from ..format.layout import Image
 from ..io.files import round_up
 from ..records import Piece
 from ..run.rank_part import Approve, Files
+from ..snapshot import staging
 from ..state.capture import Captured, Origin
 from ..state.patterns import refused
-from . import staging
-from .dividing import Division, Item, described, divide, listed
+from .partition import Division, Item, described, divide, listed
 
 
 @dataclass(frozen=True, eq=False)
