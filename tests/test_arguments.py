@@ -17,7 +17,7 @@ import torch
 
 import lastgood
 from lastgood import errors
-from lastgood.edges import cli
+from lastgood.cli import app
 from lastgood.io.files import Lock
 from lastgood.loop import checkpointer
 from lastgood.loop.metrics import numbers
@@ -51,7 +51,7 @@ def test_what_is_no_directory_is_refused_by_every_way_in(tmp_path: Path, monkeyp
 )
 def test_the_command_line_refuses_urls(tmp_path: Path, monkeypatch, capsys, command: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([command[0], "s3://bucket/run", *command[1:]]) == 3
+    assert app.main([command[0], "s3://bucket/run", *command[1:]]) == 3
     assert "is a URL" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -160,15 +160,15 @@ def test_a_verification_by_no_layer_is_refused(tmp_path: Path, layers: object, c
     with pytest.raises(errors.Refused, match="layers="):
         lastgood.open(tmp_path).verify(layers=layers)
     without = [text for one in LAYERS for text in ("--without", one)]
-    assert cli.main(["verify", str(tmp_path), *without]) == 2
+    assert app.main(["verify", str(tmp_path), *without]) == 2
     assert "nothing to check" in capsys.readouterr().err
 
 
 def test_a_restart_time_that_is_no_number_is_refused(capsys) -> None:
     """`lastgood plan --restart-seconds nan --json` ended in a traceback."""
     known = ["--mtbf-seconds", "1e5", "--stall-seconds", "1", "--state-bytes", "1GB"]
-    assert cli.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
-    assert cli.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
+    assert app.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
+    assert app.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
 
 
 def test_a_loss_that_requires_grad_is_a_metric(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_retention_that_cannot_be_meant_is_refused(wrong: dict) -> None:
 def test_tune_refuses_an_overhead_that_is_no_share(tmp_path: Path, capsys) -> None:
     """--overhead 2 was taken for 200 %."""
     command = ["tune", str(tmp_path / "run"), "--state-bytes", "1MB", "--step-seconds", "1", "--overhead", "2"]
-    assert cli.main(command) == 2
+    assert app.main(command) == 2
     assert "share" in capsys.readouterr().err
 
 

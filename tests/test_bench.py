@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.edges import cli
+from lastgood.cli import app
 from lastgood.errors import Refused
 from lastgood.lab import goodput
 from lastgood.lab.journal import Journal, entries
@@ -292,17 +292,17 @@ def test_every_policy_saves_what_is_on_the_device(name: str, tmp_path: Path) -> 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """`lastgood bench ...` in this process, registered as pyproject.toml does it."""
-    entry = EntryPoint("bench", "lastgood.lab.command:app", cli.GUESTS)
-    monkeypatch.setattr(cli.importlib.metadata, "entry_points", lambda group: [entry] if group == cli.GUESTS else [])
-    monkeypatch.setattr(cli.app, "registered_groups", [])
-    cli._face_with_guests.cache_clear()
+    entry = EntryPoint("bench", "lastgood.lab.command:app", app.GUESTS)
+    monkeypatch.setattr(app.importlib.metadata, "entry_points", lambda group: [entry] if group == app.GUESTS else [])
+    monkeypatch.setattr(app.app, "registered_groups", [])
+    app._face_with_guests.cache_clear()
 
     def run_it(*args: object) -> tuple[int, str, str]:
-        code = cli.main(["bench", *(str(one) for one in args)])
+        code = app.main(["bench", *(str(one) for one in args)])
         return code, *capsys.readouterr()
 
     yield run_it
-    cli._face_with_guests.cache_clear()
+    app._face_with_guests.cache_clear()
 
 
 def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path: Path) -> None:
@@ -407,9 +407,9 @@ def test_bench_gpu_says_clearly_that_there_is_none(bench: Any, tmp_path: Path) -
 
 
 def test_what_is_unknown_is_refused_before_anything_is_measured(bench: Any, tmp_path: Path) -> None:
-    assert bench("interval", "--out", tmp_path, "--policies", "magic")[0] == cli.USAGE
-    assert bench("interval", "--out", tmp_path, "--intervals", "0")[0] == cli.USAGE
-    assert bench("durable", "--out", tmp_path, "--only", "magic")[0] == cli.USAGE
+    assert bench("interval", "--out", tmp_path, "--policies", "magic")[0] == app.USAGE
+    assert bench("interval", "--out", tmp_path, "--intervals", "0")[0] == app.USAGE
+    assert bench("durable", "--out", tmp_path, "--only", "magic")[0] == app.USAGE
     assert not list(tmp_path.iterdir())
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from harness import save
-from lastgood.edges import cli, compare, exporting, importing, sweep
+from lastgood.cli import app, compare, sweep
+from lastgood.convert import exporting, importing
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import MissingBlob
@@ -35,7 +36,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """One command in this process: exit code, stdout, stderr."""
 
     def run_it(*args: object) -> tuple[int, str, str]:
-        code = cli.main([str(one) for one in args])
+        code = app.main([str(one) for one in args])
         return code, *capsys.readouterr()
 
     return run_it
@@ -493,7 +494,7 @@ def test_an_export_onto_a_full_disk_says_so_and_leaves_no_file(run: Path, tmp_pa
     (tmp_path / "full").mkdir()
     code = f"""
 import resource, signal
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
 for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
@@ -654,7 +655,7 @@ def test_no_command_imports_torch_but_for_a_pt(run: Path, tmp_path: Path) -> Non
     ]  # fmt: skip
     code = f"""
 import sys
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 codes = [main(args) for args in {[[str(one) for one in command] for command in commands]!r}]
 print(codes, "torch" in sys.modules)
 """
@@ -701,7 +702,7 @@ def test_nothing_is_wrapped_in_a_pipe(tmp_path: Path, call: Call, terminal: pyte
 def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(
     run: Path, call: Call, terminal: pytest.MonkeyPatch
 ) -> None:
-    terminal.setattr("lastgood.edges.terminal.QUIET_SECONDS", -1.0)
+    terminal.setattr("lastgood.cli.terminal.QUIET_SECONDS", -1.0)
     assert call("verify", run)[2] == ""
     terminal.setenv("FORCE_COLOR", "1")
     _, out, err = call("verify", run)
@@ -735,12 +736,12 @@ def test_an_error_is_one_message_with_what_is_safe_and_what_to_do(run: Path, cal
 
 def test_a_name_that_the_terminal_cannot_spell_is_shown_escaped(tmp_path: Path) -> None:
     writing(tmp_path, 1, aliases={"größe": "counter"})
-    done = python("-m", "lastgood.edges.cli", "show", tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"})
+    done = python("-m", "lastgood.cli.app", "show", tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and "gr\\xf6\\xdfe" in done.stdout
 
 
 def test_a_bug_is_a_traceback_and_one(run: Path) -> None:
-    code = "import sys, lastgood.edges.cli as cli; cli.commit = None; sys.exit(cli.main(['ls', sys.argv[1]]))"
+    code = "import sys, lastgood.cli.app as app; app.commit = None; sys.exit(app.main(['ls', sys.argv[1]]))"
     done = python("-c", code, run, capture_output=True)
     assert done.returncode == 1 and "Traceback" in done.stderr
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lastgood.edges import completion
+from lastgood.cli import completion
 from lastgood.format import layout
 from lastgood.run import access
 from lastgood.run.reader import RunReader
@@ -118,7 +118,7 @@ def test_an_index_that_the_shards_do_not_bear_out_is_refused(tmp_path, asked):  
 
 def test_the_shell_completes_commands_and_steps(tmp_path):
     writing(tmp_path / "run", 100, 120, 300)
-    code = "import sys; from lastgood.edges.cli import main; sys.exit(main())"
+    code = "import sys; from lastgood.cli.app import main; sys.exit(main())"
 
     def completed(*words: str) -> list[str]:
         line = {"COMP_WORDS": " ".join(("lastgood", *words)), "COMP_CWORD": str(len(words))}

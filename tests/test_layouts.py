@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import lastgood
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 from lastgood.errors import ManifestInvalid
 from lastgood.policy.merge_values import merged
 from lastgood.records import Manifest

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 from lastgood.errors import Refused
 from lastgood.policy import sizing
 from lastgood.policy.sizing import Job

@@ -19,7 +19,7 @@ import torch
 
 import lastgood
 from harness import State, install, load, save
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import (

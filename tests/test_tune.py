@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lastgood.edges import cli, tuning
+from lastgood.cli import app, tuning
 from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
 from lastgood.policy import tune
 from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
@@ -300,7 +300,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure, "QUICK", EFFORT)
 
     def run_it(*args: object) -> tuple[int, str, str]:
-        code = cli.main(["tune", *map(str, args)])
+        code = app.main(["tune", *map(str, args)])
         return code, *capsys.readouterr()
 
     return run_it
@@ -592,7 +592,7 @@ def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
 def test_tune_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 print(main(["tune", {str(tmp_path / "run")!r}, *{SMALL!r}]), "torch" in sys.modules)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

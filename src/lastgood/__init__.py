@@ -15,9 +15,9 @@ from .policy.scrub import Scrub
 from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:
+    from .convert import dcp
     from .data.audit import Audit
     from .data.sampler import ResumableSampler
-    from .edges import dcp
     from .loop.checkpointer import Checkpointer
     from .loop.load import Restored
     from .loop.oneshot import Loaded, Run
@@ -39,7 +39,7 @@ _LAZY = {
     "Restored": ("loop.load", "Restored"),
     "Run": ("loop.oneshot", "Run"),
     "Save": ("run.pipeline", "Save"),
-    "dcp": ("edges.dcp", ""),
+    "dcp": ("convert.dcp", ""),
     "load": ("loop.oneshot", "load_once"),
     "open": ("loop.oneshot", "open_run"),
     "save": ("loop.oneshot", "save_once"),

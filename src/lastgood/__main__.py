@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from .edges.cli import main
+from .cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

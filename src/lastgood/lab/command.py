@@ -14,7 +14,7 @@ from typing import Annotated, Any, Protocol
 import typer
 from rich.text import Text
 
-from ..edges.cli import Answer
+from ..cli.app import Answer
 from ..errors import Refused
 
 app = typer.Typer(

@@ -22,11 +22,12 @@ from ..records import GenerationId, intact
 from ..run import access
 from ..run.reader import WORKERS, read_on
 from ..run.scrubber import Scrubbed, Scrubber
+from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size
 from .protection import unprotected
 from .show import named, plural
-from .terminal import Watched, clean, progress
+from .terminal import clean, progress
 
 
 @contextmanager

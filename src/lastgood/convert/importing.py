@@ -23,9 +23,9 @@ from ..ports import File
 from ..records import Generation
 from ..run import access
 from ..run.reader import WORKERS
+from ..run.watched import Seen, Watched
 from ..run.writer import RunWriter
 from .exporting import HF_FILE, HF_INDEX, telling
-from .terminal import Seen, Watched
 
 DCP_METADATA = ".metadata"
 """in every folder of torch.distributed.checkpoint"""

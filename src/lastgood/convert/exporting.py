@@ -22,7 +22,6 @@ from ..io.files import PosixFiles
 from ..ports import File, Tier
 from ..records import Generation
 from ..run.content import Content
-from .show import named
 
 SHARD_BYTES = 5_000_000_000
 """of a file in a folder of Hugging Face"""
@@ -71,7 +70,8 @@ def export(
     foreign = {name: dtype for name, dtype in dtypes.items() if not layout.DTYPES[dtype][1]}
     return {
         "file": target,
-        **named(generation.id),
+        "step": generation.id.step,
+        "incarnation": generation.id.incarnation,
         "tensors": len(chosen),
         "bytes": length,
         "as_bytes": foreign if to.endswith((".safetensors", "/")) else {},

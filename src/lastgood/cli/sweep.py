@@ -23,10 +23,11 @@ from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import access
 from ..run.reader import WORKERS, read_all
+from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size
 from .show import named, new_table, plural, weight
-from .terminal import Watched, clean, progress
+from .terminal import clean, progress
 
 NAMES_SHOWN = 3
 """of what is left in the folder of a generation that could not be deleted"""

@@ -11,7 +11,7 @@ torch may keep a plan for later saves (`enable_plan_caching`), so the generation
 is used once. A rank whose plan was kept reads it from the run, where the coordinator records the incarnation that it
 begins for each save.
 
-What torch would pickle is stored as typed values (edges/dcp_values.py). Nothing is unpickled on load.
+What torch would pickle is stored as typed values (convert/dcp_values.py). Nothing is unpickled on load.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from .. import __version__, units
+from ..convert import exporting, importing
 from ..engine import guard
 from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite, NothingGood, Unavailable
 from ..format import commit, layout
@@ -35,10 +36,11 @@ from ..records import LAYERS, Finding, Generation, GenerationId
 from ..run import access, paths
 from ..run.content import Content
 from ..run.reader import WORKERS
-from . import compare, completion, exporting, importing, mending, sizing, sweep, tuning
+from ..run.watched import Watched
+from . import compare, completion, mending, sizing, sweep, tuning
 from . import show as views
 from .protection import unprotected
-from .terminal import Watched, clean, console, progress
+from .terminal import clean, console, progress
 
 USAGE, DIFFERS, INTERRUPTED, BROKEN_PIPE = 2, 7, 130, 141
 GUESTS = "lastgood.commands"

@@ -10,19 +10,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from ..ports import Tier
-from ..records import Extent
+from ..run.watched import Seen
 
 PIPE_COLUMNS = 1000  # in a pipe nothing is wrapped
 QUIET_SECONDS = 1.0  # how long work goes on before a bar is drawn
-
-Seen = Callable[[int], None]
-"""hears of bytes as they are read or written, from any thread"""
 
 
 def clean(text: str, allowed: str = "") -> str:
@@ -72,18 +68,3 @@ def progress(what: str, total_bytes: int) -> Iterator[Seen]:
     finally:
         if drawn:
             bar.stop()
-
-
-class Watched:
-    """A tier that tells of the bytes that are read from it."""
-
-    def __init__(self, tier: Tier, seen: Seen) -> None:
-        self._tier, self._seen = tier, seen
-        self.place, self.newest_only = tier.place, tier.newest_only
-        self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
-        self.list, self.delete = tier.list, tier.delete
-        self.replace = getattr(tier, "replace", None)  # of a tier whose files can be put back
-
-    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        self._tier.read_into(extent, mv, fresh=fresh)
-        self._seen(extent.length)
