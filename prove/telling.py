@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TORCH_FREE = ("rawio", "format", "tiers", "engine", "plan", "run")
+TORCH_FREE = ("io", "format", "storage", "engine", "policy", "coordination", "run")
 PROVED = {
     "crash_model": TORCH_FREE,
-    "dcp_torch_tests": ("edges", "train", "run", "engine", "format"),
+    "dcp_torch_tests": ("convert", "ranks", "snapshot", "state", "run", "engine", "format"),
     "kills": ("",),
     "mutation": ("",),
-    "optimizers": ("train", "run", "engine", "format"),
+    "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "ranks": ("",),
     "syscalls": TORCH_FREE,
 }

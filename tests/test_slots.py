@@ -37,7 +37,7 @@ from lastgood.errors import (
 )
 from lastgood.format import layout
 from lastgood.format.commit import survey
-from lastgood.io import files as rawio
+from lastgood.io import files as posix_files
 from lastgood.io import mapped
 from lastgood.io.files import PosixFiles, takes_direct
 from lastgood.io.mapped import MappedFiles
@@ -554,13 +554,13 @@ def _area(disk: HostileDisk, at: int) -> bytes:
 def test_a_file_that_is_overwritten_is_flushed_without_the_journal(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(bytes(4096))
     flushed: list[str] = []
-    monkeypatch.setattr(rawio.os, "fdatasync", lambda fd: flushed.append("content"))
-    monkeypatch.setattr(rawio.os, "fsync", lambda fd: flushed.append("all"))
+    monkeypatch.setattr(posix_files.os, "fdatasync", lambda fd: flushed.append("content"))
+    monkeypatch.setattr(posix_files.os, "fsync", lambda fd: flushed.append("all"))
     for name, mode in (("x", "write"), ("y", "new")):
         file = PosixFiles().open(str(tmp_path / name), mode)
         file.sync()
         file.close()
-    assert flushed == (["content", "all"] if rawio._FULLFSYNC is None else [])
+    assert flushed == (["content", "all"] if posix_files._FULLFSYNC is None else [])
 
 
 def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):

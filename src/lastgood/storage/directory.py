@@ -48,7 +48,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Disk:
-    """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (rawio.files.takes_direct).
+    """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (io.files.takes_direct).
 
     `shared`: another process, which writes into the same folders, makes them go: none goes with its last file.
     """

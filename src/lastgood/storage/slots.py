@@ -65,7 +65,7 @@ class Slots:
     """`ports.Tier` over slots: one writer with `in_flight` uploads under way, or any number of readers.
 
     `commit`, `verified` and those in `bad` are names of files that mean so; no other has a meaning here. `direct`:
-    whether the file system takes direct I/O (rawio.files.takes_direct).
+    whether the file system takes direct I/O (io.files.takes_direct).
     """
 
     newest_only: bool = True
