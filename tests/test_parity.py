@@ -348,7 +348,7 @@ def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch)
     def misread(tier: Disk, name: str, *rest: int) -> bytearray:
         return bytearray(b"other") if name.endswith(MANIFEST + parity.REBUILT) else some(tier, name, *rest)
 
-    monkeypatch.setattr(parity.fetch, "some", misread)
+    monkeypatch.setattr(parity.read_file, "some", misread)
     with pytest.raises(LastgoodError, match="does not read back"):
         run.mend(the_newest(run), UPKEEP)
     assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
