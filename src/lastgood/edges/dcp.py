@@ -79,7 +79,7 @@ class _Place:
 
     def take(self) -> GenerationId | None:
         """The generation, at the first call; None afterwards, when the plan has been kept from an earlier save."""
-        at, self.at = self.at, None
+        at, self.at = self.at, None  # guard: plan-generation-used-once
         return at
 
 
@@ -110,7 +110,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         newest = _newest_incarnation(self.path)
-        self._order = newest.order if newest else 0
+        self._order = newest.order if newest else 0  # guard: cached-plan-awaits-this-save
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -210,7 +210,7 @@ class Writer(StorageWriter):
         assert self._at is not None
         sealed: list[tuple[GenerationId, Share]] = [of_rank[-1].storage_data for of_rank in results]
         others = sorted({str(at) for at, _ in sealed if at != self._at})
-        if others:
+        if others:  # guard: commit-after-all-ranks-wrote
             raise StepDiffers(
                 f"ranks have written {', '.join(others)} where {self._at} is saved",
                 safe="Nothing was committed; every committed generation is untouched.",
@@ -399,7 +399,7 @@ def _require_whole(tier: Tier, at: GenerationId, seals: list[Seal], metadata: dc
     manifests = [commit.sealed_manifest(tier, at, seal, len(seals), there) for seal in seals]
     written = set(reshard.tensors(manifests)).union(*(one.values[VALUES] for one in manifests))
     lacking = sorted(metadata.state_dict_metadata.keys() - written)
-    if lacking:
+    if lacking:  # guard: all-planned-items-written
         raise ManifestInvalid(
             f"{', '.join(lacking[:3])} is in the plan of this save, and no rank has written it",
             safe="Nothing was committed; every committed generation is untouched.",
@@ -415,7 +415,7 @@ def _tensor(item: WriteItem, live: torch.Tensor, ranks: int) -> Tensor | None:
     whole, box = tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if tuple(live.shape) != box.shape:
         raise ManifestInvalid(f"{item.index.fqn}: the planner speaks of {box.shape} and gave {tuple(live.shape)}")
-    if not box.elements and (0 not in whole or any(box.offsets)):
+    if not box.elements and (0 not in whole or any(box.offsets)):  # guard: empty-shard-not-stored
         return None
     some = box.shape != whole and 0 not in whole
     if some and ranks == 1:

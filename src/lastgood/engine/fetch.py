@@ -78,7 +78,7 @@ def stream(
         with contextlib.closing(found) as verified:
             for data in verified:
                 if needed is None:
-                    for name in check.see(data):
+                    for name in check.see(data):  # guard: restore-checks-contents
                         sink.done(name)
         if needed is not None and wanted is not None:
             for piece in check.pieces:
@@ -122,7 +122,7 @@ def chunks(
     """
 
     def verify(index: int, data: memoryview) -> None:
-        if digest(manifest.digest, data) != blob.chunks[index]:
+        if digest(manifest.digest, data) != blob.chunks[index]:  # guard: chunk-digest-on-read
             raise chunk_error(home, manifest, blob, index, data)
         put(index, data)
 
@@ -156,7 +156,7 @@ def unverified(
         extent = layout.extent_of(blob, index)
         at = Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length)
         with turn:
-            tier.read_into(at, view, fresh=fresh)
+            tier.read_into(at, view, fresh=fresh)  # guard: chunk-read-bypasses-cache
         then(index, view[: extent.length])
 
     try:
@@ -228,7 +228,7 @@ class Check:
             if tensor >= 0 and length:
                 piece, part = self.pieces[tensor], data[at : at + length]
                 if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
-                    self._unfit(piece.name)
+                    self._unfit(piece.name)  # guard: non-finite-found-on-load
                 sink.put(piece.key, start, part)
 
     def needed(self, wanted: Collection[str]) -> list[int]:
@@ -260,13 +260,13 @@ class Check:
         self._contents.see(data)
         ended = self.pieces[before : len(digests)]
         for piece, found in zip(ended, digests[before:], strict=True):
-            if piece.digest != found:
+            if piece.digest != found:  # guard: tensor-digest-on-read
                 self.differs(piece)
         return ended
 
     def validate(self, header: bytes) -> None:
         """Raises ManifestInvalid when it is another header than the one that the manifest makes."""
-        layout.validate_header(header, self.blob, self.pieces)
+        layout.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
 
     def differs(self, piece: Piece) -> None:
         """A tensor is not what was staged, although its chunks agree with their digests. Raises SumMismatch."""
@@ -292,7 +292,7 @@ def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool 
     out = some(tier, f"{home}/{extent.blob}", extent.length, extent.offset, fresh)
     hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
     hasher.update(out)
-    if hasher.hexdigest() != piece.digest:
+    if hasher.hexdigest() != piece.digest:  # guard: single-tensor-digest
         raise tensor_error(home, piece)
     return out
 

@@ -60,16 +60,17 @@ def write(
                 jobs.append(job)
             finally:
                 if job is None:
-                    chunk.release()
+                    chunk.release()  # guard: unsubmitted-chunk-released
             while seen < len(jobs) and jobs[seen].done():
                 jobs[seen].result()
                 seen += 1
-        sums = [job.result() for job in jobs]
-        upload.finish()
+        sums = [job.result() for job in jobs]  # guard: all-writes-before-finish
+        upload.finish()  # guard: fsync-blob-before-seal
     except BaseException:
         for job in jobs:
+            # guard: writers-done-before-abort
             job.exception()  # every writer has let go of its chunk before the file is removed
-        upload.abort()
+        upload.abort()  # guard: failed-blob-aborted
         raise
     blob = Blob(name=image.blob, length=image.length, chunk_bytes=chunk_bytes, chunks=sums)
     return blob, contents.pieces()
@@ -78,9 +79,9 @@ def write(
 def _put(upload: Upload, chunk: Chunk, offset: int, length: int, algorithm: str) -> str:
     try:
         padded = round_up(length)
-        chunk.buffer[length:padded] = bytes(padded - length)
+        chunk.buffer[length:padded] = bytes(padded - length)  # guard: tail-padding-zeroed
         found = digest(algorithm, chunk.buffer[:length])
         upload.write_at(chunk.buffer[:padded], offset)
         return found
     finally:
-        chunk.release()
+        chunk.release()  # guard: written-chunk-released

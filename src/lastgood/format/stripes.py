@@ -33,7 +33,7 @@ def parsed(text: str) -> tuple[int, int]:
     """Data and parity cells of a row, as "10+2" says them. Raises Refused."""
     found = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", text)
     data, parity = (int(found[1]), int(found[2])) if found else (0, 0)
-    if data < 1 or parity < 1 or data + parity > CELLS_LIMIT:
+    if data < 1 or parity < 1 or data + parity > CELLS_LIMIT:  # guard: code-cell-limit
         raise Refused(
             f"parity={text!r}",
             safe="Nothing was touched.",
@@ -62,7 +62,7 @@ class Stripes(NamedTuple):
 
     def row(self, row: int) -> list[int]:
         """Numbers of the data cells of a row; those past the last cell are zeros."""
-        return [column * self.rows + row for column in range(self.data)]
+        return [column * self.rows + row for column in range(self.data)]  # guard: adjacent-cells-in-different-rows
 
     @property
     def file_bytes(self) -> int:
@@ -121,7 +121,7 @@ def unfinished(names: Collection[str]) -> list[str]:
 def validate(record: Parity, name: str) -> None:
     """A record must make sense by itself, before anything is reserved or read on its word. Raises ManifestInvalid."""
     fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CELLS_LIMIT
-    if (
+    if (  # guard: parity-record-plausible
         not fits
         or not 0 <= record.index < record.parity
         or name != record_name(0, record.index)
@@ -138,6 +138,7 @@ def validate(record: Parity, name: str) -> None:
 def fitting(record: Parity, blobs: Sequence[Blob], where: str) -> Stripes:
     """The stripes that a validated record speaks of, which must be those of these files. Raises ManifestInvalid."""
     count = sum(-(-blob.length // record.cell_bytes) for blob in blobs)
+    # guard: parity-record-fits-files
     if count != len(record.cells) or record.cell_bytes != _cell_bytes(blobs, record.data):
         raise ManifestInvalid(f"the parity of {where} does not fit the files beside it", blob=where)
     return stripes(blobs, record.data, record.parity)

@@ -57,9 +57,9 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
         if len(tensor.stored) == 1 and not (tensor.own or tensor.stored[0].piece.offsets):
             continue  # all of it in one piece, as everything is in a world of one
         boxes = [one.box for one in tensor.stored]
-        _need(not overlapping(boxes), f"{name} is stored twice in part")
+        _need(not overlapping(boxes), f"{name} is stored twice in part")  # guard: pieces-do-not-overlap
         whole = boxes and sum(box.elements for box in boxes) == math.prod(tensor.shape)
-        _need(bool(whole), f"the pieces of {name} leave a hole")
+        _need(bool(whole), f"the pieces of {name} leave a hole")  # guard: pieces-leave-no-hole
         _need({box for _, box in tensor.own} <= set(boxes), f"{name}: what a rank holds itself is no piece")
     for manifest in manifests:
         for alias, name in manifest.aliases.items():
@@ -95,6 +95,7 @@ def overlapping(boxes: Sequence[Box]) -> bool:
 def parts(tensor: Tensor, target: Box, rank: int) -> list[Part]:
     """What fills `target`, each element once, for whoever takes the place of `rank`: its own where it had its own."""
     shared = ((one, overlap(one.box, target)) for one in tensor.stored)
+    # guard: own-piece-preferred
     return [Part(tensor.own.get((rank, one.box), one), box) for one, box in shared if box is not None]
 
 

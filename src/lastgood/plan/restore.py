@@ -34,11 +34,13 @@ def lineage(survey: Survey) -> Lineage:
     committed = survey.generations.keys() | survey.broken.keys()
     chain: list[GenerationId] = []
     on_the_way: set[GenerationId] = set()
+    # guard: newest-incarnation-first
     current = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
     bound: int | None = None
     while current is not None:
+        # guard: lineage-bounded-by-rewind
         mine = [at for at in committed if at.incarnation == current.id and (bound is None or at.step <= bound)]
-        chain += sorted(mine, reverse=True)
+        chain += sorted(mine, reverse=True)  # guard: newest-step-first
         witnessed = {one for one in survey.witnessed if one.incarnation == current.id}
         on_the_way |= {one for one in witnessed if bound is None or one.step <= bound}
         parent = current.parent
@@ -49,6 +51,7 @@ def lineage(survey: Survey) -> Lineage:
         if older is None:
             # Its record and every readable commit are gone; what is left of it can still be seen to be broken.
             chain += sorted((at for at in committed if at.incarnation == parent.incarnation), reverse=True)
+        # guard: lineage-continues-with-parent
         current = older if older is not None and older.order < current.order else None
     for at in chain:
         if at in survey.generations and (before := survey.generations[at].commit.parent):
@@ -69,7 +72,7 @@ def never_committed(survey: Survey) -> set[GenerationId]:
     if survey.pointer:
         named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
     unsure = max((at.step for at in survey.broken), default=0)
-    return {at for at in survey.incomplete - named if at.step >= unsure}
+    return {at for at in survey.incomplete - named if at.step >= unsure}  # guard: lost-commits-kept
 
 
 def choose(survey: Survey, step: int | None) -> Choice:
@@ -88,7 +91,7 @@ def choose(survey: Survey, step: int | None) -> Choice:
         if not wanted:
             raise no_such_step(f"no generation of step {step}", survey)
         return Choice(wanted, [])
-    passed = [(at, "its COMMIT is gone") for at in lost]
+    passed = [(at, "its COMMIT is gone") for at in lost]  # guard: lost-commits-reported
     # Nothing readable speaks of their incarnation, so nobody can say that they are not the newest.
     astray = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
     passed += [(at, str(survey.broken[at])) for at in astray]
@@ -97,7 +100,7 @@ def choose(survey: Survey, step: int | None) -> Choice:
         if at in survey.broken:
             passed.append((at, str(survey.broken[at])))
         elif survey.generations[at].damaged:
-            passed.append((at, told(survey.generations[at].damaged)))
+            passed.append((at, told(survey.generations[at].damaged)))  # guard: damaged-generations-skipped
         elif survey.generations[at].unfit:
             passed.append((at, f"intact, and not good: {told(survey.generations[at].unfit)}"))
         else:

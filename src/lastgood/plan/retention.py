@@ -64,25 +64,25 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     Abandoned generations (left behind by a rewind) go once the lineage has `last` verified generations that were
     committed after them.
     """
-    good = [one for one in chain if one.good]
+    good = [one for one in chain if one.good]  # guard: retention-counts-verified
     # A step that was saved again after a restore counts once: a script that is run again pushes no older step out.
-    newest_of_step = {one.step: one for one in reversed(good)}
-    latest = sorted(newest_of_step.values(), key=good.index)[: keep.last]
-    kept = {one.id for one in latest} | {one.id for one in chain[:1]}
+    newest_of_step = {one.step: one for one in reversed(good)}  # guard: resaved-step-counts-once
+    latest = sorted(newest_of_step.values(), key=good.index)[: keep.last]  # guard: keep-last-verified
+    kept = {one.id for one in latest} | {one.id for one in chain[:1]}  # guard: keep-newest-committed
     whole = [one for one in chain if not one.damaged]
-    kept |= {one.id for one in whole if _pinned(keep, one)}
+    kept |= {one.id for one in whole if _pinned(keep, one)}  # guard: keep-pinned
     whole = [one for one in whole if not one.unfit]
     # What has not been read yet may turn out to be damaged, so it takes no place from what is known to be good.
-    kept |= {one.id for known in (good, whole) for one in _best(keep, known)}
-    newest = chain.index(good[0]) if good else len(chain)
+    kept |= {one.id for known in (good, whole) for one in _best(keep, known)}  # guard: keep-best
+    newest = chain.index(good[0]) if good else len(chain)  # guard: keep-newer-than-verified
     older = [*(one for one in chain[:newest] if one.unfit), *chain[newest + 1 :]]
     # Where verification has not kept pace, unverified generations fill up what is missing to `last`.
     unread = [one.id for one in older if not one.verified and not one.damaged and not one.unfit]
-    kept |= set(unread[: max(keep.last - len(latest), 0)])
-    going = [one.id for one in older if one.id not in kept and not one.damaged]
+    kept |= set(unread[: max(keep.last - len(latest), 0)])  # guard: unverified-fill-up
+    going = [one.id for one in older if one.id not in kept and not one.damaged]  # guard: damaged-kept-as-evidence
     for one in abandoned:
-        newer = sum(1 for other in good if other.commit.order > one.commit.order)
-        if newer >= keep.last and not one.damaged and not _pinned(keep, one):
+        newer = sum(1 for other in good if other.commit.order > one.commit.order)  # guard: abandoned-age-by-order
+        if newer >= keep.last and not one.damaged and not _pinned(keep, one):  # guard: abandoned-kept-until-outnumbered
             going.append(one.id)
     return sorted(going)
 
@@ -129,10 +129,11 @@ def stale_incarnations(survey: Survey) -> list[Incarnation]:
         while at is not None and at.id not in passed:
             passed.append(at.id)
             if at.id in inhabited:
-                needed.update(passed)
+                needed.update(passed)  # guard: needed-incarnations-kept
             at = survey.incarnations.get(at.parent.incarnation) if at.parent else None
     return [one for one in survey.incarnations.values() if one.id not in needed]
 
 
 def _pinned(keep: Keep, one: Generation) -> bool:
+    # guard: unreadable-label-keeps-generation
     return one.label_unread or wanted(keep, one.step, one.commit.milestone, {})

@@ -35,9 +35,10 @@ def next_to_read(
     """
 
     def apart(one: Generation) -> int:
-        return min(abs(one.step - other.step) for other in damaged)
+        return min(abs(one.step - other.step) for other in damaged)  # guard: distance-to-nearest-damage
 
     def longest_ago(one: Generation) -> tuple[float, int, GenerationId]:
-        return read_at.get(one.id, 0.0), one.commit.order, one.id
+        return read_at.get(one.id, 0.0), one.commit.order, one.id  # guard: least-recently-read-first
 
+    # guard: damage-neighbours-first
     return min(there, key=lambda one: (apart(one) if damaged else 0, longest_ago(one)), default=None)

@@ -52,12 +52,12 @@ class PosixFile:
         os.ftruncate(self._fd, length)
 
     def sync(self) -> None:
-        if self._sync_failed:
+        if self._sync_failed:  # guard: no-sync-after-failed-sync
             raise OSError(errno.EIO, "an earlier fsync of this file failed", self._path)
         try:
             _flush(self._fd, self._in_place)
         except OSError:
-            self._sync_failed = True
+            self._sync_failed = True  # guard: failed-sync-is-final
             raise
 
     def close(self) -> None:
@@ -68,10 +68,10 @@ class PosixFiles:
     """`ports.Files` over the operating system."""
 
     def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile:
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0)
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0)  # guard: open-refuses-symlinks
         # O_NONBLOCK means nothing to a file, and a pipe that stands in its place is not waited for.
         there = os.O_NONBLOCK | (os.O_RDWR if mode == "write" else os.O_RDONLY)
-        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else there
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else there  # guard: new-blob-is-exclusive
         fd = os.open(path, flags, 0o666)
         if fresh and not direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages leave the cache
@@ -111,7 +111,7 @@ class PosixFiles:
     def sync_dir(self, path: str) -> None:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _flush(fd)
+            _flush(fd)  # guard: fsync-directory
         finally:
             _close(fd)
 
@@ -128,7 +128,7 @@ def _flush(fd: int, in_place: bool = False) -> None:
     elif in_place:  # content, and what is needed to find it: a file that only got newer costs no journal transaction
         os.fdatasync(fd)
     else:
-        os.fsync(fd)
+        os.fsync(fd)  # guard: fsync-descriptor
 
 
 def takes_direct(folder: str) -> bool:
@@ -191,12 +191,12 @@ class Lock:
         """Raises BlockingIOError when somebody else holds it."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: exclusive-run-lock
         except OSError:
             _close(fd)
             raise
         self._fd: int | None = fd
-        os.register_at_fork(after_in_child=self._leave)
+        os.register_at_fork(after_in_child=self._leave)  # guard: lock-not-inherited-by-fork
 
     def close(self) -> None:
         fd, self._fd = self._fd, None

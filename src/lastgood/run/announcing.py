@@ -61,7 +61,7 @@ class Announcements:
     def take(self, n: int) -> list[Told]:
         """What holds from step `n` on, or held before and was not heard of, in order. Each is taken once."""
         found = [one for one in self.coming if one.step <= n]
-        self.coming = [one for one in self.coming if one.step > n]
+        self.coming = [one for one in self.coming if one.step > n]  # guard: announcement-taken-once
         return found
 
     def tell(self, n: int, word: str, value: int = 0) -> bool:
@@ -73,7 +73,7 @@ class Announcements:
         factor = FACTOR if word == END else self._factor  # the grace is short, and who hears late ends all the same
         ahead = factor * LOOK_SECONDS * steps / seconds if seconds > 0 else 1.0
         # Where a step takes longer than that, every rank looks in each, and hears of the next one in time.
-        step = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)
+        step = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
         told = self._posting or Told(step, word, value)
         self._posting = told  # if its post fails it may be there all the same: nothing else is told under its number
         self._talk(lambda: self._ranks.brief.post(f"{self._name}/{self._heard}", told))
@@ -93,7 +93,7 @@ class Announcements:
                 self.tell(n, END)
             return
         if asks:
-            posts.post(f"{self._name}/asked", self._ranks.rank)
+            posts.post(f"{self._name}/asked", self._ranks.rank)  # guard: failed-end-request-repeated
             self._asked = True
         while (told := posts.heard(f"{self._name}/{self._heard}")) is not None:
             self._take_in(Told(*told))
@@ -108,7 +108,7 @@ class Announcements:
         try:
             say()
         except TierDown:
-            self._pause_seconds *= 2
+            self._pause_seconds *= 2  # guard: store-down-backoff
             self._down_until = self._look_at = self._now() + self._pause_seconds
             raise
         self._pause_seconds = LOOK_SECONDS

@@ -200,6 +200,7 @@ def _started(pool: Pool, count: int) -> Pool:
     """A pool whose threads all run: later, beside many others, there may be none to be had. Raises Refused."""
     together = threading.Barrier(count)
     try:
+        # guard: threads-started-ahead
         for job in [ThreadPoolExecutor.submit(pool, together.wait) for _ in range(count)]:
             job.result()
     except RuntimeError as error:
@@ -222,7 +223,7 @@ class _Flight:
 
     def give_up(self, reason: BaseException) -> None:
         self.chunks.give_up(reason)
-        self.arena.wake()
+        self.arena.wake()  # guard: memory-waiters-woken
 
 
 class Background:
@@ -320,7 +321,7 @@ class Background:
             earlier = [flight.save for flight in self._flights if flight.at == at]
             abandoned = [job for of, job in self._abandoned if of == step]
             self._abandoned = [(of, job) for of, job in self._abandoned if not job.done()]
-        for save in earlier:
+        for save in earlier:  # guard: earlier-attempt-ended-first
             save.wait_ended()
         for job in abandoned:
             job.exception()
@@ -507,7 +508,7 @@ class Background:
                 return
             self._flights.remove(flight)
             self.run.pinned.discard(flight.at)
-        self._free_places.release()
+        self._free_places.release()  # guard: finished-save-frees-place
 
     def _let_go(self) -> None:
         """After everything that was given up, wherever it stands."""
@@ -528,7 +529,7 @@ class Background:
         failed: BaseException | None = None
         begun = time.monotonic()
         try:
-            for lease in fill(lambda: flight.chunks.unwanted):
+            for lease in fill(lambda: flight.chunks.unwanted):  # guard: copier-stops-when-unwanted
                 flight.chunks.put(lease)
             now = time.monotonic()
             self.events.put(
@@ -538,10 +539,10 @@ class Background:
             failed = error
         except BaseException:
             failed = Cancelled("the copy was interrupted", safe="Nothing of it was committed.")
-            raise
+            raise  # guard: interrupt-in-copy-raised
         finally:
-            flight.save.note_staged()
-            flight.chunks.close(failed)
+            flight.save.note_staged()  # guard: failed-copy-unblocks-loop
+            flight.chunks.close(failed)  # guard: failed-copy-fails-save
 
     def _persist(
         self,
@@ -555,6 +556,7 @@ class Background:
 
         def approved(pieces: Sequence[Piece]) -> Files:
             save.note_written()
+            # guard: copier-finished-before-commit
             chunks.finish()  # what the copier found out last
             return approve(pieces)
 
@@ -571,8 +573,9 @@ class Background:
             flight.give_up(error)
             if options["together"] is not None and generation is None:
                 options["together"].fail(error)  # also of what comes before the save itself
-        chunks.drain()
+        chunks.drain()  # guard: failed-save-drains-chunks
         self._writers.put(writers)
+        # guard: place-freed-before-outcome
         self._end(flight)  # whoever has its outcome may begin the next one
         save.note_outcome(generation, failed)
         if failed is not None:
@@ -585,6 +588,7 @@ class Background:
     def _overtake(self, newer: _Flight) -> None:
         """Older saves that nobody wants for themselves end now, and their memory and space are used again."""
         with self._state:
+            # guard: older-saves-overtaken
             older = [one for one in self._flights if one.at < newer.at and not one.pinned]
         for one in older:
             one.give_up(Overtaken(f"step {newer.at.step} was committed before step {one.at.step}"))
@@ -595,7 +599,7 @@ class Background:
         self.events.put(
             Event(kind=kind, step=save.step, at_seconds=time.monotonic(), seconds=save.seconds, detail=detail)
         )
-        self.outcomes.put(error, save.step)
+        self.outcomes.put(error, save.step)  # guard: save-failure-raised-in-loop
 
     @property
     def _backlog_limit(self) -> int:
@@ -605,7 +609,7 @@ class Background:
         """Verify, point and clean, giving way to saves in flight: where too much is unverified, these see to it."""
 
         def give_way() -> bool:
-            return bool(self._flights)
+            return bool(self._flights)  # guard: upkeep-yields-to-saves
 
         if give_way():
             return
@@ -615,9 +619,10 @@ class Background:
             return  # a later commit has made this one uninteresting; that one is looked after
         except BaseException as error:  # noqa: BLE001 - reported by the training thread
             self.outcomes.put(error)
+        # guard: scrub-waits-for-interval
         if self._scrub and time.monotonic() - self._scrubbed_at >= self._scrub.seconds:
             with self._state:
-                if not self._flights and not self._hurried:
+                if not self._flights and not self._hurried:  # guard: scrub-yields-to-saves
                     self._busy.clear()
                     with contextlib.suppress(RuntimeError):  # the interpreter is ending: not here, and not now
                         self._scrubbing = ThreadPoolExecutor.submit(self._keeper, self._read_an_old_one)
@@ -632,7 +637,7 @@ class Background:
             self.outcomes.put(error)
             done = None
         self._scrubbed_at = time.monotonic()
-        if done is not None and not done.whole:
+        if done is not None and not done.whole:  # guard: scrub-damage-raised-in-loop
             self.note_latest()
             self.outcomes.put(
                 Damaged(
@@ -649,11 +654,11 @@ class Background:
         Where the tier lets go of what is not the newest, no other save may be committed while it is read.
         """
         try:
-            if self.run.backlog() > self._backlog_limit:
+            if self.run.backlog() > self._backlog_limit:  # guard: verify-before-next-save
                 self._look_after(lambda: False, self.run.tier.newest_only, DELETIONS_AHEAD)
-            elif self.run.surplus():
+            elif self.run.surplus():  # guard: delete-before-next-save
                 with self._looking:
-                    self.run.clean(most=DELETIONS_AHEAD)
+                    self.run.clean(most=DELETIONS_AHEAD)  # guard: few-deletions-before-save
         except LastgoodError as error:
             self.outcomes.put(error)
 

@@ -102,9 +102,11 @@ class Leader(_Ranked):
     ) -> list[Finding]:
         """Its own part, and what is not called good by those whose part it is, in about the time that this took."""
         begun = self._monotonic()
-        findings = self.read_own(generation, arena, stop)
+        findings = self.read_own(generation, arena, stop)  # guard: rank-zero-reads-own-files
         good = {self.rank, *self._called_good(generation, max(self._monotonic() - begun, LEAST_PATIENCE_SECONDS))}
+        # guard: only-unconfirmed-ranks-reread
         rest = [one.rank for one in generation.commit.seals if self._reader(one.rank) not in good]
+        # guard: unconfirmed-ranks-read
         findings += read_all(self.tier, generation, arena, self._workers, stop, of=rest)
         return findings or disagreeing(self.tier, generation)
 
@@ -148,7 +150,7 @@ class Follower(_Ranked):
 
     def _clear(self, at: GenerationId) -> None:
         """The leader clears it away, once nobody writes to it any more."""
-        self._shared.forget(layout.folder(at))
+        self._shared.forget(layout.folder(at))  # guard: removed-folder-made-again
 
     def look(self) -> None:
         """What lies in the run now."""
@@ -198,7 +200,7 @@ class Follower(_Ranked):
         if findings:  # what this machine reads: the leader looks for itself
             self._tell(self._event("damaged", newest.id, detail=restore.told(findings)))
         with contextlib.suppress(TierDown):
-            self._ranks.post(self._place(newest, self.rank), not findings)
+            self._ranks.post(self._place(newest, self.rank), not findings)  # guard: follower-reports-findings
             if before is not None:
                 self._ranks.delete([self._place(before, self.rank)])
 

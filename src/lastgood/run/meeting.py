@@ -32,7 +32,7 @@ def meet(posts: Posts, place: str, rank: int, size: int, patience_seconds: float
     """The name of this meeting, the same on all ranks, and never used before. Raises RankFailed and TierDown."""
     if rank != COORDINATOR:
         return _joined(posts, place, rank, 2 * patience_seconds)
-    name = secrets.token_hex(8)
+    name = secrets.token_hex(8)  # guard: unique-rendezvous-name
     try:
         _gather(posts, place, name, range(1, size), patience_seconds)
     except LastgoodError as error:
@@ -58,8 +58,9 @@ def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds
             posts.hear(took, min(left, LOOK * patience_seconds))
             break
         except TimedOut:
-            if left:
+            if left:  # guard: late-rank-awaited
                 continue
+            # guard: absent-ranks-published
             answer(filter(None, map(posts.heard, here)))  # who is here hears who is not
             silent = _missing(posts, here) or _missing(posts, took)
             if not silent:

@@ -176,13 +176,13 @@ def _make(root: str) -> None:
     except FileExistsError:
         # Whoever made it may have died before its name was durable; a folder that we may not open is not of our making.
         with contextlib.suppress(PermissionError):
-            PosixFiles().sync_dir(above)
+            PosixFiles().sync_dir(above)  # guard: existing-run-directory-synced
         return
     except FileNotFoundError:
         _make(above)
         with contextlib.suppress(FileExistsError):
             PosixFiles().make_dir(root)
-    PosixFiles().sync_dir(above)
+    PosixFiles().sync_dir(above)  # guard: new-run-directory-synced
 
 
 def _direct(root: str) -> bool:

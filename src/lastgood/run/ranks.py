@@ -102,7 +102,7 @@ class Ranks(Posts):
     def rewind(self, number: int) -> None:
         """Steps and topics begin again: what was said before reaches nobody any more."""
         with self._lock:
-            self.rewound = number
+            self.rewound = number  # guard: rewind-starts-new-topics
             self._begun.clear()
 
     def topic(self, kind: str, lasting: bool = False) -> Topic:
@@ -117,6 +117,7 @@ class Ranks(Posts):
         """What all ranks come to at `step`: the next try of it."""
         with self._lock:
             begun = self._begun[kind] = [*self._begun.get(kind, ())[1 - REMEMBERED :], step]
+        # guard: topic-named-by-step
         return Topic(self, f"{self.name}/{kind}/{step}/{begun.count(step)}", f"{self.name}/{kind}/begun", tuple(begun))
 
     def agree(self, kind: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -129,7 +130,7 @@ class Ranks(Posts):
             self._verdicts.append(verdict)
             gone, self._verdicts = self._verdicts[:-REMEMBERED], self._verdicts[-REMEMBERED:]
         if gone:
-            self.delete(gone)
+            self.delete(gone)  # guard: old-verdicts-deleted
 
 
 class Topic:
@@ -173,7 +174,7 @@ class Topic:
         try:
             yield
         except BaseException as error:
-            self.fail(error)
+            self.fail(error)  # guard: rank-failure-posted
             raise
 
     def _settle(self, post: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
@@ -198,7 +199,7 @@ class Topic:
             verdict = self._verdict([mine, *(posts[rank] for rank in range(1, ranks.size))], decide)
         except Exception as error:  # a bug, or no memory: nobody waits for it
             self._over = True
-            ranks.post(f"{key}/verdict", told(error))
+            ranks.post(f"{key}/verdict", told(error))  # guard: verdict-failure-posted
             raise
         ranks.post(f"{key}/verdict", verdict)
         ranks.forget(f"{key}/verdict")
@@ -214,7 +215,7 @@ class Topic:
 
         def no_use() -> bool:
             nonlocal elsewhere
-            elsewhere = self._elsewhere(COORDINATOR)
+            elsewhere = self._elsewhere(COORDINATOR)  # guard: coordinator-in-other-step-detected
             return bool(elsewhere) or ranks.left.is_set()
 
         try:
@@ -230,6 +231,7 @@ class Topic:
                 safe=safe,
                 todo="See why that process ended or hangs.",
             ) from None
+        # guard: read-posts-deleted
         ranks.delete([f"{key}/{ranks.rank}"])  # it has been read
         return dict(verdict)
 
@@ -241,7 +243,7 @@ class Topic:
         def no_use() -> bool:
             before = len(found)
             for rank in missing:
-                if elsewhere := self._elsewhere(rank):
+                if elsewhere := self._elsewhere(rank):  # guard: rank-in-other-step-detected
                     found[rank] = {"error": "StepDiffers", "what": elsewhere}
             return len(found) > before or ranks.left.is_set()
 
@@ -263,16 +265,16 @@ class Topic:
         begun = None
         with suppress(TierDown):  # then it is waited for
             begun = self._ranks.brief.heard(f"{self._series}/{rank}") if self._begun else None
-        if begun is None or self._begun[-1] in begun or max(begun) < self._begun[-1]:
+        if begun is None or self._begun[-1] in begun or max(begun) < self._begun[-1]:  # guard: slow-rank-still-awaited
             return ""
         return f"has come to step {max(begun)}, without step {self._begun[-1]}"
 
     def _verdict(self, posts: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         failed = [(rank, post) for rank, post in enumerate(posts) if "error" in post]
-        if failed:
+        if failed:  # guard: one-failure-fails-all
             rank, post = failed[0]
             more = f" (and {len(failed) - 1} more ranks failed)" if len(failed) > 1 else ""
-            return {**post, "what": f"rank {rank}: {post['what']}{more}"}
+            return {**post, "what": f"rank {rank}: {post['what']}{more}"}  # guard: failed-rank-named
         try:
             return {"answer": decide([post["answer"] for post in posts])}
         except LastgoodError as error:

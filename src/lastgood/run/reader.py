@@ -96,7 +96,7 @@ def newest_good(
                     findings = examine(generation) if examine else None
                     misread = str(error) if findings == [] else ""
                 except Unreadable:
-                    if not mend(generation):
+                    if not mend(generation):  # guard: mended-generation-retried
                         raise
                     findings = []
                 if findings is not None and (findings == [] or (not intact(findings) and mend(generation))):
@@ -112,7 +112,7 @@ def newest_good(
         except (Damaged, NotFinite) as error:
             if isinstance(error, NotFinite):
                 unfit[at.step] = [error.tensor]
-            if again or (step is not None and at == choice.candidates[-1]):
+            if again or (step is not None and at == choice.candidates[-1]):  # guard: next-older-after-damage
                 raise
             over.append((at.step, str(error)))
     if not over:
@@ -272,7 +272,7 @@ def disagreeing(tier: Tier, generation: Generation, manifests: Sequence[Manifest
 
 def read_on(one: Reading, stop: Callable[[], bool]) -> list[Finding]:
     """To the end of a reading. Raises Cancelled when `stop()`: it stands where it was; and what a reading raises."""
-    while not stop():
+    while not stop():  # guard: reading-can-be-cancelled
         try:
             next(one)
         except StopIteration as end:

@@ -34,7 +34,7 @@ class Roomy:
             try:
                 return self._tier.create(name, length)
             except NoSpace as error:
-                if not (_is_full(error) and self._make_room(length)):
+                if not (_is_full(error) and self._make_room(length)):  # guard: full-disk-relieved
                     raise
 
     def put_new(self, name: str, data: bytes) -> None:

@@ -102,7 +102,7 @@ class Scrubber:
             raise
         self.close()
         if not intact(findings):
-            self._damaged.add(generation.id)
+            self._damaged.add(generation.id)  # guard: scrub-damage-noted
         return Scrubbed(generation=generation, findings=findings, repaired=repaired, seconds=self._now() - self._begun)
 
     def close(self) -> None:
@@ -116,17 +116,17 @@ class Scrubber:
     def _again(self, at: GenerationId) -> None:
         """Its turn comes again, from the beginning."""
         self.close()
-        self._left.add(at)
-        self._read_at.pop(at, None)
+        self._left.add(at)  # guard: interrupted-scrub-repeated
+        self._read_at.pop(at, None)  # guard: interrupted-scrub-not-counted
 
     def _choose(self, there: Mapping[GenerationId, Generation]) -> Generation | None:
         if self._round_over:
             self._left, self._round_over = set(there), False
-        mine = [one for at, one in there.items() if at in self._left]
+        mine = [one for at, one in there.items() if at in self._left]  # guard: scrub-round-reads-initial-set
         generation = scrub.next_to_read(mine, self._read_at, self._damaged)
         if generation is None:
-            self._round_over = True
-            self._damaged.clear()
+            self._round_over = True  # guard: scrub-round-ends
+            self._damaged.clear()  # guard: scrub-round-forgets-damage
         else:
             self._left.discard(generation.id)
             self._read_at[generation.id] = self._now()
@@ -136,4 +136,4 @@ class Scrubber:
         self._seen += len(data)
         ahead = self._seen / self._rate - (self._now() - self._begun)
         if ahead > 0:
-            self._pause(ahead)
+            self._pause(ahead)  # guard: scrub-pace

@@ -79,14 +79,14 @@ class Disk:
         with self._telling(name), self._still_there(name):
             self._make_folder(_folder(name))
             try:
-                file = self._files.open(path, "new", direct=self._direct)
+                file = self._files.open(path, "new", direct=self._direct)  # gap: after_folder
             except FileExistsError:
                 raise NameTaken(f"{path} exists already", safe="It is untouched.") from None
             upload = DiskUpload(self, file, name, length)
             try:
-                file.reserve(round_up(length))
+                file.reserve(round_up(length))  # guard: blob-space-reserved
             except OSError:
-                upload.abort()
+                upload.abort()  # guard: failed-reserve-aborted
                 raise
             return upload
 
@@ -99,14 +99,14 @@ class Disk:
             self._make_folder(_folder(name))
             if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
                 self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
-                self._sync_folder(_folder(name))
+                self._sync_folder(_folder(name))  # guard: existing-record-name-synced
                 return
-            if not self._atomic:
+            if not self._atomic:  # guard: record-staged-before-link
                 self._create_in_place(path, data)
                 return
             self._write_staged(staged, data)
             try:
-                self._files.link(staged, path)
+                self._files.link(staged, path)  # guard: link-never-overwrites  # gap: before_commit_link
             except OSError as error:
                 if isinstance(error, FileExistsError) or error.errno in _FULL or error.errno in _NO_LINKS:
                     self._drop(staged)  # the outcome is known: it was not linked
@@ -115,21 +115,21 @@ class Disk:
                 if error.errno in _NO_LINKS:
                     self._create_in_place(path, data)
                 else:
-                    self._read_back(path, data, error)
+                    self._read_back(path, data, error)  # guard: unknown-link-read-back
             try:
-                self._sync_folder(_folder(name))
-            except OSError as error:
+                self._sync_folder(_folder(name))  # guard: record-name-synced
+            except OSError as error:  # guard: unsynced-name-is-unknown
                 raise _unknown(path, error) from error
-            self._drop(staged)
+            self._drop(staged)  # guard: staged-record-removed
 
     def point(self, name: str, data: bytes, to: str) -> None:
         """Replace the pointer record `name`, and the symbolic link `latest_ok` beside it, whatever stands there."""
         path, link = self._path(name), self._path(LINK)
         with self._telling(name):
             self._write_staged(path + ".tmp", data)
-            self._rename_over(path + ".tmp", path)
+            self._rename_over(path + ".tmp", path)  # guard: pointer-replaced-by-rename
         with self._telling(LINK):
-            self._remove_if_there(link + ".tmp")
+            self._remove_if_there(link + ".tmp")  # guard: stale-link-removed
             try:
                 self._files.symlink(to, link + ".tmp")
             except OSError as error:
@@ -137,7 +137,7 @@ class Disk:
                     raise
             else:
                 self._rename_over(link + ".tmp", link)
-            self._sync_folder("")
+            self._sync_folder("")  # guard: pointer-name-synced
 
     def replace(self, name: str, by: str) -> None:
         """Put a finished blob in the place of another of its folder, durably."""
@@ -155,6 +155,7 @@ class Disk:
             self._remove_if_there(self._path(name))
             folder = _folder(name)
             try:
+                # guard: removed-name-synced
                 self._sync_folder(folder)  # also when it was gone: whoever removed it may have died before this
             except FileNotFoundError:
                 return
@@ -168,8 +169,8 @@ class Disk:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 return
-            self._settled.discard(folder)
-            self._sync_folder(_folder(folder))
+            self._settled.discard(folder)  # guard: deleted-folder-forgotten
+            self._sync_folder(_folder(folder))  # guard: removed-folder-name-synced
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -199,21 +200,21 @@ class Disk:
                         raise Unreadable(what, blob=extent.blob, offset=extent.offset + got) from error
                     # Direct I/O goes on from a block boundary; less than a block is had only at the end of the file.
                     whole = end - end % BLOCK_BYTES if direct and end < extent.length else end
-                    if whole <= got:
+                    if whole <= got:  # guard: early-end-is-damage
                         raise Truncated(
                             f"{self._path(extent.blob)} ends at {extent.offset + end:,} bytes, "
                             f"before {extent.offset + extent.length:,}",
                             blob=extent.blob,
                             offset=extent.offset + end,
                         )
-                    got = whole
+                    got = whole  # guard: short-read-loop
             finally:
                 file.close()
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _path(self, name: str) -> str:
-        if name.startswith("/") or ".." in name.split("/"):
+        if name.startswith("/") or ".." in name.split("/"):  # guard: name-inside-run
             raise MissingBlob(f"{name!r} is no name inside a run", blob=name)
         return os.path.join(self.place, name) if name else self.place
 
@@ -221,10 +222,10 @@ class Disk:
         if not folder or folder in self._settled:
             return
         self._make_folder(_folder(folder))
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):  # guard: existing-folder-synced
             self._files.make_dir(self._path(folder))
         # Also when it was there: whoever made it may have died before its name was durable.
-        self._sync_folder(_folder(folder))
+        self._sync_folder(_folder(folder))  # guard: new-folder-name-synced
         self._settled.add(folder)
 
     def _sync_folder(self, folder: str) -> None:
@@ -232,11 +233,11 @@ class Disk:
             self._files.sync_dir(self._path(folder))
 
     def _write_staged(self, staged: str, data: bytes) -> None:
-        self._remove_if_there(staged)
+        self._remove_if_there(staged)  # guard: stale-staged-record-removed
         try:
             self._write_whole(staged, data)
         except OSError:
-            self._drop(staged)
+            self._drop(staged)  # guard: failed-staging-removed
             raise
 
     def _create_in_place(self, path: str, data: bytes) -> None:
@@ -249,13 +250,13 @@ class Disk:
             if error.errno in _FULL:
                 self._drop(path)
                 raise
-            raise _unknown(path, error) from error
+            raise _unknown(path, error) from error  # guard: failed-creation-is-unknown
 
     def _write_whole(self, path: str, data: bytes) -> None:
         file = self._files.open(path, "new")
         try:
             _write_all(file, memoryview(data), 0)
-            if self._syncs_files:
+            if self._syncs_files:  # guard: record-content-synced
                 file.sync()
         finally:
             file.close()
@@ -266,11 +267,11 @@ class Disk:
         with contextlib.suppress(OSError):
             file = self._files.open(path, "read")
             try:
-                found, buffer = 0, memoryview(bytearray(len(data) + 1))
-                while (count := file.read_into(buffer[found:], found)) > 0:
+                found, buffer = 0, memoryview(bytearray(len(data) + 1))  # guard: read-back-past-end
+                while (count := file.read_into(buffer[found:], found)) > 0:  # guard: read-back-loop
                     found += count
-                if buffer[:found] == data:
-                    if self._syncs_files:
+                if buffer[:found] == data:  # guard: read-back-compares
+                    if self._syncs_files:  # guard: found-record-synced
                         file.sync()  # whoever created it in place may have died before this
                     same = True
             finally:
@@ -279,7 +280,7 @@ class Disk:
             return
         if isinstance(error, FileExistsError):
             raise NameTaken(f"{path} exists already with other bytes", safe="It is untouched.") from error
-        raise _unknown(path, error) from error
+        raise _unknown(path, error) from error  # guard: unknown-outcome-deletes-nothing
 
     def _rename_over(self, staged: str, path: str) -> None:
         """Give `staged` the name `path`. A folder that stands there is renamed, never deleted: it may be the only copy.
@@ -376,18 +377,18 @@ class DiskUpload:
     def finish(self) -> None:
         """Cut the padded tail, then make content and length durable; the name follows with the folder's next record."""
         with self._disk._telling(self._name):
-            self._file.resize(self._length)
-            if self._disk._syncs_files:
+            self._file.resize(self._length)  # guard: padded-tail-cut
+            if self._disk._syncs_files:  # guard: blob-content-synced
                 self._file.sync()
             self._close()
 
     def abort(self) -> None:
         self._close()
-        self._disk._drop(self._disk._path(self._name))
+        self._disk._drop(self._disk._path(self._name))  # guard: abort-removes-blob
         folder = _folder(self._name)
         if "/" in folder and not self._disk._shared:  # it goes too when this was all it held
-            self._disk._drop(self._disk._path(folder))
-            self._disk._settled.discard(folder)
+            self._disk._drop(self._disk._path(folder))  # guard: abort-removes-folder
+            self._disk._settled.discard(folder)  # guard: aborted-folder-forgotten
 
     def _close(self) -> None:
         if self._open:
@@ -398,16 +399,18 @@ class DiskUpload:
 def _write_all(file: File, mv: memoryview, offset: int) -> None:
     """Write every byte: a write may take fewer than it was given."""
     done = 0
-    while done < len(mv):
+    while done < len(mv):  # guard: short-write-loop
         count = file.write_at(mv[done:], offset + done)
         # Direct I/O goes on from a block boundary; the last, partial block of what was taken is written again.
+        # guard: short-write-keeps-alignment
         whole = count if count == len(mv) - done else count - count % BLOCK_BYTES or count
-        if whole <= 0:
+        if whole <= 0:  # guard: zero-write-is-error
             raise OSError(errno.EIO, "the file takes no more bytes")
-        done += whole
+        done += whole  # guard: short-write-counted
 
 
 def _takes_direct(mv: memoryview, length: int) -> bool:
+    # guard: direct-io-needs-alignment
     return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % BLOCK_BYTES == 0
 
 

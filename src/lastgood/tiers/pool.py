@@ -43,11 +43,11 @@ class Pool:
 
     def write(self, slot: int, file: File, mv: memoryview, offset: int) -> None:
         """All of `mv`. A slot where that failed is made anew before it is used: through a mapping a write is a sync."""
-        with self._spoiling(slot):
+        with self._spoiling(slot):  # guard: failed-write-spoils-slot
             _write_all(file, mv, offset)
 
     def sync(self, slot: int, file: File) -> None:
-        with self._spoiling(slot):
+        with self._spoiling(slot):  # guard: failed-sync-spoils-slot
             file.sync()
 
     def need_sound(self, slot: int) -> None:
@@ -70,7 +70,7 @@ class Pool:
         try:
             for slot in slots:
                 had = there.get(slot)
-                if slot in self._spoiled and had is not None:
+                if slot in self._spoiled and had is not None:  # guard: spoiled-slot-replaced
                     self._files.remove(self._path(slot))
                     had = None
                 self._spoiled.discard(slot)
@@ -80,15 +80,17 @@ class Pool:
                     grown.append((slot, self.open(slot), had))
                 else:
                     continue
-                grown[-1][1].reserve(need_bytes)
+                grown[-1][1].reserve(need_bytes)  # guard: slot-space-reserved
             for _, file, had in grown:
-                self._fill(file, had or 0, need_bytes)
-                file.sync()
-            self._files.sync_dir(self._home)
+                self._fill(file, had or 0, need_bytes)  # guard: slot-zeroed-before-use
+                file.sync()  # guard: new-slot-synced
+            self._files.sync_dir(self._home)  # guard: slot-names-synced
         except OSError:
             for slot, file, had in grown:
                 with contextlib.suppress(OSError):  # as far as possible: it holds nothing
+                    # guard: failed-growth-undone
                     self._files.remove(self._path(slot)) if had is None else file.resize(had)
+                # guard: failed-growth-spoils-slot
                 self._spoiled.add(slot)  # what stays of it may have no durable name
             raise
         finally:

@@ -105,7 +105,7 @@ class Slots:
         folder, file = place
         with self._disk._telling(name), self._lock:
             kept, draft = self._own().find(folder), self._drafts.get(folder)
-            if kept is not None or (draft and file in draft.extents):
+            if kept is not None or (draft and file in draft.extents):  # guard: draft-name-unique
                 raise NameTaken(
                     f"{self.place}/{name} exists already, or its folder is committed", safe="It is untouched."
                 )
@@ -153,11 +153,13 @@ class Slots:
             table = self._own()
             kept, draft = table.find(folder), self._drafts.get(folder)
             if draft is not None:
+                # guard: uncleared-commit-is-doubtful
                 draft.doubtful |= file == self._commit  # it is given up, and should the rest of that fail
                 self._forget(folder, draft, file)
             if kept is not None and (file in kept.extents or file in kept.records):
                 rest = kept.without(file)
                 gone = file == self._commit or not (rest.extents or rest.records)
+                # guard: deleted-commit-gone-at-once
                 self._settle(tuple(rest if one is kept else one for one in table.kept if one is not kept or not gone))
             elif len(self._tables.possible) > 1:
                 self._settle(table.kept)
@@ -167,7 +169,7 @@ class Slots:
         with self._disk._telling(TABLE), self._lock:
             for folder in [*self._drafts]:
                 self._drop(folder)
-            if self._owned and self._pointed() != self._tables.newest.pointers:
+            if self._owned and self._pointed() != self._tables.newest.pointers:  # guard: pointers-written-at-close
                 self._settle(self._tables.newest.kept)
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ class Slots:
             self._disk.read_into(extent, mv, fresh=fresh)
             return
         length = len(found) if isinstance(found, bytes) else found[2]
-        if extent.offset + extent.length > length:
+        if extent.offset + extent.length > length:  # guard: read-within-file-length
             raise Truncated(
                 f"{self.place}/{extent.blob} ends at {length:,} bytes, before {extent.offset + extent.length:,}",
                 blob=extent.blob,
@@ -228,6 +230,7 @@ class Slots:
         found: dict[str, int | None] = {file: len(data) for file, data in kept.records.items()}
         there = self._pool.lengths().get(kept.slot)
         if there is not None:  # what is cut off of a slot is missed by its length, as in any file
+            # guard: truncated-slot-shortens-file
             found |= {file: max(0, min(length, there - start)) for file, (start, length) in kept.extents.items()}
         return found
 
@@ -257,7 +260,7 @@ class Slots:
 
     def _found(self) -> Table:
         table = self._tables.look()
-        if table is None and self._pool.lengths():
+        if table is None and self._pool.lengths():  # guard: missing-table-is-damage
             raise MissingBlob(f"{self.place}/{TABLE} is gone: what the slots hold is not known any more", blob=TABLE)
         return table or Table()
 
@@ -289,11 +292,12 @@ class Slots:
     def _pointed(self, kept: tuple[Kept, ...] | None = None) -> dict[str, Pointer]:
         """Pointers to what is there: they go with it."""
         there = {f"gen/{one.folder}" for one in (self._tables.newest.kept if kept is None else kept)}
+        # guard: pointer-deleted-with-target
         return {name: one for name, one in self._pointers.items() if one.to in there}
 
     def _publish(self, folder: str, draft: _Draft | None, data: bytes) -> None:
         """Name a folder's slot in the table: flush 2."""
-        if draft and draft.dirty:
+        if draft and draft.dirty:  # guard: content-synced-before-table
             self._flush(draft)
         slot, extents = (draft.slot, draft.extents) if draft else (NO_SLOT, {})
         one = Kept(folder, slot, dict(extents), {self._commit: data})
@@ -301,7 +305,7 @@ class Slots:
             self._record((*self._spare(self._tables.newest.kept), one))  # <- it exists after this line
         except (CommitUnknown, OSError):
             if draft:
-                draft.doubtful = True
+                draft.doubtful = True  # guard: failed-commit-keeps-slot
             raise
         if draft:
             self._drop(folder)
@@ -314,11 +318,13 @@ class Slots:
             if len(self._tables.possible) > 1:
                 self._settle(table.kept)
             return
+        # guard: verified-mark-written-at-once
         self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))
 
     def _spare(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
         """What stays beside a new commit: the newest verified one; while none is, the newest that may yet be good."""
-        good = [one for one in kept if self._bad.isdisjoint(one.records)]
+        good = [one for one in kept if self._bad.isdisjoint(one.records)]  # guard: undamaged-slot-kept
+        # guard: newest-verified-slot-kept
         return tuple([one for one in good if self._verified in one.records][-1:] or good[-1:])
 
     # ---- folders that are not committed --------------------------------------------------------------------
@@ -328,9 +334,9 @@ class Slots:
         free = self._free()
         if not free:
             # A slot whose commit failed waits for nobody: once that commit surely is not, the slot is free.
-            if len(self._tables.possible) > 1:
+            if len(self._tables.possible) > 1:  # guard: doubt-settled-when-full
                 self._settle(self._tables.newest.kept)
-            for one in [name for name, draft in self._drafts.items() if draft.doubtful]:
+            for one in [name for name, draft in self._drafts.items() if draft.doubtful]:  # guard: doubtful-slot-freed
                 self._drop(one)
             free = self._free()
         if not free:
@@ -344,8 +350,8 @@ class Slots:
         return draft
 
     def _free(self) -> builtins.list[int]:
-        taken = {one.slot for table in self._tables.possible for one in table.kept}
-        taken |= {draft.slot for draft in self._drafts.values()}
+        taken = {one.slot for table in self._tables.possible for one in table.kept}  # guard: possible-tables-hold-slots
+        taken |= {draft.slot for draft in self._drafts.values()}  # guard: drafts-hold-slots
         return [slot for slot in range(self._in_flight + 2) if slot not in taken]
 
     def _extend(self, folder: str, draft: _Draft, file: str, length: int, spare_bytes: int) -> tuple[File, int]:
@@ -373,14 +379,14 @@ class Slots:
             slot, start = self._extend(folder, draft, file, len(data), 0)
         try:
             self._pool.write(draft.slot, slot, aligned(data)[: round_up(len(data))], start)
-            self._flush(draft)
+            self._flush(draft)  # guard: slot-record-synced
         except OSError:
-            with self._lock:
+            with self._lock:  # guard: failed-record-forgotten
                 self._forget(folder, draft, file)
             raise
 
     def _flush(self, draft: _Draft) -> None:
-        self._pool.need_sound(draft.slot)
+        self._pool.need_sound(draft.slot)  # guard: spoiled-slot-not-synced
         self._pool.sync(draft.slot, draft.files[-1])
         draft.dirty = False
 
@@ -399,7 +405,7 @@ class Slots:
         if length == len(data):
             there = bytearray(length)
             self.read_into(Extent(blob=name, offset=0, length=length), memoryview(there))
-            if there == data:
+            if there == data:  # guard: same-name-same-bytes
                 return
         raise NameTaken(f"{self.place}/{name} exists already with other bytes", safe="It is untouched.")
 
@@ -423,7 +429,7 @@ class SlotUpload:
     def abort(self) -> None:
         with self._slots._lock:
             if self._draft.extents.get(self._file) == self._extent:
-                self._slots._forget(self._folder, self._draft, self._file)
+                self._slots._forget(self._folder, self._draft, self._file)  # guard: aborted-file-forgotten
 
 
 @contextlib.contextmanager

@@ -93,7 +93,7 @@ def encode(table: Table, sequence: int) -> bytes:
 def body_bytes(head: bytes, room: int) -> int | None:
     """How long the body behind this envelope is; None where it is no envelope, or does not fit into `room`."""
     magic, _, _, _, length, _ = ENVELOPE.unpack_from(head)
-    fits = magic == MAGIC and length <= min(room - ENVELOPE.size, RECORD_LIMIT_BYTES)
+    fits = magic == MAGIC and length <= min(room - ENVELOPE.size, RECORD_LIMIT_BYTES)  # guard: table-record-length
     return length if fits else None
 
 
@@ -101,14 +101,14 @@ def whole(data: bytes) -> Record | None:
     """The record in these bytes; None where they are torn, garbage or zero."""
     _, version, _, sequence, _, told = ENVELOPE.unpack_from(data)
     body = data[ENVELOPE.size :]
-    if bytes.fromhex(digest("xxh3_128", data[:_CHECKED], body)) != told:
+    if bytes.fromhex(digest("xxh3_128", data[:_CHECKED], body)) != told:  # guard: table-record-digest
         return None
     return Record(sequence, version, body)
 
 
 def decode(record: Record, where: str) -> Table:
     """The table in a whole record. Raises UnknownFormat, ManifestInvalid."""
-    if record.version > VERSION:
+    if record.version > VERSION:  # guard: newer-table-version-refused
         raise UnknownFormat(
             f"{where} has version {record.version}; this version reads up to {VERSION}",
             safe="Nothing was changed.",
@@ -125,15 +125,16 @@ def decode(record: Record, where: str) -> Table:
 
     folders, slots = set[str](), set[int]()
     for one in table.kept:
-        need(one.folder not in folders, f"{one.folder!r} stands twice")
-        need(one.slot not in slots, f"slot {one.slot} is given twice")
+        need(one.folder not in folders, f"{one.folder!r} stands twice")  # guard: table-folder-unique
+        need(one.slot not in slots, f"slot {one.slot} is given twice")  # guard: table-slot-unique
         need(
             NO_SLOT < one.slot < SLOT_LIMIT or (not one.extents and one.slot == NO_SLOT), f"there is no slot {one.slot}"
         )
+        # guard: table-file-unique
         need(not one.extents.keys() & one.records.keys(), f"{one.folder!r} holds a file twice")
         for file, (offset, length) in one.extents.items():
             fits = offset >= 0 <= length and offset + length <= SLOT_LIMIT_BYTES and not offset % BLOCK_BYTES
-            need(fits, f"{file!r} at {offset:,}, {length:,} bytes long")
+            need(fits, f"{file!r} at {offset:,}, {length:,} bytes long")  # guard: table-extents-in-range
         folders.add(one.folder)
         slots |= {one.slot} - {NO_SLOT}
     return table

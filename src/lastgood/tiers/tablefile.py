@@ -51,22 +51,22 @@ class TableFile:
         """Make durable what is found, before anything may rest on it."""
         found = self._newest_record()
         if found:
-            self._sequence, self.newest = found.sequence, decode(found, self._path)
+            self._sequence, self.newest = found.sequence, decode(found, self._path)  # guard: table-sequence-continues
         self.possible = [self.newest]
-        self.write(self.newest)
+        self.write(self.newest)  # guard: found-table-made-durable
 
     def write(self, table: Table) -> None:
         """Make `table` the newest durable one. Raises OSError where it surely is not, CommitUnknown where it may be."""
-        self._sequence += 1
+        self._sequence += 1  # guard: table-sequence-ascends
         data = encode(table, self._sequence)
-        area_is_safe = len(self.possible) == 1 and len(data) <= self._area_bytes
+        area_is_safe = len(self.possible) == 1 and len(data) <= self._area_bytes  # guard: table-area-is-safe
         try:
             if area_is_safe:
                 self._overwrite(table, data)
             else:
                 self._replace(table, data)
         except OSError as error:
-            if self.possible[-1] is table and error.errno not in _FULL:
+            if self.possible[-1] is table and error.errno not in _FULL:  # guard: table-outcome-unknown
                 raise CommitUnknown(
                     f"{self._path}: {error.strerror or error}; it may or may not have become durable",
                     safe="Nothing was deleted, and nothing of it is overwritten.",
@@ -80,23 +80,23 @@ class TableFile:
     def _overwrite(self, table: Table, data: bytes) -> None:
         file = self._files.open(self._path, "write", direct=self._direct)
         try:
-            self.possible.append(table)
+            self.possible.append(table)  # guard: overwritten-table-possible
             page, at = aligned(data), self._area * self._area_bytes
             if file.write_at(page, at) < len(page):  # what was taken may be the whole record: the rest is padding
-                _settled(lambda: _write_all(file, page, at))
-            _settled(file.sync)
+                _settled(lambda: _write_all(file, page, at))  # guard: partial-table-write-unknown
+            _settled(file.sync)  # guard: table-content-synced
         finally:
             file.close()
-        self._area = 1 - self._area
+        self._area = 1 - self._area  # guard: table-areas-alternate
 
     def _replace(self, table: Table, data: bytes) -> None:
         area = area_bytes(len(data), AREA_BYTES)
         staged = f"{self._path}.tmp"
         self._disk._write_staged(staged, data + bytes(2 * area - len(data)))
-        self.possible.append(table)
+        self.possible.append(table)  # guard: replaced-table-possible
         self._files.rename(staged, self._path)
-        _settled(lambda: self._files.sync_dir(self._path.rpartition("/")[0]))
-        self._area_bytes, self._area = area, 1
+        _settled(lambda: self._files.sync_dir(self._path.rpartition("/")[0]))  # guard: table-name-synced
+        self._area_bytes, self._area = area, 1  # guard: new-table-file-next-area
 
     def _newest_record(self) -> Record | None:
         folder, _, name = self._path.rpartition("/")
@@ -110,8 +110,8 @@ class TableFile:
             area = (names[name] or 0) // 2 // BLOCK_BYTES * BLOCK_BYTES
             found = [one for at in (0, area) if (one := self._record_at(at, area))]
             if found:
-                return max(found, key=lambda one: one.sequence)
-        raise SumMismatch(
+                return max(found, key=lambda one: one.sequence)  # guard: newest-table-record-wins
+        raise SumMismatch(  # guard: damaged-table-refused
             f"both records of {self._path} are damaged: what the slots beside it hold is not known any more",
             blob=self._path,
             safe="Nothing was changed.",
@@ -142,7 +142,7 @@ def _settled(call: Callable[[], None]) -> None:
     try:
         call()
     except OSError as error:
-        raise OSError(errno.EIO, error.strerror) from error
+        raise OSError(errno.EIO, error.strerror) from error  # guard: sync-without-space-is-unknown
 
 
 def aligned(data: bytes) -> memoryview:

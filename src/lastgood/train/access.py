@@ -144,7 +144,7 @@ def load_once(
         check_state(state)
     patterns = Patterns(include, exclude)
     if include and not any(matches(one, ["rng"]) or one.startswith("rng.") for one in include):
-        exclude = [*exclude, "rng"]
+        exclude = [*exclude, "rng"]  # guard: generators-loaded-only-if-named
     everything = Everything(include, exclude)
     request = everything if state is None else Request(state, strict, rename, include, exclude, patterns, partial=True)
     tier = places.for_reading(path)

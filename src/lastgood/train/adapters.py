@@ -92,15 +92,15 @@ class Watch:
         complete = any(isinstance(one, Adapters) for one in objects.values())
         for path, module in objects.items():
             layers = [*_layers(module)] if isinstance(module, nn.Module) else []
-            if found := _merged(layers):
+            if found := _merged(layers):  # guard: merged-adapters-refused-on-save
                 remedy = "Save before merge_adapter(), after unmerge_adapter(), or what merge_and_unload() returned"
                 raise refusal(path, f"has adapters merged into its weights ({found})", remedy)
             if complete or not layers:
                 continue
-            if rank_allocator(module) is not None:
+            if rank_allocator(module) is not None:  # guard: adalora-needs-rank-allocator
                 raise refusal(path, "is an AdaLoRA model, whose importance of ranks is not in its weights", _REMEDY)
             active = {name for layer in layers for name in layer.active_adapters}
-            if active != self._active.setdefault(path, active):
+            if active != self._active.setdefault(path, active):  # guard: active-adapter-change-stored
                 what = "has other active adapters than in its first save, and no restore would activate them"
                 raise refusal(path, what, _REMEDY)
 

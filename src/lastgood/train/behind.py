@@ -64,6 +64,7 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
             return
         name = at.get(tensor.data_ptr())
+        # guard: objects-own-tensors-cloned
         if name is None or captured.origins[name] is Origin.OTHER or name in found or not watchable(tensor):
             return
         if tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype:
@@ -71,7 +72,7 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
 
     for module in modules_of(state).values():
         for part in module.modules():
-            moves |= is_fsdp1(part)
+            moves |= is_fsdp1(part)  # guard: fsdp1-waits-for-copy
             for key, parameter in part._parameters.items():
                 note(part._parameters, key, parameter)
     for optimizer in captured.optimizers:

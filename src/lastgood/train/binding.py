@@ -250,6 +250,7 @@ class Binder:
             if home is None and why:
                 self._differs(path, why)
                 return _stays(live)
+            # guard: live-memory-order-must-match
             fits = (live.device, tensors.order(live)) == (making.device, making.order)
             if not why and (home is None or (fits and self._is_free(live, ref.name))):
                 self._write(live, ref.name, path)
@@ -389,7 +390,7 @@ class Binder:
 
     def _module(self, live: nn.Module, extra: dict[str, Any], path: str) -> Put:
         """Its own tensors in place; what its state_dict computes or adds goes back through its load_state_dict."""
-        if found := adapters.merged(live):
+        if found := adapters.merged(live):  # guard: merged-adapters-refused-on-load
             self._differs(path, f"adapters are merged into its weights here ({found}): call unmerge_adapter() before")
             return _stays(live)
         extra = {self._rename(name): saved for name, saved in extra.items()}
@@ -512,6 +513,7 @@ class Binder:
             alike = shape == tuple(parameter.shape)
             scalar = shape == () and ref.device.type == "cpu"
             device = ref.device if scalar and not held and (accelerated or path.endswith(".step")) else parameter.device
+            # guard: new-state-memory-order
             memory = tensors.order(parameter) if alike and ref.order == order else ref.order
             return Making(device, memory, parameter if alike and shards.is_sharded(parameter) else None)
 

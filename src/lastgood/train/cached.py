@@ -249,11 +249,12 @@ class Part:
         kept = flat.slots if self._kept is None else list(compress(flat.slots, self._kept))
         same = all(self._same(kept[at : at + _BLOCK], at) for at in range(0, len(kept), _BLOCK))
         same = same and all(map(operator.eq, map(_shape, flat.told), self._told))
+        # guard: plan-compares-parameter-strides
         return kept if same and all(map(operator.eq, map(_stride, flat.told), self._told_strides)) else None
 
     def _same(self, block: list[torch.Tensor], at: int) -> bool:
         to = slice(at, at + len(block))
-        return (
+        return (  # guard: plan-compares-strides
             not any(map(_nested, block))
             and set(map(_layout, block)) == {torch.strided}
             and list(map(_dtype, block)) == self._dtypes[to]

@@ -203,7 +203,7 @@ def _in_order(tensor: torch.Tensor, tree: dict[str, Any]) -> dict[str, Any]:
 def _described(one: Member) -> list[Any]:
     """Name and shape of an optimizer's parameter, and its memory order where that is not row-major."""
     order = tensors.order(one.parameter)
-    return [one.qualified, [*one.parameter.shape], *([[*order]] if order else [])]
+    return [one.qualified, [*one.parameter.shape], *([[*order]] if order else [])]  # guard: parameter-order-stored
 
 
 class _Walk:

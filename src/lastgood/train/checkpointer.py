@@ -163,7 +163,7 @@ class Checkpointer:
             save_on_exit=save_on_exit,
             durable_within_seconds=durable_within_seconds,
         )
-        require_live(state)
+        require_live(state)  # guard: state-dict-snapshots-refused
         require_group()
         several = among_ranks()
         options.check_place(places.in_slots(path), several)
@@ -293,12 +293,13 @@ class Checkpointer:
             run.point()
         self._behind.note_latest()
         self._last, self._advanced, self._resumed = None, found.step, found.step
+        # guard: rewind-durable-at-once
         alone = self._ranks is None and found.generation is not None and run.resumes_at(found.generation.id)
         self._restored = found.generation if alone else None
         self._behind.outcomes.restored(found.step if found.generation else None)
         self._looked, self._version = found.generation is not None, version(self._request.state)
         for one in samplers_in(self._request.state):
-            one.restart_after(found.step)
+            one.restart_after(found.step)  # guard: sampler-restarts-after-restore
         self._count_steps(found.step)
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
@@ -383,7 +384,7 @@ class Checkpointer:
             return None
         with contextlib.suppress(Damaged):  # it cannot be compared any more: the step is written anew
             manifest = commit.read_manifest(self._behind.run.tier, generation)
-            if is_same(self._cutter.captured(self._request.state), manifest):
+            if is_same(self._cutter.captured(self._request.state), manifest):  # guard: unchanged-restore-not-rewritten
                 return Save.of(generation)
         return None
 
@@ -441,7 +442,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is None:
             try:
-                self._save_last()
+                self._save_last()  # guard: newest-step-saved-on-exit
             finally:
                 self.close()
             return
@@ -540,10 +541,11 @@ class Checkpointer:
         topic, run = ranks.topic("restore", lasting=True), self._behind.run
         with topic.failing():
             self.wait()
+            # guard: restore-counted-by-coordinator
             ranks.rewind(topic.agree(ranks.rewound, lambda told: 1 + max(told)))
             seen = topic.agree(None, lambda _: run.seen() if isinstance(run, Leader) else None)
             if isinstance(run, Follower):
-                run.see(seen)
+                run.see(seen)  # guard: followers-adopt-survey
             topic.agree(None, lambda _: None)
 
     def _look(self) -> None:
@@ -590,7 +592,7 @@ class Checkpointer:
             pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
             options = {**cut.options, "milestone": milestone, "metrics": metrics, "together": topic}
             started = True
-            here = not cut.overlapped
+            here = not cut.overlapped  # guard: blocking-save-waits-for-copy
             self._behind.start(save, at, cut.images, cut.snapshot.fill, cut.approve, cut.arena, pinned, here, options)
             if cut.overlapped:
                 self._cutter.begun(cut)
@@ -600,7 +602,7 @@ class Checkpointer:
             raise
         finally:
             self._busy = False
-            if not started:
+            if not started:  # guard: unstarted-save-frees-place
                 self._behind.leave(n, topic, sys.exc_info()[1])
         now = time.monotonic()
         save.stall_seconds, self._last = waited + now - begun, save
@@ -636,8 +638,8 @@ class Checkpointer:
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
         begun = time.monotonic()
-        skips = full is not False and self._options.when_full == "skip" and not must
-        if skips or not self._behind.admit(patience_seconds):
+        skips = full is not False and self._options.when_full == "skip" and not must  # guard: manual-save-not-skipped
+        if skips or not self._behind.admit(patience_seconds):  # guard: due-save-skipped-when-full
             self._tell("skipped", n)
             return None
         waited = time.monotonic() - begun
@@ -661,7 +663,7 @@ class Checkpointer:
                 todo="Give ascending steps, over all epochs; to go back, restore(step=...) first.",
             )
         if self._unknown:
-            self._behind.run.require_restored()
+            self._behind.run.require_restored()  # guard: forgotten-restore-refused
             self._unknown = False
             state_bytes = self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
             if state_bytes is not None:
@@ -680,7 +682,7 @@ class Checkpointer:
         try:
             with topic.failing():
                 attempt()
-            topic.agree(None, lambda _: None)
+            topic.agree(None, lambda _: None)  # guard: all-ranks-load-or-none
         finally:
             self._loading = None
 
@@ -697,7 +699,7 @@ class Checkpointer:
             return False
         here = machine()
         wanted = self._loading.agree((generation.root, here, wanted_bytes), _wanted_bytes)
-        return bool(wanted[here] > SHARED * generation.bytes)
+        return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
 
     def _examine(self, generation: Generation) -> list[Finding]:
         """All of it is read again; by several ranks, each a part of the files."""
@@ -732,7 +734,7 @@ class Checkpointer:
         self._note_fence()
         outcomes = self._behind.outcomes
         error = outcomes.report(raises=self._options.on_error == "raise")
-        if outcomes.torn_row >= TORN_LIMIT and self._cutter.stop_overlapping():
+        if outcomes.torn_row >= TORN_LIMIT and self._cutter.stop_overlapping():  # guard: repeated-tears-block
             reporting.warning(
                 f"{TORN_LIMIT} saves in a row were torn: from now on the state is copied while the loop waits"
             )
@@ -777,7 +779,7 @@ class Checkpointer:
 
 def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
     """Of one generation, by machine."""
-    if len({root for root, _, _ in told}) > 1:
+    if len({root for root, _, _ in told}) > 1:  # guard: ranks-load-one-generation
         raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
     wanted: Counter[str] = Counter()
     for _, at, size in told:

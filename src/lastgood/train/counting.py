@@ -36,8 +36,8 @@ def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks:
     """
     samplers = {id(one): one for one in samplers_in(state)}.values()
     read = [one for one in samplers if not one.is_unread_at(step)]
-    if samplers and not read and first and rank == 0:
+    if samplers and not read and first and rank == 0:  # guard: unread-sampler-reported
         reporting.threat(f"step {step}: {_UNREAD}")
     for one in samplers:
-        if not read or one in read or one.world_size < ranks:
+        if not read or one in read or one.world_size < ranks:  # guard: idle-sampler-stands-still
             one.advance_to(step, previous)

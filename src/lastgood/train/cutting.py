@@ -133,7 +133,7 @@ class Cutter:
         watch = self._watched(plan, bearers) if bearers is not None else None
         at_once: Collection[str] = ()
         if bearers is not None:
-            at_once = (
+            at_once = (  # guard: forward-buffers-cloned
                 tensors.keys() - bearers.keys()
                 if plan.division is None
                 else {item.tensor.key for item in plan.division.mine if item.name not in bearers}
@@ -144,7 +144,7 @@ class Cutter:
 
         def approve(pieces: Sequence[Piece]) -> Files:
             wrong = {one.name for one in pieces if one.key in digests and digests[one.key] != one.digest}
-            if wrong:
+            if wrong:  # guard: full-check-compares
                 raise staging.torn_error(wrong)
             return agreed(pieces) if agreed else ()
 
@@ -181,7 +181,7 @@ class Cutter:
         """
         if stored is None and self._exempt is not None:
             return
-        self._exempt, self._plan = masks(state, stored), None
+        self._exempt, self._plan = masks(state, stored), None  # guard: exemption-follows-restore
 
     def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> int | None:
         """What can be known before the first save: whether all of the state can be stored; `Patterns.require`.
@@ -192,7 +192,7 @@ class Cutter:
         """
         if self._together is None:
             captured = require_storable(self._capture, state)
-            patterns.require(state)
+            patterns.require(state)  # guard: patterns-checked-at-first-step
             return sum(image.length for image in staging.lay_out(captured.tensors))
         with self._together.topic() as topic:
             captured = require_storable(self._capture, state)
@@ -205,7 +205,7 @@ class Cutter:
 
     def begun(self, cut: Cut) -> None:
         """The copy is on its way: no update goes before it."""
-        self.fence.add(cut.snapshot)
+        self.fence.add(cut.snapshot)  # guard: snapshot-holds-update
 
     def interrupted(self) -> None:
         """Ctrl-C came from anywhere: a chunk may have been in hand, and be lost to the arena."""
@@ -243,6 +243,7 @@ class Cutter:
             )
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
         division = self._together.divided(captured, must, topic) if self._together and topic else None
+        # guard: stale-layout-rebuilt
         if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
             if self._together and division:
                 files = lay_out([item.tensor for item in division.mine], self._together.rank)
@@ -265,17 +266,18 @@ class Cutter:
             self._wanted is None and sum(one.length for one in plan.images) <= SMALL_BYTES
         ):
             return None
+        # guard: stale-bearers-refreshed
         if plan.behind is None or plan.found_in is not captured.origins or not plan.behind.holds(captured):
             plan.behind, plan.found_in = behind.find(state, captured), captured.origins
         found = plan.behind
-        if self._wanted is None and not (found.hookable and captured.optimizers):
+        if self._wanted is None and not (found.hookable and captured.optimizers):  # guard: no-hook-no-overlap
             self.note = FSDP1_NOTE if found.moves else ""
             return None
         if self._torn_check == "full" and on_device:
             return None
-        if captured.optimizers and found.beside_trained_bytes <= staging.SIDE_BYTES:
+        if captured.optimizers and found.beside_trained_bytes <= staging.SIDE_BYTES:  # guard: averages-cloned
             return found.trained
-        return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None
+        return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None  # guard: large-averages-not-cloned
 
     def _watched(self, plan: _Plan, bearers: Mapping[str, torn.Bearer]) -> torn.Watch:
         if plan.watch is None or plan.watch.bearers is not bearers:

@@ -56,7 +56,7 @@ def described(captured: Captured) -> str:
         spread = captured.sharded.get(name)
         shape, mesh = (spread.shape, spread.mesh) if spread else (tuple(one.shape), ())
         told.update(f"{name}|{one.dtype}|{shape}|{mesh}\n".encode())
-    for alias, name in captured.aliases.items():
+    for alias, name in captured.aliases.items():  # guard: aliases-in-structure
         told.update(f"{alias} = {name}\n".encode())
     return told.hexdigest()
 
@@ -91,12 +91,13 @@ def divide(
         whole = spread.shape if spread else tuple(one.shape)
         group = _holders(spread, homes[name])
         if spread and not box.elements:  # this rank holds nothing of it
+            # guard: empty-shard-recorded-once
             if 0 in whole and rank == min(_holders(None, homes[name])):  # nobody does: one rank records its shape
                 mine.append(_item(captured, name, everything(whole), whole, everything(whole), name in finite))
             continue
         if len(group) == 1:
             mine.append(_item(captured, name, box, whole, box, name in finite))
-        elif name == "rng" or name.startswith("rng.") or name in own:
+        elif name == "rng" or name.startswith("rng.") or name in own:  # guard: random-generators-per-rank
             mine.append(_item(captured, name, box, whole, box, name in finite, own=rank != group[0]))
         else:
             groups[group].append((name, box, whole))

@@ -21,6 +21,7 @@ def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
     for name, _, wants_grad in _parameters(state):
         stored = captured.aliases.get(name, name)
         trains[stored] = trains.get(stored, False) or wants_grad
+    # guard: trained-parameters-not-exempt
     return frozenset(name for name in trains if not trains[name] and captured.origins.get(name) is Origin.PARAMETER)
 
 
@@ -58,7 +59,7 @@ def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, b
 
 
 def _parts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    if not flattened.is_flattenable(tensor):
+    if not flattened.is_flattenable(tensor):  # guard: frozen-subclass-inner-tensors
         yield name, tensor
         return
     for inner, part in flattened.inner_tensors(tensor).items():

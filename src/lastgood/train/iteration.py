@@ -31,7 +31,7 @@ class Iteration:
 
     def require_live(self) -> None:
         """Raises Refused once it is over."""
-        if self.stale:
+        if self.stale:  # guard: stale-iteration-refused
             raise Refused(
                 f"this iteration over epoch {self.epoch} is over: {self.stale} since it began",
                 safe="The cursor is where the load, or the newer iteration, has put it.",
@@ -68,7 +68,7 @@ def require_batch_sampler(sampler: object, caller: FrameType | None) -> None:
         if not isinstance(one, BatchSampler) or getattr(one, "sampler", None) is not sampler:
             continue  # a subclass need not have these attributes: accelerate's wrap the sampler, and yield as it does
         several = getattr(one, "batch_size", None) or 1
-        if several > 1:
+        if several > 1:  # guard: sampler-argument-refused
             raise Refused(
                 f"a DataLoader has this sampler as sampler=, with batch_size={several}: the sampler yields "
                 f"whole batches, so each batch of that loader holds {several} of them, and a step counts one",

@@ -76,7 +76,7 @@ class Request:
     exclude: Sequence[str] = ()
     patterns: Patterns = field(default_factory=Patterns)
     """which of the two have matched no name so far"""
-    partial: bool = False
+    partial: bool = False  # guard: restore-is-never-partial
     """whether the state may lack top-level entries that the generation has"""
 
     def __post_init__(self) -> None:
@@ -154,6 +154,7 @@ def load_into(
 
     def load(generation: Generation, manifests: list[Manifest]) -> None:
         nonlocal half
+        # guard: half-loaded-state-not-mixed
         if half is not None and not request.strict:  # what this one lacks would stay as it was written
             raise Damaged(f"step {half} was damaged, and had been loaded in part")
         findings = examine(generation) if together and not generation.verified else []
@@ -175,6 +176,7 @@ def load_into(
             not_demanded.clear()
             not_demanded.update(piece.name for manifest in manifests for piece in manifest.pieces if not piece.finite)
             unfit.clear()
+            # guard: non-finite-on-any-rank
             unfit.update(one.tensor for one in findings)  # of all ranks: this one reads but a part
             # Of its own accord nobody loads what is not good; what was verified has been asked already.
             tell = None if generation.verified else _refuse if step is None else unfit.add

@@ -106,6 +106,7 @@ def match(
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
     plan = Binder(stored, offered, names, moved, modules_of(state))
     puts, others = _bind_entries(plan, state, values, moved, names)
+    # guard: partial-load-leaves-generators
     if partial and others and not any(component(key) in plan.missing for key in state):  # a key may be misspelt
         plan.leave_out(others)
     else:

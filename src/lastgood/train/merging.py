@@ -29,8 +29,9 @@ def merged(
             values |= {name: one.values[name] for name in one.values.keys() - values.keys() if has_place(name)}
         for name, tree in values.items():
             values[name] = _whole(tree, [one.values[name] for one in manifests if name in one.values])
-    if len(manifests) != ranks:
+    if len(manifests) != ranks:  # guard: audit-records-of-other-worlds
         for name, tree in values.items():
+            # guard: audit-record-on-one-rank
             taken = [one.values[name] for one in manifests[rank::ranks] if name in one.values]
             values[name] = _with_records(tree, taken)
     return values
@@ -39,6 +40,7 @@ def merged(
 def homeless(unexpected: Sequence[Sequence[str]]) -> list[str]:
     """What no rank has a place for, of what each has none for; a name there speaks of all that lies below it."""
     listed = [set(names) for names in unexpected]
+    # guard: unplaced-names-refused
     return sorted(name for name in set().union(*listed) if all(_covers(one, name) for one in listed))
 
 

@@ -99,7 +99,7 @@ def holds_objects(obj: Any, depth: int = 0) -> bool:
 
 def _object_differs(one: Any, data: Any) -> str:
     """A sampler knows which states it cannot continue; other objects show it only when they load."""
-    return one.differs(data) if isinstance(one, ResumableSampler) else ""
+    return one.differs(data) if isinstance(one, ResumableSampler) else ""  # guard: order-checked-before-load
 
 
 # ---- loss scale ------------------------------------------------------------------------------------------------

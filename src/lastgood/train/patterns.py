@@ -165,6 +165,7 @@ class Patterns:
         below = [f"{path}." for path in (*names.unseen, *names.empty)]
         if any(literal.startswith(one) for one in below):
             return True
+        # guard: pattern-wait-bounded
         return self._looks < LOOKS and any(f"{path}.".startswith(literal) for path in names.empty)
 
 

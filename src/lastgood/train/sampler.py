@@ -149,7 +149,8 @@ class ResumableSampler(Sampler[list[int]]):
         which batches these steps were trained with: more steps than batches were fetched, or several steps across two
         iterations.
         """
-        if step != self._step:
+        if step != self._step:  # guard: step-counted-once
+            # guard: steps-counted-by-number
             self._count(1 if self._step is None or step < self._step else step - max(self._step, previous))
             self._step = step
 
@@ -159,7 +160,7 @@ class ResumableSampler(Sampler[list[int]]):
 
     def is_unread_at(self, step: int) -> bool:
         """Whether `advance_to(step)` would count a step, although no batch and no `order` was read in this process."""
-        return self._cached is None and step != self._step
+        return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     def consumed(self) -> None:
         """Count one more optimizer step, where no Checkpointer does. Past the last window comes (epoch + 1, 0)."""
@@ -177,6 +178,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._move(at.epoch, at.next_step)
         elif not at.stale:
             place = self._after(steps)
+            # guard: counted-steps-were-fetched
             if place > at.fetched(self.steps_per_epoch) or (steps > 1 and not at.sure):
                 raise Refused(
                     f"{steps} optimizer steps were completed since the last count, and it is not known with which "
@@ -192,7 +194,7 @@ class ResumableSampler(Sampler[list[int]]):
     def _after(self, steps: int) -> tuple[int, int]:
         """Epoch and cursor after so many more steps, of which none takes batches from two epochs."""
         each = self.batches_per_step or 1
-        left = -(-self.remaining // each)
+        left = -(-self.remaining // each)  # guard: last-step-takes-remainder
         if steps < left:
             return self._epoch, self._cursor + steps * each
         epochs, steps = divmod(steps - left, -(-self.steps_per_epoch // each))
@@ -230,7 +232,7 @@ class ResumableSampler(Sampler[list[int]]):
         self._earlier = saved.earlier
         if saved.order != self._order:
             if saved.epoch:
-                self._earlier = [*saved.earlier, (saved.epoch, saved.order)]
+                self._earlier = [*saved.earlier, (saved.epoch, saved.order)]  # guard: earlier-epoch-orders-kept
             if self.rank == 0:
                 reporting.info(
                     f"from epoch {saved.epoch} on the samples have another order: {self._unlike(saved.order)}"
@@ -255,7 +257,7 @@ class ResumableSampler(Sampler[list[int]]):
         order = _stored_order([full[name] for name in Order._fields])
         step = None if full["step"] is None else _stored("step", full["step"])
         earlier = [_stored_change(one, order.seed) for one in full["earlier"]]
-        if order != self._order and (cursor or order.seed != self._seed):
+        if order != self._order and (cursor or order.seed != self._seed):  # guard: changed-order-refused
             raise Refused(
                 f"the state, at step {cursor} of epoch {epoch}, goes by another order: {self._unlike(order)}",
                 safe=_UNTOUCHED,
@@ -372,7 +374,7 @@ class Loader:
         return self._sampler.remaining
 
     def __iter__(self) -> Iterator[Any]:
-        at = self._sampler._begin(follows=self._sampler.batches_per_step is None)
+        at = self._sampler._begin(follows=self._sampler.batches_per_step is None)  # guard: prefetch-not-counted
         # iter(DataLoader) draws a base seed for its workers: from here, never from the global RNG
         self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
         return self._hand_out(at, iter(self._batches))
@@ -394,7 +396,7 @@ class Loader:
                 todo="Let the dataset raise another error, or return every sample.",
             )
         at.ended = True
-        if at.follows:
+        if at.follows:  # guard: prefetch-not-counted-at-epoch-end
             sampler._move(at.epoch, at.next_step)  # the loop came back for more: it has trained on all that it got
 
 

@@ -118,7 +118,7 @@ class Numbers:
 
     def _numbers(self, state: Mapping[str, Any]) -> dict[tuple[str, ...], int | float]:
         """The watched numbers, by their keys from the outermost dict to the innermost."""
-        return {
+        return {  # guard: numbers-tracked-from-start
             keys: value
             for keys, value in _entries(state, ())
             if type(value) in (int, float)

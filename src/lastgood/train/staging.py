@@ -101,12 +101,12 @@ class Snapshot:
             for event in events:
                 event.synchronize()
             if self._cut is not None and samples:
-                torn.update(self._cut.differs_in(lease.buffer, samples))
+                torn.update(self._cut.differs_in(lease.buffer, samples))  # guard: samples-compared-during-copy
             return lease
 
         try:
             source = _Source(self._tensors, self._addresses, self._at_once)
-            torn |= source.moved
+            torn |= source.moved  # guard: moved-before-read-is-torn
             for number, (image, chunks) in enumerate(self._layout):
                 samples = self._samples[number] if self._samples else ()
                 for chunk, parts in enumerate(chunks):
@@ -130,13 +130,13 @@ class Snapshot:
             self.enqueued.set()
             while waiting:
                 yield arrived()
-            torn |= self._compare()
+            torn |= self._compare()  # guard: samples-compared-after-copy
         finally:
-            self.enqueued.set()
+            self.enqueued.set()  # guard: failed-copy-releases-update
             while waiting:
                 arrived().release()
             self._tensors, self._at_once, self._witness = {}, {}, {}
-        if torn:
+        if torn:  # guard: torn-save-dropped
             raise torn_error(torn)
 
     @property
@@ -146,6 +146,7 @@ class Snapshot:
 
     def hold(self) -> None:
         """Let the next update wait until what it would change has been copied."""
+        # guard: update-waits-for-copy
         self.enqueued.wait()  # waiting for an event that is not recorded yet would be no wait at all
         for event in self._events:
             torch.cuda.current_stream(event.device).wait_event(event)
@@ -175,7 +176,7 @@ class Snapshot:
         found: set[str] = set()
         self._after: Look | None = None
         if self._watch is not None and self._cut is not None:
-            found = self._watch.replaced(self._cut.versions)
+            found = self._watch.replaced(self._cut.versions)  # guard: replaced-tensors-are-torn
             with _all(self._streams.values()):
                 self._after = self._watch.look()
         self._events = [stream.record_event() for stream in self._streams.values()]
@@ -261,10 +262,12 @@ class Fence:
         wanted = {id(one): one for one in optimizers}
         gone = self._hooks.keys() - wanted.keys()
         if gone:
+            # guard: unhook-waits-for-copy
             self.wait()  # an older copy may still want to be read before their next step
         for ident in gone:
-            self._hooks.pop(ident)[1].remove()
+            self._hooks.pop(ident)[1].remove()  # guard: stale-hooks-removed
         for ident in wanted.keys() - self._hooks.keys():
+            # guard: hook-before-each-step
             self._hooks[ident] = (wanted[ident], wanted[ident].register_step_pre_hook(self._before_step))
 
     def add(self, snapshot: Snapshot) -> None:
@@ -276,6 +279,7 @@ class Fence:
 
     def wait(self) -> None:
         """Until every copy that was begun is enqueued, and on a device ordered before what comes next."""
+        # guard: fork-waits-for-no-copy
         if not self._pending or self._process != os.getpid():  # in a fork nobody copies
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -291,7 +295,7 @@ class Fence:
         self.waited_seconds += time.monotonic() - begun if held else 0.0
 
     def close(self) -> None:
-        for _, handle in self._hooks.values():
+        for _, handle in self._hooks.values():  # guard: hooks-removed-at-close
             handle.remove()
         self._hooks.clear()
         self._pending.clear()

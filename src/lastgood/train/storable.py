@@ -30,7 +30,7 @@ def require_storable(capture: Capture, state: Mapping[str, Any]) -> Captured:
 
 def _all(capture: Capture, state: Mapping[str, Any], first: Unstorable) -> list[Unstorable]:
     found, passed = [first], list[str]()
-    while len(found) < LISTED and (further := _passable(found[-1], passed)):
+    while len(found) < LISTED and (further := _passable(found[-1], passed)):  # guard: unstorable-entries-listed
         passed.append(further)
         try:
             capture.without(map(glob.escape, passed)).take(state)

@@ -67,7 +67,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     tensor is therefore described anew, and not reshaped.
     """
     tensor = _copyable(tensor.detach().resolve_conj().resolve_neg()).contiguous()
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # guard: single-element-stride-bytes
 
 
 def from_bytes(data: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
@@ -113,10 +113,10 @@ def order(tensor: torch.Tensor) -> Order:
     """
     tensor = shards.local(tensor)
     shape, stride = tensor.shape, tensor.stride()
-    if tensor.numel() <= 1 or 0 in stride:
+    if tensor.numel() <= 1 or 0 in stride:  # guard: expanded-counts-as-row-major
         return ()
     plain = range(tensor.dim())
-    found = sorted(plain, key=lambda at: (-stride[at], shape[at] == 1))
+    found = sorted(plain, key=lambda at: (-stride[at], shape[at] == 1))  # guard: unit-dimensions-sort-last
     return () if found == [*plain] else tuple(found)
 
 

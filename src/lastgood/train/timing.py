@@ -119,6 +119,7 @@ class TimingTogether(Timing):
                 ahead.further()
             ahead.tell(n, "save")
         for step, save in self._flying.items():
+            # guard: save-end-announced
             if step not in self._told_ends and (save is None or save.ended()) and ahead.tell(n, "ended", step):
                 self._told_ends.add(step)
 
@@ -128,6 +129,7 @@ class TimingTogether(Timing):
         return late and not any(one.word == "save" for one in self._ahead.coming)
 
     def full(self) -> bool | None:
+        # guard: unannounced-end-counts-in-flight
         return None if self._in_flight is None else len(self._flying) >= self._in_flight
 
     def counted(self, n: int) -> None:
@@ -157,10 +159,10 @@ class TimingTogether(Timing):
                 self._told_ends.discard(one.value)
             elif one.word == "save":
                 due |= one.step > before
-                missed += [one.step] if one.step <= before else []
+                missed += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
             elif one.word == "every":
-                self._interval, self._from = one.value, one.step
-                missed += range(one.step + one.value, before + 1, one.value)
+                self._interval, self._from = one.value, one.step  # guard: interval-holds-from-its-step
+                missed += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
         held = [self._held_at(step) for step in missed]
         return due, sorted({step for step, saved in held if not saved})
 

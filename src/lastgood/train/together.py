@@ -152,7 +152,7 @@ class Together:
             mine = {"structure": structure, "knows": known.name, "sums": sums}
             verdict = topic.agree(mine, partial(compare, known.structures))
             if verdict == AGAIN:
-                self._known = self._ask(topic, structure, listed(captured))
+                self._known = self._ask(topic, structure, listed(captured))  # guard: changed-structure-exchanged
                 raise StepDiffers(
                     "the states of the ranks are not made of what they agreed on",
                     safe="This save was dropped; every committed generation is untouched.",
@@ -165,7 +165,7 @@ class Together:
             differing = found.keys()
             trained = sorted(key for key in differing if origins.get(key, Origin.OTHER) is not Origin.OTHER)
             refused = topic.agree(trained, lambda told: sorted({key for one in told for key in one}))
-            if refused:
+            if refused:  # guard: differing-weights-refused
                 shown = ", ".join(f"{key} ({found[key]})" for key in refused[:5])
                 shown += f" and {len(refused) - 5} more" if len(refused) > 5 else ""
                 raise ReplicaDiffers(
@@ -175,7 +175,8 @@ class Together:
                 )
             own = {items[key].name for key in differing if key in items}
             own |= {item.name for item in division.mine if item.tensor.key in differing}
-            self._known = replace(self._known or known, own=known.own | own)
+            self._known = replace(self._known or known, own=known.own | own)  # guard: differing-state-own-from-then-on
+            # guard: differing-state-own-at-once
             return list(self._further([items[key] for key in sorted(differing) if key in items], kept, pieces))
 
         return agreed
@@ -222,7 +223,7 @@ SAME, DIFFERING, AGAIN = "same", "differing", "again"
 def _in_all(unmatched: Sequence[Sequence[Sequence[str]]]) -> list[tuple[str, str]]:
     """The patterns, with the argument that each was given in, that match nothing on any rank."""
     first, *others = [[(argument, pattern) for argument, pattern in one] for one in unmatched]
-    return [one for one in first if all(one in other for other in others)]
+    return [one for one in first if all(one in other for other in others)]  # guard: pattern-matches-some-rank
 
 
 def _speakers(structures: Sequence[str]) -> list[int]:
@@ -241,7 +242,7 @@ def _homes(structures: Sequence[str], told: Sequence[list[list[Any]] | None]) ->
         alike = [(other,) for other, one in enumerate(structures) if one == structures[rank]] if tensors else []
         for name, what, mesh in tensors or ():
             whose, before = first.setdefault(name, (rank, what))
-            if before != what:
+            if before != what:  # guard: name-means-one-thing
                 raise StepDiffers(
                     f"{name} is {what} on rank {rank}, and {before} on rank {whose}",
                     safe="Nothing was saved.",
@@ -256,8 +257,9 @@ def _homes(structures: Sequence[str], told: Sequence[list[list[Any]] | None]) ->
 def compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
     """Whether all hold the same under the same name; or they must ask AGAIN who holds what."""
     structures = [one["structure"] for one in told]
-    if structures != list(agreed) if agreed else len(set(structures)) > 1:
+    if structures != list(agreed) if agreed else len(set(structures)) > 1:  # guard: stale-plan-refused
         return AGAIN
+    # guard: equal-knowledge-required
     if len({one.get("knows") for one in told}) > 1:  # it is not all who know, or not the same
         return AGAIN
     divided: dict[str, set[str]] = {}
@@ -270,7 +272,7 @@ def compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
             count[group] += 1
     if any(count[group] != int(group.partition(" ")[2]) or len(found) > 1 for group, found in divided.items()):
         return AGAIN
-    return SAME if all(len(found) == 1 for found in content.values()) else DIFFERING
+    return SAME if all(len(found) == 1 for found in content.values()) else DIFFERING  # guard: replicas-compared
 
 
 def _differing(told: list[dict[str, str]]) -> list[list[Any]]:

@@ -94,6 +94,7 @@ class Watch:
         for name, address, version, (container, key, tensor) in zip(
             self._names, self._addresses, versions, self.bearers.values(), strict=True
         ):
+            # guard: bearer-moved-or-changed
             if container.get(key) is not tensor or tensor.data_ptr() != address or tensor._version != version:
                 found.add(name)
         return found

@@ -45,7 +45,7 @@ def require_unchanged(step: int, names: Sequence[str]) -> None:
 def is_same(captured: Captured, manifest: Manifest) -> bool:
     """Whether all of the live state, except the random numbers, is what the manifest of a single process holds."""
     pieces = [piece for piece in manifest.pieces if not _is_random(piece.name)]
-    return (
+    return (  # guard: unchanged-restore-compares-all
         {piece.name for piece in pieces} == {name for name in captured.tensors if not _is_random(name)}
         and captured.aliases == manifest.aliases
         and _values(captured.values) == _values(manifest.values)
