@@ -80,6 +80,11 @@ def test_the_gaps_in_the_source_are_those_of_the_format_page() -> None:
     assert sorted(marked("gap").elements()) == sorted(rows)
 
 
+def test_each_guard_that_a_page_names_is_in_the_source() -> None:
+    named = {name for page in (ROOT / "docs").rglob("*.md") for name, _ in marked_lines(page.read_text())}
+    assert named - set(marked("guard")) == set()
+
+
 @pytest.mark.parametrize(
     ("guard", "change", "before", "after"),
     [

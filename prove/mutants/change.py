@@ -31,7 +31,9 @@ def marked_lines(source: str, kind: str = "guard") -> Iterator[tuple[str, int]]:
         for found in _MARKER.finditer(line):
             if found[1] == kind:
                 below = index
-                while lines[below].lstrip().startswith("#"):  # the marker stands on a line of its own
+                while below + 1 < len(lines) and lines[below].lstrip().startswith(
+                    "#"
+                ):  # the marker stands on a line of its own
                     below += 1
                 yield from ((name, below + 1) for name in found[2].split(", "))
 
