@@ -30,12 +30,14 @@ def marked_lines(source: str, kind: str = "guard") -> Iterator[tuple[str, int]]:
     for index, line in enumerate(lines):
         for found in _MARKER.finditer(line):
             if found[1] == kind:
-                below = index
-                while below + 1 < len(lines) and lines[below].lstrip().startswith(
-                    "#"
-                ):  # the marker stands on a line of its own
-                    below += 1
-                yield from ((name, below + 1) for name in found[2].split(", "))
+                at = _first_code_line(lines, index) + 1
+                yield from ((name, at) for name in found[2].split(", "))
+
+
+def _first_code_line(lines: list[str], index: int) -> int:
+    """`index`, or, where that line is a comment, the index of the next line that is none."""
+    code = (at for at in range(index, len(lines)) if not lines[at].lstrip().startswith("#"))
+    return next(code, index)
 
 
 @dataclass(frozen=True)
