@@ -11,12 +11,12 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
 from lastgood.errors import NoSpace, NoSuchStep
 from lastgood.format import commit
-from lastgood.lab.plain import load, save
 from lastgood.plan.retention import Keep
 from lastgood.rawio.files import PosixFiles
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
 from lastgood.tiers.disk import Disk
+from lastgood_lab.plain import load, save
 
 CHUNK_BYTES = 8192
 

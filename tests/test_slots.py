@@ -37,8 +37,6 @@ from lastgood.errors import (
 )
 from lastgood.format import layout
 from lastgood.format.commit import survey
-from lastgood.lab.hostile import ROOT, HostileDisk
-from lastgood.lab.noting import NotingFiles
 from lastgood.plan.retention import Keep
 from lastgood.rawio import files as rawio
 from lastgood.rawio import mapped
@@ -52,6 +50,8 @@ from lastgood.tiers import table as tables
 from lastgood.tiers.slots import Slots
 from lastgood.tiers.table import Table
 from lastgood.tiers.tablefile import AREA_BYTES, aligned
+from lastgood_lab.hostile import ROOT, HostileDisk
+from lastgood_lab.noting import NotingFiles
 from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)
