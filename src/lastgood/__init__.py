@@ -1,6 +1,7 @@
 """lastgood: checkpoints that cannot lose a training run. The face: these names, and nothing else, are public.
 
-Names that need torch are imported when they are first asked for, so that reading a run costs no second of start-up.
+A name is imported when it is first used. So a run is read without torch (`lastgood.open`), and a name that needs torch
+raises NotInstalled where torch is not installed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .extras import needed
 from .plan.cadence import Every
 from .plan.retention import Keep
 from .plan.scrub import Scrub
@@ -17,13 +19,14 @@ from .records import Event, Finding, Generation, Verdict
 if TYPE_CHECKING:
     from .edges import dcp
     from .run.background import Save
-    from .train.access import Loaded, Run
+    from .train.access import Loaded
     from .train.access import load_once as load
-    from .train.access import open_run as open
     from .train.access import save_once as save
     from .train.audit import Audit
     from .train.checkpointer import Checkpointer
     from .train.loading import Restored
+    from .train.opened import Run
+    from .train.opened import open_run as open
     from .train.preemption import Preempted, Preemption
     from .train.sampler import ResumableSampler
 
@@ -37,11 +40,11 @@ _LAZY = {
     "Preemption": ("train.preemption", "Preemption"),
     "ResumableSampler": ("train.sampler", "ResumableSampler"),
     "Restored": ("train.loading", "Restored"),
-    "Run": ("train.access", "Run"),
+    "Run": ("train.opened", "Run"),
     "Save": ("run.background", "Save"),
     "dcp": ("edges.dcp", ""),
     "load": ("train.access", "load_once"),
-    "open": ("train.access", "open_run"),
+    "open": ("train.opened", "open_run"),
     "save": ("train.access", "save_once"),
 }
 
@@ -74,7 +77,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
     room, attribute = _LAZY[name]
-    found = importlib.import_module(f".{room}", __name__)
+    with needed("torch", f"lastgood.{name}"):
+        found = importlib.import_module(f".{room}", __name__)
     return getattr(found, attribute) if attribute else found
 
 

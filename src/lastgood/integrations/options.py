@@ -11,8 +11,8 @@ from typing import Any
 from ..errors import NotARun, Refused
 from ..plan.cadence import Every
 from ..run import paths
-from ..train.access import open_run
 from ..train.checkpointer import Checkpointer
+from ..train.opened import open_run
 
 _OWN = ("self", "path", "state")
 

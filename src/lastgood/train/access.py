@@ -1,4 +1,4 @@
-"""A run without a training loop: open it to read, save once, load once."""
+"""A run without a training loop: save once, load once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
-import torch
-
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
 from ..plan.arguments import is_whole, require
 from ..records import Finding, Generation
 from ..run import places
-from ..run.reader import WORKERS, RunReader, read_all
+from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
 from . import staging
 from .as_dict import Everything
@@ -26,24 +24,6 @@ from .loading import Request, Restored, load_into, report
 from .options import check_state
 from .patterns import Patterns, matches
 from .storable import require_storable
-from .tensors import from_buffer
-
-
-class Run(RunReader):
-    """A run, for reading only; see `lastgood.open`."""
-
-    def tensor(self, name: str, step: int | None = None) -> torch.Tensor:
-        """One tensor by its stored name, from the newest undamaged generation or from `step`.
-
-        Reads its bytes only and checks them against its digest. CPU tensor. Raises NoSuchStep, NoSuchTensor, Damaged.
-        """
-        tensor, data = self.bytes_of(name, step)
-        return from_buffer(data, tensor.dtype, tensor.shape)
-
-
-def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run for reading; changes nothing and needs no lock. Raises NotARun, NotWritable."""
-    return Run(places.for_reading(path))
 
 
 def save_once(
