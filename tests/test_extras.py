@@ -90,11 +90,11 @@ print(refusal(lambda: __import__("lastgood.integrations.transformers")))
 """
     done = without({"torch"}, program, GOLDEN)
     assert done.returncode == 0, done.stderr
-    told = "{} needs the package torch, which is not installed. Nothing was touched. "
-    told += "Install it: pip install 'lastgood[torch]'."
+    sentence = "{} needs the package torch, which is not installed. Nothing was touched. "
+    sentence += "Install it: pip install 'lastgood[torch]'."
     names = ["Audit", "Checkpointer", "Loaded", "Restored", "ResumableSampler", "dcp", "load", "save"]
-    lines = [f"{name}: {told.format(f'lastgood.{name}')}" for name in names]
-    assert done.stdout.splitlines() == [*lines, told.format("Run.tensor"), told.format("lastgood.integrations")]
+    lines = [f"{name}: {sentence.format(f'lastgood.{name}')}" for name in names]
+    assert done.stdout.splitlines() == [*lines, sentence.format("Run.tensor"), sentence.format("lastgood.integrations")]
 
 
 def test_training_needs_no_command_line() -> None:
@@ -136,10 +136,10 @@ def test_the_commands_that_need_torch_are_refused_by_name_without_it(tmp_path: P
 @pytest.mark.parametrize("args", [["bench", "durable", "--out", "x"], ["lab"], ["report", "a", "b"], ["bench", "-h"]])
 def test_a_command_of_the_lab_is_refused_by_name_without_the_lab(args, asked, monkeypatch) -> None:  # noqa: F811
     registered(monkeypatch, {})
-    code, told = asked(*args)
-    assert code == 3 and told["error"] == "NotInstalled"
-    assert told["message"] == f"`lastgood {args[0]}` needs the package lastgood-lab, which is not installed"
-    assert told["todo"] == "Install it: pip install lastgood-lab"
+    code, answer = asked(*args)
+    assert code == 3 and answer["error"] == "NotInstalled"
+    assert answer["message"] == f"`lastgood {args[0]}` needs the package lastgood-lab, which is not installed"
+    assert answer["todo"] == "Install it: pip install lastgood-lab"
 
 
 def test_the_help_lists_the_commands_that_are_installed(call, monkeypatch) -> None:  # noqa: F811
