@@ -96,25 +96,40 @@ class Mutant(NamedTuple):
         return [f"tests/test_{name}.py" for name in names]
 
 
-DISK, FILES, COMMIT, LAYOUT = "tiers/disk.py", "rawio/files.py", "format/commit.py", "format/layout.py"
-FETCH, PERSIST, WRITER, READER = "engine/fetch.py", "engine/persist.py", "run/writer.py", "run/reader.py"
-BACKGROUND, GUARD = "run/background.py", "engine/guard.py"
-RESTORE, RETENTION, PLACES, CONTENTS = "plan/restore.py", "plan/retention.py", "run/places.py", "engine/contents.py"
-SLOTS, TABLE, TABLE_FILE, POOL = "tiers/slots.py", "tiers/table.py", "tiers/tablefile.py", "tiers/pool.py"
-STAGING, TORN, BEHIND, CUTTING = "train/staging.py", "train/torn.py", "train/behind.py", "train/cutting.py"
-CHECKPOINTER, OUTCOMES = "train/checkpointer.py", "run/outcomes.py"
-RANKS, ANNOUNCING, FOLLOWER = "run/ranks.py", "run/announcing.py", "run/follower.py"
-MEETING = "run/meeting.py"
-TOGETHER, TIMING, DIVIDING = "train/together.py", "train/timing.py", "train/dividing.py"
-DCP = "edges/dcp.py"
-TENSORS, BINDING, CACHED, CAPTURE = "train/tensors.py", "train/binding.py", "train/cached.py", "train/capture.py"
-MERGING, RESHARD, LOADING = "train/merging.py", "plan/reshard.py", "train/loading.py"
-SNAPSHOTS, PATTERNS, STORABLE = "train/snapshots.py", "train/patterns.py", "train/storable.py"
-MATCH, ACCESS, ADAPTERS = "train/match.py", "train/access.py", "train/adapters.py"
-SAMPLER, ITERATION, OBJECTS = "train/sampler.py", "train/iteration.py", "train/objects.py"
-COUNTING, UNCHANGED = "train/counting.py", "train/unchanged.py"
-PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "plan/scrub.py", "run/upkeep.py"
-STRIPES, ERASURE = "format/stripes.py", "rawio/erasure.py"
+DISK, FILES, COMMIT, LAYOUT = "storage/directory.py", "io/files.py", "format/commit.py", "format/layout.py"
+FETCH, PERSIST, WRITER, READER = "engine/read_file.py", "engine/write_file.py", "run/writer.py", "run/reader.py"
+BACKGROUND, GUARD = "run/pipeline.py", "engine/guard.py"
+RESTORE, RETENTION, PLACES, CONTENTS = (
+    "policy/restore.py",
+    "policy/retention.py",
+    "run/access.py",
+    "engine/content_digest.py",
+)
+SLOTS, TABLE, TABLE_FILE, POOL = (
+    "storage/slots.py",
+    "storage/slot_table.py",
+    "storage/slot_file.py",
+    "storage/slot_pool.py",
+)
+STAGING, TORN, BEHIND, CUTTING = (
+    "snapshot/staging.py",
+    "snapshot/torn_check.py",
+    "snapshot/overlap.py",
+    "loop/save_planner.py",
+)
+CHECKPOINTER, OUTCOMES = "loop/checkpointer.py", "run/outcomes.py"
+RANKS, ANNOUNCING, FOLLOWER = "coordination/rounds.py", "coordination/announcements.py", "run/authority.py"
+MEETING = "coordination/rendezvous.py"
+TOGETHER, TIMING, DIVIDING = "ranks/replica_check.py", "loop/schedule.py", "ranks/partition.py"
+DCP = "convert/dcp.py"
+TENSORS, BINDING, CACHED, CAPTURE = "state/tensors.py", "state/binder.py", "state/capture_cache.py", "state/capture.py"
+MERGING, RESHARD, LOADING = "policy/merge_values.py", "policy/reshard.py", "loop/load.py"
+SNAPSHOTS, PATTERNS, STORABLE = "state/live_check.py", "state/patterns.py", "state/storable.py"
+MATCH, ACCESS, ADAPTERS = "state/match.py", "loop/oneshot.py", "state/adapters.py"
+SAMPLER, ITERATION, OBJECTS = "data/sampler.py", "data/iteration.py", "state/objects.py"
+COUNTING, UNCHANGED = "data/step_counting.py", "snapshot/unchanged.py"
+PARITY, FINITE, SCRUB, UPKEEP = "engine/parity.py", "engine/finite.py", "policy/scrub.py", "run/scrubber.py"
+STRIPES, ERASURE = "format/parity_layout.py", "io/reed_solomon.py"
 MENDING_KINDS = ("guard", "parity", "repair", "scrub")
 FIRST = {DISK: "tiers", FILES: "tiers", LAYOUT: "layout", SLOTS: "slots", TABLE_FILE: "slots", POOL: "slots"}
 """the tests that are nearest to a file"""
@@ -895,7 +910,7 @@ def _exemptions() -> list[Mutant]:
         [
             (
                 "what an optimizer steps is demanded",
-                "train/exempt.py",
+                "state/exempt.py",
                 " and captured.origins.get(name) is Origin.PARAMETER)\n",
                 ")\n",
             ),
@@ -939,7 +954,7 @@ def _adapters() -> list[Mutant]:
             ),
             (
                 "a frozen subclass is looked at by its inner tensors",
-                "train/exempt.py",
+                "state/exempt.py",
                 "    if not flattened.is_flattenable(tensor):\n",
                 "    if True:\n",
             ),
@@ -1485,7 +1500,7 @@ def _flights() -> list[Mutant]:
             ),
             (
                 "a full disk is relieved",
-                "run/room.py",
+                "run/disk_space.py",
                 "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if not (_is_full(error) and self._make_room(length)):\n",
                 "                return self._tier.create(name, length)\n            except NoSpace as error:\n                if True:\n",
             ),

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from lastgood.edges import cli
+from lastgood.cli import app
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]) -> None:
@@ -15,10 +15,10 @@ def registered(monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]) -> Non
 
     `commands`: name -> `module:object`, as an entry point in a pyproject.toml has it.
     """
-    entries = [EntryPoint(name, value, cli.GUESTS) for name, value in commands.items()]
-    own = [one for one in cli.app.registered_commands if one.callback.__module__ == cli.__name__]
-    own = [one for one in own if one.name not in cli.LAB]
-    monkeypatch.setattr(cli.importlib.metadata, "entry_points", lambda group: entries if group == cli.GUESTS else [])
-    monkeypatch.setattr(cli.app, "registered_groups", [])
-    monkeypatch.setattr(cli.app, "registered_commands", own)
-    monkeypatch.setattr(cli, "_face_with_guests", inspect.unwrap(cli._face_with_guests))  # not kept
+    entries = [EntryPoint(name, value, app.GUESTS) for name, value in commands.items()]
+    own = [one for one in app.app.registered_commands if one.callback.__module__ == app.__name__]
+    own = [one for one in own if one.name not in app.LAB]
+    monkeypatch.setattr(app.importlib.metadata, "entry_points", lambda group: entries if group == app.GUESTS else [])
+    monkeypatch.setattr(app.app, "registered_groups", [])
+    monkeypatch.setattr(app.app, "registered_commands", own)
+    monkeypatch.setattr(cli, "_face_with_guests", inspect.unwrap(app._face_with_guests))  # not kept

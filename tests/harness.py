@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Iterator
 
 import lastgood
-from lastgood.engine.inline import Inline
-from lastgood.plan.retention import Keep
+from lastgood.engine.inline_executor import Inline
+from lastgood.policy.retention import Keep
 from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
 from lastgood.run.content import Content

@@ -8,10 +8,10 @@ import pytest
 
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
-from lastgood.plan.retention import Keep
-from lastgood.run import places
+from lastgood.policy.retention import Keep
+from lastgood.run import access
 from lastgood.run.writer import RunWriter
 from test_cli import asked, call, contents, flip  # noqa: F401 - two of them are fixtures
 
@@ -23,7 +23,7 @@ NAN = b"\x00\x00\xc0\x7f"
 def run(tmp_path: Path) -> Path:
     """Steps 1 to 3, all verified and protected; 4 holds NaN."""
     root = tmp_path / "run"
-    with places.for_writing(root, "atomic_dirsync") as tier:
+    with access.for_writing(root, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=9), parity="4+2")
         for step in (1, 2, 3, 4):
             data = NAN * 5000 if step == 4 else bytes([step]) * 20_000
@@ -55,7 +55,7 @@ def test_scrub_reads_everything_rebuilds_what_it_can_and_says_what_it_found(run,
 
 def test_scrub_deletes_nothing_whatever_the_trainer_keeps(run, asked):  # noqa: F811
     """It once cleaned up by the default of Keep, which knew nothing of the trainer's."""
-    with places.for_writing(run, "atomic_dirsync") as tier:
+    with access.for_writing(run, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=99))
         writer.begin(max(writer.survey.generations))
         for step in (5, 6, 7, 8):

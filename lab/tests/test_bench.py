@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lastgood.edges import cli
+from lastgood.cli import app
 from lastgood.errors import Refused
 from lastgood_lab import goodput
 from lastgood_lab.journal import Journal, entries
@@ -293,7 +293,7 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, s
     """`lastgood bench ...` in this process."""
 
     def run_it(*args: object) -> tuple[int, str, str]:
-        code = cli.main(["bench", *(str(one) for one in args)])
+        code = app.main(["bench", *(str(one) for one in args)])
         return code, *capsys.readouterr()
 
     return run_it
@@ -401,9 +401,9 @@ def test_bench_gpu_says_clearly_that_there_is_none(bench: Any, tmp_path: Path) -
 
 
 def test_what_is_unknown_is_refused_before_anything_is_measured(bench: Any, tmp_path: Path) -> None:
-    assert bench("interval", "--out", tmp_path, "--policies", "magic")[0] == cli.USAGE
-    assert bench("interval", "--out", tmp_path, "--intervals", "0")[0] == cli.USAGE
-    assert bench("durable", "--out", tmp_path, "--only", "magic")[0] == cli.USAGE
+    assert bench("interval", "--out", tmp_path, "--policies", "magic")[0] == app.USAGE
+    assert bench("interval", "--out", tmp_path, "--intervals", "0")[0] == app.USAGE
+    assert bench("durable", "--out", tmp_path, "--only", "magic")[0] == app.USAGE
     assert not list(tmp_path.iterdir())
 
 

@@ -12,11 +12,11 @@ def main() -> int:
     """Run the command line; returns its exit code. Without typer and rich it says in one line how to install them."""
     try:
         with needed("cli", "The command line of lastgood"):
-            from .edges import cli
+            from .cli import app
     except NotInstalled as error:
         print(f"lastgood: {error}", file=sys.stderr)
         return error.exit_code
-    return cli.main()
+    return app.main()
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from typing import Annotated, Any, Protocol
 import typer
 from rich.text import Text
 
-from lastgood.edges.cli import Answer
+from lastgood.cli.app import Answer
 from lastgood.errors import Refused
 from lastgood.run import paths
-from lastgood.words import size as size_text
+from lastgood.units import size as size_text
 
 app = typer.Typer(
     help="Measure: side by side with others, on this machine. Long runs show progress and resume where they stopped.",

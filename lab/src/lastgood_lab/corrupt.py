@@ -21,14 +21,14 @@ from torch import nn
 
 from lastgood.errors import NothingGood
 from lastgood.format import commit, layout
-from lastgood.format import stripes as striping
-from lastgood.plan.restore import lineage
-from lastgood.plan.retention import Keep
-from lastgood.rawio.erasure import Code
+from lastgood.format import parity_layout as striping
+from lastgood.io.reed_solomon import Code
+from lastgood.loop.checkpointer import Checkpointer
+from lastgood.policy.restore import lineage
+from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.reader import RunReader
-from lastgood.train.checkpointer import Checkpointer
 
 from . import trials
 from .journal import Journal
@@ -208,7 +208,7 @@ def _contents(home: Path) -> dict[str, bytes]:
 
 def _fired(root: Path) -> set[str]:
     """Who says that something is wrong with the newest generation, or with the word on it."""
-    reader = RunReader(places.for_reading(root))
+    reader = RunReader(access.for_reading(root))
     survey = commit.survey(reader.tier)
     if lineage(survey).lost:
         return {"structure"}

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError
 from lastgood.format import layout
-from lastgood.plan.retention import Keep
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.ports import File
-from lastgood.rawio.files import PosixFiles
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk, WriteMode
+from lastgood.storage.directory import Disk, WriteMode
 
 from . import trials
 from .journal import Journal

@@ -20,18 +20,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
 from lastgood.format import layout
 from lastgood.format.commit import read_manifests, survey
-from lastgood.plan.retention import Keep
+from lastgood.io.files import round_up
+from lastgood.policy.retention import Keep
 from lastgood.ports import Tier, Upload
-from lastgood.rawio.files import round_up
 from lastgood.records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
-from lastgood.run import places, reader
+from lastgood.run import access, reader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk, WriteMode
-from lastgood.tiers.slots import Slots
+from lastgood.storage.directory import Disk, WriteMode
+from lastgood.storage.slots import Slots
 
 from .hostile import ROOT, STAGED, Fault, Folder, HostileDisk, Inode
 from .labels import LOSS, Labels
@@ -248,7 +248,7 @@ class Judge:
 def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
     """As another process opens the run, or the next one."""
     if ledger.in_flight:
-        return places.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
+        return access.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
     return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
 
 

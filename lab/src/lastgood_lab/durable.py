@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import lastgood
-from lastgood.words import size
+from lastgood.units import size
 
 from .interval import working_place
 from .journal import Journal

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lastgood.words import size
+from lastgood.units import size
 
 from . import durable, interval
 from .policies import POLICIES, Settings

@@ -20,14 +20,14 @@ from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.errors import Refused
 from lastgood.format import commit, layout
-from lastgood.format import stripes as striping
-from lastgood.plan.retention import Keep
-from lastgood.rawio.erasure import Code
-from lastgood.rawio.files import PosixFiles
+from lastgood.format import parity_layout as striping
+from lastgood.io.files import PosixFiles
+from lastgood.io.reed_solomon import Code
+from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS, Extent, Generation
 from lastgood.run.reader import WORKERS, read_all
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 from . import trials
 from .journal import Journal

@@ -21,8 +21,8 @@ from typing import Any
 
 import xxhash
 
+from lastgood.io.files import BLOCK_BYTES, round_up
 from lastgood.ports import OpenMode
-from lastgood.rawio.files import BLOCK_BYTES, round_up
 
 ROOT = "/run"
 SECTOR_BYTES = 512

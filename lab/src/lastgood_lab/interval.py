@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgood.words import size
+from lastgood.units import size
 
 from . import recovery
 from .journal import Journal

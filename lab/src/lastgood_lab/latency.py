@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lastgood.plan.cadence import Every
-from lastgood.plan.retention import Keep
-from lastgood.tiers.disk import WriteMode
-from lastgood.train.checkpointer import Checkpointer
-from lastgood.words import size as told_size
+from lastgood.loop.checkpointer import Checkpointer
+from lastgood.policy.cadence import Every
+from lastgood.policy.retention import Keep
+from lastgood.storage.directory import WriteMode
+from lastgood.units import size as told_size
 
 from .corrupt import advance, group
 from .journal import Journal

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lastgood.io.files import PosixFiles
 from lastgood.ports import File, OpenMode
-from lastgood.rawio.files import PosixFiles
 
 
 class NotingFiles(PosixFiles):

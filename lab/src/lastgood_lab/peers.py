@@ -24,8 +24,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lastgood.plan.retention import Keep
-from lastgood.train.checkpointer import Checkpointer
+from lastgood.loop.checkpointer import Checkpointer
+from lastgood.policy.retention import Keep
 
 from . import trials
 from .corrupt import KINDS, advance, group, tensors_of

@@ -7,15 +7,15 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from lastgood.engine.arena import Arena, Lease
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
 from lastgood.format.commit import survey
+from lastgood.io.checksum import Buffer
+from lastgood.io.files import round_up
 from lastgood.ports import Tier
-from lastgood.rawio.checksum import Buffer
-from lastgood.rawio.files import round_up
 from lastgood.records import Generation, GenerationId, Manifest
-from lastgood.run import reader, sharing
-from lastgood.run.sharing import Share
+from lastgood.run import rank_part, reader
+from lastgood.run.rank_part import Share
 from lastgood.run.writer import RunWriter
 
 State = dict[str, bytes]
@@ -62,7 +62,7 @@ def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], 
     images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
-    return sharing.share(
+    return rank_part.share(
         tier, at, rank, images, chunks, chunk_bytes=chunk_bytes, algorithm=ALGORITHM, aliases={}, values={},
         writers=Inline(),
     )  # fmt: skip

@@ -42,10 +42,10 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import lastgood
 from lastgood.engine.arena import Arena, Lease
 from lastgood.format import layout
-from lastgood.plan import tune
-from lastgood.rawio.files import round_up
-from lastgood.train.staging import Pin
-from lastgood.train.tensors import as_bytes, dtype_name
+from lastgood.io.files import round_up
+from lastgood.policy import tune
+from lastgood.snapshot.staging import Pin
+from lastgood.state.tensors import as_bytes, dtype_name
 
 from .models import Workload
 from .stores import MappedFile, Peer, SlotFile, Store

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, Refused
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles, takes_direct
+from lastgood.io.files import PosixFiles, takes_direct
+from lastgood.policy.retention import Keep
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk, WriteMode
+from lastgood.storage.directory import Disk, WriteMode
 
 from . import trials
 from .crash import content

@@ -23,13 +23,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from lastgood.format import commit
-from lastgood.plan.cadence import Every
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
-from lastgood.run import places
-from lastgood.tiers.disk import Disk
-from lastgood.train.agree import ranks_of
-from lastgood.train.checkpointer import Checkpointer
+from lastgood.io.files import PosixFiles
+from lastgood.loop.checkpointer import Checkpointer
+from lastgood.policy.cadence import Every
+from lastgood.policy.retention import Keep
+from lastgood.ranks.torch_store import ranks_of
+from lastgood.run import access
+from lastgood.storage.directory import Disk
 
 from .durable import sync_tree
 from .journal import Journal
@@ -152,7 +152,7 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
         ckpt.restore()
         read = torch.tensor(read_bytes() - before)
         dist.all_reduce(read)
-    tier = places.for_reading(folder)
+    tier = access.for_reading(folder)
     (generation,) = commit.survey(tier).generations.values()
     pieces = [[one for one in each.pieces if not one.own] for each in commit.read_manifests(tier, generation)]
     by_rank = [sum(one.extent.length for one in mine if not one.name.startswith("rng.")) for mine in pieces]

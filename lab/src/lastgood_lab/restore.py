@@ -21,7 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import lastgood
-from lastgood.words import size
+from lastgood.units import size
 
 from .durable import CHUNK_BYTES, of_contender, ratios, warm_memory
 from .interval import working_place

@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
+from lastgood.coordination.rendezvous import meet
+from lastgood.coordination.rounds import Posts, Ranks
 from lastgood.errors import MissingBlob, NameTaken
 from lastgood.format import commit, layout
 from lastgood.format.boxes import Box
 from lastgood.format.layout import Tensor
-from lastgood.plan import reshard
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFiles
+from lastgood.policy import reshard
 from lastgood.ports import Tier, Upload
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.files import PosixFiles
+from lastgood.ranks.replica_check import compare
+from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
-from lastgood.run.meeting import meet
-from lastgood.run.ranks import Posts, Ranks
-from lastgood.run.sharing import Share
-from lastgood.tiers.disk import Disk
-from lastgood.train.agree import Clients, GroupStore
-from lastgood.train.together import compare
-from lastgood.words import size as told_size
+from lastgood.run.rank_part import Share
+from lastgood.storage.directory import Disk
+from lastgood.units import size as told_size
 
 from .journal import Journal
 from .report import Report, Say, Table

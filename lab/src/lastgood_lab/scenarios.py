@@ -9,8 +9,8 @@ from typing import Literal, NamedTuple
 
 from lastgood.errors import LastgoodError
 from lastgood.format import layout
-from lastgood.plan.retention import Keep
-from lastgood.tiers.disk import WriteMode
+from lastgood.policy.retention import Keep
+from lastgood.storage.directory import WriteMode
 
 from .crashmodel import Judge, Ledger, World
 from .hostile import HostileDisk

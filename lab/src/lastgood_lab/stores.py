@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from lastgood.rawio.files import BLOCK_BYTES, PosixFiles, round_up, takes_direct
+from lastgood.io.files import BLOCK_BYTES, PosixFiles, round_up, takes_direct
 
 ZEROES_BYTES = 4 << 20
 _POINTER = struct.Struct("<QQQI")  # number, slot, step, crc of the three

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 import lastgood
-from lastgood.engine.contents import Contents
+from lastgood.engine.content_digest import Contents
 from lastgood.format import layout
 from lastgood.records import Blob, Manifest
-from lastgood.train import staging
-from lastgood.train.capture import Capture
-from lastgood.words import size
+from lastgood.snapshot import staging
+from lastgood.state.capture import Capture
+from lastgood.units import size
 
 from .interval import resident_bytes, stored_bytes, working_place
 from .journal import Journal

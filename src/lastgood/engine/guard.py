@@ -26,10 +26,10 @@ from ..errors import (
     Unreadable,
 )
 from ..format import commit, layout
+from ..io.checksum import ALGORITHMS
 from ..ports import Tier
-from ..rawio.checksum import ALGORITHMS
 from ..records import Blob, Finding, Generation, Manifest, Piece, Seal
-from . import fetch
+from . import read_file
 from .finite import not_finite, not_finite_error
 
 BLOCK_BYTES = 1 << 20
@@ -89,7 +89,7 @@ class Examination:
         if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
             return None
         try:
-            data = fetch.some(self._tier, name, length)
+            data = read_file.some(self._tier, name, length)
             manifest = layout.decode(bytes(data), Manifest, name, believe=True)
             ranks = self._generation.commit.world.ranks
             layout.validate_manifest(manifest, self._generation.id, seal.rank, ranks)
@@ -115,8 +115,8 @@ class Examination:
         if length < blob.length:
             look.shorter(self._tier, name)
             return
-        with lend(fetch.buffer_bytes([blob])) as buffers:
-            chunks = fetch.unverified(self._tier, self._home, blob, buffers, readers)
+        with lend(read_file.buffer_bytes([blob])) as buffers:
+            chunks = read_file.unverified(self._tier, self._home, blob, buffers, readers)
             with contextlib.closing(chunks):
                 for index, (data, error) in enumerate(chunks):
                     yield
@@ -125,11 +125,11 @@ class Examination:
                         data[:] = bytes(len(data))
                     found = look.look(data, self._also)
                     if error is None and found and found != blob.chunks[index]:
-                        self._tell("digests", fetch.chunk_error(self._home, manifest, blob, index, data))
+                        self._tell("digests", read_file.chunk_error(self._home, manifest, blob, index, data))
                     look.tell(data, damaged=any(one.layer == "digests" for one in self.findings))
 
 
-class _Look(fetch.Check):
+class _Look(read_file.Check):
     """What the chunks of one tensor file show beside their own digests: told, layer by layer, and never raised."""
 
     def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], tell: Tell) -> None:
@@ -144,7 +144,7 @@ class _Look(fetch.Check):
 
     def shorter(self, tier: Tier, name: str) -> None:
         """The file ends before its time: its header, and the first tensor that is not all there."""
-        self.validate(bytes(fetch.some(tier, name, min(self.header_bytes, self._length))))
+        self.validate(bytes(read_file.some(tier, name, min(self.header_bytes, self._length))))
         cut = next((one for one in self.pieces if one.extent.offset + one.extent.length > self._length), None)
         if cut is not None:
             what = f"{name} ends within tensor {cut.name}, or before it"

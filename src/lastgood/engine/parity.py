@@ -18,14 +18,14 @@ import msgspec
 
 from ..errors import BeyondRepair, Cancelled, Damaged, MissingBlob, SumMismatch
 from ..format import commit, layout
-from ..format import stripes as striping
-from ..format.stripes import Stripes
+from ..format import parity_layout as striping
+from ..format.parity_layout import Stripes
+from ..io.checksum import ALGORITHMS, digest
+from ..io.files import round_up
+from ..io.reed_solomon import Code
 from ..ports import Mendable, Tier, Upload
-from ..rawio.checksum import ALGORITHMS, digest
-from ..rawio.erasure import Code
-from ..rawio.files import round_up
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Parity
-from . import fetch
+from . import read_file
 from .arena import Arena
 
 REBUILT = ".rebuilt.tmp"
@@ -74,8 +74,8 @@ def protect(
     clear(tier, home)
     cut = striping.stripes(manifest.blobs, code.data, code.parity)
     seal = generation.commit.seals[0]
-    copy = fetch.some(tier, f"{home}/{seal.manifest}", seal.length)
-    told = fetch.some(tier, f"{home}/{layout.COMMIT}", tier.list(home).get(layout.COMMIT) or 0)
+    copy = read_file.some(tier, f"{home}/{seal.manifest}", seal.length)
+    told = read_file.some(tier, f"{home}/{layout.COMMIT}", tier.list(home).get(layout.COMMIT) or 0)
     sums: list[list[str]] = [[] for _ in range(code.parity)]
     size = cut.file_bytes + len(copy)
     spare = Arena(cut.cell_bytes, cut.cell_bytes).whole()  # what is written must be page-aligned
@@ -176,7 +176,7 @@ def find(tier: Tier, at: GenerationId) -> Spare | None:
         if not striping.is_record(name) or length is None or not 0 <= length <= layout.RECORD_LIMIT_BYTES:
             continue
         with contextlib.suppress(Damaged):
-            record = layout.decode(bytes(fetch.some(tier, f"{home}/{name}", length)), Parity, name)
+            record = layout.decode(bytes(read_file.some(tier, f"{home}/{name}", length)), Parity, name)
             striping.validate(record, name)
             text = record.commit.encode()
             layout.validate_commit(layout.decode(text, Commit, name), at, None)
@@ -329,10 +329,10 @@ def _whole(tier: Tier, home: str, lost: _Lost, row: int, there: Sequence[memoryv
 def _need_good(tier: Tier, home: str, manifest: Manifest, blob: Blob, readers: Executor) -> None:
     """What was rebuilt must agree with every digest of the manifest. Raises SumMismatch."""
     copy = msgspec.structs.replace(blob, name=blob.name + REBUILT)
-    size = fetch.buffer_bytes([blob])
+    size = read_file.buffer_bytes([blob])
     memory = Arena(2 * size, size).whole()
     with contextlib.closing(
-        fetch.chunks(tier, home, manifest, copy, [memory[:size], memory[size:]], readers)
+        read_file.chunks(tier, home, manifest, copy, [memory[:size], memory[size:]], readers)
     ) as chunks:
         for _ in chunks:
             pass
@@ -402,7 +402,7 @@ def _stored(tier: Tier, home: str, name: str, length: int, offset: int = 0) -> b
     if (tier.list(home).get(name) or 0) < offset + length:
         return b""
     try:
-        return bytes(fetch.some(tier, f"{home}/{name}", length, offset))
+        return bytes(read_file.some(tier, f"{home}/{name}", length, offset))
     except Damaged:
         return b""
 
@@ -416,7 +416,7 @@ def _put_back(tier: Mendable, home: str, name: str, data: bytes) -> None:
         page[: len(data)] = data
         upload.write_at(page, 0)
         upload.finish()
-        if fetch.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:
+        if read_file.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:
             raise MissingBlob(f"{home}/{name}{REBUILT} does not read back", blob=name)
     except BaseException:
         upload.abort()

@@ -33,8 +33,8 @@ from ..errors import (
     SumMismatch,
     Truncated,
 )
+from ..io.checksum import digest
 from ..ports import Tier
-from ..rawio.checksum import digest
 from ..records import (
     Commit,
     Extent,
@@ -50,7 +50,7 @@ from ..records import (
     Seal,
     intact,
 )
-from . import layout, stripes
+from . import layout, parity_layout
 
 MARKS = {layout.VERIFIED, layout.DAMAGED, layout.UNFIT}
 FINDINGS_LIMIT = 1000
@@ -232,7 +232,7 @@ def survey(tier: Tier) -> Survey:
             found.going.add(at)
         else:
             found.incomplete.add(at)
-            if any(one in MARKS or stripes.is_record(one) or layout.label_number(one) for one in there):
+            if any(one in MARKS or parity_layout.is_record(one) or layout.label_number(one) for one in there):
                 found.witnessed.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)

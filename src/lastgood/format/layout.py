@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
-from ..rawio.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
+from ..io.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
 from ..records import Blob, Commit, Extent, GenerationId, Incarnation, Manifest, Piece, Record
 
 FORMAT = 1
@@ -347,7 +347,7 @@ def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
 def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: int = 1) -> None:
     """Names, counts, shapes, lengths and places must fit together. Raises ManifestInvalid.
 
-    With several `ranks` what one of them refers to may be with another: that is asked of all of them (plan/reshard.py).
+    With several `ranks` what one of them refers to may be with another: that is asked of all of them (policy/reshard.py).
     """
     where = f"{folder(at)}/{manifest_name(rank)}"
 

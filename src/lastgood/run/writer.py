@@ -24,7 +24,8 @@ from typing import Any, cast
 import msgspec
 
 from .. import reporting
-from ..engine import guard, parity, persist
+from ..coordination.rounds import Topic
+from ..engine import guard, parity, write_file
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import (
@@ -47,12 +48,12 @@ from ..errors import (
     Unreadable,
 )
 from ..format import commit, layout
-from ..format import stripes as striping
+from ..format import parity_layout as striping
 from ..format.layout import Image
-from ..plan import restore
-from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
+from ..io.reed_solomon import Code
+from ..policy import restore
+from ..policy.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
 from ..ports import Mendable, Tier
-from ..rawio.erasure import Code
 from ..records import (
     Commit,
     Event,
@@ -68,12 +69,11 @@ from ..records import (
     intact,
     judged,
 )
-from . import reader, room, sharing
-from .deletion import Deletions
-from .ranks import Topic
+from . import disk_space, rank_part, reader
+from .disk_space import Roomy
+from .rank_part import Approve, Files, Share, nothing_more
 from .reader import Reading, read_all, read_on
-from .room import Roomy
-from .sharing import Approve, Files, Share, nothing_more
+from .retire import Deletions
 
 MANY = 10
 """deletions that take long enough to be reported before they begin"""
@@ -244,7 +244,7 @@ class RunWriter:
         self,
         at: GenerationId,
         images: Sequence[Image],
-        chunks: Iterator[persist.Chunk],
+        chunks: Iterator[write_file.Chunk],
         *,
         chunk_bytes: int = layout.CHUNK_BYTES,
         aliases: Mapping[str, str],
@@ -312,7 +312,7 @@ class RunWriter:
         self,
         at: GenerationId,
         images: Sequence[Image],
-        chunks: Iterator[persist.Chunk],
+        chunks: Iterator[write_file.Chunk],
         *,
         chunk_bytes: int,
         aliases: Mapping[str, str],
@@ -320,7 +320,7 @@ class RunWriter:
         approve: Approve,
         writers: Executor | None,
     ) -> Share:
-        """This rank's files and its manifest, durable and sealed; see `sharing.share`."""
+        """This rank's files and its manifest, durable and sealed; see `rank_part.share`."""
         begun = self._monotonic()
 
         def written(pieces: Sequence[Piece]) -> Files:
@@ -329,7 +329,7 @@ class RunWriter:
             self._tell(self._event("written", at, seconds, size))
             return more
 
-        return sharing.share(
+        return rank_part.share(
             self._roomy,
             at,
             self.rank,
@@ -735,7 +735,7 @@ class RunWriter:
         """
         with self.turn:
             going = {at: self._commit_of(at) for at in self._deletable(under_pressure)}
-        if not room.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
+        if not disk_space.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
             return False
         for at, decided in going.items():
             if self._delete(at, decided, FULL):
