@@ -31,7 +31,7 @@ def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], 
 
     `proved digest` is of the sources of PROVED: where it differs from today's, the report is of older code.
     """
-    from lastgood.lab import provenance  # not at the top: the mutation run starts children that must import it afresh
+    from lastgood_lab import provenance  # not at the top: the mutation run starts children that must import it afresh
 
     stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())

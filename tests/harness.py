@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import lastgood
 from lastgood.engine.inline_executor import Inline
-from lastgood.lab.plain import State, filled, load, save
 from lastgood.policy.retention import Keep
 from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
 from lastgood.run.content import Content
 from lastgood.run.writer import RunWriter
+from lastgood_lab.plain import State, filled, load, save
 
 __all__ = ["State", "continued", "digests", "filled", "install", "load", "reported", "reports", "save"]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lastgood import errors
-from lastgood.lab.worlds import LIMIT_SECONDS
+from lastgood_lab.worlds import LIMIT_SECONDS
 
 
 class Net(nn.Module):

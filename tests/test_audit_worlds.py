@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import lastgood
 from lastgood import Audit, ResumableSampler
 from lastgood.format.values import decode, encode
-from lastgood.lab.worlds import world
 from lastgood.policy.merge_values import merged
 from lastgood.state.rules import capture
+from lastgood_lab.worlds import world
 
 SIZE, BATCH = 64, 12  # five windows an epoch, and 1, 2, 3, 4, 6 or 12 ranks
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked import dcp_loaded, dcp_of_torch, dcp_saved
 
 

@@ -18,7 +18,7 @@ import lastgood
 from lastgood.cli import app
 from lastgood.convert import dcp_values
 from lastgood.errors import ManifestInvalid, Refused
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked_dcp import little, uneven_through_a_checkpointer, uneven_through_dcp, with_kept_plans
 from test_dcp import load, save
 

@@ -12,11 +12,11 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace, NoSuchStep
 from lastgood.format import commit
 from lastgood.io.files import PosixFiles
-from lastgood.lab.plain import load, save
 from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood_lab.plain import load, save
 
 CHUNK_BYTES = 8192
 

@@ -19,7 +19,7 @@ from torch import nn, optim
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked import made, trained
 
 Tree = dict[str, object]

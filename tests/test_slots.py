@@ -41,8 +41,6 @@ from lastgood.io import files as posix_files
 from lastgood.io import mapped
 from lastgood.io.files import PosixFiles, takes_direct
 from lastgood.io.mapped import MappedFiles
-from lastgood.lab.hostile import ROOT, HostileDisk
-from lastgood.lab.noting import NotingFiles
 from lastgood.policy.retention import Keep
 from lastgood.records import Extent, Finding
 from lastgood.run import access
@@ -52,6 +50,8 @@ from lastgood.storage import slot_table as tables
 from lastgood.storage.slot_file import AREA_BYTES, aligned
 from lastgood.storage.slot_table import Table
 from lastgood.storage.slots import Slots
+from lastgood_lab.hostile import ROOT, HostileDisk
+from lastgood_lab.noting import NotingFiles
 from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)

@@ -1,6 +1,7 @@
 """lastgood: checkpoints that cannot lose a training run. The face: these names, and nothing else, are public.
 
-Names that need torch are imported when they are first asked for, so that reading a run costs no second of start-up.
+A name is imported when it is first used. So a run is read without torch (`lastgood.open`), and a name that needs torch
+raises NotInstalled where torch is not installed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .extras import needed
 from .policy.cadence import Every
 from .policy.retention import Keep
 from .policy.scrub import Scrub
@@ -20,10 +22,11 @@ if TYPE_CHECKING:
     from .data.sampler import ResumableSampler
     from .loop.checkpointer import Checkpointer
     from .loop.load import Restored
-    from .loop.oneshot import Loaded, Run
+    from .loop.oneshot import Loaded
     from .loop.oneshot import load_once as load
-    from .loop.oneshot import open_run as open
     from .loop.oneshot import save_once as save
+    from .loop.opened import Run
+    from .loop.opened import open_run as open
     from .loop.preemption import Preempted, Preemption
     from .run.pipeline import Save
 
@@ -37,11 +40,11 @@ _LAZY = {
     "Preemption": ("loop.preemption", "Preemption"),
     "ResumableSampler": ("data.sampler", "ResumableSampler"),
     "Restored": ("loop.load", "Restored"),
-    "Run": ("loop.oneshot", "Run"),
+    "Run": ("loop.opened", "Run"),
     "Save": ("run.pipeline", "Save"),
     "dcp": ("convert.dcp", ""),
     "load": ("loop.oneshot", "load_once"),
-    "open": ("loop.oneshot", "open_run"),
+    "open": ("loop.opened", "open_run"),
     "save": ("loop.oneshot", "save_once"),
 }
 
@@ -74,7 +77,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
     room, attribute = _LAZY[name]
-    found = importlib.import_module(f".{room}", __name__)
+    with needed("torch", f"lastgood.{name}"):
+        found = importlib.import_module(f".{room}", __name__)
     return getattr(found, attribute) if attribute else found
 
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -26,7 +25,16 @@ from rich.text import Text
 from .. import __version__, units
 from ..convert import exporting, importing
 from ..engine import guard
-from ..errors import Damaged, LastgoodError, MissingBlob, NoSuchStep, NotFinite, NothingGood, Unavailable
+from ..errors import (
+    Damaged,
+    LastgoodError,
+    MissingBlob,
+    NoSuchStep,
+    NotFinite,
+    NothingGood,
+    NotInstalled,
+    Unavailable,
+)
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy import restore
@@ -44,7 +52,9 @@ from .terminal import clean, console, progress
 
 USAGE, DIFFERS, INTERRUPTED, BROKEN_PIPE = 2, 7, 130, 141
 GUESTS = "lastgood.commands"
-"""entry points whose objects are typer.Typer: `lastgood NAME ...`"""
+"""entry points of other packages: a typer.Typer is a group, `lastgood NAME COMMAND`; a function is one command"""
+LAB = ("bench", "lab", "report")
+"""commands that the package lastgood-lab brings"""
 KINDS = (".safetensors", ".pt", ".pth")
 
 # typer carries its own copy of click, or uses click's, depending on its version; this is the class in either.
@@ -128,10 +138,22 @@ def _answer(args: list[str]) -> Answer | int:
 
 @functools.cache
 def _face_with_guests() -> typer.Typer:
-    """The command line, and the commands that rooms above and other packages bring: entry points of GUESTS."""
-    for guest in importlib.metadata.entry_points(group=GUESTS):
-        app.add_typer(guest.load(), name=guest.name)
+    """The command line with the commands that other packages bring."""
+    guests = {guest.name: guest.load() for guest in importlib.metadata.entry_points(group=GUESTS)}
+    for name, commands in guests.items():
+        if isinstance(commands, typer.Typer):
+            app.add_typer(commands, name=name)
+        else:
+            app.command(name)(commands)
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+    for name in LAB:
+        if name not in guests:
+            app.command(name, hidden=True, add_help_option=False, context_settings=anything)(_lab_is_not_installed)
     return app
+
+
+def _lab_is_not_installed(context: typer.Context) -> Answer:
+    raise NotInstalled(f"`lastgood {context.info_name}`", "lastgood-lab", "pip install lastgood-lab")
 
 
 def find(survey: Survey, wanted: str) -> GenerationId:
@@ -543,25 +565,6 @@ def plan(
             "--minutes needs M (--mtbf-seconds, or --device-days) and C (--stall-seconds, or --copy-rate and a state)."
         )
     return Answer(data, sizing.sized_view(data))
-
-
-@app.command()
-def report(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="What bench and lab wrote.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its heading.")] = "lastgood: what was measured",
-    as_json: Json = False,
-) -> Answer:
-    """One self-contained page with the tables and plots of every bench and lab in these folders."""
-    from . import report as pages
-
-    folders = [Path(paths.local(str(one), "DIR")) for one in folders]
-    out = Path(paths.local(str(out), "--out"))
-    length = pages.write(folders, out, title)
-    data = {"file": str(out), "bytes": length, "folders": [str(one) for one in folders]}
-    return Answer(data, Text(f"{out}: {units.size(length)}"))
 
 
 def _require_kind(path: str, kinds: tuple[str, ...]) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import IO, Any, cast
 
 from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
+from ..extras import needed
 from ..format import layout
 from ..format.layout import Tensor
 from ..io.files import PosixFiles
@@ -48,7 +49,8 @@ def export(
                 os.mkdir(staged)
                 length = _write_shards(content, chosen, staged, shard_bytes)
             elif to.endswith(".dcp"):
-                from . import dcp_folder
+                with needed("torch", "`lastgood export` to .dcp"):
+                    from . import dcp_folder
 
                 os.mkdir(staged)
                 length = dcp_folder.write(content, chosen, staged, whole=only is None)
@@ -161,9 +163,10 @@ def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink)
 
 
 def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
-    import torch
+    with needed("torch", "`lastgood export` to .pt"):
+        import torch
 
-    from ..state.tensors import from_buffer
+        from ..state.tensors import from_buffer
 
     stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
     for name in chosen.values():

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..engine.arena import Arena, Lease
 from ..errors import ManifestInvalid, StepTaken, Truncated, Unstorable
+from ..extras import needed
 from ..format import layout
 from ..format.layout import Tensor
 from ..io.files import PosixFiles, round_up
@@ -124,7 +125,8 @@ def opened(path: str, under: str) -> Iterator[Foreign]:
             with hf_folder.opened(path, prefix) as source:
                 yield source
         elif os.path.isdir(path):
-            from . import dcp_folder
+            with needed("torch", "`lastgood import` of a folder of torch.distributed.checkpoint"):
+                from . import dcp_folder
 
             yield dcp_folder.opened(path, prefix)
         elif path.endswith(".safetensors"):
@@ -200,10 +202,11 @@ def _pt(path: str, prefix: str) -> Foreign:
     import pickle
     import zipfile
 
-    import torch
+    with needed("torch", "`lastgood import` of a .pt file"):
+        import torch
 
-    from ..state import tensors as live
-    from ..state.capture import capture
+        from ..state import tensors as live
+        from ..state.capture import capture
 
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import NotARun, Refused
 from ..loop.checkpointer import Checkpointer
-from ..loop.oneshot import open_run
+from ..loop.opened import open_run
 from ..policy.cadence import Every
 from ..run import paths
 

@@ -1,4 +1,4 @@
-"""A run without a training loop: open it to read, save once, load once."""
+"""A run without a training loop: save once, load once."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
-import torch
-
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
 from ..policy.arguments import is_whole, require
 from ..records import Finding, Generation
 from ..run import access
-from ..run.reader import WORKERS, RunReader, read_all
+from ..run.reader import WORKERS, read_all
 from ..run.writer import RunWriter
 from ..snapshot import staging
 from ..state.as_dict import Everything
@@ -24,26 +22,8 @@ from ..state.capture import Capture, finite
 from ..state.exempt import untrained
 from ..state.patterns import Patterns, matches
 from ..state.storable import require_storable
-from ..state.tensors import from_buffer
 from .load import Request, Restored, load_into, report
 from .options import check_state
-
-
-class Run(RunReader):
-    """A run, for reading only; see `lastgood.open`."""
-
-    def tensor(self, name: str, step: int | None = None) -> torch.Tensor:
-        """One tensor by its stored name, from the newest undamaged generation or from `step`.
-
-        Reads its bytes only and checks them against its digest. CPU tensor. Raises NoSuchStep, NoSuchTensor, Damaged.
-        """
-        tensor, data = self.bytes_of(name, step)
-        return from_buffer(data, tensor.dtype, tensor.shape)
-
-
-def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run for reading; changes nothing and needs no lock. Raises NotARun, NotWritable."""
-    return Run(access.for_reading(path))
 
 
 def save_once(
