@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
+from lastgood.run.authority import Follower, Leader
 from msgspec import structs
 
 import lastgood
@@ -26,7 +27,6 @@ from lastgood.loop.schedule import TimingTogether
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
-from lastgood.run.authority import Follower, Leader
 from lastgood.run.pipeline import Save
 from lastgood.storage.directory import Disk
 
@@ -468,7 +468,7 @@ def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
     verify(follower)
     verify(leader)
     assert (leader.tier.of, follower.tier.of) == ({"r00000"}, {"r00001"})
-    assert leader.newest_verified().step == 1
+    assert leader.known.newest_verified().step == 1
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -478,7 +478,7 @@ def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both,
     verify(follower)
     with pytest.raises(Damaged, match="step 1 was committed and does not read back"):
         verify(leader)
-    assert leader.newest_verified() is None
+    assert leader.known.newest_verified() is None
     assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
 
 
@@ -502,7 +502,7 @@ def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
         blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
     with pytest.raises(Damaged) if broken else nullcontext():
         verify(leader)
-    assert leader.tier.of == {"r00000", "r00001"} and (leader.newest_verified() is None) == broken
+    assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
 
 
 class Deaf(Board):

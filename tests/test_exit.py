@@ -259,7 +259,7 @@ def test_a_run_that_is_never_closed_gives_its_closing_line_at_the_end(tmp_path: 
         if n == saved:
             ckpt.save(n).result(60)
     with reports(logging.WARNING) as texts:
-        ckpt._behind._unreported()  # as the end of the process does
+        ckpt._pipeline._unreported()  # as the end of the process does
     assert "was never closed" in texts[0] and line in texts[-1]
     ckpt.close()
 
@@ -271,7 +271,7 @@ def test_ctrl_c_while_a_save_begins_ends_the_process(tmp_path: Path, monkeypatch
         lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1)) as ckpt,
     ):
         ckpt.step(1).result(60)
-        lanes = ckpt._behind._lanes
+        lanes = ckpt._pipeline._lanes
         submit = lanes.submit
 
         def interrupted(*args: object) -> None:

@@ -32,6 +32,7 @@ from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
+from lastgood.run.known import Environment
 from lastgood.run.reader import RunReader, newest_good, opened
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
@@ -52,7 +53,9 @@ class Hostile:
     def __init__(self, root: Path) -> None:
         self.root, self.tier = root, Disk(PosixFiles(), str(root))
         ids = iter(["00000001", "0a0a0a0a"])
-        writer = RunWriter(self.tier, Inline(), new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
+        writer = RunWriter(
+            self.tier, Inline(), environment=Environment(new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
+        )
         writer.begin(None)
         for step, state in ((10, OLD), (20, NEW)):
             save(writer, step, state, chunk_bytes=4096, aliases={"tied": "a"})

@@ -497,7 +497,7 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
-    monkeypatch.setattr(save_planner.Cutter, "begun", lambda *_: pytest.fail("it was left to the fence"))
+    monkeypatch.setattr(save_planner.SavePlanner, "begun", lambda *_: pytest.fail("it was left to the fence"))
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 
@@ -531,7 +531,7 @@ def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         picture = loop.picture()
         first = ckpt.save(1, milestone=True)  # so that the second does not overtake it
-        ckpt._cutter.stop_overlapping()
+        ckpt._planner.stop_overlapping()
         ckpt.save(2)
         loop.backward()
         loop.update()

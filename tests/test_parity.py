@@ -23,6 +23,7 @@ from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
 from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
+from lastgood.run.known import Environment
 from lastgood.run.reader import RunReader, newest_good, read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
@@ -225,7 +226,7 @@ def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_w
     run = opened(root)
     assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
     newest = max(run.survey.generations.values(), key=lambda one: one.step)
-    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     assert len([name for name in contents(home(root)) if parity_layout.is_parity(name)]) == 4
 
 
@@ -259,8 +260,8 @@ def test_what_is_mended_is_restored_by_whoever_mended_it(root):
 def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
     lost(DATA)(home(root))
     told: list[Event] = []
-    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), tell=told.append)
-    assert not run.try_to_mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
+    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), environment=Environment(emit=told.append))
+    assert not run.mender.try_to_mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
     assert [(one.kind, one.step, one.detail.partition(":")[0]) for one in told] == [
         ("not_repaired", 20, "BeyondRepair")
     ]
@@ -272,9 +273,9 @@ def test_a_restore_mends_nothing_that_is_older_than_what_it_takes(root):
     changed(DATA, flip(-1))(home(root, 10))
     run.conclude(older, read_all(run.tier, older, UPKEEP, Inline()))
     before = contents(home(root, 10))
-    run.mend_known(None, UPKEEP)
+    run.mender.mend_known(None, UPKEEP)
     assert contents(home(root, 10)) == before
-    run.mend_known(10, UPKEEP)
+    run.mender.mend_known(10, UPKEEP)
     assert contents(home(root, 10)) != before
 
 
@@ -287,7 +288,7 @@ def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_stil
     record.unlink()
     changed(COMMIT, flip(100))(home(root, 30))
     run = opened(root)
-    run.mend_known(None, UPKEEP)
+    run.mender.mend_known(None, UPKEEP)
     assert [one.step for one in run.lineage()] == [30, 20, 10]
 
 
@@ -482,7 +483,7 @@ def test_parity_of_another_code_stands_in_for_nothing(root, tmp_path):
     other = Path(shutil.copytree(root, tmp_path / "other", symlinks=True))
     run = opened(other, parity="5+2")
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
-    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     for name in ("r00000.parity-1", "r00000.parity-1.json"):
         shutil.copy(home(other) / name, home(root) / name)
     changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(home(root))
@@ -495,7 +496,7 @@ def test_parity_that_is_whole_is_not_written_again(root):
     inodes = {path.name: path.stat().st_ino for path in home(root).iterdir()}
     run = opened(root)
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
-    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     assert {path.name: path.stat().st_ino for path in home(root).iterdir()} == inodes
 
 

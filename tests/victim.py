@@ -38,6 +38,7 @@ from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import access, paths, reader
+from lastgood.run.known import Environment
 from lastgood.run.writer import FULL, RunWriter
 from lastgood.storage.directory import Disk
 
@@ -154,10 +155,15 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
     def tell(event: Event) -> None:
         if event.kind == "deleted" and event.detail == FULL:
             say(f"pressed {event.step}")
-        if event.kind == "verified" and (newest := run.newest_verified()):
+        if event.kind == "verified" and (newest := run.known.newest_verified()):
             say(f"verified {place(newest.id)}")
 
-    run = RunWriter(Watched(tier, say), pool, keep=Keep(last=options.last), new_id=lambda: next(names), tell=tell)
+    run = RunWriter(
+        Watched(tier, say),
+        pool,
+        keep=Keep(last=options.last),
+        environment=Environment(new_id=lambda: next(names), emit=tell),
+    )
     found = restored(tier, run.survey, pool, say)
     parent = found.generation.id if found.generation else None
     say(f"beginning {place(parent)}")

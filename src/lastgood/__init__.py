@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .loop.opened import Run
     from .loop.opened import open_run as open
     from .loop.preemption import Preempted, Preemption
-    from .run.pipeline import Save
+    from .run.save_handle import Save
 
 __version__ = "0.1.0"
 
@@ -41,7 +41,7 @@ _LAZY = {
     "ResumableSampler": ("data.sampler", "ResumableSampler"),
     "Restored": ("loop.load", "Restored"),
     "Run": ("loop.opened", "Run"),
-    "Save": ("run.pipeline", "Save"),
+    "Save": ("run.save_handle", "Save"),
     "dcp": ("convert.dcp", ""),
     "load": ("loop.oneshot", "load_once"),
     "open": ("loop.opened", "open_run"),

@@ -253,6 +253,11 @@ class Generation(Record, frozen=True, kw_only=True):
         """Whether it was read after its commit, and nothing was found."""
         return self.verified and not self.damaged and not self.unfit
 
+    @property
+    def restorable(self) -> bool:
+        """Whether nothing is known against it, verified or not."""
+        return not self.damaged and not self.unfit
+
 
 def judged(generation: Generation, findings: list[Finding]) -> Generation:
     """A generation after a complete reading."""

@@ -29,6 +29,7 @@ from lastgood.policy.retention import Keep
 from lastgood.ports import Tier, Upload
 from lastgood.records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
 from lastgood.run import access, reader
+from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk, WriteMode
 from lastgood.storage.slots import Slots
@@ -571,9 +572,7 @@ class World:
             INLINE,
             keep=self.ledger.keep,
             parity=self.ledger.parity,
-            new_id=self._ident,
-            wall_seconds=lambda: 0.0,
-            monotonic_seconds=lambda: 0.0,
+            environment=Environment(new_id=self._ident, wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0),
         )
         self._note_verified()
         if self.disk.fault is None:
@@ -603,7 +602,7 @@ class World:
         if found.generation and not found.generation.verified:
             self.run.conclude(found.generation, [])
             self.ledger.verified.add(found.generation.id)
-        self.run.point()
+        self.run.marks.point()
 
     def begin(self, parent: GenerationId | None) -> None:
         ledger = self.ledger
@@ -707,7 +706,7 @@ class World:
         self.ledger.mending.add(at)
         try:
             generation = self.run.survey.generations[at]
-            _, done = self.run.read_again(generation, UPKEEP, self.run.reading(generation, UPKEEP))
+            _, done = self.run.mender.read_again(generation, UPKEEP, self.run.mender.reading(generation, UPKEEP))
         except LastgoodError:
             done = False
         _must(done or self.ledger.disturbed, f"{at} could not be rebuilt")
@@ -721,7 +720,7 @@ class World:
     def rewind(self, step: int) -> None:
         found, _ = load(self.tier, step, INLINE)
         self.begin(at_of(found))
-        self.run.point()
+        self.run.marks.point()
 
     def rot(self, step: int, name: str = layout.blob_name(0), offset: int = 5000) -> None:
         """One bit of a committed file goes bad on the medium."""

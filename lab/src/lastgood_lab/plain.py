@@ -14,8 +14,8 @@ from lastgood.io.checksum import Buffer
 from lastgood.io.files import round_up
 from lastgood.ports import Tier
 from lastgood.records import Generation, GenerationId, Manifest
-from lastgood.run import rank_part, reader
-from lastgood.run.rank_part import Share
+from lastgood.run import reader
+from lastgood.run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
 from lastgood.run.writer import RunWriter
 
 State = dict[str, bytes]
@@ -53,19 +53,17 @@ def save(
                 meanwhile()
             yield lease
 
-    options = {"aliases": {}, "values": {}, **options}
-    return run.save(run.admit(step), images, chunks(), chunk_bytes=arena.chunk_bytes, **options)
+    at, ready = run.admit(step), ReadyChunks(chunks())
+    return run.save(SaveRequest(at=at, images=images, chunks=ready, chunk_bytes=arena.chunk_bytes, **options))
 
 
-def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> Share:
+def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> RankPart:
     """What `rank`, which does not commit, makes durable of a save."""
     images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
-    return rank_part.share(
-        tier, at, rank, images, chunks, chunk_bytes=chunk_bytes, algorithm=ALGORITHM, aliases={}, values={},
-        writers=Inline(),
-    )  # fmt: skip
+    request = SaveRequest(at=at, images=images, chunks=ReadyChunks(chunks), chunk_bytes=arena.chunk_bytes)
+    return write_part(request, RankWriter(tier, rank, ALGORITHM, Inline()))
 
 
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[reader.Found, State]:

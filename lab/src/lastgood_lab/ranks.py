@@ -191,7 +191,7 @@ def planning(rank: int, size: int, folder: Path) -> Row:
         ckpt.restore()
         ckpt.save(1).result()
         assert ckpt._ranks is not None
-        cutter, topic, took, planned = ckpt._cutter, ckpt._ranks.topic("plan"), list[float](), list[float]()
+        cutter, topic, took, planned = ckpt._planner, ckpt._ranks.topic("plan"), list[float](), list[float]()
         for _ in range(AGREEMENTS):
             begun = time.perf_counter()
             captured = cutter._capture.take(state)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch.distributed as dist
+from lastgood.run.rank_part import Share
 
 from lastgood.coordination.rendezvous import meet
 from lastgood.coordination.rounds import Posts, Ranks
@@ -35,7 +36,6 @@ from lastgood.ports import Tier, Upload
 from lastgood.ranks.replica_check import compare
 from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
-from lastgood.run.rank_part import Share
 from lastgood.storage.directory import Disk
 from lastgood.units import size as told_size
 

@@ -45,7 +45,7 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
     """Every generation, once; raises what opening and reading raise."""
     rows = []
     with _writing(run, "reading again") as (writer, arena):
-        scrubber = Scrubber(writer, lambda: arena, bytes_per_second=bytes_per_second)
+        scrubber = Scrubber(writer.known, writer.mender, lambda: arena, bytes_per_second=bytes_per_second)
         while (one := scrubber.next_one()) is not None:
             rows.append(
                 {
@@ -53,11 +53,11 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
                     "state": _state(one),
                     "bytes": one.generation.bytes,
                     "seconds": round(one.seconds, 3),
-                    "repaired": writer.mended.get(one.generation.id, []) if one.repaired else [],
+                    "repaired": writer.mender.mended.get(one.generation.id, []) if one.repaired else [],
                     "why": restore.told(one.findings),
                 }
             )
-        writer.point()
+        writer.marks.point()
         place, lacking = writer.tier.place, unprotected(writer.tier, writer.survey)
     for row in rows:
         row["unprotected"] = lacking.get(GenerationId(step=row["step"], incarnation=row["incarnation"]), "")
@@ -94,7 +94,7 @@ def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, An
                 if wanted:
                     raise
                 rows.append({**named(at), "repaired": [], "why": error.what})
-        writer.point()
+        writer.marks.point()
         place = writer.tier.place
     good = all(not one["why"] for one in rows)
     return {"place": place, "good": good, "looked": not known, "whole": read, "generations": rows}
@@ -106,7 +106,7 @@ def _whole(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
     if generation is None:
         return False
     try:
-        findings = read_on(writer.reading(generation, arena), lambda: False)
+        findings = read_on(writer.mender.reading(generation, arena), lambda: False)
     except Unreadable:
         return False
     if intact(findings):

@@ -56,7 +56,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
         writer = None if dry_run else RunWriter(tier, workers)  # clears all of these
         if writer:
             survey = writer.survey
-            writer.point()
+            writer.marks.point()
         found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
         chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
         going: dict[GenerationId, str] = {}

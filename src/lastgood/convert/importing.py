@@ -24,6 +24,7 @@ from ..ports import File
 from ..records import Generation
 from ..run import access
 from ..run.reader import WORKERS
+from ..run.save import ReadyChunks, SaveRequest
 from ..run.watched import Seen, Watched
 from ..run.writer import RunWriter
 from .exporting import HF_FILE, HF_INDEX, telling
@@ -86,12 +87,14 @@ def bring(source: Foreign, run: str, step: int, seen: Seen) -> Generation:
         arena = Arena(2 * WORKERS * chunk_bytes, chunk_bytes)
         chunks = (lease for image in images for lease in _filled(image, source.read, arena, seen))
         generation = writer.save(
-            writer.admit(step),
-            images,
-            chunks,
-            chunk_bytes=arena.chunk_bytes,
-            aliases=source.aliases,
-            values=source.values,
+            SaveRequest(
+                at=writer.admit(step),
+                images=images,
+                chunks=ReadyChunks(chunks),
+                chunk_bytes=arena.chunk_bytes,
+                aliases=source.aliases,
+                values=source.values,
+            )
         )
         writer.verify(arena)
         return writer.survey.generations[generation.id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from ..policy.tune import Auto, adapt
-from ..run.pipeline import Save
+from ..run.save_handle import Save
 
 
 class Pace:

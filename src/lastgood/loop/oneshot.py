@@ -15,6 +15,7 @@ from ..policy.arguments import is_whole, require
 from ..records import Finding, Generation
 from ..run import access
 from ..run.reader import WORKERS, read_all
+from ..run.save import ReadyChunks, SaveRequest
 from ..run.writer import RunWriter
 from ..snapshot import staging
 from ..state.as_dict import Everything
@@ -57,11 +58,13 @@ def save_once(
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
         chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(
-            run.admit(operator.index(step)),
-            images,
-            staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill(),
-            aliases=captured.aliases,
-            values=captured.values,
+            SaveRequest(
+                at=run.admit(operator.index(step)),
+                images=images,
+                chunks=ReadyChunks(staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill()),
+                aliases=captured.aliases,
+                values=captured.values,
+            )
         )
         run.verify(arena)
         return generation

@@ -16,13 +16,15 @@ from ..policy.retention import Keep
 from ..policy.scrub import Scrub
 from ..records import Event
 from ..run import access
+from ..run.pipeline import RunOptions
 from ..storage.directory import WriteMode
 from .preemption import Preemption
-from .save_planner import Staging, TornCheck
 
 LEAST_MEMORY_BYTES = 1 << 20
 MOST_THREADS = 64
 
+Staging = Literal["overlap", "blocking"]
+TornCheck = Literal["sampled", "full"]
 OnError = Literal["warn", "raise"]
 WhenFull = Literal["wait", "skip", "raise"]
 
@@ -134,6 +136,19 @@ class Options:
         )
         if self.parity is not None:
             parity_layout.parsed(self.parity)
+
+    def of_run(self) -> RunOptions:
+        """How the run is opened."""
+        return RunOptions(
+            write_mode=self.write_mode,
+            keep=self.retention,
+            algorithm=self.digest,
+            in_flight=self.in_flight,
+            writers=self.writers,
+            persist=self.persist,
+            parity=self.parity,
+            scrub=self.scrub,
+        )
 
     def check_place(self, slots: bool, several: bool) -> None:
         """Whether the options go with a run in `slots`, and with `several` ranks. Raises Refused."""

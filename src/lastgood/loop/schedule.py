@@ -16,7 +16,7 @@ from ..errors import HeardLate
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
 from ..records import EventKind
-from ..run.pipeline import Save
+from ..run.save_handle import Save
 from .adaptive_interval import Pace
 
 Note = Callable[[EventKind, int, str], None]
