@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a rewind that is saved at once is durable",
             "rewind-durable-at-once",
-            Swap(" and run.resumes_at(found.generation.id)", ""),
+            Swap(" and run.known.resumes_at(found.generation.id)", ""),
         ),
         (
             "values of a restored step are compared",

@@ -449,7 +449,6 @@ class Pipeline:
         if give_way():
             return
         self.upkeep.after_save(give_way)
-        # guard: scrub-waits-for-interval
         if self.upkeep.scrub_is_due():
             with self._state:
                 if not self._flights and not self._closing:  # guard: scrub-yields-to-saves

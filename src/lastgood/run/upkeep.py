@@ -114,6 +114,7 @@ class Upkeep:
 
     def scrub_is_due(self) -> bool:
         """Whether it is time to read an old generation again."""
+        # guard: scrub-waits-for-interval
         return self._scrub is not None and time.monotonic() - self._scrubbed_at >= self._scrub.seconds
 
     def scrub_one(self) -> None:
