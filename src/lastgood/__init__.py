@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .loop.oneshot import save_once as save
     from .loop.opened import Run
     from .loop.opened import open_run as open
+    from .loop.options import Ranks, Tuning
     from .loop.preemption import Preempted, Preemption
     from .run.save_handle import Save
 
@@ -39,9 +40,11 @@ _LAZY = {
     "Preempted": ("loop.preemption", "Preempted"),
     "Preemption": ("loop.preemption", "Preemption"),
     "ResumableSampler": ("data.sampler", "ResumableSampler"),
+    "Ranks": ("loop.options", "Ranks"),
     "Restored": ("loop.load", "Restored"),
     "Run": ("loop.opened", "Run"),
     "Save": ("run.save_handle", "Save"),
+    "Tuning": ("loop.options", "Tuning"),
     "dcp": ("convert.dcp", ""),
     "load": ("loop.oneshot", "load_once"),
     "open": ("loop.opened", "open_run"),
@@ -59,11 +62,13 @@ __all__ = [
     "Loaded",
     "Preempted",
     "Preemption",
+    "Ranks",
     "Restored",
     "ResumableSampler",
     "Run",
     "Save",
     "Scrub",
+    "Tuning",
     "Verdict",
     "dcp",
     "errors",

@@ -13,18 +13,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from .. import reporting
-from ..coordination.rounds import PATIENCE_SECONDS
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..data.step_counting import count_step, samplers_in
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NotWritable, StepDiffers, StepTaken, Unavailable
-from ..format.layout import CHUNK_BYTES, STEP_LIMIT
+from ..format.layout import STEP_LIMIT
 from ..policy.arguments import is_whole, require, require_seconds
 from ..policy.cadence import Every
 from ..policy.merge_values import homeless
@@ -41,16 +40,17 @@ from ..run.writer import RunWriter
 from ..state.live_check import require_live
 from ..state.objects import is_fsdp1, modules_of
 from ..state.patterns import Patterns
-from ..storage.directory import WriteMode
 from .ending import Ending, refresh
 from .load import Request, Restored, load_into, report
 from .metrics import numbers
-from .options import OnError, Options, Staging, TornCheck, WhenFull, check_state
+from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
 from .preemption import Asked, Preemption
 from .save_planner import SavePlanner
 from .saver import Saver
 
-CADENCE = Every(seconds=300)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 TORN_LIMIT = 2
 """torn saves in a row, after which a state is staged while the loop waits"""
 SHARED = 1.5
@@ -62,28 +62,33 @@ EXIT_SECONDS = 60.0
 class Checkpointer:
     """Saves the complete training state while training goes on, and brings the newest good one back.
 
-    `path`: the run's directory, or "slots:///..." for the newest only, overwritten in place (`persist`: "direct" or
-    "mmap"). `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or
-    list; re-read at every save. What an object's state_dict() returned is refused: it would never change again. Random
+    `path`: the run's directory, or "slots:///..." for the newest only, overwritten in place.
+    `state`: name -> module, optimizer, scheduler, scaler, sampler, loader, tensor, number, string, dict or list; it is
+    read again at every save. What an object's state_dict() returned is refused: it would never change again. Random
     number generators are captured without asking.
-    `cadence`: Every(...), or "auto" with `overhead`, the share of time that saving may cost (default 0.03).
-    `staging`: "overlap" (default where the optimizers can be held) copies behind the next forward and backward,
-    "blocking" before the call returns; `torn_check`: "full" digests everything at the cut. `in_flight`: saves side by
-    side, each with so many `writers`; `when_full`: a due step waits, is skipped, or raises. `chunk`: bytes of a buffer;
-    `memory`: bound of all of them (default: the size of the state; smaller makes the next update wait for the disk).
-    `on_error`: "warn" reports a save that failed in the background and lets training go on, "raise" raises in the loop.
+    `cadence`: Every(steps=...) or Every(seconds=...), default 300 seconds; or "auto": as often as `Tuning.overhead`
+    allows. `retention`: Keep(...), which generations stay; default: the last 3.
+    `include`, `exclude`: name patterns (fnmatch) of what is saved; one that matches no name is refused at the first
+    step. `on_error`: "warn" (default) reports a save that failed in the background and lets training go on, "raise"
+    raises in the loop. `on_event` is called on the training thread with each Event.
+    `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt, for a fifth more disk;
+    default: none. `scrub`: Scrub(...) reads old generations again, now and then; default: never.
+    `finite_also`, `finite_except`: name patterns of further tensors that must not hold NaN or infinity, and of those
+    that may. Parameters and the optimizer's state must not: a save that holds them is never restored by itself.
+    `preemption`: Preemption(...): after a signal a last save is made and `step()` raises Preempted; default: none.
+    `save_on_exit` (default True): leaving the `with` without an exception saves the newest step that `step()` or
+    `save()` was called with, unless it is saved already, and waits for it.
     `durable_within_seconds` (default None: no limit): `step()` raises NothingDurable when no save became durable for so
-    long, whatever `on_error` says. `save_on_exit` (default True): leaving the `with` without an exception saves the
-    newest step that `step()` or `save()` was called with, unless it is saved already, and waits for it.
-    `on_event` is called on the training thread with each Event. `include` / `exclude`: name patterns (fnmatch); one
-    that matches no name is refused at the first step.
-    NaN or infinity in a parameter or in an optimizer's state makes a save intact, and not good: it is never restored by
-    itself. `finite_also`, `finite_except`: name patterns of further tensors, and of those that may hold them.
-    `parity`: "10+2" lets two of any twelve parts of a verified generation be lost and rebuilt; a fifth more of disk.
-    `scrub`: lastgood.Scrub(...) reads old generations again, now and then.
+    long, whatever `on_error` says.
+    `tuning`: Tuning(...), memory, threads and the disk. `ranks`: Ranks(...), timeouts between ranks. Their fields may
+    also be given as keyword arguments.
     In a process group every rank opens the same path and makes the same calls; each writes its own part, and what fails
-    on one fails on all. `patience`: seconds to wait for a rank; twice that for rank 0, thrice for the group's store.
-    Raises Refused, NotARun, NotWritable, RunLocked; nothing has been touched then.
+    on one fails on all. Raises Refused, NotARun, NotWritable, RunLocked; nothing has been touched then.
+
+        with lastgood.Checkpointer("runs/gpt", {"model": model, "optimizer": optimizer}) as ckpt:
+            for step in range(ckpt.restore().step + 1, total + 1):
+                train(step)
+                ckpt.step(step)
     """
 
     def __init__(
@@ -93,64 +98,52 @@ class Checkpointer:
         *,
         cadence: Every | Literal["auto"] = CADENCE,
         retention: Keep = KEEP,
-        write_mode: WriteMode = "atomic_dirsync",
-        digest: str = "xxh3_128",
-        on_error: OnError = "warn",
-        memory: int | None = None,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        on_error: OnError = "warn",
         on_event: Callable[[Event], None] | None = None,
-        staging: Staging | None = None,
-        torn_check: TornCheck = "sampled",
-        in_flight: int = 2,
-        when_full: WhenFull = "wait",
-        writers: int = reader.WORKERS,
-        chunk: int = CHUNK_BYTES,
-        overhead: float | None = None,
-        persist: access.Persist = "direct",
         parity: str | None = None,
         scrub: Scrub | None = None,
         finite_also: Sequence[str] = (),
         finite_except: Sequence[str] = (),
         preemption: Preemption | None = None,
-        patience: float = PATIENCE_SECONDS,
         save_on_exit: bool = True,
         durable_within_seconds: float | None = None,
+        tuning: Tuning | None = None,
+        ranks: Ranks | None = None,
+        **earlier: Unpack[EarlierKeywords],
     ) -> None:
         check_state(state)
-        self._options = options = Options(
+        options = Options(
             cadence=cadence,
             retention=retention,
-            write_mode=write_mode,
-            digest=digest,
-            on_error=on_error,
-            memory=memory,
             include=include,
             exclude=exclude,
+            on_error=on_error,
             on_event=on_event,
-            staging=staging,
-            torn_check=torn_check,
-            in_flight=in_flight,
-            when_full=when_full,
-            writers=writers,
-            chunk=chunk,
-            overhead=overhead,
-            persist=persist,
             parity=parity,
             scrub=scrub,
             finite_also=finite_also,
             finite_except=finite_except,
             preemption=preemption,
-            patience=patience,
             save_on_exit=save_on_exit,
             durable_within_seconds=durable_within_seconds,
+            tuning=tuning if tuning is not None else Tuning(),
+            ranks=ranks if ranks is not None else Ranks(),
         )
+        self._options = options.with_keywords(earlier)
+        self._open(path, state)
+
+    def _open(self, path: str | os.PathLike[str], state: MutableMapping[str, Any]) -> None:
+        """Check what the options and the state are to each other, then open the run."""
+        options = self._options
         require_live(state)  # guard: state-dict-snapshots-refused
         require_group()
         several = among_ranks()
         options.check_place(access.in_slots(path), several)
-        patterns = Patterns(include, exclude, finite_also, finite_except)
-        self._request = Request(state, include=tuple(include), exclude=tuple(exclude), patterns=patterns)
+        patterns = Patterns(options.include, options.exclude, options.finite_also, options.finite_except)
+        include, exclude = tuple(options.include), tuple(options.exclude)
+        self._request = Request(state, include=include, exclude=exclude, patterns=patterns)
         self._advanced = self._resumed = 0  # the newest step that the loop has completed, and where it began
         self._called = self._closed = False  # whether step() or save() was called
         self._unknown = True  # what the state consists of, and to each other: the ranks
@@ -161,14 +154,14 @@ class Checkpointer:
             f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
         )
-        ranks = ranks_of(path, patience) if several else None
+        ranks = ranks_of(path, options.ranks.patience) if several else None
         self._ranks: AnyRanks = ranks or SingleRank()
         self._loading: AnyTopic | None = None
         self._pipeline = pipeline = Pipeline(path, options.of_run(), self._ranks)
-        replicas = Replicas(ranks, digest) if ranks else None
+        replicas = Replicas(ranks, options.tuning.digest) if ranks else None
         self._planner = SavePlanner(options, pipeline.wait, replicas)
         try:
-            asked = Asked(preemption) if preemption else None
+            asked = Asked(options.preemption) if options.preemption else None
         except BaseException:
             pipeline.close()
             raise

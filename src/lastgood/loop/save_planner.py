@@ -89,8 +89,9 @@ class SavePlanner:
         self.note = ""
         """why the loop waits for each copy where one would not expect it; for whoever takes and tells it"""
         self._capture = Capture(options.include, options.exclude)
-        self._wanted, self._torn_check = options.staging, options.torn_check
-        self._memory, self._chunk_bytes, self._algorithm = options.memory, options.chunk, options.digest
+        tuning = options.tuning
+        self._wanted, self._torn_check = tuning.staging, tuning.torn_check
+        self._memory, self._chunk_bytes, self._algorithm = tuning.memory, tuning.chunk, tuning.digest
         self._finite = options.finite_also, options.finite_except
         self._wait_idle = wait_idle
         self._exempt: frozenset[str] | None = None

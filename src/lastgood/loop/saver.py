@@ -69,7 +69,7 @@ class Saver:
         """whether other ranks may announce anything"""
         if isinstance(self._ranks, Ranks):
             self.announcements = Announcements(self._ranks)
-            bound = None if options.when_full == "wait" else options.in_flight
+            bound = None if options.tuning.when_full == "wait" else options.tuning.in_flight
             self.schedule = several = TimingTogether(self._cadence, self._emit, self._ranks, self.announcements, bound)
             self.listens = several.listens or options.preemption is not None
         else:
@@ -150,14 +150,16 @@ class Saver:
         full = self.schedule.full()
         if not full and self._pipeline.admit(0.0):
             return 0.0
-        if full is not False and self._options.when_full == "raise" and timeout_seconds is None:
+        if full is not False and self._options.tuning.when_full == "raise" and timeout_seconds is None:
             raise InFlightFull(
-                f"step {n} was not saved: {self._options.in_flight} saves are in flight",
+                f"step {n} was not saved: {self._options.tuning.in_flight} saves are in flight",
                 safe="They go on.",
                 todo='Save less often, allow more (in_flight=...), or wait (when_full="wait").',
             )
         begun = time.monotonic()
-        skips = full is not False and self._options.when_full == "skip" and not must  # guard: manual-save-not-skipped
+        skips = (
+            full is not False and self._options.tuning.when_full == "skip" and not must
+        )  # guard: manual-save-not-skipped
         if skips or not self._pipeline.admit(timeout_seconds):  # guard: due-save-skipped-when-full
             self._emit("skipped", n)
             return None
@@ -216,7 +218,7 @@ class Saver:
         spare = striping.share(options.parity) if options.parity else 0.0
         total = state_bytes + round(state_bytes * spare)
         held = sum(one.bytes for one in run.known.survey.generations.values())
-        disk_space.report_bound(run.tier, options.retention, options.in_flight, total, held)
+        disk_space.report_bound(run.tier, options.retention, options.tuning.in_flight, total, held)
 
     def note_fence(self) -> None:
         """What the loop waited for at the fence is part of what its last save cost."""
@@ -230,6 +232,6 @@ class Saver:
 def _cadence(options: Options) -> Every | Pace:
     if isinstance(options.cadence, Every):
         return options.cadence
-    if options.overhead is None:
-        return Pace(Auto(in_flight=options.in_flight))
-    return Pace(Auto(overhead=options.overhead, in_flight=options.in_flight))
+    if options.tuning.overhead is None:
+        return Pace(Auto(in_flight=options.tuning.in_flight))
+    return Pace(Auto(overhead=options.tuning.overhead, in_flight=options.tuning.in_flight))
