@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
-from lastgood.run.authority import Follower, Leader
 from msgspec import structs
 
 import lastgood
@@ -27,7 +26,10 @@ from lastgood.loop.schedule import TimingTogether
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
+from lastgood.run.follower import Follower
+from lastgood.run.known import Environment
 from lastgood.run.pipeline import Save
+from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
 
@@ -442,14 +444,14 @@ def both(tmp_path):
     board = Meeting()
     first, second = two_on(board)
     clock = Clock()
-    options = {"monotonic_seconds": clock, "pause": lambda seconds: setattr(clock, "now", clock.now + seconds)}
-    leader = Leader(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, **options)
-    follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=second)
+    environment = Environment(monotonic_seconds=clock, pause=lambda seconds: setattr(clock, "now", clock.now + seconds))
+    leader = RunWriter(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, environment=environment)
+    follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), second)
 
     def saved(run):
         run.begin(None)
         ranks = first if run is leader else second
-        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, together=ranks.at("save", 1))
+        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.at("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
         first_told, second_told = pool.map(saved, (leader, follower))
@@ -484,11 +486,11 @@ def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both,
 
 def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both, tmp_path):
     leader, follower, _ = both
-    follower._incarnation = structs.replace(follower._incarnation, id="deadbeef")
+    follower.known.incarnation = structs.replace(follower.known.incarnation, id="deadbeef")
 
     def saved(run):
         with pytest.raises(StepDiffers, match=r"ranks have sealed gen/000000000002-.*, gen/000000000002-"):
-            save(run, 2, {f"w{run.rank}": bytes(100)}, together=run._ranks.at("save", 2))
+            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.at("save", 2))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(saved, (leader, follower)))
@@ -517,8 +519,8 @@ class Deaf(Board):
 def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
     """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
-    writer = Leader(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))
+    writer = RunWriter(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))
     writer.begin(None)
     deaf = Deaf()
-    told = save(writer, 1, {"w": b"x" * 100}, together=Ranks(0, 1, deaf, "run").at("save", 1))
+    told = save(writer, 1, {"w": b"x" * 100}, topic=Ranks(0, 1, deaf, "run").at("save", 1))
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]

@@ -287,6 +287,6 @@ def test_a_half_loaded_state_cannot_start_over(tmp_path: Path) -> None:
     """restore(step=0) took the half of another step for a fresh start, and saved it as a new lineage."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.restore()
-        ckpt._half_loaded = True
+        ckpt._saver.half_loaded = True
         with pytest.raises(errors.Refused, match="half of another step"):
             ckpt.restore(step=0)

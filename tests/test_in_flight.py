@@ -17,7 +17,8 @@ from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop import save_planner
 from lastgood.loop.save_planner import SavePlanner
-from lastgood.run.pipeline import Background, Save
+from lastgood.run.pipeline import Pipeline
+from lastgood.run.save_handle import Save
 from lastgood.snapshot import staging
 from lastgood.snapshot.staging import Snapshot
 
@@ -146,7 +147,7 @@ def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_han
         save = ckpt.save(1)
         assert waits.wait(60)
         (flight,) = ckpt._pipeline._flights
-        flight.give_up(errors.Cancelled("by hand"))
+        flight.cancel(errors.Cancelled("by hand"))
         assert save._staged.wait(30)
         door.set()
         with reported("by hand"):
@@ -265,8 +266,8 @@ def test_a_full_house_is_an_error_when_asked_to_and_training_may_go_on(tmp_path,
 def test_whoever_has_the_outcome_of_a_save_may_begin_the_next_one(tmp_path, monkeypatch):
     """Its place was free a moment later: `save(1).result(); save(2)` raised InFlightFull now and then."""
     order: list[str] = []
-    end, note = Background._end, Save.note_outcome
-    monkeypatch.setattr(Background, "_end", lambda *given: (end(*given), order.append("place")))
+    end, note = Pipeline._end, Save.note_outcome
+    monkeypatch.setattr(Pipeline, "_end", lambda *given: (end(*given), order.append("place")))
     monkeypatch.setattr(Save, "note_outcome", lambda *given: (order.append("outcome"), note(*given)))
     with lastgood.Checkpointer(tmp_path, build(), in_flight=1, when_full="raise") as ckpt:
         ckpt.save(1).result(60)

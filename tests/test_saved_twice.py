@@ -117,7 +117,7 @@ def test_a_save_of_the_cadence_that_is_then_asked_for_is_not_overtaken(tmp_path:
         sync(self)
 
     monkeypatch.setattr(PosixFile, "sync", waiting)
-    monkeypatch.setattr(lastgood.Checkpointer, "_require_same_state", lambda *_: None)  # it would wait for step 1
+    monkeypatch.setattr(Saver, "_require_same_state", lambda *_: None)  # it would wait for step 1
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1), in_flight=2) as ckpt:
         older = ckpt.step(1)
         assert ckpt.save(1) is older

@@ -229,23 +229,23 @@ def test_nothing_is_read_again_while_a_save_is_under_way_or_somebody_waits_for_t
     with lastgood.Checkpointer(tmp_path, {"net": nn.Linear(2, 2)}, scrub=Scrub(seconds=0.0)) as ckpt:
         ckpt.save(1)
         ckpt.wait()
-        behind = ckpt._pipeline
-        behind._scrubbing, look = None, behind._look_after
+        pipeline, upkeep = ckpt._pipeline, ckpt._pipeline.upkeep
+        pipeline._scrubbing, after_save = None, upkeep.after_save
 
         def beside_a_save(*args: object) -> None:
-            look(*args)
-            behind._flights.append(None)
+            after_save(*args)
+            pipeline._flights.append(None)
 
-        behind._look_after = beside_a_save
-        behind._upkeep()
-        assert behind._scrubbing is None
-        behind._flights.clear()
-        behind._look_after, behind._hurried = look, 1
-        behind._upkeep()
-        assert behind._scrubbing is None
-        behind._hurried = 0
-        behind._upkeep()
-        assert behind._scrubbing is not None
+        upkeep.after_save = beside_a_save
+        pipeline._after_save()
+        assert pipeline._scrubbing is None
+        pipeline._flights.clear()
+        upkeep.after_save, pipeline._closing = after_save, 1
+        pipeline._after_save()
+        assert pipeline._scrubbing is None
+        pipeline._closing = 0
+        pipeline._after_save()
+        assert pipeline._scrubbing is not None
 
 
 def test_a_restore_rebuilds_the_newest_by_itself_and_says_so(tmp_path):

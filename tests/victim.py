@@ -39,7 +39,8 @@ from lastgood.ports import OpenMode, Tier
 from lastgood.records import Event, Generation, GenerationId, Manifest
 from lastgood.run import access, paths, reader
 from lastgood.run.known import Environment
-from lastgood.run.writer import FULL, RunWriter
+from lastgood.run.retire import FULL
+from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
 TIERS = ("directory", "slots", "mmap")

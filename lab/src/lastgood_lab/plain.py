@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
+from lastgood.coordination.single_rank import AnyTopic, SingleTopic
 from lastgood.engine.arena import Arena, Lease
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
@@ -15,7 +16,9 @@ from lastgood.io.files import round_up
 from lastgood.ports import Tier
 from lastgood.records import Generation, GenerationId, Manifest
 from lastgood.run import reader
+from lastgood.run.follower import Follower
 from lastgood.run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
+from lastgood.run.save import save as save_as_rank
 from lastgood.run.writer import RunWriter
 
 State = dict[str, bytes]
@@ -33,16 +36,20 @@ def filled(image: layout.Image, state: Mapping[str, Buffer], arena: Arena) -> It
 
 
 def save(
-    run: RunWriter,
+    run: RunWriter | Follower,
     step: int,
     state: Mapping[str, Buffer],
     *,
     tensors: Iterable[layout.Tensor] | None = None,
     chunk_bytes: int = 8192,
     meanwhile: Callable[[], object] = lambda: None,
+    topic: AnyTopic | None = None,
     **options: Any,
 ) -> Generation:
-    """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken."""
+    """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken.
+
+    `topic`: where several ranks agree on this save.
+    """
     tensors = tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
     images = layout.images(tensors, run.rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
@@ -54,7 +61,10 @@ def save(
             yield lease
 
     at, ready = run.admit(step), ReadyChunks(chunks())
-    return run.save(SaveRequest(at=at, images=images, chunks=ready, chunk_bytes=arena.chunk_bytes, **options))
+    request = SaveRequest(at=at, images=images, chunks=ready, chunk_bytes=arena.chunk_bytes, **options)
+    if isinstance(run, RunWriter) and topic is None:
+        return run.save(request)
+    return save_as_rank(run, request, run.rank_writer(Inline()), topic or SingleTopic())
 
 
 def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> RankPart:

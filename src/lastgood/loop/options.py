@@ -44,7 +44,7 @@ class Tuning:
     `memory`: bound of all buffers, in bytes, at least 1 MiB; default: the size of the state. Smaller makes the next
     update wait for the disk.
     `in_flight`: saves side by side, 1 to 64; default 2. `writers`: threads that write each of them, 1 to 64; default 3.
-    `chunk`: bytes of one buffer, a multiple of 4096 up to 256 MiB; default 4 MiB.
+    `chunk`: bytes of one buffer, a multiple of 4096 up to 256 MiB; default 8 MiB.
     `staging`: "overlap" copies behind the next forward and backward, "blocking" before the call returns; default:
     overlap, where the optimizers can be held until the copy is complete.
     `torn_check`: "sampled" (default) compares samples of each tensor before and after the copy, "full" digests all.
