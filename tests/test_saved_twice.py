@@ -18,6 +18,7 @@ from lastgood.format import commit
 from lastgood.format.layout import label_number
 from lastgood.io.files import PosixFile
 from lastgood.loop.metrics import numbers
+from lastgood.loop.saver import Saver
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
