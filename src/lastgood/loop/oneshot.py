@@ -75,11 +75,10 @@ def save_once(
         tensors = captured.tensors
         images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-        chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(
             run.admit(operator.index(step)),
             images,
-            staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill(),
+            staging.copy_all(images, tensors, arena).fill(),
             aliases=captured.aliases,
             values=captured.values,
         )

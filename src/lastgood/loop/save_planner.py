@@ -64,7 +64,7 @@ class _Plan:
     finite: frozenset[str]
     images: list[Image]
     division: Division | None = None
-    behind: overlap.Behind | None = None
+    behind: overlap.Overlappable | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
     stepped: bool = False
@@ -148,18 +148,18 @@ class Cutter:
                 raise staging.torn_error(wrong)
             return agreed(pieces) if agreed else ()
 
-        snapshot = staging.Snapshot(
+        copy_plan = staging.CopyPlan(
             plan.chunks,
             tensors,
             devices,
-            arena,
             addresses=addresses,
-            at_once=at_once,
+            cloned=at_once,
             watch=watch,
             samples=plan.samples if watch else (),
-            witness=witness,
+            witness=witness or {},
             algorithm=self._algorithm,
         )
+        snapshot = staging.Snapshot(copy_plan, arena)
         agreed: Approve | None = None
         if self._together and plan.division and topic:
             agreed = self._together.approve(topic, plan.division, captured, snapshot, kept)
