@@ -238,7 +238,7 @@ class Binder:
         return subclasses.assemble(kind, parts, context, saved.shape, saved.stride)
 
     def _making(self, ref: TensorRef, path: str, home: Home | None) -> Making:
-        return home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
+        return home(ref, path) if home else Making(tensors.available(ref.device), ref.order)
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
@@ -383,7 +383,7 @@ class Binder:
         def home(ref: TensorRef, path: str) -> Making:
             like = spread.get(path)
             if like is None or self._unlike(like, ref.name):
-                return Making(tensors.at_hand(ref.device), ref.order)
+                return Making(tensors.available(ref.device), ref.order)
             return Making(like.device, ref.order, like)
 
         return home if spread else None
