@@ -415,8 +415,8 @@ def labelled():
     [
         (Closing, "cannot be stored without running code"),
         (Ordered, "cannot be stored without running code"),
-        (cached, "no fields: cache"),
-        (labelled, "no fields: label"),
+        (cached, "not fields: cache"),
+        (labelled, "not fields: label"),
         (lambda: Renamed.A, "cannot be found under its name"),
         (lambda: collections.namedtuple("Local", "a")(1), "cannot be found under its name"),
         (lambda: object.__new__(Config), "without a value of its own for the field lr"),

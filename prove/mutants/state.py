@@ -39,12 +39,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a pattern for an optimizer's state is not waited for without end",
             "pattern-wait-bounded",
-            Swap("self._looks < LOOKS and ", ""),
+            Swap("self._checks < CHECKS and ", ""),
         ),
         (
             "an optimizer's state may come with its first step",
             "pattern-wait-bounded",
-            Swap("self._looks < LOOKS", "False"),
+            Swap("self._checks < CHECKS", "False"),
         ),
         ("a pattern that matches on one rank only is right", "pattern-matches-some-rank", Instead("return first")),
         ("a pattern that matches on no rank is refused", "pattern-matches-some-rank", Instead("return []")),

@@ -171,9 +171,7 @@ class Writer(StorageWriter):
             ThreadPoolExecutor(WORKERS, "lastgood-write") as writers,
             access.for_sharing(self.path, "atomic_dirsync") as tier,
         ):
-            snapshot = staging.Snapshot(
-                staging.in_chunks(images, arena.chunk_bytes), content, staging.devices(content), arena
-            )
+            snapshot = staging.copy_all(images, content, arena)
             request = SaveRequest(
                 at=at,
                 images=images,

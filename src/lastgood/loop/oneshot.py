@@ -56,12 +56,11 @@ def save_once(
         tensors = captured.tensors
         images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-        chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(
             SaveRequest(
                 at=run.admit(operator.index(step)),
                 images=images,
-                chunks=ReadyChunks(staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill()),
+                chunks=ReadyChunks(staging.copy_all(images, tensors, arena).fill()),
                 aliases=captured.aliases,
                 values=captured.values,
             )

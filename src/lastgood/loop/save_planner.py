@@ -64,7 +64,7 @@ class _Plan:
     finite: frozenset[str]
     images: list[Image]
     division: Division | None = None
-    behind: overlap.Behind | None = None
+    behind: overlap.Overlappable | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
     stepped: bool = False
@@ -127,18 +127,18 @@ class SavePlanner:
         witness, kept = self._witnessed(plan.division, captured)
         later = tensors.keys() - at_once if bearers is not None and self._torn_check == "full" else ()
         digests = {key: staging.content_digest(tensors[key], self._algorithm) for key in later}
-        snapshot = staging.Snapshot(
+        copy_plan = staging.CopyPlan(
             plan.chunks,
             tensors,
             devices,
-            arena,
             addresses=addresses,
-            at_once=at_once,
+            cloned=at_once,
             watch=watch,
             samples=plan.samples if watch else (),
-            witness=witness,
+            witness=witness or {},
             algorithm=self._algorithm,
         )
+        snapshot = staging.Snapshot(copy_plan, arena)
         replicas = None
         if self._replicas and plan.division and isinstance(topic, Topic):
             replicas = self._replicas.check(topic, plan.division, captured, snapshot, kept)

@@ -217,8 +217,7 @@ class ReplicaCheck:
         content = {item.tensor.key: self.kept[item.tensor.key] for item in own}
         for image in files:
             arena = Arena(round_up(image.length, layout.CHUNK_BYTES), min(layout.CHUNK_BYTES, round_up(image.length)))
-            chunks = staging.in_chunks([image], arena.chunk_bytes)
-            yield image, staging.Snapshot(chunks, content, staging.devices(content), arena).fill()
+            yield image, staging.copy_all([image], content, arena).fill()
 
 
 def _all(division: Division) -> list[list[Item]]:

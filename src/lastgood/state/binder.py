@@ -172,7 +172,7 @@ class Binder:
             if self._names.keeps(path):
                 self._differs(path, why)
             return _stays(live)
-        before = instances.FORMS[saved.tag].apart(live) if alike else {}
+        before = instances.FORMS[saved.tag].parts(live) if alike else {}
         lacking = (join(path, name) for name in before.keys() - saved.parts.keys())
         self.missing += sorted(filter(self._names.keeps, lacking))
         puts = {
@@ -183,7 +183,7 @@ class Binder:
         def put() -> Any:
             made = {name: one() for name, one in puts.items()}
             parts = before | {name: None if part is LEFT_OUT else part for name, part in made.items()}
-            return instances.FORMS[saved.tag].together(kind, parts, live if alike else None)
+            return instances.FORMS[saved.tag].assemble(kind, parts, live if alike else None)
 
         return put
 
@@ -217,7 +217,7 @@ class Binder:
             parts = {name: one() for name, one in puts.items()}
             if alike and all(part is before[name] for name, part in parts.items()):
                 return live
-            made = subclasses.together(kind, parts, context, saved.shape, saved.stride)
+            made = subclasses.assemble(kind, parts, context, saved.shape, saved.stride)
             return _formed(made, saved.is_parameter, saved.wants_grad)
 
         return put
@@ -235,10 +235,10 @@ class Binder:
         if why:
             raise TypeError(why)
         context = self.bind(ABSENT, saved.context, join(path, "__context__"))()
-        return subclasses.together(kind, parts, context, saved.shape, saved.stride)
+        return subclasses.assemble(kind, parts, context, saved.shape, saved.stride)
 
     def _making(self, ref: TensorRef, path: str, home: Home | None) -> Making:
-        return home(ref, path) if home else Making(tensors.at_hand(ref.device), ref.order)
+        return home(ref, path) if home else Making(tensors.available(ref.device), ref.order)
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, home: Home | None) -> Put:
         """In place where a live tensor fits. Where it does not, only an optimizer (`home`) gets a new one."""
@@ -383,7 +383,7 @@ class Binder:
         def home(ref: TensorRef, path: str) -> Making:
             like = spread.get(path)
             if like is None or self._unlike(like, ref.name):
-                return Making(tensors.at_hand(ref.device), ref.order)
+                return Making(tensors.available(ref.device), ref.order)
             return Making(like.device, ref.order, like)
 
         return home if spread else None
