@@ -39,6 +39,7 @@ from ..errors import (
     StepTaken,
     Unavailable,
 )
+from ..events import Event, EventKind
 from ..format import commit
 from ..format import parity_layout as striping
 from ..format.layout import CHUNK_BYTES, STEP_LIMIT
@@ -50,7 +51,7 @@ from ..policy.scrub import Scrub
 from ..policy.tune import Auto
 from ..ranks.replica_check import Together
 from ..ranks.torch_store import among_ranks, machine, ranks_of, require_group, world_size
-from ..records import Event, EventKind, Finding, Generation
+from ..records import Finding, Generation
 from ..run import access, disk_space, reader
 from ..run.authority import Follower, Leader
 from ..run.pipeline import Background, Save

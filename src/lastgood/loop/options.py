@@ -6,6 +6,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ..events import Event
 from ..format import parity_layout
 from ..format.layout import CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
@@ -14,7 +15,6 @@ from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import Keep
 from ..policy.scrub import Scrub
-from ..records import Event
 from ..run import access
 from ..storage.directory import WriteMode
 from .preemption import Preemption

@@ -26,13 +26,14 @@ from ..coordination.rounds import Ranks, Topic
 from ..engine.arena import Arena, Lease
 from ..engine.inline_executor import Inline
 from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refused, TimedOut, TornSnapshot
+from ..events import Event, EventKind
 from ..format import layout
 from ..format.layout import Image
 from ..policy.arguments import require_seconds
 from ..policy.restore import told
 from ..policy.retention import Keep
 from ..policy.scrub import Scrub
-from ..records import Event, EventKind, Generation, GenerationId, Piece
+from ..records import Generation, GenerationId, Piece
 from ..storage.directory import WriteMode
 from . import access
 from .authority import Follower, Leader

@@ -47,6 +47,7 @@ from ..errors import (
     Unavailable,
     Unreadable,
 )
+from ..events import Event, EventKind
 from ..format import commit, layout
 from ..format import parity_layout as striping
 from ..format.layout import Image
@@ -56,8 +57,6 @@ from ..policy.retention import KEEP, Keep, stale_incarnations, surplus, under_pr
 from ..ports import Mendable, Tier
 from ..records import (
     Commit,
-    Event,
-    EventKind,
     Finding,
     Generation,
     GenerationId,
