@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..policy import tune as settings
 from ..policy.retention import KEEP
-from ..run import access, measure
+from ..run import access, measure, scratch
 from ..units import size
 from .answer import Answer
 from .arguments import Json, Run, bytes_of, fraction, positive
@@ -69,7 +69,7 @@ def tune(
     RUN need not exist. Everything that is written is removed; run it while nothing else is at work here.
     """
     run = access.directory(run)
-    free = shutil.disk_usage(measure.beside(run)).free
+    free = shutil.disk_usage(scratch.beside(run)).free
     job = Job(run, state_bytes, step_seconds, memory or state_bytes, disk or free, overhead)
     cleared, found = _measured(job, measure.QUICK if quick else measure.FULL)
     data = {**_answer(job, found), "notes": _notes(job, found, free if disk else None), "cleared": cleared}
@@ -99,7 +99,7 @@ def _measured(job: Job, effort: measure.Effort) -> tuple[list[str], measure.Figu
     """
     allowed = settings.candidates(job.memory_bytes, job.disk_bytes, job.state_bytes)
     bounds = measure.bounds(allowed, job.state_bytes, effort)
-    cleared = measure.clear(job.run)
+    cleared = scratch.clear(job.run)
     print(
         f"lastgood: measuring beside {clean(job.run)}: at most {size(bounds.written_bytes)} written, "
         f"{size(bounds.at_once_bytes)} of it at a time; about {bounds.limit_seconds:.0f} s at most",
