@@ -16,13 +16,14 @@ from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
+from lastgood.events import Event
 from lastgood.format import layout, parity_layout
 from lastgood.format.commit import read_manifest
 from lastgood.io import isal
 from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
-from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
+from lastgood.records import Blob, Commit, Finding, Generation, GenerationId, Parity
 from lastgood.run.known import Environment
 from lastgood.run.reader import RunReader, newest_good, read_all
 from lastgood.run.writer import RunWriter

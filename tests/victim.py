@@ -31,12 +31,13 @@ from lastgood import reporting
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NotARun
+from lastgood.events import Event
 from lastgood.format import commit, layout
 from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.policy.restore import lineage
 from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
-from lastgood.records import Event, Generation, GenerationId, Manifest
+from lastgood.records import Generation, GenerationId, Manifest
 from lastgood.run import access, paths, reader
 from lastgood.run.known import Environment
 from lastgood.run.retire import FULL

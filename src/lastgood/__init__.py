@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .events import Event
 from .extras import needed
 from .policy.cadence import Every
 from .policy.retention import Keep
 from .policy.scrub import Scrub
-from .records import Event, Finding, Generation, Verdict
+from .records import Finding, Generation, Verdict
 
 if TYPE_CHECKING:
     from .convert import dcp

@@ -23,6 +23,7 @@ from ..data.step_counting import count_step, samplers_in
 from ..engine import guard
 from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NotWritable, StepDiffers, StepTaken, Unavailable
+from ..events import Event, EventKind
 from ..format.layout import STEP_LIMIT
 from ..policy.arguments import is_whole, require, require_seconds
 from ..policy.cadence import Every
@@ -31,7 +32,7 @@ from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..ranks.replica_check import Replicas
 from ..ranks.torch_store import among_ranks, machine, ranks_of, require_group, world_size
-from ..records import Event, EventKind, Finding, Generation
+from ..records import Finding, Generation
 from ..run import access, reader
 from ..run.follower import Follower
 from ..run.pipeline import Pipeline

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
 from ..coordination.rounds import PATIENCE_SECONDS
+from ..events import Event
 from ..format import parity_layout
 from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
@@ -20,7 +21,6 @@ from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
-from ..records import Event
 from ..run import access
 from ..run.pipeline import RunOptions
 from ..run.reader import WORKERS

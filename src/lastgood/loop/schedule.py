@@ -13,9 +13,9 @@ from collections.abc import Callable
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import Ranks
 from ..errors import HeardLate
+from ..events import EventKind
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
-from ..records import EventKind
 from ..run.save_handle import Save
 from .adaptive_interval import Pace
 

@@ -15,10 +15,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..errors import NotRestored, Overtaken, StepTaken
+from ..events import Event, EventKind
 from ..format import commit, layout
 from ..policy import restore
 from ..ports import Tier
-from ..records import Event, EventKind, Generation, GenerationId, Incarnation
+from ..records import Generation, GenerationId, Incarnation
 
 
 def _random_id() -> str:

@@ -26,10 +26,11 @@ from ..coordination.rounds import Ranks
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, TimedOut
+from ..events import Event, EventKind
 from ..format.layout import Image
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
-from ..records import Event, EventKind, Generation, GenerationId
+from ..records import Generation, GenerationId
 from ..storage.directory import WriteMode
 from . import access
 from .chunk_queue import ChunkQueue

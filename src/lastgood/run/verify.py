@@ -15,11 +15,12 @@ from ..engine import parity
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import Cancelled, Damaged, LastgoodError, NotFinite, SumMismatch, TierDown, Unavailable, Unreadable
+from ..events import EventKind
 from ..format import commit
 from ..format import parity_layout as striping
 from ..io.reed_solomon import Code
 from ..policy import restore
-from ..records import EventKind, Finding, Generation, GenerationId, intact
+from ..records import Finding, Generation, GenerationId, intact
 from .known import KnownRun
 from .marks import Marks
 from .reader import disagreeing, read_all
