@@ -30,7 +30,7 @@ def handlers() -> Iterator[None]:
 
 LOOP = """
 import sys, torch, lastgood
-from lastgood.train import preemption
+from lastgood.loop import preemption
 preemption.SAME_SECONDS = 0.0
 root, stuck = sys.argv[1], sys.argv[2] == "stuck"
 net = torch.nn.Linear(4, 4)
