@@ -23,7 +23,8 @@ from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
 from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
-from lastgood.run.reader import RunReader, newest_good, read_all
+from lastgood.run.candidates import Candidates, ReadOnlyRun
+from lastgood.run.reader import RunReader, read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -251,9 +252,7 @@ def test_what_is_mended_is_restored_by_whoever_mended_it(root):
     run = opened(root)
     (at,) = run.survey.broken
     run.mend(at, UPKEEP)
-    tried: list[int] = []
-    newest_good(run.tier, run.survey, None, lambda generation, _: tried.append(generation.step))
-    assert tried == [20]
+    assert next(iter(Candidates(run.survey))).step == 20
 
 
 def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
@@ -292,18 +291,19 @@ def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_stil
 
 
 def test_what_cannot_be_read_and_is_rebuilt_is_loaded(root):
-    run, tried = opened(root), list[int]()
+    class Mending(ReadOnlyRun):
+        def examine(self, generation: Generation, topic: object = None) -> list[Finding]:
+            raise Unreadable("the medium does not answer")
 
-    def load(generation: Generation, _: object) -> None:
-        tried.append(generation.step)
-        if len(tried) == 1:
-            raise SumMismatch("differs")
+        def mend(self, generation: Generation) -> bool:
+            return True
 
-    def examine(_: Generation) -> list[Finding]:
-        raise Unreadable("the medium does not answer")
-
-    found = newest_good(run.tier, run.survey, None, load, examine, mend=lambda _: True)
-    assert tried == [20, 20] and found.generation is not None and found.generation.step == 20
+    run = opened(root)
+    candidates = Candidates(run.survey, None, Mending(run.tier, run.survey, Inline()))
+    tried = iter(candidates)
+    assert next(tried).step == 20
+    candidates.failed(SumMismatch("differs"))
+    assert next(tried).step == 20
 
 
 def test_what_an_earlier_repair_died_over_does_not_stand_in_the_way(root):
@@ -348,7 +348,7 @@ def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch)
     def misread(tier: Disk, name: str, *rest: int) -> bytearray:
         return bytearray(b"other") if name.endswith(MANIFEST + parity.REBUILT) else some(tier, name, *rest)
 
-    monkeypatch.setattr(parity.fetch, "some", misread)
+    monkeypatch.setattr(parity.read_file, "some", misread)
     with pytest.raises(LastgoodError, match="does not read back"):
         run.mend(the_newest(run), UPKEEP)
     assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]

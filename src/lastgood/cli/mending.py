@@ -54,7 +54,7 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
                     "bytes": one.generation.bytes,
                     "seconds": round(one.seconds, 3),
                     "repaired": writer.mended.get(one.generation.id, []) if one.repaired else [],
-                    "why": restore.told(one.findings),
+                    "why": restore.summary(one.findings),
                 }
             )
         writer.point()

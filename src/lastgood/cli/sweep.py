@@ -162,7 +162,7 @@ def _verify_newest(
             writer.conclude(one, findings)
         if not findings:
             break
-        told.append({**named(at), "why": restore.told(findings)})
+        told.append({**named(at), "why": restore.summary(findings)})
     return told
 
 

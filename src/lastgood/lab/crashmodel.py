@@ -21,14 +21,16 @@ import msgspec
 
 from ..engine.arena import Arena
 from ..engine.inline_executor import Inline
-from ..errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
+from ..errors import CommitUnknown, Damaged, LastgoodError, NotFinite, NothingGood, Overtaken
 from ..format import layout
 from ..format.commit import read_manifests, survey
 from ..io.files import round_up
 from ..policy.retention import Keep
 from ..ports import Tier, Upload
-from ..records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
-from ..run import access, reader
+from ..records import Commit, Generation, GenerationId, Mark, Pointer
+from ..run import access
+from ..run.candidates import Candidates, Found
+from ..run.content import read_rank
 from ..run.writer import RunWriter
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import Slots
@@ -69,7 +71,7 @@ def _decoded(data: bytes, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def at_of(found: reader.Found) -> GenerationId | None:
+def at_of(found: Found) -> GenerationId | None:
     return found.generation.id if found.generation else None
 
 
@@ -305,11 +307,15 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
     good = {at for at, one in seen.generations.items() if at not in ledger.rotten and not one.damaged}
     newest = [next((at for at in ledger.line(one) if at in good), None) for one in {ledger.current, *ledger.opening}]
 
-    def read(generation: Generation, _: list[Manifest]) -> None:
-        bits(tier, generation)
-
+    found, candidates = None, Candidates(seen)
     try:
-        found = at_of(reader.newest_good(tier, seen, None, read))
+        for generation in candidates:
+            try:
+                bits(tier, generation)
+                found = generation.id
+                break
+            except (Damaged, NotFinite) as error:
+                candidates.failed(error)
     except NothingGood as error:
         _must(None in newest, f"nothing good, they say: {error}")
         return
@@ -319,8 +325,8 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
 def bits(tier: Tier, generation: Generation) -> State:
     (manifest,) = read_manifests(tier, generation)
     size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
-    fetch = reader.opened(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
-    return {piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces}
+    found = read_rank(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
+    return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}
 
 
 def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, Any]) -> None:

@@ -12,16 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
 
-import msgspec
-
 from .. import reporting
 from ..coordination.announcements import Announcements
-from ..coordination.rounds import PATIENCE_SECONDS, Ranks, Topic
+from ..coordination.rounds import PATIENCE_SECONDS
+from ..coordination.single_rank import SingleRank
 from ..data.step_counting import count_step, samplers_in
 from ..engine import guard
 from ..engine.finite import not_finite_error
@@ -35,7 +33,6 @@ from ..errors import (
     NoSuchStep,
     NotRestored,
     NotWritable,
-    StepDiffers,
     StepTaken,
     Unavailable,
 )
@@ -44,15 +41,14 @@ from ..format import parity_layout as striping
 from ..format.layout import CHUNK_BYTES, STEP_LIMIT
 from ..policy.arguments import is_whole, require, require_seconds
 from ..policy.cadence import Every
-from ..policy.merge_values import homeless
 from ..policy.retention import KEEP, Keep, wanted
 from ..policy.scrub import Scrub
 from ..policy.tune import Auto
 from ..ranks.replica_check import Together
-from ..ranks.torch_store import among_ranks, machine, ranks_of, require_group, world_size
-from ..records import Event, EventKind, Finding, Generation
+from ..ranks.torch_store import among_ranks, ranks_of, require_group, world_size
+from ..records import Event, EventKind, Generation
 from ..run import access, disk_space, reader
-from ..run.authority import Follower, Leader
+from ..run.authority import Follower
 from ..run.pipeline import Background, Save
 from ..snapshot.unchanged import changed, is_same, require_unchanged
 from ..state.live_check import Numbers, require_live
@@ -61,18 +57,17 @@ from ..state.parameter_versions import version
 from ..state.patterns import Patterns
 from ..storage.directory import WriteMode
 from .adaptive_interval import Pace
-from .load import Request, Restored, load_into, report
+from .load import LoadRequest, Restored, load, report
 from .metrics import numbers
 from .options import OnError, Options, WhenFull, check_state
 from .preemption import Asked, Preempted, Preemption
+from .restore import WritableRun
 from .save_planner import Cutter, Staging, TornCheck
 from .schedule import Timing, TimingTogether
 
 CADENCE = Every(seconds=300)
 TORN_LIMIT = 2
 """torn saves in a row, after which a state is staged while the loop waits"""
-SHARED = 1.5
-"""times the bytes of a generation, above which a machine that reads so much of it reads through its page cache"""
 EXIT_SECONDS = 60.0
 """how long leaving the `with` on an exception waits for saves in flight"""
 
@@ -168,7 +163,7 @@ class Checkpointer:
         several = among_ranks()
         options.check_place(access.in_slots(path), several)
         patterns = Patterns(include, exclude, finite_also, finite_except)
-        self._request = Request(state, include=tuple(include), exclude=tuple(exclude), patterns=patterns)
+        self._request = LoadRequest(state, include=tuple(include), exclude=tuple(exclude), patterns=patterns)
         self._cadence: Every | Pace = (
             cadence
             if isinstance(cadence, Every)
@@ -191,7 +186,6 @@ class Checkpointer:
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
         )
         self._ranks = ranks = ranks_of(path, patience) if several else None
-        self._loading: Topic | None = None
         self._behind = Background(
             path,
             write_mode,
@@ -241,31 +235,17 @@ class Checkpointer:
         not: nothing is saved until a restore succeeds.
         """
         self._require_open()
-        run = self._behind.run
-        if self._ranks is None:
+        run, ranks = self._behind.run, self._ranks or SingleRank()
+        source = WritableRun(self._behind, self._cutter, ranks)
+        topic = ranks.topic("restore", lasting=True)
+        with topic.failing():
             self.wait()
-        else:
-            self._meet(self._ranks)
-        request = replace(self._request, strict=strict, rename=rename)
+            source.share_survey(topic)
+        request = replace(self._request, step=step, strict=strict, rename=rename)
         run.mended.clear()
         try:
             run.mend_known(step, self._behind.small_arena())
-            found = load_into(
-                request,
-                run.tier,
-                run.view,
-                step,
-                self._cutter.reading_arena,
-                self._behind.workers,
-                self._examine,
-                self._mark,
-                lambda one: run.try_to_mend(one.id, self._behind.small_arena()),
-                rank=self._ranks.rank if self._ranks else 0,
-                ranks=self._ranks.size if self._ranks else 1,
-                together=self._all_load if self._ranks else None,
-                nowhere=self._homeless,
-                fits=self._all_fit,
-            )
+            found = load(request, source, ranks)
         except NoSuchStep:
             if step != 0 or not is_whole(step, 0):
                 raise
@@ -279,33 +259,38 @@ class Checkpointer:
             if not isinstance(error, Exception):
                 self._cutter.interrupted()
             raise
-        self._half_loaded = False
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in run.mended.items()])
-        run.begin(found.generation.id if found.generation else None)
-        self._cutter.exempt(self._request.state, found.not_demanded if found.generation else None)
-        # What optimizers keep exists once it was restored, or after the first step.
-        self._unknown = self._ranks is None or found.generation is None
-        if not self._unknown:
-            self._cutter.examine(self._request.state, self._request.patterns, self._behind.workers)
-        if found.generation is not None and not found.generation.verified:
-            self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
-        with self._hints():
-            run.point()
-        self._behind.note_latest()
-        self._last, self._advanced, self._resumed = None, found.step, found.step
-        # guard: rewind-durable-at-once
-        alone = self._ranks is None and found.generation is not None and run.resumes_at(found.generation.id)
-        self._restored = found.generation if alone else None
-        self._behind.outcomes.restored(found.step if found.generation else None)
-        self._looked, self._version = found.generation is not None, version(self._request.state)
-        for one in samplers_in(self._request.state):
-            one.restart_after(found.step)  # guard: sampler-restarts-after-restore
-        self._count_steps(found.step)
+        self._continue_from(found, source)
         for at, reason in found.stepped_over:
             self._tell("stepped_over", at, detail=reason)
         report(found, "resumed from")
         self._deliver()
         return found
+
+    def _continue_from(self, found: Restored, source: WritableRun) -> None:
+        """The state has been restored: saves that follow descend from that generation, or start over."""
+        run, generation, state = self._behind.run, found.generation, self._request.state
+        self._half_loaded = False
+        run.begin(generation.id if generation else None)
+        self._cutter.exempt(state, found.not_demanded if generation else None)
+        # What optimizers keep exists once it was restored, or after the first step.
+        self._unknown = self._ranks is None or generation is None
+        if not self._unknown:
+            self._cutter.examine(state, self._request.patterns, self._behind.workers)
+        if generation is not None and not generation.verified:
+            source.mark(generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
+        with self._hints():
+            run.point()
+        self._behind.note_latest()
+        self._last, self._advanced, self._resumed = None, found.step, found.step
+        # guard: rewind-durable-at-once
+        alone = self._ranks is None and generation is not None and run.resumes_at(generation.id)
+        self._restored = generation if alone else None
+        self._behind.outcomes.restored(found.step if generation else None)
+        self._looked, self._version = generation is not None, version(state)
+        for one in samplers_in(state):
+            one.restart_after(found.step)  # guard: sampler-restarts-after-restore
+        self._count_steps(found.step)
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
@@ -536,18 +521,6 @@ class Checkpointer:
             raise late
         return bool(topic.agree(mine, all))
 
-    def _meet(self, ranks: Ranks) -> None:
-        """All ranks are here, no save is under way, and all know what rank 0 knows of the run."""
-        topic, run = ranks.topic("restore", lasting=True), self._behind.run
-        with topic.failing():
-            self.wait()
-            # guard: restore-counted-by-coordinator
-            ranks.rewind(topic.agree(ranks.rewound, lambda told: 1 + max(told)))
-            seen = topic.agree(None, lambda _: run.seen() if isinstance(run, Leader) else None)
-            if isinstance(run, Follower):
-                run.see(seen)  # guard: followers-adopt-survey
-            topic.agree(None, lambda _: None)
-
     def _look(self) -> None:
         """What rank 0 has committed and verified since."""
         if isinstance(self._behind.run, Follower):
@@ -675,51 +648,6 @@ class Checkpointer:
             self._advanced = self._behind.outcomes.completed = n
         return n
 
-    def _all_load(self, attempt: Callable[[], None]) -> None:
-        """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
-        assert self._ranks is not None
-        topic = self._loading = self._ranks.topic("load")
-        try:
-            with topic.failing():
-                attempt()
-            topic.agree(None, lambda _: None)  # guard: all-ranks-load-or-none
-        finally:
-            self._loading = None
-
-    def _homeless(self, unexpected: list[str]) -> list[str]:
-        """What this rank has no place for is somebody else's, as the stages of a pipeline are, or fits nowhere."""
-        return self._loading.agree(unexpected, homeless) if self._loading is not None else unexpected
-
-    def _all_fit(self, generation: Generation, wanted_bytes: int) -> bool:
-        """Nobody writes into its state before it fits everywhere, and is of one generation.
-
-        Whether the ranks of this machine want more of it than there is, and so read some of it several times.
-        """
-        if self._loading is None:
-            return False
-        here = machine()
-        wanted = self._loading.agree((generation.root, here, wanted_bytes), _wanted_bytes)
-        return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
-
-    def _examine(self, generation: Generation) -> list[Finding]:
-        """All of it is read again; by several ranks, each a part of the files."""
-        run, arena = self._behind.run, self._behind.small_arena()
-        if not isinstance(run, (Leader, Follower)) or self._ranks is None:
-            return reader.read_all(run.tier, generation, arena, self._behind.workers)
-        topic = self._loading or self._ranks.topic("examine")
-        with topic.failing():
-            mine = run.read_own(generation, arena)
-
-        def all_of(told: list[Any]) -> Any:
-            found = [one for findings in told for one in findings]
-            return found or msgspec.to_builtins(reader.disagreeing(run.tier, generation))
-
-        return msgspec.convert(topic.agree(msgspec.to_builtins(mine), all_of), list[Finding])
-
-    def _mark(self, generation: Generation, findings: list[Finding]) -> None:
-        with self._hints():
-            self._behind.run.conclude(generation, findings)
-
     @contextlib.contextmanager
     def _hints(self) -> Iterator[None]:
         """Marks, pointers and announcements: where they cannot be written now, that is told, and the run goes on."""
@@ -775,13 +703,3 @@ class Checkpointer:
             f"opened by a world of {opened}, and called in a group of {now} ranks",
             "Call torch.distributed.init_process_group() before opening the run.",
         )
-
-
-def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
-    """Of one generation, by machine."""
-    if len({root for root, _, _ in told}) > 1:  # guard: ranks-load-one-generation
-        raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
-    wanted: Counter[str] = Counter()
-    for _, at, size in told:
-        wanted[at] += size
-    return wanted

@@ -10,22 +10,24 @@ from typing import Any, overload
 
 import torch
 
+from ..coordination.single_rank import SingleRank
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
 from ..policy.arguments import is_whole, require
-from ..records import Finding, Generation
+from ..records import Generation
 from ..run import access
-from ..run.reader import WORKERS, RunReader, read_all
+from ..run.candidates import ReadOnlyRun
+from ..run.reader import WORKERS, RunReader
 from ..run.writer import RunWriter
 from ..snapshot import staging
-from ..state.as_dict import Everything
+from ..state.as_dict import DictRequest
 from ..state.capture import Capture, finite
 from ..state.exempt import untrained
 from ..state.patterns import Patterns, matches
 from ..state.storable import require_storable
 from ..state.tensors import from_buffer
-from .load import Request, Restored, load_into, report
+from .load import LoadRequest, Restored, load, report
 from .options import check_state
 
 
@@ -145,16 +147,14 @@ def load_once(
     patterns = Patterns(include, exclude)
     if include and not any(matches(one, ["rng"]) or one.startswith("rng.") for one in include):
         exclude = [*exclude, "rng"]  # guard: generators-loaded-only-if-named
-    everything = Everything(include, exclude)
-    request = everything if state is None else Request(state, strict, rename, include, exclude, patterns, partial=True)
+    content: dict[str, Any] = {}
+    request = (
+        LoadRequest(state, step, strict, rename, include, exclude, patterns, partial=True)
+        if state is not None
+        else DictRequest(content, step, include, exclude)
+    )
     tier = access.for_reading(path)
-
     with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-        small = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-
-        def examine(generation: Generation) -> list[Finding]:
-            return read_all(tier, generation, small, workers)
-
-        found = load_into(request, tier, commit.survey(tier), step, Arena, workers, examine)
+        found = load(request, ReadOnlyRun(tier, commit.survey(tier), workers), SingleRank())
     report(found, "loaded")
-    return found if state is not None else Loaded(everything.content, found)
+    return found if state is not None else Loaded(content, found)

@@ -11,6 +11,7 @@ r + n, r + 2n, ..., and none where there is no such rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 from ..records import Manifest
@@ -37,11 +38,15 @@ def merged(
     return values
 
 
-def homeless(unexpected: Sequence[Sequence[str]]) -> list[str]:
-    """What no rank has a place for, of what each has none for; a name there speaks of all that lies below it."""
+def unplaced(unexpected: Sequence[Sequence[str]]) -> list[str]:
+    """The names that no rank has a place for, of the names that each rank has no place for.
+
+    A name stands for everything below it too.
+    """
     listed = [set(names) for names in unexpected]
+    names = dict.fromkeys(chain.from_iterable(unexpected))
     # guard: unplaced-names-refused
-    return sorted(name for name in set().union(*listed) if all(_covers(one, name) for one in listed))
+    return [name for name in names if all(_covers(one, name) for one in listed)]
 
 
 def _covers(names: Collection[str], name: str) -> bool:

@@ -100,9 +100,9 @@ def choose(survey: Survey, step: int | None) -> Choice:
         if at in survey.broken:
             passed.append((at, str(survey.broken[at])))
         elif survey.generations[at].damaged:
-            passed.append((at, told(survey.generations[at].damaged)))  # guard: damaged-generations-skipped
+            passed.append((at, summary(survey.generations[at].damaged)))  # guard: damaged-generations-skipped
         elif survey.generations[at].unfit:
-            passed.append((at, f"intact, and not good: {told(survey.generations[at].unfit)}"))
+            passed.append((at, f"intact, and not good: {summary(survey.generations[at].unfit)}"))
         else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))
@@ -114,7 +114,7 @@ def no_such_step(what: str, survey: Survey) -> NoSuchStep:
     return NoSuchStep(what, safe="Nothing was touched.", todo=f"Steps that are there: {there}.")
 
 
-def told(findings: list[Finding]) -> str:
+def summary(findings: list[Finding]) -> str:
     """Findings in one line."""
     return "; ".join(one.what for one in findings[:3]) + (
         f"; and {len(findings) - 3} more" if len(findings) > 3 else ""

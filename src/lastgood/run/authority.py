@@ -198,7 +198,7 @@ class Follower(_Ranked):
             return
         findings, before, self._was_read = self.read_own(newest, arena, stop), self._was_read, newest
         if findings:  # what this machine reads: the leader looks for itself
-            self._tell(self._event("damaged", newest.id, detail=restore.told(findings)))
+            self._tell(self._event("damaged", newest.id, detail=restore.summary(findings)))
         with contextlib.suppress(TierDown):
             self._ranks.post(self._place(newest, self.rank), not findings)  # guard: follower-reports-findings
             if before is not None:

@@ -407,7 +407,7 @@ class _Bench:
             seconds = self._clock() - begun
         if findings:
             raise Damaged(
-                f"{self._tier.place}: what was just written does not read back: {restore.told(findings)}",
+                f"{self._tier.place}: what was just written does not read back: {restore.summary(findings)}",
                 safe="It was a scratch run; no run of yours was touched.",
                 todo="Check the disk and the memory before anything is saved here.",
             )

@@ -29,7 +29,7 @@ from ..errors import Cancelled, Damaged, LastgoodError, NoSpace, Overtaken, Refu
 from ..format import layout
 from ..format.layout import Image
 from ..policy.arguments import require_seconds
-from ..policy.restore import told
+from ..policy.restore import summary
 from ..policy.retention import Keep
 from ..policy.scrub import Scrub
 from ..records import Event, EventKind, Generation, GenerationId, Piece
@@ -641,7 +641,7 @@ class Background:
             self.note_latest()
             self.outcomes.put(
                 Damaged(
-                    f"step {done.generation.step} was good and does not read back any more: {told(done.findings)}",
+                    f"step {done.generation.step} was good and does not read back any more: {summary(done.findings)}",
                     safe="It is marked; restore goes to a good one. Its neighbours are read next.",
                     todo="Check the disk.",
                 )

@@ -472,7 +472,7 @@ class RunWriter:
                     "verified" if not findings else "unfit" if intact(findings) else "damaged",
                     generation.id,
                     seconds=self._monotonic() - begun,
-                    detail=restore.told(findings),
+                    detail=restore.summary(findings),
                 )
             )
             if not findings:
@@ -553,7 +553,7 @@ class RunWriter:
             self.survey.incomplete.discard(at)
             self.survey.witnessed.discard(at)
         if not intact(findings):  # guard: failed-repair-raised
-            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.told(findings)}")
+            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
         if names:
             self.mended[at] = names
             self._tell(self._event("repaired", at, detail=", ".join(names)))  # guard: repair-reported
@@ -844,7 +844,7 @@ class RunWriter:
 
 
 def _problem(step: int, findings: list[Finding]) -> LastgoodError:
-    what, safe = restore.told(findings), "Older generations are kept; this one is marked and will not be restored."
+    what, safe = restore.summary(findings), "Older generations are kept; this one is marked and will not be restored."
     if intact(findings):
         return NotFinite(
             f"step {step} is intact, and not good: {what}",
