@@ -225,14 +225,19 @@ class Checkpointer:
     def restore(
         self, step: int | None = None, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> Restored:
-        """Bring the newest good generation of the lineage (or that of `step`) into the live state.
+        """Load the newest good generation of the lineage, or that of `step`, into the live state.
 
-        With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds this process; the first save
-        after it makes the rewind durable, and what came after N is never chosen by itself again. Until then the next
-        process resumes as if nobody had looked. `restore(step=0)` without a generation of step 0 starts over in the
-        same way. `rename`: old name -> new.
-        Raises StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then. HalfLoaded when it is
-        not: nothing is saved until a restore succeeds.
+        Where nothing was ever committed, the run starts afresh, and `.step` of the result is 0. `restore(step=N)`
+        rewinds this process. The first save after it makes the rewind durable: no later restore chooses a step after N
+        of the old branch by itself. Until then, the next process resumes as if there had been no rewind.
+        `restore(step=0)` without a generation of step 0 starts over in the same way.
+        `strict` (default True): whether every difference between state and generation is an error; with False, what
+        does not fit is skipped and listed in `.skipped`. `rename`: stored name -> live name; a pair of prefixes, which
+        end in ".", renames everything below them.
+        Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable: the live state is untouched then. Raises
+        HalfLoaded when it is not: nothing is saved until a restore succeeds.
+
+            start = ckpt.restore().step
         """
         self._require_open()
         run, ranks = self._behind.run, self._ranks or SingleRank()
@@ -254,7 +259,7 @@ class Checkpointer:
             )
             found = Restored(step=0, generation=None, seconds=0.0, bytes=0)
         except BaseException as error:
-            # Ctrl-C, or a load_state_dict that fails, may come half way too; other errors of the tree come before.
+            # KeyboardInterrupt may have come half way; any LastgoodError but HalfLoaded came before the first write.
             self._half_loaded |= isinstance(error, HalfLoaded) or not isinstance(error, LastgoodError)
             if not isinstance(error, Exception):
                 self._cutter.interrupted()
@@ -268,12 +273,12 @@ class Checkpointer:
         return found
 
     def _continue_from(self, found: Restored, source: WritableRun) -> None:
-        """The state has been restored: saves that follow descend from that generation, or start over."""
+        """Let the saves that follow descend from what was restored; from nothing where nothing was."""
         run, generation, state = self._behind.run, found.generation, self._request.state
         self._half_loaded = False
         run.begin(generation.id if generation else None)
         self._cutter.exempt(state, found.not_demanded if generation else None)
-        # What optimizers keep exists once it was restored, or after the first step.
+        # The state of optimizers exists once it was restored, or after the first step.
         self._unknown = self._ranks is None or generation is None
         if not self._unknown:
             self._cutter.examine(state, self._request.patterns, self._behind.workers)

@@ -1,12 +1,12 @@
-"""A generation as a nested dict: what `lastgood.load(path)` returns. Needs no live state; runs no code of the user.
+"""A generation as a nested dict, as `lastgood.load(path)` returns it. Needs no live state; runs no code of the user.
 
 Made of:
     a module              {"0.weight": tensor, ...}, as its state_dict() has it
     an optimizer          {"state": {0: {...}}, "param_groups": [{"params": [0, ...], "lr": ...}]}, as torch's has it
-    a scheduler, sampler, scaler, loader, generator, ...                what it was saved as: what its state_dict() said
+    a scheduler, sampler, scaler, loader, generator, ...                what its state_dict() returned
     "rng"                 the states of the global random number generators
-    tensors, arrays       new ones on the CPU, without gradients; the names of one tensor give one tensor
-    everything else       as it was
+    tensors, arrays       new ones on the CPU, without gradients; all names of a tensor refer to one new tensor
+    everything else       equal to what was saved
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class DictRequest:
     strict: bool = field(default=True, init=False)
 
     def has_place(self, entry: str) -> bool:
+        """A dict has a place for every entry."""
         return True
 
     def fit(self, stored: Stored, alone: bool) -> AsDict:
-        """Raises ManifestInvalid for malformed values, Refused for patterns that match nothing."""
+        """Plan the dict. Raises ManifestInvalid for malformed values, Refused for patterns that match nothing."""
         patterns = Patterns(self.include, self.exclude)
         if patterns.pending:
             names = stored_names(stored)
@@ -180,7 +181,7 @@ class DataBinder:
         return (lambda: _numbers(data())) if saved.tag == "!scaler" else data
 
     def _as_torch_has_it(self, saved: SavedOptimizer, path: str) -> Put:
-        """Parameters by their place, counted through all groups."""
+        """Plan an optimizer as its state_dict() has it: parameters by their index, counted through all groups."""
         names = list(chain.from_iterable(group.params for group in saved.groups))
         at = {name: index for index, name in enumerate(names)}
         state = {at[name]: self.bind(saved.state[name], own) for name, own in self._own(names, saved, path)}
@@ -201,7 +202,7 @@ class DataBinder:
         return put
 
     def _own(self, names: list[str], saved: SavedOptimizer, path: str) -> Iterator[tuple[str, str]]:
-        """Each parameter that has state, and the name of its state, as `objects.Parameters` makes it."""
+        """Each parameter that has state, and the name of that state, as `objects.Parameters` makes it."""
         owned = [name for name in names if "." in name]
         only = next((one for one in self._modules if all(name.startswith(f"{one}.") for name in owned)), "")
         for name in names:
@@ -213,8 +214,10 @@ class DataBinder:
 
 
 def _unowned(names: Iterable[str], modules: Sequence[str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries for tensors that no value speaks of, as of an imported file: by the first part of their name, like the
-    tensors of a module; where a value has that name, each by itself.
+    """Entries for tensors that no value refers to, as those of an imported file.
+
+    They are grouped by the first part of their name, like the tensors of a module; where a value has that name, each
+    tensor is an entry of its own.
     """
     found: dict[str, Any] = {}
     for name in names:
@@ -245,7 +248,7 @@ def _kept(entries: Any) -> dict[Any, Any]:
 
 
 def _numbers(data: Any) -> Any:
-    """What `GradScaler.state_dict()` says: numbers, where it was read as tensors without waiting for the device."""
+    """What `GradScaler.state_dict()` returns: numbers, which were saved as tensors so as not to wait for the device."""
     if data is LEFT_OUT:
         return data
     return {key: one.item() if isinstance(one, torch.Tensor) else one for key, one in data.items()}

@@ -109,7 +109,10 @@ class Binder:
         return partial(refill_sequence, live, lambda: [*(one() for one in puts), *staying])
 
     def _has_to_stay(self, live: Any, path: str) -> bool:
-        """Whether something that the generation lacks is not simply removed: an object, or what is not wanted."""
+        """Whether a live item that the generation lacks is kept. All other items are removed.
+
+        Items that are not wanted are kept, and so are objects, which are reported as missing.
+        """
         if not self.names.keeps(path):
             return True
         if holds_objects(live):
@@ -118,7 +121,7 @@ class Binder:
         return False
 
     def _instance(self, live: Any, saved: SavedInstance, path: str, placement: Placement | None) -> Put:
-        """Its parts where the live ones are; the live instance is refilled where it can be."""
+        """Plan the parts of an instance; a live instance of the same class is refilled if it can be."""
         kind, why = instances.resolve(saved.tag, saved.name, saved.parts, live)
         alike = type(live) is kind
         if not why and (tag_of(live) or (not alike and holds_objects(live))):
@@ -145,7 +148,7 @@ class Binder:
     # ---- tensors -------------------------------------------------------------------------------------------
 
     def _flattened(self, live: Any, saved: SavedFlattened, path: str, placement: Placement | None) -> Put:
-        """A tensor subclass: its inner tensors in place where it fits; else only an optimizer gets a new one."""
+        """Plan a tensor subclass: write its inner tensors in place, or make a new one where an optimizer needs it."""
         if not self.names.keeps(path):
             return stays(live)
         kind, why = subclasses.resolve(saved.name, live)
@@ -178,7 +181,7 @@ class Binder:
         return put
 
     def _trial(self, live: Any, saved: SavedFlattened, path: str, placement: Placement | None) -> Any:
-        """A tensor subclass of the stored parts without their content, to see that one can be made of them."""
+        """Make a tensor subclass of the stored parts, without their content. Raises TypeError if that is impossible."""
         parts = {}
         for name, part in saved.parts.items():
             if isinstance(part, SavedFlattened):
@@ -196,7 +199,7 @@ class Binder:
         return placement.making(ref, path) if placement else Making(tensors.at_hand(ref.device), ref.order)
 
     def _tensor(self, live: Any, ref: TensorRef, path: str, placement: Placement | None) -> Put:
-        """In place where a live tensor fits. Where it does not, only an optimizer or object gets a new one."""
+        """Plan to write a tensor in place. Where no live tensor fits, only an optimizer or object gets a new one."""
         making = self._making(ref, path, placement)
         if isinstance(live, torch.Tensor):
             if not subclasses.is_flattenable(live):
@@ -214,7 +217,7 @@ class Binder:
         return lambda: formed(made[0], ref.is_parameter, ref.wants_grad)
 
     def _array(self, live: Any, ref: ArrayRef, path: str) -> Put:
-        """In place where a live array fits and is writable; else a new one, but not of another dtype or shape."""
+        """Plan to write an array in place; a read-only one is replaced. Another dtype or shape is a difference."""
         if isinstance(live, np.ndarray):
             if (live.dtype, live.shape) != (ref.dtype, ref.shape):
                 theirs, ours = (f"{one.dtype} {list(one.shape)}" for one in (ref, live))
@@ -232,7 +235,7 @@ class Binder:
         if live is ABSENT:
             self.differences.has_no_place(path)
             return stays(live)
-        as_object = tag_of(live) == saved.tag == "!object"  # a wrapper itself takes what earlier versions saved of it
+        as_object = tag_of(live) == saved.tag == "!object"  # earlier versions saved a wrapper as an object
         inner = live if as_object else self._wrappers.unwrapped(live)
         if tag_of(inner) != saved.tag:
             self.differences.differs(path, f"{saved.tag[1:]} in the generation, {kind_of(live)} here")
