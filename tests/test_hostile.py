@@ -24,16 +24,18 @@ import pytest
 from harness import State, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, TierDown, UnknownFormat
+from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, NotFinite, TierDown, UnknownFormat
 from lastgood.format import layout
-from lastgood.format.commit import survey
+from lastgood.format.commit import read_manifests, survey
 from lastgood.format.values import decode
 from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
+from lastgood.run.candidates import Candidates
+from lastgood.run.content import read_rank
 from lastgood.run.known import Environment
-from lastgood.run.reader import RunReader, newest_good, opened
+from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -106,15 +108,16 @@ def run(tmp_path) -> Hostile:
 
 def restored(tier: Disk, step: int | None = None) -> tuple[int, State, dict[int, str]]:
     """Step, state and what was stepped over, with an arena of 16 pages."""
-    state: State = {}
-
-    def take(generation, manifests) -> None:
-        (manifest,) = manifests
-        fetch = opened(tier, generation, manifest, Arena(65536, 4096), Inline())
-        state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
-
-    found = newest_good(tier, survey(tier), step, take, lambda *_: None)
-    return (found.generation.step if found.generation else 0), state, dict(found.stepped_over)
+    candidates = Candidates(survey(tier), step)
+    for generation in candidates:
+        try:
+            (manifest,) = read_manifests(tier, generation)
+            tensors = read_rank(tier, generation, manifest, Arena(65536, 4096), Inline())
+            state = {piece.name: bytes(tensors[piece.name]) for piece in manifest.pieces}
+            return generation.step, state, dict(candidates.found(generation).stepped_over)
+        except (Damaged, NotFinite) as error:
+            candidates.failed(error)
+    return 0, {}, {}
 
 
 def contained(root: Path, job: Callable[[], Any]) -> Any:

@@ -24,8 +24,9 @@ from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
 from lastgood.records import Blob, Commit, Finding, Generation, GenerationId, Parity
+from lastgood.run.candidates import Candidates, ReadOnlyRun
 from lastgood.run.known import Environment
-from lastgood.run.reader import RunReader, newest_good, read_all
+from lastgood.run.reader import RunReader, read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -253,9 +254,7 @@ def test_what_is_mended_is_restored_by_whoever_mended_it(root):
     run = opened(root)
     (at,) = run.survey.broken
     run.mend(at, UPKEEP)
-    tried: list[int] = []
-    newest_good(run.tier, run.survey, None, lambda generation, _: tried.append(generation.step))
-    assert tried == [20]
+    assert next(iter(Candidates(run.survey))).step == 20
 
 
 def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
@@ -294,18 +293,19 @@ def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_stil
 
 
 def test_what_cannot_be_read_and_is_rebuilt_is_loaded(root):
-    run, tried = opened(root), list[int]()
+    class Mending(ReadOnlyRun):
+        def examine(self, generation: Generation, topic: object = None) -> list[Finding]:
+            raise Unreadable("the medium does not answer")
 
-    def load(generation: Generation, _: object) -> None:
-        tried.append(generation.step)
-        if len(tried) == 1:
-            raise SumMismatch("differs")
+        def mend(self, generation: Generation) -> bool:
+            return True
 
-    def examine(_: Generation) -> list[Finding]:
-        raise Unreadable("the medium does not answer")
-
-    found = newest_good(run.tier, run.survey, None, load, examine, mend=lambda _: True)
-    assert tried == [20, 20] and found.generation is not None and found.generation.step == 20
+    run = opened(root)
+    candidates = Candidates(run.survey, None, Mending(run.tier, run.survey, Inline()))
+    tried = iter(candidates)
+    assert next(tried).step == 20
+    candidates.failed(SumMismatch("differs"))
+    assert next(tried).step == 20
 
 
 def test_what_an_earlier_repair_died_over_does_not_stand_in_the_way(root):

@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a misspelt key shows what is there",
             "partial-load-leaves-generators",
-            Swap(" and not any(component(key) in plan.missing for key in state)", ""),
+            Swap(" and not any(component(key) in missing for key in state)", ""),
         ),
         ("a restore takes no part", "restore-is-never-partial", Swap("False", "True")),
         (
@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a rewind that is saved at once is durable",
             "rewind-durable-at-once",
-            Swap(" and run.known.resumes_at(found.generation.id)", ""),
+            Swap(" and run.known.resumes_at(generation.id)", ""),
         ),
         (
             "values of a restored step are compared",

@@ -9,13 +9,15 @@ from typing import Any
 from lastgood.coordination.single_rank import AnyTopic, SingleTopic
 from lastgood.engine.arena import Arena, Lease
 from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, NotFinite
 from lastgood.format import layout
-from lastgood.format.commit import survey
+from lastgood.format.commit import read_manifests, survey
 from lastgood.io.checksum import Buffer
 from lastgood.io.files import round_up
 from lastgood.ports import Tier
-from lastgood.records import Generation, GenerationId, Manifest
-from lastgood.run import reader
+from lastgood.records import Generation, GenerationId
+from lastgood.run.candidates import Candidates, Found
+from lastgood.run.content import read_rank
 from lastgood.run.follower import Follower
 from lastgood.run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
 from lastgood.run.save import save as save_as_rank
@@ -76,21 +78,28 @@ def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], 
     return write_part(request, RankWriter(tier, rank, ALGORITHM, Inline()))
 
 
-def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[reader.Found, State]:
+def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[Found, State]:
     """What a restore finds, and the bytes it would load. Raises what a restore raises."""
-    state: State = {}
-
-    def take(generation: Generation, manifests: list[Manifest]) -> None:
-        state.clear()
-        for manifest in manifests:
-            size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
-            arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))
-            fetch = reader.opened(tier, generation, manifest, arena, pool)
-            state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
-
     pool = workers or ThreadPoolExecutor(2)
+    candidates = Candidates(survey(tier), step)
     try:
-        return reader.newest_good(tier, survey(tier), step, take), state
+        for generation in candidates:
+            try:
+                return candidates.found(generation), _bytes_of(tier, generation, pool)
+            except (Damaged, NotFinite) as error:
+                candidates.failed(error)
+        return candidates.found(None), {}
     finally:
         if workers is None:
             pool.shutdown()
+
+
+def _bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
+    """Every tensor of a generation, of all ranks."""
+    state: State = {}
+    for manifest in read_manifests(tier, generation):
+        size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
+        arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))
+        found = read_rank(tier, generation, manifest, arena, pool)
+        state.update({piece.name: bytes(found[piece.name]) for piece in manifest.pieces})
+    return state

@@ -90,7 +90,7 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
                     "bytes": one.generation.bytes,
                     "seconds": round(one.seconds, 3),
                     "repaired": writer.mender.mended.get(one.generation.id, []) if one.repaired else [],
-                    "why": restore.told(one.findings),
+                    "why": restore.summary(one.findings),
                 }
             )
         writer.marks.point()

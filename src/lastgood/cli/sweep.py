@@ -194,7 +194,7 @@ def _verify_newest(
             writer.conclude(one, findings)
         if not findings:
             break
-        rows.append({**named(at), "why": restore.told(findings)})
+        rows.append({**named(at), "why": restore.summary(findings)})
     return rows
 
 

@@ -92,9 +92,9 @@ def state_of(survey: Survey, at: GenerationId) -> tuple[str, str]:
         return ("incomplete" if at in survey.incomplete else "deleting"), ""
     one = survey.generations[at]
     if one.damaged:
-        return "damaged", restore.told(one.damaged)
+        return "damaged", restore.summary(one.damaged)
     if one.unfit:
-        return "not good", restore.told(one.unfit)
+        return "not good", restore.summary(one.unfit)
     if at not in chain:
         return "abandoned", ""
     return ("verified" if one.verified else "committed"), ""

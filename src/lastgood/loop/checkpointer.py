@@ -10,31 +10,25 @@ import contextlib
 import operator
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import msgspec
-
 from .. import reporting
-from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
+from ..coordination.single_rank import AnyRanks, SingleRank
 from ..data.step_counting import count_step, samplers_in
 from ..engine import guard
 from ..engine.finite import not_finite_error
-from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NotWritable, StepDiffers, StepTaken, Unavailable
+from ..errors import HalfLoaded, LastgoodError, NoSuchStep, NotWritable, StepTaken, Unavailable
 from ..events import Event, EventKind
 from ..format.layout import STEP_LIMIT
 from ..policy.arguments import is_whole, require, require_seconds
 from ..policy.cadence import Every
-from ..policy.merge_values import homeless
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..ranks.replica_check import Replicas
-from ..ranks.torch_store import among_ranks, machine, ranks_of, require_group, world_size
-from ..records import Finding, Generation
-from ..run import access, reader
-from ..run.follower import Follower
+from ..ranks.torch_store import among_ranks, ranks_of, require_group, world_size
+from ..run import access
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
 from ..run.writer import RunWriter
@@ -42,10 +36,11 @@ from ..state.live_check import require_live
 from ..state.objects import is_fsdp1, modules_of
 from ..state.patterns import Patterns
 from .ending import Ending, refresh
-from .load import Request, Restored, load_into, report
+from .load import LoadRequest, Restored, load, report
 from .metrics import numbers
 from .options import CADENCE, EarlierKeywords, OnError, Options, Ranks, Tuning, check_state
 from .preemption import Asked, Preemption
+from .restore import WritableRun
 from .save_planner import SavePlanner
 from .saver import Saver
 
@@ -54,8 +49,6 @@ if TYPE_CHECKING:
 
 TORN_LIMIT = 2
 """torn saves in a row, after which a state is staged while the loop waits"""
-SHARED = 1.5
-"""times the bytes of a generation, above which a machine that reads so much of it reads through its page cache"""
 EXIT_SECONDS = 60.0
 """how long leaving the `with` on an exception waits for saves in flight"""
 
@@ -144,7 +137,7 @@ class Checkpointer:
         options.check_place(access.in_slots(path), several)
         patterns = Patterns(options.include, options.exclude, options.finite_also, options.finite_except)
         include, exclude = tuple(options.include), tuple(options.exclude)
-        self._request = Request(state, include=include, exclude=exclude, patterns=patterns)
+        self._request = LoadRequest(state, include=include, exclude=exclude, patterns=patterns)
         self._advanced = self._resumed = 0  # the newest step that the loop has completed, and where it began
         self._called = self._closed = False  # whether step() or save() was called
         self._unknown = True  # what the state consists of, and to each other: the ranks
@@ -157,7 +150,6 @@ class Checkpointer:
         )
         ranks = ranks_of(path, options.ranks.patience) if several else None
         self._ranks: AnyRanks = ranks or SingleRank()
-        self._loading: AnyTopic | None = None
         self._pipeline = pipeline = Pipeline(path, options.of_run(), self._ranks)
         replicas = Replicas(ranks, options.tuning.digest) if ranks else None
         self._planner = SavePlanner(options, pipeline.wait, replicas)
@@ -176,41 +168,34 @@ class Checkpointer:
     def restore(
         self, step: int | None = None, strict: bool = True, rename: Mapping[str, str] | None = None
     ) -> Restored:
-        """Bring the newest good generation of the lineage (or that of `step`) into the live state.
+        """Load the newest good generation of the lineage, or that of `step`, into the live state.
 
-        With nothing committed it is a fresh start: `.step` is 0. `restore(step=N)` rewinds this process; the first save
-        after it makes the rewind durable, and what came after N is never chosen by itself again. Until then the next
-        process resumes as if nobody had looked. `restore(step=0)` without a generation of step 0 starts over in the
-        same way. `rename`: old name -> new.
-        Raises StateMismatch, NoSuchStep, Damaged, NothingGood; the live state is untouched then. HalfLoaded when it is
-        not: nothing is saved until a restore succeeds.
+        Where nothing was ever committed, the run starts afresh, and `.step` of the result is 0. `restore(step=N)`
+        rewinds this process. The first save after it makes the rewind durable: no later restore chooses a step after N
+        of the old branch by itself. Until then, the next process resumes as if there had been no rewind.
+        `restore(step=0)` without a generation of step 0 starts over in the same way.
+        `strict` (default True): whether every difference between state and generation is an error; with False, what
+        does not fit is skipped and listed in `.skipped`. `rename`: stored name -> live name; a pair of prefixes, which
+        end in ".", renames everything below them.
+        Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable: the live state is untouched then. Raises
+        HalfLoaded when it is not: nothing is saved until a restore succeeds.
+
+            start = ckpt.restore().step
         """
         self._require_open()
         run, arena = self._pipeline.run, self._pipeline.upkeep.arena()
-        several = self._ranks.size > 1
-        self._meet()
-        request = replace(self._request, strict=strict, rename=rename)
-        mender = run.mender if isinstance(run, RunWriter) and not several else None
+        source = WritableRun(self._pipeline, self._planner, self._ranks)
+        topic = self._ranks.topic("restore", lasting=True)
+        with topic.failing():
+            self.wait()
+            source.share_survey(topic)
+        request = replace(self._request, step=step, strict=strict, rename=rename)
+        mender = run.mender if isinstance(run, RunWriter) and self._ranks.size == 1 else None
         try:
             if mender is not None:
                 mender.mended.clear()
                 mender.mend_known(step, arena)
-            found = load_into(
-                request,
-                run.tier,
-                run.known.view,
-                step,
-                self._planner.reading_arena,
-                self._pipeline.workers,
-                self._examine,
-                self._mark,
-                lambda one: mender is not None and mender.try_to_mend(one.id, arena),
-                rank=self._ranks.rank,
-                ranks=self._ranks.size,
-                together=self._all_load if several else None,
-                nowhere=self._homeless,
-                fits=self._all_fit,
-            )
+            found = load(request, source, self._ranks)
         except NoSuchStep:
             if step != 0 or not is_whole(step, 0):
                 raise
@@ -221,39 +206,45 @@ class Checkpointer:
             )
             found = Restored(step=0, generation=None, seconds=0.0, bytes=0)
         except BaseException as error:
-            # Ctrl-C, or a load_state_dict that fails, may come half way too; other errors of the tree come before.
+            # KeyboardInterrupt may have come half way; any LastgoodError but HalfLoaded came before the first write.
             self._saver.half_loaded |= isinstance(error, HalfLoaded) or not isinstance(error, LastgoodError)
             if not isinstance(error, Exception):
                 self._planner.interrupted()
             raise
-        self._saver.half_loaded = False
         mended = mender.mended if mender is not None else {}
         found = replace(found, repaired=[(at.step, ", ".join(names)) for at, names in mended.items()])
-        run.begin(found.generation.id if found.generation else None)
-        self._planner.exempt(self._request.state, found.not_demanded if found.generation else None)
-        # What optimizers keep exists once it was restored, or after the first step.
-        self._unknown = not several or found.generation is None
-        if not self._unknown:
-            self._planner.examine(self._request.state, self._request.patterns, self._pipeline.workers)
-        if found.generation is not None and not found.generation.verified:
-            self._mark(found.generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
-        if isinstance(run, RunWriter):
-            with self._hints():
-                run.marks.point()
-        self._pipeline.upkeep.note_latest()
-        self._advanced = self._resumed = found.step
-        # guard: rewind-durable-at-once
-        alone = not several and found.generation is not None and run.known.resumes_at(found.generation.id)
-        self._pipeline.outcomes.restored(found.step if found.generation else None)
-        self._ending.note_restored(found.generation)
-        for one in samplers_in(self._request.state):
-            one.restart_after(found.step)  # guard: sampler-restarts-after-restore
-        self._saver.follow(found.step, found.generation if alone else None)
+        self._continue_from(found, source)
         for at, reason in found.stepped_over:
             self._emit("stepped_over", at, detail=reason)
         report(found, "resumed from")
         self._deliver()
         return found
+
+    def _continue_from(self, found: Restored, source: WritableRun) -> None:
+        """Let the saves that follow descend from what was restored; from nothing where nothing was."""
+        pipeline, generation, state = self._pipeline, found.generation, self._request.state
+        run, several = pipeline.run, self._ranks.size > 1
+        self._saver.half_loaded = False
+        run.begin(generation.id if generation else None)
+        self._planner.exempt(state, found.not_demanded if generation else None)
+        # The state of optimizers exists once it was restored, or after the first step.
+        self._unknown = not several or generation is None
+        if not self._unknown:
+            self._planner.examine(state, self._request.patterns, pipeline.workers)
+        if generation is not None and not generation.verified:
+            source.mark(generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
+        if isinstance(run, RunWriter):
+            with self._hints():
+                run.marks.point()
+        pipeline.upkeep.note_latest()
+        self._advanced = self._resumed = found.step
+        pipeline.outcomes.restored(found.step if generation else None)
+        self._ending.note_restored(generation)
+        for one in samplers_in(state):
+            one.restart_after(found.step)  # guard: sampler-restarts-after-restore
+        # guard: rewind-durable-at-once
+        alone = not several and generation is not None and run.known.resumes_at(generation.id)
+        self._saver.follow(found.step, generation if alone else None)
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
         """Call after each optimizer step; `n` is how many are completed. Saves when due, and returns at once.
@@ -378,18 +369,6 @@ class Checkpointer:
             return
         self._ending.save_last(n)
 
-    def _meet(self) -> None:
-        """Wait until every rank is here, no save is under way, and all know what rank 0 knows of the run."""
-        topic, run = self._ranks.topic("restore", lasting=True), self._pipeline.run
-        with topic.failing():
-            self.wait()
-            # guard: restore-counted-by-coordinator
-            self._ranks.rewind(topic.agree(self._ranks.rewound, lambda counts: 1 + max(counts)))
-            shared = topic.agree(None, lambda _: run.shared_survey() if isinstance(run, RunWriter) else None)
-            if isinstance(run, Follower):
-                run.adopt(shared)  # guard: followers-adopt-survey
-            topic.agree(None, lambda _: None)
-
     def _advance(self, n: int) -> int:
         """The loop has completed step `n`: every sampler of the state counts it, once."""
         self._called = True
@@ -419,50 +398,6 @@ class Checkpointer:
             count_step(self._request.state, n, self._advanced, rank=rank, ranks=ranks, first=first)
             self._advanced = self._pipeline.outcomes.completed = n
         return n
-
-    def _all_load(self, attempt: Callable[[], None]) -> None:
-        """A generation is loaded by all ranks, or by none: what one of them finds, all step over."""
-        topic = self._loading = self._ranks.topic("load")
-        try:
-            with topic.failing():
-                attempt()
-            topic.agree(None, lambda _: None)  # guard: all-ranks-load-or-none
-        finally:
-            self._loading = None
-
-    def _homeless(self, unexpected: list[str]) -> list[str]:
-        """What this rank has no place for is somebody else's, as the stages of a pipeline are, or fits nowhere."""
-        return self._loading.agree(unexpected, homeless) if self._loading is not None else unexpected
-
-    def _all_fit(self, generation: Generation, wanted_bytes: int) -> bool:
-        """Nobody writes into its state before it fits everywhere, and is of one generation.
-
-        Whether the ranks of this machine want more of it than there is, and so read some of it several times.
-        """
-        if self._loading is None:
-            return False
-        here = machine()
-        wanted = self._loading.agree((generation.root, here, wanted_bytes), _wanted_bytes)
-        return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
-
-    def _examine(self, generation: Generation) -> list[Finding]:
-        """All of it is read again; by several ranks, each a part of the files."""
-        run, arena = self._pipeline.run, self._pipeline.upkeep.arena()
-        if self._ranks.size == 1:
-            return reader.read_all(run.tier, generation, arena, self._pipeline.workers)
-        topic = self._loading or self._ranks.topic("examine")
-        with topic.failing():
-            mine = run.own_findings(generation, arena)
-
-        def all_of(told: list[Any]) -> Any:
-            found = [one for findings in told for one in findings]
-            return found or msgspec.to_builtins(reader.disagreeing(run.tier, generation))
-
-        return msgspec.convert(topic.agree(msgspec.to_builtins(mine), all_of), list[Finding])
-
-    def _mark(self, generation: Generation, findings: list[Finding]) -> None:
-        with self._hints():
-            self._pipeline.run.conclude(generation, findings)
 
     @contextlib.contextmanager
     def _hints(self) -> Iterator[None]:
@@ -504,13 +439,3 @@ class Checkpointer:
             f"opened by a world of {opened}, and called in a group of {now} ranks",
             "Call torch.distributed.init_process_group() before opening the run.",
         )
-
-
-def _wanted_bytes(told: list[tuple[str, str, int]]) -> Mapping[str, int]:
-    """Of one generation, by machine."""
-    if len({root for root, _, _ in told}) > 1:  # guard: ranks-load-one-generation
-        raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
-    wanted: Counter[str] = Counter()
-    for _, at, size in told:
-        wanted[at] += size
-    return wanted

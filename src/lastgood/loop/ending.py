@@ -18,7 +18,7 @@ from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
 from ..state.parameter_versions import version
-from .load import Request
+from .load import LoadRequest
 from .preemption import Asked, Preempted
 from .saver import Saver
 
@@ -27,7 +27,7 @@ class Ending:
     """How one `Checkpointer` ends. `asked`: signals that ask for it, if any do."""
 
     def __init__(
-        self, request: Request, pipeline: Pipeline, saver: Saver, ranks: AnyRanks, asked: Asked | None
+        self, request: LoadRequest, pipeline: Pipeline, saver: Saver, ranks: AnyRanks, asked: Asked | None
     ) -> None:
         self._request, self._pipeline, self._saver, self._ranks, self._asked = request, pipeline, saver, ranks, asked
         self._version = version(request.state)

@@ -28,7 +28,7 @@ from ..run.save_handle import Save
 from ..snapshot.unchanged import changed, is_same, require_unchanged
 from ..state.live_check import Numbers
 from .adaptive_interval import Pace
-from .load import Request
+from .load import LoadRequest
 from .options import Options
 from .save_planner import SavePlanner
 from .schedule import Timing, TimingTogether
@@ -41,7 +41,13 @@ class Saver:
     """Makes the saves of one `Checkpointer`."""
 
     def __init__(
-        self, request: Request, options: Options, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks, emit: Emit
+        self,
+        request: LoadRequest,
+        options: Options,
+        pipeline: Pipeline,
+        planner: SavePlanner,
+        ranks: AnyRanks,
+        emit: Emit,
     ) -> None:
         self._request, self._options, self._pipeline, self._planner = request, options, pipeline, planner
         self._ranks, self._emit = ranks, emit

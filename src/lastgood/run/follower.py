@@ -115,7 +115,7 @@ class Follower:
         findings = own_findings(self.known, self.ranks, newest, arena, self._workers, stop)
         before, self._last_read = self._last_read, newest
         if findings:  # as this machine reads it: the coordinator reads it itself
-            self.known.emit("damaged", newest.id, detail=restore.told(findings))
+            self.known.emit("damaged", newest.id, detail=restore.summary(findings))
         with contextlib.suppress(TierDown):
             self.ranks.post(post_key(self.ranks, newest, self.rank), not findings)  # guard: follower-reports-findings
             if before is not None:

@@ -57,7 +57,7 @@ class Mender:
             known.survey.incomplete.discard(at)
             known.survey.witnessed.discard(at)
         if not intact(findings):  # guard: failed-repair-raised
-            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.told(findings)}")
+            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
         if names:
             self.mended[at] = names
             known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported

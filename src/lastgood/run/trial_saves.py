@@ -167,7 +167,7 @@ class TrialSaves:
             seconds = self._clock() - begun
         if findings:
             raise Damaged(
-                f"{self._tier.place}: data that was just written does not read back: {restore.told(findings)}",
+                f"{self._tier.place}: data that was just written does not read back: {restore.summary(findings)}",
                 safe="It was a scratch run; no run of yours was touched.",
                 todo="Check the disk and the memory before anything is saved here.",
             )

@@ -13,7 +13,7 @@ from functools import partial
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError
 from ..format import layout
-from ..policy.restore import told
+from ..policy.restore import summary
 from ..policy.scrub import Scrub
 from .follower import Follower
 from .outcomes import Outcomes
@@ -133,7 +133,7 @@ class Upkeep:
             self.note_latest()
             self._outcomes.put(
                 Damaged(
-                    f"step {done.generation.step} was good and does not read back any more: {told(done.findings)}",
+                    f"step {done.generation.step} was good and does not read back any more: {summary(done.findings)}",
                     safe="It is marked; restore goes to a good one. Its neighbours are read next.",
                     todo="Check the disk.",
                 )

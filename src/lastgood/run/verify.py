@@ -114,7 +114,7 @@ class Verifier:
                 raise Cancelled("the generation was deleted while it was read")
             self._marks.conclude(generation, findings)
         kind: EventKind = "verified" if not findings else "unfit" if intact(findings) else "damaged"
-        known.emit(kind, generation.id, seconds=now() - begun, detail=restore.told(findings))
+        known.emit(kind, generation.id, seconds=now() - begun, detail=restore.summary(findings))
         return findings, cells.digests if cells and not findings else None
 
     def _read(
@@ -184,7 +184,7 @@ class Verifier:
 
 
 def _problem(step: int, findings: list[Finding]) -> LastgoodError:
-    what, safe = restore.told(findings), "Older generations are kept; this one is marked and will not be restored."
+    what, safe = restore.summary(findings), "Older generations are kept; this one is marked and will not be restored."
     if intact(findings):
         return NotFinite(
             f"step {step} is intact, and not good: {what}",
