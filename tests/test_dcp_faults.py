@@ -80,7 +80,7 @@ def test_a_plan_kept_from_another_storage_is_refused_by_name(tmp_path):
 
     state, planner = {"w": torch.ones(2)}, Planner(enable_plan_caching=True)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), planner=planner, no_dist=True)
-    with pytest.raises(CheckpointException, match="kept this plan from a save to another storage"):
+    with pytest.raises(CheckpointException, match="reuses this plan from a save to another storage"):
         save(state, tmp_path / "run", planner=planner)
     save(state, tmp_path / "run")
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [0], "and the next save works"
@@ -96,7 +96,7 @@ class Forgetful(dcp.DefaultSavePlanner):
 
 def test_an_entry_that_was_planned_and_not_written_is_never_committed(tmp_path):
     """What a rank's plan left out was committed as if it were whole, and missing at the first load."""
-    with pytest.raises(CheckpointException, match="n is in the plan of this save, and no rank has written it"):
+    with pytest.raises(CheckpointException, match="n is in the plan of this save, but no rank has written it"):
         save({"w": torch.ones(2), "n": 1}, tmp_path, planner=Forgetful())
     assert lastgood.open(tmp_path).generations() == []
 

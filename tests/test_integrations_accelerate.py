@@ -134,7 +134,7 @@ def test_names_in_the_run_have_no_wrappers(tmp_path):
 
 def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
     Job().train(tmp_path / "run", stop_at=3)
-    with pytest.raises(LastgoodError, match="saved with 6 batches an epoch, and here are 3"):
+    with pytest.raises(LastgoodError, match="saved with 6 batches an epoch, and this loader has 3"):
         Job(batch=4).train(tmp_path / "run")
 
 

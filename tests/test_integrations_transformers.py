@@ -129,5 +129,5 @@ def test_a_mistyped_argument_is_refused_when_the_callback_is_made():
         LastgoodCallback("run", every_step=5)
     with pytest.raises(Refused, match="path=None"):
         LastgoodCallback(None)
-    with pytest.raises(Refused, match="both say when"):
+    with pytest.raises(Refused, match="both define when"):
         LastgoodCallback("run", every_steps=5, cadence=lastgood.Every(steps=5))

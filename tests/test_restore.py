@@ -29,6 +29,7 @@ from lastgood.format.layout import Image
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop.load import LoadRequest, load
 from lastgood.run.candidates import ReadOnlyRun
+from lastgood.run.save import ReadyChunks, SaveRequest
 from lastgood.run.writer import RunWriter
 from lastgood.state.tensor_sink import Place, TensorSink
 from lastgood.storage.directory import Disk
@@ -189,12 +190,13 @@ def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Pat
     arena = Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     content = {"w": torch.ones(COUNT).numpy().tobytes()}
     generation = run.save(
-        run.admit(1),
-        [lying],
-        harness.filled(lying, content, arena),
-        chunk_bytes=CHUNK_BYTES,
-        aliases={},
-        values={"w": {"!tensor": "w"}},
+        SaveRequest(
+            at=run.admit(1),
+            images=[lying],
+            chunks=ReadyChunks(harness.filled(lying, content, arena)),
+            chunk_bytes=CHUNK_BYTES,
+            values={"w": {"!tensor": "w"}},
+        )
     )
     run.conclude(generation, [])  # somebody claims to have verified it
     state = {"w": torch.zeros(COUNT)}

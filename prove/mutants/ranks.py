@@ -71,7 +71,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a restore is counted by rank 0",
             "restore-counted-by-coordinator",
-            Instead("topic.agree(ranks.rewound, lambda told: 1 + max(told)); ranks.rewind(ranks.rewound + 1)"),
+            Instead(
+                "topic.agree(self._ranks.rewound, lambda counts: 1 + max(counts)); "
+                "self._ranks.rewind(self._ranks.rewound + 1)"
+            ),
         ),
         ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("adopt(shared)", "refresh()")),
         ("what is tied is told", "aliases-in-structure", Remove()),

@@ -1,20 +1,23 @@
-"""The tree of errors. Each says what happened, what is still safe and what to do; the class says whether to retry.
+"""All exceptions of this package. Each says what happened, what is still safe, and what to do.
+
+The class says whether a retry can help, and which exit code the command line ends with.
 
     LastgoodError
-    |- Refused       the request was wrong; nothing was touched            do not retry          exit 3
+    |- Refused       the request was wrong; nothing was changed            do not retry          exit 3
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
     |    NotARun  NotWritable  NotRestored  NameTaken  NotInstalled
-    |- Damaged       bytes are not what was committed                      an older generation   exit 4
+    |- Damaged       stored bytes are not those that were committed        load an older one     exit 4
     |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood
     |    HalfLoaded (LoadFailed)
-    |- Unavailable   may work later or elsewhere                           retry with backoff    exit 5
+    |- Unavailable   it may work later or on another machine               retry with backoff    exit 5
     |    TierDown  NoSpace  TimedOut  CommitUnknown  Cancelled  Overtaken  InFlightFull  NothingDurable
-    |- Diverged      the cut, or what should be equal, disagrees           drop this save        exit 6
+    |- Diverged      ranks, replicas or the snapshot are inconsistent      skip this save        exit 6
     |    TornSnapshot  RankFailed  StepDiffers (HeardLate)  ReplicaDiffers
-    `- Unfit         intact, and not good                                  an older generation   exit 8
+    `- Unfit         intact, but holds NaN or infinity                     load an older one     exit 8
          NotFinite
 
-Anything else that is raised is a bug in this package and is not caught.
+Any other exception that this package raises by itself is a bug in it, and is not caught. Exceptions of user code (a
+callback, a `load_state_dict`) are passed on or are the `__cause__` of one of these.
 """
 
 from __future__ import annotations
@@ -23,10 +26,15 @@ from typing import ClassVar
 
 
 class LastgoodError(Exception):
-    """Root of the tree. `what` happened (and where), what is still `safe`, what `todo`."""
+    """Base class of all errors. Its text is `what`, `safe` and `todo`, one after the other.
+
+    `what`: what happened, and where. `safe`: what is still safe. `todo`: what the user can do.
+    """
 
     retry: ClassVar[bool] = False
+    """whether the same call may succeed later"""
     exit_code: ClassVar[int] = 1
+    """of the command line"""
 
     def __init__(self, what: str, *, safe: str = "", todo: str = "") -> None:
         self.what, self.safe, self.todo = what, safe, todo
@@ -38,13 +46,17 @@ def _sentence(text: str) -> str:
 
 
 class Refused(LastgoodError):
-    """The request was wrong; nothing was touched."""
+    """The request was wrong. Nothing was changed, on disk or in the live state."""
 
     exit_code = 3
 
 
 class StateMismatch(Refused):
-    """The generation and the live state do not agree; every difference is listed."""
+    """The generation does not fit the live state. All differences are listed, and nothing was loaded.
+
+    `missing`: names that only the live state has. `unexpected`: names that only the generation has. `mismatched`: names
+    with another shape, dtype or type, with both.
+    """
 
     def __init__(
         self,
@@ -65,12 +77,12 @@ class StateMismatch(Refused):
             "\n".join(lines),
             safe="\nNothing was loaded; the live state is untouched.",
             todo="Build the same state, map old names with rename={old: new}, or load what fits with strict=False. "
-            "What has grown since, such as a vocabulary: build it in its stored shape, restore, then resize it.",
+            "Build a tensor that has grown since, such as an embedding, in its stored shape, restore, then resize it.",
         )
 
 
 class Unstorable(Refused):
-    """Entries of the state cannot be stored without running code on load; `names` lists them."""
+    """The state has entries that cannot be stored, because loading them would run code. `names`: of these entries."""
 
     def __init__(self, what: str, *, safe: str = "", todo: str = "", names: tuple[str, ...] = ()) -> None:
         self.names = names
@@ -78,7 +90,7 @@ class Unstorable(Refused):
 
 
 class UnknownFormat(Refused):
-    """Written by a newer version of this package."""
+    """The run was written in a format that only a newer version of this package can read."""
 
 
 class RunLocked(Refused):
@@ -86,31 +98,31 @@ class RunLocked(Refused):
 
 
 class StepTaken(Refused):
-    """This incarnation already holds this step, or a later one."""
+    """This step or a later one was saved already. Saved steps must ascend; `restore(step=...)` goes back."""
 
 
 class NoSuchStep(Refused):
-    """No committed generation has this step."""
+    """The run has no committed generation of this step."""
 
 
 class NoSuchTensor(Refused):
-    """The generation holds no tensor of this name."""
+    """The generation has no tensor of this name."""
 
 
 class NotARun(Refused):
-    """The path is a file, or a directory that belongs to somebody else."""
+    """The path is no run: it does not exist, is a file, or is a directory with files that are not of a run."""
 
 
 class NotWritable(Refused):
-    """The run cannot be written (or read) with this user's rights."""
+    """This user has no permission to write the run, or to read it."""
 
 
 class NotRestored(Refused):
-    """The run holds generations that the live state does not continue."""
+    """The run holds generations, and the live state was not restored from one of them before the first save."""
 
 
 class NameTaken(Refused):
-    """A blob of that name exists with other bytes; it is untouched."""
+    """A blob of this name exists with other bytes. It was not changed."""
 
 
 class NotInstalled(Refused):
@@ -126,7 +138,11 @@ class NotInstalled(Refused):
 
 
 class Damaged(LastgoodError):
-    """Bytes are not what was committed."""
+    """Stored bytes are not those that were committed. Older generations may be intact.
+
+    `blob`: name of the file. `offset`: first byte of the damaged part. `chunk`: its number in the file, -1 if unknown.
+    `tensor`: its name. Each is empty if it is not known.
+    """
 
     exit_code = 4
 
@@ -146,50 +162,50 @@ class Damaged(LastgoodError):
 
 
 class SumMismatch(Damaged):
-    """Bytes differ from their digest."""
+    """Bytes do not have the digest that was committed for them."""
 
 
 class Truncated(Damaged):
-    """A file is shorter or longer than what was committed."""
+    """A file is shorter or longer than it was when it was committed."""
 
 
 class ManifestInvalid(Damaged):
-    """A record or a header does not have the form that the format demands."""
+    """A record or the header of a file is not valid in the format (docs/format.md)."""
 
 
 class MissingBlob(Damaged):
-    """A file that was committed is gone."""
+    """A file that was committed does not exist any more."""
 
 
 class Unreadable(Damaged):
-    """The medium answers a read with an error."""
+    """The operating system returns an I/O error when the bytes are read."""
 
 
 class HalfLoaded(Damaged):
-    """Loading failed after it had begun to write: the live state is part of one step and part of another."""
+    """Loading failed after it had begun to write: the live state is a mixture of two steps. Restore again."""
 
 
 class LoadFailed(HalfLoaded):
-    """Code outside of lastgood, such as a `load_state_dict`, raised while a generation was loaded; it is the cause."""
+    """User code, such as a `load_state_dict`, raised while a generation was loaded. `__cause__` is that exception."""
 
 
 class BeyondRepair(Damaged):
-    """More was lost than parity can stand in for, or there is no parity."""
+    """More parts of a generation are damaged than its parity can rebuild, or it has no parity."""
 
 
 class NothingGood(Damaged):
-    """Generations exist, and none of them is good."""
+    """The run has generations, but none of them is good."""
 
 
 class Unavailable(LastgoodError):
-    """May work later or elsewhere."""
+    """The call may succeed later, or on another machine."""
 
     retry = True
     exit_code = 5
 
 
 class TierDown(Unavailable):
-    """The place where blobs rest answered with an error."""
+    """The file system that holds the run returned an error, or the store of the process group did."""
 
 
 class NoSpace(Unavailable):
@@ -197,63 +213,63 @@ class NoSpace(Unavailable):
 
 
 class TimedOut(Unavailable):
-    """It did not end in the time that it was given."""
+    """An operation did not end within its timeout."""
 
 
 class CommitUnknown(Unavailable):
-    """The commit may or may not have become durable. Nothing was deleted; the next opening finds out."""
+    """It is not known whether the commit became durable. Nothing was deleted; opening the run again shows it."""
 
 
 class Cancelled(Unavailable):
-    """The save was given up before its commit."""
+    """The save, or the reading of a generation, was cancelled before its end."""
 
 
 class Overtaken(Unavailable):
-    """A newer save was committed first, so this one was given up; nothing is lost by it."""
+    """A newer save was committed first, so this one was cancelled. Nothing is lost by this."""
 
 
 class InFlightFull(Unavailable):
-    """As many saves are in flight as were allowed, and `when_full="raise"` was asked for."""
+    """As many saves are in flight as `in_flight` allows, and `when_full` is "raise". This step was not saved."""
 
 
 class NothingDurable(Unavailable):
-    """No save became durable for as long as `Checkpointer(durable_within_seconds=...)` allows."""
+    """No save became durable within `Checkpointer(durable_within_seconds=...)`."""
 
 
 class Diverged(LastgoodError):
-    """The cut, or what should be equal, disagrees."""
+    """Ranks disagree, replicas differ, or the snapshot is inconsistent. Committed generations are not affected."""
 
     exit_code = 6
 
 
 class RankFailed(Diverged):
-    """A rank failed, was not heard of in time, or did not answer; what it was part of ended on all ranks."""
+    """A rank failed, or did not answer in time. The operation it took part in has ended on all ranks."""
 
 
 class StepDiffers(Diverged):
-    """Ranks are at different steps, or make different plans."""
+    """Ranks are at different steps, have different options, or would load or save different things."""
 
 
 class HeardLate(StepDiffers):
-    """A rank heard of a step when it had passed it."""
+    """A rank received an announcement for a step only after it had passed that step."""
 
 
 class ReplicaDiffers(Diverged):
-    """Ranks that should hold the same hold something else."""
+    """Ranks that should hold the same bytes of a tensor hold different ones."""
 
 
 class TornSnapshot(Diverged):
-    """The live state changed, or was replaced, while it was copied."""
+    """The live state was changed or replaced while it was copied, so the copy is no state of one step."""
 
 
 class Unfit(LastgoodError):
-    """The bytes are what was committed, and what they say is not good."""
+    """The bytes are those that were committed, but the state they hold is not good to continue from."""
 
     exit_code = 8
 
 
 class NotFinite(Unfit):
-    """A parameter, or the state of an optimizer, holds NaN or infinity."""
+    """A parameter or an optimizer's state holds NaN or infinity. `tensor`: its name."""
 
     def __init__(self, what: str, *, tensor: str = "", safe: str = "", todo: str = "") -> None:
         self.tensor = tensor
@@ -261,7 +277,7 @@ class NotFinite(Unfit):
 
 
 class LastgoodWarning(UserWarning):
-    """Kept so that scripts which name it in a warnings filter go on to work. It is not raised any more.
+    """Not used any more. It exists so that scripts that name it in a warnings filter go on working.
 
-    What goes wrong behind the training loop is reported through the logger `lastgood`, and on stderr.
+    Failures behind the training loop are reported through the logger `lastgood` and on stderr.
     """

@@ -11,8 +11,6 @@ from typing import Any
 
 import msgspec
 
-from .events import Event as Event  # lab/timeline.py still imports it from here
-
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of everything that is stored: unknown fields are refused, so a field is never dropped in silence.

@@ -1,11 +1,11 @@
-"""What this package reports outside of exceptions: the logger `lastgood`, and stderr. Holds no state; never raises.
+"""Reports outside of exceptions: through the logger `lastgood`, and on stderr. Holds no state; never raises.
 
-    info(text)     level INFO: facts worth a line, such as the bound of the disk
-    warning(text)  level WARNING: something went wrong, and every save is as safe as before
+    info(text)     level INFO: a fact, such as the most bytes that the run will take on its disk
+    warning(text)  level WARNING: something went wrong, but no save is endangered
     threat(text)   level ERROR: saves fail or stored data is damaged; without action the run may be lost
 
-Where the application has configured no logging handler, the text goes to stderr as `lastgood: <text>`. A threat always
-reaches stderr: also where the logger is disabled or filtered, or where its handlers write to files only.
+If the application has configured no logging handler, the text goes to stderr as `lastgood: <text>`. A threat always
+reaches stderr, even if the logger is disabled or filtered, or its handlers write to files only.
 The `warnings` module is not used, because very many training scripts filter all warnings.
 """
 
@@ -22,17 +22,17 @@ if LOGGER.level == logging.NOTSET:
 
 
 def info(text: str) -> None:
-    """Report a fact. `logging.getLogger("lastgood").setLevel(logging.WARNING)` silences it."""
+    """Report a fact. `logging.getLogger("lastgood").setLevel(logging.WARNING)` suppresses it."""
     _report(logging.INFO, text)
 
 
 def warning(text: str) -> None:
-    """Report something that went wrong and threatens no save."""
+    """Report something that went wrong but endangers no save."""
     _report(logging.WARNING, text)
 
 
 def threat(text: str) -> None:
-    """Report what may cost the run its checkpoints. No logging configuration keeps it from stderr."""
+    """Report something that may cost the run its checkpoints. No logging configuration keeps it from stderr."""
     shown = _report(logging.ERROR, text)
     if not shown:
         _print(text)

@@ -16,6 +16,7 @@ from lastgood.format import layout, values
 from lastgood.io.files import PosixFiles
 from lastgood.records import Generation, GenerationId
 from lastgood.run.known import Environment
+from lastgood.run.save import ReadyChunks, SaveRequest
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -61,13 +62,15 @@ def save(writer: RunWriter, step: int, **options: object) -> Generation:
     chunks = (lease for image in images for lease in filled(image, state, arena))
     stored = {"run": values.encode({**VALUES, "step": step}, "run")}
     return writer.save(
-        writer.admit(step),
-        images,
-        chunks,
-        chunk_bytes=4096,
-        aliases={"model.tied": "model.weight"},
-        values=stored,
-        **options,
+        SaveRequest(
+            at=writer.admit(step),
+            images=images,
+            chunks=ReadyChunks(chunks),
+            chunk_bytes=4096,
+            aliases={"model.tied": "model.weight"},
+            values=stored,
+            **options,
+        )
     )
 
 

@@ -62,15 +62,13 @@ def gc(
 
 
 def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str, Any]:
-    """Delete, and return what was or would be deleted. `keep`: also what this retention does not keep. `damaged`: also
-    what is damaged or lost.
+    """Finish deletions and clear interrupted saves. Returns what was deleted, or with `dry_run` what would be.
 
-    Raises NothingGood if `damaged` would delete and the lineage has no verified generation; what opening and reading
-    raise.
+    `keep`: also delete generations that this retention does not keep. `damaged`: also delete those that are damaged or
+    lost; raises NothingGood if there are such ones and no generation of the lineage is verified. Raises what opening
+    and reading raise.
     """
-    tier: Tier = access.for_reading(
-        run
-    )  # refuses a path that is no run, before opening it for writing would make it one
+    tier: Tier = access.for_reading(run)  # refuses a path that is no run: opening it for writing would make it one
     with ExitStack() as open_run:
         workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
         if not dry_run:

@@ -1,17 +1,18 @@
-"""torch.distributed.checkpoint with this storage under it: a StorageWriter and a StorageReader. torch's planners plan.
+"""A StorageWriter and a StorageReader for torch.distributed.checkpoint. The planners are torch's or the user's.
 
     dcp.save(state_dict, storage_writer=lastgood.dcp.Writer("runs/gpt"))
     dcp.load(state_dict, storage_reader=lastgood.dcp.Reader("runs/gpt"))
 
-Each save is a generation of the run: every rank writes and seals its own files, the coordinator commits when torch has
-gathered that all have. Until then the older generations are what a reader finds. `checkpoint_id` is a step: a number,
-or text that ends in one; without it a save takes the next step, and a load the newest that is not known to be damaged.
+Each save is a generation of the run: every rank writes and seals its own files, and the coordinator commits after torch
+has gathered that all ranks have done so. Until then readers find the older generations. `checkpoint_id` is a step: a
+number, or a text that ends in one. Without it, a save takes the next step, and a load takes the newest generation that
+is not known to be damaged.
 
-torch may keep a plan for later saves (`enable_plan_caching`), so the generation that the coordinator sends with a plan
-is used once. A rank whose plan was kept reads it from the run, where the coordinator records the incarnation that it
-begins for each save.
+torch may reuse a plan in later saves (`enable_plan_caching`), so the generation that the coordinator sends with a plan
+is used only once. A rank with a reused plan reads the generation from the run, where the coordinator records the
+incarnation that it begins for each save.
 
-What torch would pickle is stored as typed values (convert/dcp_values.py). Nothing is unpickled on load.
+Values that torch would pickle are stored as typed values (convert/dcp_values.py). Nothing is unpickled on load.
 """
 
 from __future__ import annotations
@@ -61,44 +62,45 @@ from ..state import tensors
 from . import dcp_values
 
 VALUES, PATHS = "dcp", "dcp.paths"
-"""entries of a manifest's values: by name what torch would pickle; by name its place in nested dicts"""
+"""entries of a manifest's values: name -> value that torch would pickle; name -> path in nested dicts and lists"""
 DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-"""of the metadata, as torch's own writer gives it; older versions of torch have none"""
+"""version of the metadata, as torch's own writer sets it; older versions of torch have none"""
 _SEAL = "lastgood.seal"
 RECORD_SECONDS = 90.0
-"""for which a rank with a kept plan waits for the coordinator's record: NFS clients cache a listing for up to 60"""
+"""how long a rank with a reused plan waits for the coordinator's record; NFS clients cache listings for up to 60 s"""
 POLL_SECONDS = 0.05
 
 
 @dataclass
 class _Place:
-    """Where a rank writes. torch may keep the plan that carries it, but `at` is valid for one save only."""
+    """Where a rank writes. torch may reuse the plan that holds this record, but `at` is valid for one save only."""
 
     at: GenerationId | None
     rank: int
     ranks: int
 
     def take(self) -> GenerationId | None:
-        """The generation, at the first call; None afterwards, when the plan has been kept from an earlier save."""
+        """The generation at the first call; None at later calls, when torch reuses the plan."""
         at, self.at = self.at, None  # guard: plan-generation-used-once
         return at
 
 
 class Writer(StorageWriter):
-    """Saves of torch.distributed.checkpoint as generations of the run at `path`, which all ranks must see.
+    """Writes each save of torch.distributed.checkpoint as a generation of a run.
 
-    `digest`: the algorithm of the digests of chunks and tensors, default "xxh3_128".
+    `path`: directory of the run; all ranks must see the same one. `digest` (default "xxh3_128"): the algorithm of the
+    digests of chunks and tensors. Raises Refused for a path that is no directory.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
         self.path, self._digest = access.directory(path), digest
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.save_id: str | None = None
-        """of the last save: the incarnation that it began, which a load of it reports too"""
+        """id of the last save: the incarnation that it began; a load of this generation reports the same id"""
         self._at: GenerationId | None = None
-        """at the coordinator: the generation of this save"""
+        """at the coordinator only: the generation of the current save"""
         self._order = 0
-        """of the newest incarnation when this save began"""
+        """`order` of the newest incarnation when this save began"""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         _step(checkpoint_id)
@@ -106,7 +108,11 @@ class Writer(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("use_collectives") is False:
-            raise Refused("a save without collectives, which nobody commits", todo="Leave use_collectives alone.")
+            raise Refused(
+                "use_collectives=False: without collectives no rank commits the save",
+                safe="Nothing was touched.",
+                todo="Leave use_collectives out.",
+            )
         self._at = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -115,22 +121,22 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """At the coordinator: the run is opened, and the generation of this save is sent to all ranks."""
+        """At the coordinator: choose the generation of this save, record its incarnation, and send it to all ranks."""
         with _opened(self.path, self._digest) as run:
             chain = run.lineage()
             run.begin(chain[0].id if chain else None)
             wanted = _step(self.checkpoint_id)
             self._at = run.admit(wanted if wanted is not None else chain[0].step + 1 if chain else 0)
-            run.record_incarnation()  # the opening that commits finds it there
+            run.record_incarnation()  # `finish` opens the run again, and continues this incarnation
         return [replace(plan, storage_data=_Place(self._at, rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         place = plan.storage_data
         if not isinstance(place, _Place):
             raise Refused(
-                "torch kept this plan from a save to another storage",
+                "torch reuses this plan from a save to another storage",
                 safe="Nothing was committed; every committed generation is untouched.",
-                todo="torch keeps plans by the class of the planner: give this storage a subclass of the planner.",
+                todo="torch caches plans by the class of the planner: use a subclass of the planner for this storage.",
             )
         sent = place.take()
         at = self._at or sent or self._recorded()
@@ -163,7 +169,7 @@ class Writer(StorageWriter):
         stored: dict[str, Any],
         paths: Any,
     ) -> RankPart:
-        """This rank's files and its manifest, durable and sealed."""
+        """Write this rank's files and its manifest. They are durable and sealed at the end."""
         images = layout.images((tensor for _, tensor, _ in items.values()), rank)
         content = {key: live for key, (_, _, live) in items.items()}
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
@@ -182,16 +188,16 @@ class Writer(StorageWriter):
             return write_part(request, RankWriter(tier, rank, self._digest, writers))
 
     def _recorded(self) -> GenerationId:
-        """The generation that the coordinator has begun for this save, from its record in the run. Raises TimedOut."""
+        """The generation of this save, read from the record that the coordinator wrote. Raises TimedOut."""
         until = time.monotonic() + RECORD_SECONDS
         newest = _newest_incarnation(self.path)
         while newest is None or newest.order <= self._order:
             if time.monotonic() > until:
                 raise TimedOut(
-                    f"{self.path} does not list here what the coordinator has recorded in it {RECORD_SECONDS:.0f} "
+                    f"{self.path}: this rank does not see the record that the coordinator wrote {RECORD_SECONDS:.0f} "
                     "seconds ago",
                     safe="Nothing was committed; every committed generation is untouched.",
-                    todo="All ranks must see the same directory; or save without enable_plan_caching.",
+                    todo="Mount the same directory on all ranks, or save without enable_plan_caching.",
                 )
             time.sleep(POLL_SECONDS)
             newest = _newest_incarnation(self.path)
@@ -201,13 +207,13 @@ class Writer(StorageWriter):
         return GenerationId(step=step, incarnation=newest.id)
 
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """At the coordinator: every rank has sealed. Raises what keeps the generation from being committed."""
+        """At the coordinator, after every rank has sealed: check that the generation is complete, and commit it."""
         assert self._at is not None
         sealed: list[tuple[GenerationId, RankPart]] = [of_rank[-1].storage_data for of_rank in results]
         others = sorted({str(at) for at, _ in sealed if at != self._at})
         if others:  # guard: commit-after-all-ranks-wrote
             raise StepDiffers(
-                f"ranks have written {', '.join(others)} where {self._at} is saved",
+                f"ranks have written {', '.join(others)}, but {self._at} is saved",
                 safe="Nothing was committed; every committed generation is untouched.",
                 todo="Give every rank the same path and the same checkpoint_id.",
             )
@@ -227,7 +233,10 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Loads of torch.distributed.checkpoint from the run at `path`, whoever wrote it."""
+    """Loads generations of a run with torch.distributed.checkpoint, also those that a Checkpointer has saved.
+
+    `path`: directory of the run. Raises Refused for a path that is no directory.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = access.directory(path)
@@ -250,7 +259,7 @@ class Reader(StorageReader):
         return found
 
     def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Everything is known from `read_metadata`."""
+        """Does nothing: `read_metadata` has read everything."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -264,7 +273,7 @@ class Reader(StorageReader):
         assert self._content is not None
         if plan.storage_data != self._content.content.generation.root:
             raise StepDiffers(
-                "a newer generation was committed while the ranks looked for the newest",
+                "a newer generation was committed while the ranks read which one is the newest",
                 safe="Nothing was loaded.",
                 todo="Load again, or name the step: checkpoint_id=...",
             )
@@ -279,7 +288,7 @@ class Reader(StorageReader):
 
 
 class _Content:
-    """A generation, in torch's words."""
+    """A generation in the terms of torch.distributed.checkpoint."""
 
     def __init__(self, tier: Tier, step: int | None) -> None:
         self.content = RunReader(tier).content(step)
@@ -287,16 +296,16 @@ class _Content:
         self._values, self._paths = kept_values(self.content)
 
     def metadata(self) -> dcp.Metadata:
-        told: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, tensor in self._tensors.items():
             chunks = [
                 dcp.ChunkStorageMetadata(torch.Size(one.box.offsets), torch.Size(one.box.shape))
                 for one in tensor.stored
             ]
             properties = dcp.TensorProperties(dtype=tensors.dtype_of(tensor.dtype))
-            told[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        told |= {name: dcp.BytesStorageMetadata() for name in self._values}
-        return dcp.Metadata(told, planner_data=self._paths or {name: (name,) for name in told})
+            entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        entries |= {name: dcp.BytesStorageMetadata() for name in self._values}
+        return dcp.Metadata(entries, planner_data=self._paths or {name: (name,) for name in entries})
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         wanted: dict[tuple[int, str], tuple[Stored, list[ReadItem]]] = {}
@@ -327,7 +336,7 @@ class _Content:
 
 
 def kept_values(content: Content) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """By name what torch would have pickled, and by name its place in nested dicts, of all ranks."""
+    """Of all ranks: name -> value that torch would have pickled; name -> path in nested dicts and lists."""
     kept: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
     for rank in range(content.generation.commit.world.ranks):
@@ -338,6 +347,7 @@ def kept_values(content: Content) -> tuple[dict[str, Any], dict[str, tuple[Any, 
 
 
 def _fill(planner: LoadPlanner, item: ReadItem, one: Stored, data: bytearray) -> None:
+    """Copy the part of a stored piece that `item` asks for into the planner's tensor."""
     source = tensors.from_buffer(data, one.piece.dtype, one.piece.shape)
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         source = source.narrow(dim, start, length)
@@ -350,7 +360,7 @@ _DIGITS = re.compile(r"(\d+)\D*$")
 
 
 def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
-    """The step that an id means. Raises Refused."""
+    """The step that a `checkpoint_id` names; None for None. Raises Refused."""
     if checkpoint_id is None:
         return None
     found = _DIGITS.search(str(checkpoint_id))
@@ -365,7 +375,7 @@ def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
 
 @contextmanager
 def _opened(path: str, digest: str, under_way: GenerationId | None = None) -> Iterator[RunWriter]:
-    """The run, open for writing; what is `under_way` is not taken for what a crash left."""
+    """The run, open for writing. The files of the save `under_way` are not deleted as those of an interrupted save."""
     with (
         access.for_writing(path, "atomic_dirsync") as tier,
         ThreadPoolExecutor(WORKERS, "lastgood-write") as workers,
@@ -374,7 +384,7 @@ def _opened(path: str, digest: str, under_way: GenerationId | None = None) -> It
 
 
 def _newest_incarnation(path: str) -> Incarnation | None:
-    """The newest that is recorded in the run; None where there is no run."""
+    """The newest incarnation that is recorded in the run; None if there is no run."""
     try:
         return commit.newest_incarnation(access.for_reading(path))
     except NotARun:
@@ -382,40 +392,50 @@ def _newest_incarnation(path: str) -> Incarnation | None:
 
 
 def _require_whole(tier: Tier, at: GenerationId, seals: list[Seal], metadata: dcp.Metadata) -> None:
-    """All that torch planned must be there, and make whole tensors. Raises MissingBlob, ManifestInvalid."""
-    there = tier.list(layout.folder(at))
-    gone = [seal.manifest for seal in seals if there.get(seal.manifest) != seal.length]
-    if gone:
+    """Check that every sealed manifest exists, and that all entries of torch's plan were written and are complete.
+
+    Raises MissingBlob, ManifestInvalid.
+    """
+    files = tier.list(layout.folder(at))
+    missing = [seal.manifest for seal in seals if files.get(seal.manifest) != seal.length]
+    if missing:
         raise MissingBlob(
-            f"{layout.folder(at)} lacks {', '.join(gone[:3])}, which a rank had sealed",
+            f"{layout.folder(at)} lacks {', '.join(missing[:3])}, which a rank has sealed",
             safe="Nothing was committed; every committed generation is untouched.",
-            todo="All ranks must see the same directory, and nobody else may write this run meanwhile.",
+            todo="All ranks must see the same directory, and no other job may write this run at the same time.",
         )
-    manifests = [commit.sealed_manifest(tier, at, seal, len(seals), there) for seal in seals]
+    manifests = [commit.sealed_manifest(tier, at, seal, len(seals), files) for seal in seals]
     written = set(reshard.tensors(manifests)).union(*(one.values[VALUES] for one in manifests))
     lacking = sorted(metadata.state_dict_metadata.keys() - written)
     if lacking:  # guard: all-planned-items-written
         raise ManifestInvalid(
-            f"{', '.join(lacking[:3])} is in the plan of this save, and no rank has written it",
+            f"{', '.join(lacking[:3])} is in the plan of this save, but no rank has written it",
             safe="Nothing was committed; every committed generation is untouched.",
-            todo="Give every rank the same plan: a planner that keeps plans must keep them on all ranks.",
+            todo="Give every rank the same plan: a planner that caches plans must cache them on all ranks.",
         )
 
 
 def _tensor(item: WriteItem, live: torch.Tensor, ranks: int) -> Tensor | None:
-    """What is stored of a write item: nothing for a part without elements, unless the whole tensor has none."""
+    """The piece to store for a write item; None for a part without elements, unless the whole tensor has none.
+
+    Raises Unstorable, ManifestInvalid, Refused.
+    """
     data = item.tensor_data
     assert data is not None
     tensors.require_storable(live, item.index.fqn)
     whole, box = tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     if tuple(live.shape) != box.shape:
-        raise ManifestInvalid(f"{item.index.fqn}: the planner speaks of {box.shape} and gave {tuple(live.shape)}")
+        raise ManifestInvalid(
+            f"{item.index.fqn}: the planner planned a part of shape {box.shape} and gave one of {tuple(live.shape)}",
+            safe="Nothing was committed.",
+            todo="The tensor, or the planner, must not change between the plan and the write.",
+        )
     if not box.elements and (0 not in whole or any(box.offsets)):  # guard: empty-shard-not-stored
         return None
     some = box.shape != whole and 0 not in whole
     if some and ranks == 1:
         raise Refused(
-            f"{item.index.fqn} is a part of a tensor, and nobody else saves the rest",
+            f"{item.index.fqn} is a part of a tensor, and no other rank saves the rest of it",
             safe="Nothing was committed.",
             todo="Save in the process group, not with no_dist.",
         )

@@ -1,8 +1,7 @@
-"""Folders of torch.distributed.checkpoint, as its FileSystemWriter makes them: into a run, and out of one.
+"""Imports and exports folders in the format of torch.distributed.checkpoint's FileSystemWriter.
 
-A run that is made from one is as `lastgood.dcp.Writer` would have written it. Nothing that lies in a folder is run: its
-pickled metadata are read by an unpickler that knows torch's classes of metadata and nothing else, its values by torch's
-restricted one.
+An imported folder becomes what `lastgood.dcp.Writer` would have written. No code in a folder is run: an unpickler that
+knows torch's classes of metadata only reads its metadata, and torch's restricted unpickler reads its values.
 """
 
 from __future__ import annotations
@@ -57,16 +56,19 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-# ---- in ------------------------------------------------------------------------------------------------------------
+# ---- import ----------------------------------------------------------------------------------------------------------
 
 
 def opened(path: str, prefix: str) -> Foreign:
-    """A folder, checked as its metadata allow; one tensor is held at a time. Raises Unstorable, ManifestInvalid."""
+    """The contents of a folder. Its metadata is checked; one tensor at a time is in memory, when it is read.
+
+    `prefix`: is put before all names. Raises Unstorable, ManifestInvalid.
+    """
     reader = _Reader(path)
     try:
         return _opened(reader, prefix)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        what = f"{os.path.join(path, DCP_METADATA)} makes no sense: {error}"
+        what = f"{os.path.join(path, DCP_METADATA)} is not valid: {error}"
         raise ManifestInvalid(what, safe="Nothing was touched.") from error
 
 
@@ -74,14 +76,15 @@ def _opened(reader: _Reader, prefix: str) -> Foreign:
     metadata = reader.read_metadata()
     entries = metadata.state_dict_metadata
     stored = {prefix + name: one for name, one in entries.items() if isinstance(one, dcp.TensorStorageMetadata)}
-    at_hand: dict[str, torch.Tensor] = {}
+    newest: dict[str, torch.Tensor] = {}
+    """the tensor that was read last, by name"""
 
     def read(name: str, start: int, mv: memoryview) -> None:
-        if name not in at_hand:
-            at_hand.clear()
-            at_hand[name] = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
-            _load(reader, {name.removeprefix(prefix): at_hand[name]})
-        mv[:] = live.as_bytes(at_hand[name])[start : start + len(mv)].numpy().data
+        if name not in newest:
+            newest.clear()
+            newest[name] = torch.empty(stored[name].size, dtype=stored[name].properties.dtype)
+            _load(reader, {name.removeprefix(prefix): newest[name]})
+        mv[:] = live.as_bytes(newest[name])[start : start + len(mv)].numpy().data
 
     found = Foreign(read)
     for name, one in stored.items():
@@ -96,6 +99,7 @@ def _opened(reader: _Reader, prefix: str) -> Foreign:
 
 
 def _require_whole(path: str, name: str, entry: dcp.TensorStorageMetadata) -> None:
+    """Raise ManifestInvalid unless the parts of a tensor cover all of it, without overlaps."""
     boxes = [Box(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks]
     inside = all(
         len(box.shape) == len(entry.size)
@@ -104,12 +108,12 @@ def _require_whole(path: str, name: str, entry: dcp.TensorStorageMetadata) -> No
     )
     if not inside or reshard.overlapping(boxes) or sum(one.elements for one in boxes) != math.prod(entry.size):
         raise ManifestInvalid(
-            f"{path}: the parts of {name} do not make {list(entry.size)}", safe="Nothing was touched."
+            f"{path}: the parts of {name} do not make a tensor of shape {list(entry.size)}", safe="Nothing was touched."
         )
 
 
 class _Reader(torch_dcp.FileSystemReader):
-    """torch's, but for the pickle of the metadata, which is not trusted, and is read once."""
+    """torch's reader, except that the pickled metadata is read once, and by an unpickler that does not trust it."""
 
     _metadata: dcp.Metadata | None = None
 
@@ -132,11 +136,11 @@ class _Reader(torch_dcp.FileSystemReader):
 
 
 def _inside(folder: str | os.PathLike[str], name: str) -> str:
-    """The path of a file of the folder. Raises ManifestInvalid for one that lies outside, or is none."""
-    home = os.path.realpath(folder)
-    path = os.path.realpath(os.path.join(home, name))
-    if not path.startswith(home + os.sep) or not os.path.isfile(path):
-        what = f"{folder} speaks of {name!r}, which is outside of the folder, or no file"
+    """The path of a file in the folder. Raises ManifestInvalid if it is outside of the folder, or no file."""
+    root = os.path.realpath(folder)
+    path = os.path.realpath(os.path.join(root, name))
+    if not path.startswith(root + os.sep) or not os.path.isfile(path):
+        what = f"{folder} refers to {name!r}, which is outside of the folder, or no file"
         raise ManifestInvalid(what, safe="Nothing was touched.")
     return path
 
@@ -145,13 +149,13 @@ _InPython: Any = pickle._Unpickler
 
 
 class _Unpickler(_InPython):  # type: ignore[misc]
-    """Knows classes of metadata, and changes none of them: the one in C would set attributes of a class, too."""
+    """Builds objects of known classes only. It is Python's: the C unpickler would set attributes of classes as well."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_InPython.dispatch)
 
     def load_build(self) -> None:
         if isinstance(self.stack[-2], type) or callable(self.stack[-2]):
-            raise Unstorable("the metadata of the folder change a class", safe="Nothing in it was run.")
+            raise Unstorable("the metadata of the folder would change a class", safe="No code in it was run.")
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -162,14 +166,14 @@ class _Unpickler(_InPython):  # type: ignore[misc]
             known = getattr(torch, name)
         if known is None:
             raise Unstorable(
-                f"the metadata of the folder ask for {module}.{name}, which is no class of metadata",
-                safe="Nothing in it was run, and nothing was touched.",
+                f"the metadata of the folder asks for {module}.{name}, which is no class of metadata",
+                safe="No code in it was run, and nothing was touched.",
             )
         return known
 
 
 class _Planner(DefaultLoadPlanner):
-    """torch's, but for the pickles of values."""
+    """torch's planner, except that values are converted to typed values without trusting their pickles."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -181,27 +185,30 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _load(reader: _Reader, state: dict[str, Any]) -> dict[str, Any]:
-    """Fill the tensors of `state`; what is no tensor, as typed values."""
+    """Fill the tensors in `state`. Returns everything else as typed values, by name."""
     planner = _Planner()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that no process group is there
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that there is no process group
             torch_dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         if isinstance(first, LastgoodError | OSError) or not isinstance(first, Exception):
             raise first from error
-        told = str(first).partition("\n")[0]
-        raise ManifestInvalid(f"{reader.path} cannot be read: {told}", safe="Nothing was committed.") from error
+        reason = str(first).partition("\n")[0]
+        raise ManifestInvalid(f"{reader.path} cannot be read: {reason}", safe="Nothing was committed.") from error
     return planner.values
 
 
-# ---- out -----------------------------------------------------------------------------------------------------------
+# ---- export ---------------------------------------------------------------------------------------------------------
 
 
 def write(content: Content, chosen: Mapping[str, str], folder: str, whole: bool) -> int:
-    """Fill an empty folder; how many bytes. `whole`: with the values that `lastgood.dcp.Writer` has kept, too."""
-    stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
+    """Write tensors to an empty folder. Returns the bytes of its files.
+
+    `chosen`: name in the folder -> name in the run. `whole`: also write the values that `lastgood.dcp.Writer` stored.
+    """
+    stored: dict[str, torch.Tensor] = {}  # keyed by the name in the run, so that tied tensors stay tied
     for name in chosen.values():
         if name not in stored:
             tensor, data = content.tensor(name)
@@ -217,12 +224,12 @@ def write(content: Content, chosen: Mapping[str, str], folder: str, whole: bool)
         try:
             torch_dcp.save(state, storage_writer=torch_dcp.FileSystemWriter(folder), no_dist=True)
         except CheckpointException as error:
-            raise next(iter(error.failures.values()))[0] from error  # a full disk, under torch's word for it
+            raise next(iter(error.failures.values()))[0] from error  # the cause, for example a full disk
     return sum(one.stat().st_size for one in os.scandir(folder))
 
 
 def _put(state: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Into nested dicts and lists: a whole number is a place in a list."""
+    """Put a value into nested dicts and lists. An int in `path` is an index of a list."""
     for key, below in pairwise(path):
         empty: Any = [] if isinstance(below, int) else {}
         if isinstance(state, list):

@@ -1,11 +1,12 @@
-"""Values of torch.distributed.checkpoint: everything that its planners write as bytes, as typed values. Runs no code.
+"""Converts the values that torch.distributed.checkpoint would pickle to typed values, and back. Runs no stored code.
 
-torch pickles each such value. Here it is stored with the tags of format/values.py and of state/rules.py, and these:
+Planners write everything but tensors as bytes, which torch pickles. Here each such value is stored as JSON with the
+tags of format/values.py and of state/rules.py, and these:
 
     {"!io.BytesIO": [base64, position]}                    {"!array": [numpy dtype, shape, base64]}
-    {"!bare_tensor": [dtype, shape, base64]}               a tensor inside a value that the planner did not flatten
+    {"!bare_tensor": [dtype, shape, base64]}               a tensor inside of a value that the planner did not flatten
 
-On load a value is built from its tags and pickled for the planner, which expects bytes. No stored pickle is read.
+On load the value is built from its tags, and pickled for the planner, which expects bytes. No stored pickle is read.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from ..state import tensors
 
 
 def of_item(item: WriteItem, planner: SavePlanner) -> Any:
-    """The value of a write item as typed values. Raises Unstorable, by name.
+    """The value of a write item as typed values. Raises Unstorable with its name.
 
-    torch's default planner has the object itself; of any other planner only the bytes that it makes are known.
+    torch's default planner gives the object itself; any other planner gives only the bytes of its pickle.
     """
     name = item.index.fqn
     made = (getattr(type(planner), one, None) for one in ("resolve_data", "transform_object"))
@@ -39,7 +40,7 @@ def of_item(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def of_pickle(name: str, raw: Any) -> Any:
-    """What torch has pickled, as typed values. Raises Unstorable, by name."""
+    """The value in a pickle that torch has made, as typed values. Raises Unstorable with its name."""
     try:
         raw.seek(0)
         loaded = torch.load(raw, weights_only=True)
@@ -49,7 +50,7 @@ def of_pickle(name: str, raw: Any) -> Any:
 
 
 def of_paths(mappings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """For each name its place in nested dicts, as typed values."""
+    """For each name its path in nested dicts and lists, as typed values."""
     return {name: values.encode(tuple(path), name) for name, path in (mappings or {}).items()}
 
 

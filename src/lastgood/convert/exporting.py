@@ -1,7 +1,8 @@
-"""Tensors of a generation, written to one file or one folder, every byte verified on its way. Changes no run.
+"""Writes the tensors of a generation to a file or folder of another format. Every byte is verified; no run is changed.
 
-A name that ends in `.safetensors` or `.pt` is a file; in `.dcp` a folder of torch.distributed.checkpoint; in `/` a
-folder in the layout of Hugging Face, shards of `.safetensors` and their index. torch is imported for `.pt` and `.dcp`.
+The name of the target decides: `.safetensors` and `.pt` (`.pth`) are files, `.dcp` is a folder of
+torch.distributed.checkpoint, and a name that ends in `/` is a folder of Hugging Face (shards of `.safetensors` and an
+index). torch is imported for `.pt` and `.dcp` only.
 """
 
 from __future__ import annotations
@@ -25,25 +26,27 @@ from ..records import Generation
 from ..run.content import Content
 
 SHARD_BYTES = 5_000_000_000
-"""of a file in a folder of Hugging Face"""
+"""the largest file in a folder of Hugging Face"""
 HF_FILE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(
     tier: Tier, generation: Generation, to: str, only: str | None, force: bool, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Any]:
-    """Write tensors to a new file or folder. The target appears whole, durable and verified, or not at all.
+    """Write tensors to a new file or folder. The target appears complete, durable and verified, or not at all.
 
-    Memory: 8 MiB, whatever the size of a tensor; for `.pt` and `.dcp` all that is written. Raises Refused,
-    NoSuchTensor, Damaged.
+    `to`: path of the target. `only`: write the tensors below this name, and remove it from theirs; None: all tensors.
+    `force`: replace an existing file. `shard_bytes` (default 5 GB): the largest file in a folder of Hugging Face.
+    Needs 8 MiB of memory for tensors of any size; for `.pt` and `.dcp` as much as is written. Returns what was written,
+    as `--json` shows it. Raises Refused, NoSuchTensor, Damaged, NoSpace, NotWritable, TierDown.
     """
     content = Content(tier, generation)
     chosen = _chosen(content, only)
     target = os.path.abspath(to)
     folder = to.endswith(("/", ".dcp"))
-    _require_free(target, force, folder)
+    _require_absent(target, force, folder)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
-    with telling(target):
+    with os_errors(target):
         try:
             if to.endswith("/"):
                 os.mkdir(staged)
@@ -59,7 +62,7 @@ def export(
                 length = _file(staged, lambda sink: write(content, chosen, sink))
             if folder:
                 PosixFiles().sync_dir(staged)
-            _require_free(target, force, folder)
+            _require_absent(target, force, folder)
             PosixFiles().rename(staged, target)
         except BaseException:
             if os.path.isdir(staged):
@@ -81,7 +84,7 @@ def export(
 
 
 def _file(path: str, write: Callable[[_Sink], object]) -> int:
-    """A new file, durable when this returns; how long it is."""
+    """Write a new file and sync it. Returns its length."""
     file = PosixFiles().open(path, "new")
     try:
         sink = _Sink(file)
@@ -93,7 +96,7 @@ def _file(path: str, write: Callable[[_Sink], object]) -> int:
 
 
 def _write_shards(content: Content, chosen: Mapping[str, str], folder: str, shard_bytes: int) -> int:
-    """As many files as there must be, and where there is more than one an index of which tensor lies in which."""
+    """Write as few files as `shard_bytes` allows, and an index if there are several. Returns the bytes of all."""
     shards: list[dict[str, str]] = [{}]
     held = total = 0
     for name, stored in chosen.items():
@@ -116,7 +119,7 @@ def _write_shards(content: Content, chosen: Mapping[str, str], folder: str, shar
 
 
 def _chosen(content: Content, only: str | None) -> dict[str, str]:
-    """Name in the file -> name under which the tensor is stored."""
+    """Name in the target -> name under which the tensor is stored in the run. Raises NoSuchTensor."""
     everything = {name: content.aliases.get(name, name) for name in content.names()}
     if only is None:
         chosen = everything
@@ -131,12 +134,12 @@ def _chosen(content: Content, only: str | None) -> dict[str, str]:
     return chosen
 
 
-def _require_free(target: str, force: bool, folder: bool) -> None:
-    """No folder is replaced, nor by one."""
-    there = os.path.isdir(target)
-    if there or (os.path.lexists(target) and (folder or not force)):
+def _require_absent(target: str, force: bool, folder: bool) -> None:
+    """Raise Refused if the target exists. With `force` a file may replace a file; no folder is replaced."""
+    is_folder = os.path.isdir(target)
+    if is_folder or (os.path.lexists(target) and (folder or not force)):
         name = "Give another name" if folder else "Give the name of a file"
-        todo = f"{name}." if there or folder else "Give another name, or --force to replace it."
+        todo = f"{name}." if is_folder or folder else "Give another name, or --force to replace it."
         raise Refused(f"{target} exists already", safe="It is untouched.", todo=todo)
 
 
@@ -144,7 +147,11 @@ def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink)
     tensors = {name: content.tensors()[stored] for name, stored in chosen.items()}
     images = layout.images(Tensor(name, one.dtype, one.shape) for name, one in tensors.items())
     if len(images) > 1 or layout.METADATA in chosen:
-        raise Refused("these names do not fit the header of one .safetensors file", todo="Take fewer with --only.")
+        raise Refused(
+            "these names do not fit the header of one .safetensors file",
+            safe="Nothing was written.",
+            todo="Take fewer with --only.",
+        )
     sink.reserve(images[0].length)
     sink.write(images[0].header)
     for one, _ in images[0].tensors:
@@ -168,7 +175,7 @@ def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
 
         from ..state.tensors import from_buffer
 
-    stored: dict[str, torch.Tensor] = {}  # by the name in the run, so that tied tensors stay one
+    stored: dict[str, torch.Tensor] = {}  # keyed by the name in the run, so that tied tensors stay tied
     for name in chosen.values():
         if name not in stored:
             tensor, data = content.tensor(name)
@@ -176,13 +183,13 @@ def _write_pt(content: Content, chosen: Mapping[str, str], sink: _Sink) -> None:
     try:
         torch.save({name: stored[of] for name, of in chosen.items()}, cast(IO[bytes], sink))
     except RuntimeError:
-        if sink.failed is not None:  # torch closes its archive all the same, and raises that it cannot
+        if sink.failed is not None:  # torch then fails to close its archive, and raises only that
             raise sink.failed from None
         raise
 
 
 class _Sink:
-    """A file that is written from its start; what torch.save needs of one."""
+    """A file object that appends to a new file, with the methods that torch.save calls."""
 
     def __init__(self, file: File) -> None:
         self._file, self.length = file, 0
@@ -204,20 +211,22 @@ class _Sink:
         return done
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: nothing is buffered."""
 
 
 @contextlib.contextmanager
-def telling(path: str) -> Iterator[None]:
-    """Turn an OSError into the tree's word for it."""
+def os_errors(path: str) -> Iterator[None]:
+    """Raise OSErrors as errors of this package."""
     try:
         yield
     except OSError as error:
         what = f"{path}: {error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpace(what, safe="There is no half file.", todo="Free space, or give another place.") from error
+            raise NoSpace(
+                what, safe="No incomplete file was left.", todo="Free space, or give another place."
+            ) from error
         if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL):
             raise Refused(what, safe="Nothing was touched.", todo="Check the path.") from error
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise NotWritable(what, safe="Nothing was touched.", todo="Check the owner and the rights.") from error
-        raise TierDown(what, safe="There is no half file.") from error
+        raise TierDown(what, safe="No incomplete file was left.", todo="Check the disk, then try again.") from error

@@ -1,4 +1,4 @@
-"""Folders in the layout of Hugging Face, read for `import`: one `.safetensors`, or shards and their index."""
+"""Reads folders of Hugging Face for `lastgood import`: one `.safetensors`, or several shards and their index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .importing import Foreign, Read, safetensors
 
 @contextlib.contextmanager
 def opened(folder: str, prefix: str) -> Iterator[Foreign]:
-    """What all files of the folder hold. Raises ManifestInvalid where the index and the files disagree, OSError."""
+    """The contents of all files of the folder. Raises ManifestInvalid if the index and the files disagree; OSError."""
     index = _index(folder)
     names = sorted(set(index.values())) if index else [HF_FILE]
     reads: dict[str, Read] = {}
@@ -38,7 +38,7 @@ def opened(folder: str, prefix: str) -> Iterator[Foreign]:
 
 
 def _index(folder: str) -> dict[str, str]:
-    """Name of a tensor -> file of the folder that holds it; empty where there is no index."""
+    """Name of a tensor -> file that holds it; empty if the folder has no index. Raises ManifestInvalid."""
     path = os.path.join(folder, HF_INDEX)
     try:
         with open(path, "rb") as file:
@@ -49,5 +49,5 @@ def _index(folder: str) -> dict[str, str]:
         raise ManifestInvalid(f"{path} is no index of shards: {error}", safe="Nothing was touched.") from error
     plain = isinstance(found, dict) and all(isinstance(of, str) and of == os.path.basename(of) for of in found.values())
     if not plain or not found or not all(of.endswith(".safetensors") for of in found.values()):
-        raise ManifestInvalid(f"{path} names something else than files beside it", safe="Nothing was touched.")
+        raise ManifestInvalid(f"{path} names something other than files beside it", safe="Nothing was touched.")
     return cast(dict[str, str], found)

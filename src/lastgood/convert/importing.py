@@ -1,7 +1,7 @@
-"""A new generation from a `.safetensors`, a `.pt`, or a folder of torch.distributed.checkpoint or of Hugging Face.
+"""Makes a generation from a `.safetensors`, a `.pt`, or a folder of torch.distributed.checkpoint or of Hugging Face.
 
-Checks what a file says of itself before it is believed. torch is imported for a `.pt` and for a folder of
-torch.distributed.checkpoint only; a `.pt` is read with `weights_only=True`: nothing in it runs.
+Headers and indexes are checked before anything is written. torch is imported for a `.pt` and for a folder of
+torch.distributed.checkpoint only. A `.pt` is read with `weights_only=True`: no code in it runs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from ..run.reader import WORKERS
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.watched import CountBytes, Watched
 from ..run.writer import RunWriter
-from .exporting import HF_FILE, HF_INDEX, telling
+from .exporting import HF_FILE, HF_INDEX, os_errors
 
 DCP_METADATA = ".metadata"
-"""in every folder of torch.distributed.checkpoint"""
-_NATIVE = {there: ours for ours, (_, there) in layout.DTYPES.items() if there}
+"""a file that every folder of torch.distributed.checkpoint has"""
+_DTYPES = {theirs: ours for ours, (_, theirs) in layout.DTYPES.items() if theirs}
+"""name of a dtype in a `.safetensors` file -> its name in a run"""
 
 Read = Callable[[str, int, memoryview], None]
-"""name of a tensor, first byte of it that is wanted, buffer to fill"""
+"""fills a buffer: name of a tensor, offset of the first byte within the tensor, buffer"""
 
 
 def is_known_folder(path: str) -> bool:
@@ -43,7 +44,7 @@ def is_known_folder(path: str) -> bool:
 
 
 class Foreign:
-    """What a file holds, under the names that it will have. `read` fills a buffer with bytes of a tensor."""
+    """The contents of a file or folder, under the names that they will have in the run. `read` reads the tensors."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -51,13 +52,13 @@ class Foreign:
         self.tensors: list[Tensor] = []
         self.aliases: dict[str, str] = {}
         self.values: dict[str, Any] = {"rng": {}}
-        """it keeps no state of any generator, and says so: a strict load would miss it"""
+        """the empty "rng" means: no random number generators are stored. Without it a strict load would refuse."""
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], same_as: str = "") -> None:
-        """`same_as`: the name of the tensor that this one is a further name of."""
+        """Add a tensor, or with `same_as` a further name of the tensor that has that name. Raises Unstorable."""
         if not name or name == layout.METADATA or name in self.names:
-            why = "stands twice" if name in self.names else "cannot be stored"
-            raise Unstorable(f"a tensor of the name {name!r} {why}", safe="Nothing was touched.")
+            why = "occurs twice" if name in self.names else "cannot be stored"
+            raise Unstorable(f"a tensor of the name {name!r} {why}", safe="Nothing was touched.", todo="Rename it.")
         self.names.add(name)
         if same_as in ("", name):
             self.tensors.append(Tensor(name, dtype, shape))
@@ -66,9 +67,10 @@ class Foreign:
 
 
 def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Generation:
-    """Make a generation of it, durable and verified; it continues the newest one. `seen` hears of every byte twice.
+    """Save the contents as a generation that continues the newest one, and verify it. The run is made if need be.
 
-    Raises StepTaken where the run is at that step already, and what opening and saving raise.
+    `count_bytes` is called for every byte twice: when it is written, and when it is verified. Raises StepTaken if the
+    run has a generation of this step or of a later one; what opening and saving raise.
     """
     with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
         writer = RunWriter(Watched(disk, count_bytes), workers)
@@ -101,6 +103,7 @@ def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Gene
 
 
 def _filled(image: layout.Image, read: Read, arena: Arena, count_bytes: CountBytes) -> Iterator[Lease]:
+    """Chunks of an image, read from the file. The consumer releases each lease."""
     for parts in layout.segments(image, arena.chunk_bytes):
         lease = arena.take()
         assert lease is not None
@@ -119,9 +122,12 @@ def _filled(image: layout.Image, read: Read, arena: Arena, count_bytes: CountByt
 
 @contextlib.contextmanager
 def opened(path: str, under: str) -> Iterator[Foreign]:
-    """A file or folder, checked. Raises Refused, Unstorable, ManifestInvalid, Truncated."""
+    """A file or folder, open and checked. `under`: a prefix for all names.
+
+    Raises Refused, Unstorable, ManifestInvalid, Truncated, NotWritable, TierDown.
+    """
     prefix = under.rstrip(".") + "." if under else ""
-    with telling(path):
+    with os_errors(path):
         if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
             from . import hf_folder
 
@@ -143,7 +149,7 @@ def opened(path: str, under: str) -> Iterator[Foreign]:
 
 
 def safetensors(file: File, path: str, prefix: str) -> Foreign:
-    """What a `.safetensors` file holds; its header is checked against its length."""
+    """The contents of a `.safetensors` file. Its header is checked: every byte must belong to exactly one tensor."""
 
     def need(holds: bool, what: str) -> None:
         if not holds:
@@ -158,7 +164,7 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
             got += count
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        need(len(dict(pairs)) == len(pairs), "a name stands twice in its header")
+        need(len(dict(pairs)) == len(pairs), "a name occurs twice in its header")
         return dict(pairs)
 
     length, head = file.size(), bytearray(8)
@@ -185,11 +191,9 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
                 isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers),
                 f"{name!r}: {numbers}",
             )
-        if dtype not in _NATIVE:
-            raise Unstorable(
-                f"{path}: tensor {name} has type {dtype!r}, which is not known here", safe="Nothing was touched."
-            )
-        found.add(prefix + name, _NATIVE[dtype], tuple(shape))
+        if dtype not in _DTYPES:
+            raise Unstorable(f"{path}: tensor {name} has the unknown type {dtype!r}", safe="Nothing was touched.")
+        found.add(prefix + name, _DTYPES[dtype], tuple(shape))
         need(len(span) == 2 and span[1] - span[0] == found.tensors[-1].length, f"{name!r} of shape {shape} at {span}")
         starts[prefix + name] = span[0]
         spans.append(span)
@@ -197,11 +201,12 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
     for start, stop in sorted(spans):
         need(start == end, f"a hole or an overlap at byte {end:,}")
         end = stop
-    need(8 + count + end == length, f"{length:,} bytes, its header speaks of {8 + count + end:,}")
+    need(8 + count + end == length, f"{length:,} bytes, but {8 + count + end:,} by its header")
     return found
 
 
 def _pt(path: str, prefix: str) -> Foreign:
+    """The contents of a file of torch.save. Raises Unstorable, ManifestInvalid."""
     import pickle
     import zipfile
 
@@ -220,8 +225,8 @@ def _pt(path: str, prefix: str) -> Foreign:
             todo="Save a state_dict() instead, and import that.",
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
-        told = str(error).partition("\n")[0]
-        raise ManifestInvalid(f"{path} cannot be read: {told}", safe="Nothing was touched.") from error
+        reason = str(error).partition("\n")[0]
+        raise ManifestInvalid(f"{path} cannot be read: {reason}", safe="Nothing was touched.") from error
     kept: dict[str, torch.Tensor] = {}
     regions: dict[Any, str] = {}
 
@@ -248,6 +253,6 @@ def _pt(path: str, prefix: str) -> Foreign:
 
     found = Foreign(read)
     if not has_tensor(loaded) or isinstance(loaded, torch.Tensor):
-        raise Unstorable(f"{path} holds no dict of tensors", safe="Nothing was touched.")
+        raise Unstorable(f"{path} holds no dict of tensors", safe="Nothing was touched.", todo="Save a state_dict().")
     walk(loaded, "")
     return found

@@ -29,17 +29,19 @@ from .order import OrderedLoader, order_seed
 class Checkpointer(checkpointer.Checkpointer):
     """A `lastgood.Checkpointer` of everything that `accelerator` has prepared or registered for checkpointing.
 
-    `accelerator`: after its `prepare` calls; what is prepared later is not saved. `path`: the run's directory.
-    `every_steps`: save after so many steps (default: as `cadence` says). `options`: further keyword arguments of
-    `lastgood.Checkpointer`. The state: models, optimizers and schedules without their wrappers ("model", "model_1",
-    ..., in the order of their preparation), the loss scale, registered objects, random numbers, the place in each
-    prepared loader, and the count of accumulated batches.
+    `accelerator`: an Accelerator after its `prepare` calls; objects that are prepared later are not saved. `path`: the
+    directory of the run. `every_steps`: steps between two saves (default None: as `cadence` defines). `options`:
+    further keyword arguments of `lastgood.Checkpointer`.
 
-    Call `step(n)` when `accelerator.sync_gradients` holds, after optimizer and schedule: gradients that are still being
-    accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
-    After `restore()` a prepared loader that was inside an iteration at `step(n)` begins its next one in the middle of
-    the epoch: do not skip batches yourself. One whose iteration a `break` had ended before begins at its first batch.
-    `accelerator.save_state` goes on working.
+    The state consists of models, optimizers and schedules without their wrappers ("model", "model_1", ..., in the order
+    of their preparation), the loss scale, registered objects, random number generators, the position in each prepared
+    loader, and the number of accumulated batches.
+
+    Call `step(n)` when `accelerator.sync_gradients` is true, after optimizer and schedule: gradients that are still
+    being accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
+    After `restore()`, a prepared loader that was inside of an iteration at `step(n)` begins its next iteration in the
+    middle of the epoch, so do not skip batches yourself. A loader whose iteration was ended before by `break` begins at
+    its first batch. `accelerator.save_state` goes on working.
 
     Raises Refused beside another Checkpointer of the same accelerator, for loaders over an IterableDataset, and for
     DeepSpeed and Megatron-LM. `accelerator.load_state` raises Refused once the run holds a generation.
@@ -74,7 +76,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
 
 class _Place:
-    """The place in a prepared loader, whose batches it makes continuable."""
+    """The position in a prepared loader. It replaces the inner DataLoader by an OrderedLoader, which can resume."""
 
     def __init__(self, loader: Any) -> None:
         require(
@@ -85,7 +87,7 @@ class _Place:
         self._loader, base = loader, loader.base_dataloader
         self._ordered = base if isinstance(base, OrderedLoader) else OrderedLoader(base, order_seed())
         loader.base_dataloader = self._ordered
-        loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate takes it before it fetches ahead
+        loader.dl_state_dict = self._ordered.state_dict()  # from now on accelerate updates it before it fetches ahead
         self.mark()
 
     @property
@@ -93,11 +95,11 @@ class _Place:
         return self._ordered.order.epoch
 
     def mark(self) -> None:
-        """Keep the place as it is at this step. An iteration that was left before starts again at its first batch."""
+        """Keep the position at this step. An iteration that was left before starts again at its first batch."""
         self._marked = self._taken() | ({"batches": 0} if self._ordered.left else {})
 
     def state_dict(self) -> dict[str, int]:
-        """The place now; that of the newest step when the iteration was left after it, as before a save on exit."""
+        """The current position; after the iteration was left, that of the newest step (for the save on exit)."""
         return self._marked if self._ordered.left else self._taken()
 
     def _taken(self) -> dict[str, int]:
@@ -107,7 +109,7 @@ class _Place:
     def load_state_dict(self, saved: Mapping[str, int]) -> None:
         require(
             saved["length"] == len(self._ordered),
-            f"the run was saved with {saved['length']} batches an epoch, and here are {len(self._ordered)}",
+            f"the run was saved with {saved['length']} batches an epoch, and this loader has {len(self._ordered)}",
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
         self._ordered.load_state_dict(saved)
@@ -117,7 +119,7 @@ class _Place:
 
 
 class _Accumulated:
-    """How many batches the accelerator has accumulated."""
+    """The number of batches whose gradients the accelerator has accumulated."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

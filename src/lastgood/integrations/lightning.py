@@ -2,10 +2,10 @@
 
     lightning.Trainer(callbacks=[LastgoodCallback("runs/net", every_steps=50)], ...).fit(model)
 
-A save is made when the next batch begins: validation, schedules, other callbacks and the end of the epoch that belong
-to the step before are then part of the state. `on_fit_start` restores everything before the first batch is fetched, and
-brings Lightning's loops to that batch by Lightning's own way to restart. When the batch begins, the loops' counters are
-set once more to what they were at the save, and Lightning forgets that it has restarted.
+A step is saved when the next batch begins, so that its validation, schedules, other callbacks and the end of its epoch
+are part of the state. `on_fit_start` restores everything before the first batch is fetched, and uses Lightning's own
+restart to bring its loops to that batch. When the batch begins, the counters of the loops are set once more to their
+values at the save, and the marks of a restart are removed from Lightning's loops.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 class LastgoodCallback(Callback):
     """Saves the complete training state while `fit` runs, and continues it when `fit` is called again.
 
-    `path`: the run's directory. `every_steps`: save after so many optimizer steps (default: as `cadence` says).
-    `options`: further keyword arguments of `lastgood.Checkpointer`, such as `retention`, `preemption` or `staging`.
-    The state: module, optimizers, schedules, precision plugin, datamodule, the loops' progress, other callbacks, logged
-    metrics and their running means, torchmetrics of the module, random numbers, and the place in the data. What
-    `on_save_checkpoint` hooks add to a checkpoint is saved too.
+    `path`: the directory of the run. `every_steps`: optimizer steps between two saves (default None: as `cadence`
+    defines). `options`: further keyword arguments of `lastgood.Checkpointer`, such as `retention`, `preemption` or
+    `staging`.
 
-    `fit` raises Refused beside another saver or reader of the same state: with a second LastgoodCallback, and for
-    `ckpt_path` when the run holds a generation. ModelCheckpoint may write its `.ckpt` files beside. Refused are also:
-    several training loaders, an IterableDataset, `reload_dataloaders_every_n_epochs`, and strategies that shard the
-    module. With `fast_dev_run` nothing is saved or restored.
+    The state consists of module, optimizers, schedules, precision plugin, datamodule, the progress of the loops, other
+    callbacks, logged metrics and their running means, torchmetrics of the module, random number generators, and the
+    position in the data. Entries that `on_save_checkpoint` hooks add to a checkpoint are saved too.
+
+    `fit` raises Refused if something else saves or restores the same state: a second LastgoodCallback, or `ckpt_path`
+    when the run holds a generation. ModelCheckpoint may write its `.ckpt` files. It also raises Refused for several
+    training loaders, an IterableDataset, `reload_dataloaders_every_n_epochs`, and strategies that shard the module.
+    With `fast_dev_run` nothing is saved or restored.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
@@ -51,7 +53,7 @@ class LastgoodCallback(Callback):
         self.checkpointer: Checkpointer | None = None
         """open while `fit` runs"""
         self._progress: _Progress | None = None
-        self._seen = 0  # newest step that the checkpointer was called for
+        self._newest = 0  # newest step that the checkpointer was called for
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
 
@@ -72,9 +74,9 @@ class LastgoodCallback(Callback):
             state["datamodule"] = trainer.datamodule
         self.checkpointer = Checkpointer(self.path, state, **self._options)
         found = self.checkpointer.restore()
-        self._seen = self._saved = found.step
+        self._newest = self._saved = found.step
         self._rng = read_rng() if found.generation is not None else None
-        iter(trainer.fit_loop._data_fetcher)  # it had begun an iteration before the place was known
+        iter(trainer.fit_loop._data_fetcher)  # the fetcher had begun an iteration before the position was restored
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
@@ -87,8 +89,8 @@ class LastgoodCallback(Callback):
         if self._rng is not None:
             load_rng(self._rng)
             self._rng = None
-        if trainer.global_step > self._seen:
-            self._seen = trainer.global_step
+        if trainer.global_step > self._newest:
+            self._newest = trainer.global_step
             if self.checkpointer.step(trainer.global_step) is not None:
                 self._saved = trainer.global_step
 
@@ -114,18 +116,18 @@ class LastgoodCallback(Callback):
 
 
 class _Progress:
-    """What a Lightning trainer knows of its progress, as numbers, texts and small tensors."""
+    """The progress of a Lightning trainer, as numbers, texts and small tensors."""
 
     def __init__(self, trainer: Any, loader: OrderedLoader) -> None:
         self._trainer, self.loader = trainer, loader
         self._shape = {"batches_per_epoch": len(loader), "processes": trainer.world_size}
-        self._at_batch: dict[str, Any] | None = None  # the loops when the next batch began, to be set when it begins
-        self._means: dict[str, dict[str, Any]] = {}  # of this epoch, of the batches before the restore
+        self._at_batch: dict[str, Any] | None = None  # state of the loops at the save, to be set when the batch begins
+        self._means: dict[str, dict[str, Any]] = {}  # running means of this epoch, of the batches before the restore
 
     # ---- at the events ---------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """A batch begins: the first after a restore begins as it did when it was saved."""
+        """A batch begins. At the first one after a restore, set the counters of the loops to those of the save."""
         if self._at_batch is not None:
             _set_counters(self._trainer.fit_loop, self._at_batch)
             _forget_restart(self._trainer.fit_loop)
@@ -136,11 +138,11 @@ class _Progress:
         self._add_means()
         if self._means:
             names = ", ".join(sorted(self._means))
-            reporting.warning(f"logged before the restore and not since, so not in the means of this epoch: {names}")
+            reporting.warning(f"logged before the restore but not after it, so not in the means of this epoch: {names}")
             self._means = {}
 
     def _add_means(self) -> None:
-        """Add what was logged before the restore to what was logged since, under the names that were logged since."""
+        """Add values logged before the restore to those logged after it, for names that were logged again."""
         results = self._trainer.fit_loop.epoch_loop._results
         for key in [key for key in self._means if key in results]:
             saved, metric = self._means.pop(key), results[key]
@@ -195,7 +197,9 @@ class _Progress:
     def _load_loops(self, loops: dict[str, Any], in_epoch: bool) -> None:
         fit_loop = self._trainer.fit_loop
         last = loops["epoch_loop.batch_progress"]["is_last_batch"]
-        loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of the batch that is still to come
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = (
+            False  # the value belongs to the batch that is still to come
+        )
         fit_loop.load_state_dict(loops)
         if in_epoch:
             loops["epoch_loop.batch_progress"]["is_last_batch"] = last
@@ -217,11 +221,11 @@ class _Progress:
 
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-"""of a trainer's logger connector: the newest value of everything that was logged"""
+"""attributes of a trainer's logger connector: the newest value of everything that was logged"""
 
 
 def _ordered_loader(trainer: Any) -> OrderedLoader:
-    """Let Lightning prepare its training loader, and put an OrderedLoader in its place."""
+    """Let Lightning prepare its training loader, and replace it by an OrderedLoader. Raises Refused."""
     fit_loop = trainer.fit_loop
     fit_loop.setup_data()
     combined = fit_loop._combined_loader
@@ -253,14 +257,14 @@ def _require_alone(trainer: Any, callback: LastgoodCallback) -> None:
 
 
 def _set_counters(loop: Any, saved: dict[str, Any], prefix: str = "") -> None:
-    """Set the progress of a loop and of those inside of it, and nothing else."""
+    """Set the progress counters of a loop and of the loops inside of it."""
     loop._load_from_state_dict(saved, prefix)
     for name, inner in _inner_loops(loop).items():
         _set_counters(inner, saved, f"{prefix}{name}.")
 
 
 def _forget_restart(loop: Any) -> None:
-    """Let a loop go on as one that was never restarted."""
+    """Remove the marks of a restart from a loop and from the loops inside of it."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     for inner in _inner_loops(loop).values():
@@ -271,11 +275,11 @@ def _inner_loops(loop: Any) -> dict[str, Any]:
     return {name: one for name, one in vars(loop).items() if hasattr(one, "_load_from_state_dict")}
 
 
-# ---- what others add to a checkpoint ---------------------------------------------------------------------------
+# ---- entries of hooks and callbacks ---------------------------------------------------------------------------
 
 
 def _read_checkpoint(trainer: Any) -> dict[str, Any]:
-    """The state of the callbacks, and what hooks add to a Lightning checkpoint."""
+    """The state of the callbacks, and the entries that hooks add to a Lightning checkpoint."""
     module = trainer.lightning_module
     standard = {"state_dict": module.state_dict(), "epoch": trainer.current_epoch, "global_step": trainer.global_step}
     checkpoint = dict(standard)

@@ -1,4 +1,4 @@
-"""What the integrations check alike, before anything is trained: their arguments, and who else would restore."""
+"""Checks that all integrations make before training: their arguments, and whether something else would restore too."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ from ..run import paths
 
 
 def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keyword arguments of a Checkpointer. Raises Refused, by name, for one that it does not have."""
+    """The keyword arguments for a Checkpointer. Raises Refused for one that it does not have, and names it.
+
+    `every_steps`: optimizer steps between two saves; None leaves the cadence to `options` and its default.
+    """
     known = option_names()
     for name in options:
         near = difflib.get_close_matches(name, ["every_steps", *known])
-        todo = f"Did you mean {near[0]}?" if near else f"There are every_steps, {', '.join(known)}."
+        todo = f"Did you mean {near[0]}?" if near else f"The arguments are every_steps, {', '.join(known)}."
         require(name in known, f"there is no argument {name}", todo)
     if every_steps is None:
         return dict(options)
-    require("cadence" not in options, "every_steps and cadence both say when to save", "Give one of them.")
+    require("cadence" not in options, "every_steps and cadence both define when to save", "Give one of them.")
     return {**options, "cadence": Every(steps=every_steps)}
 
 
 def require_path(path: str | os.PathLike[str]) -> str:
-    """The run's path as text. Raises Refused for what a Checkpointer refuses as a path."""
+    """The path of the run as text. Raises Refused for a path that a Checkpointer refuses."""
     paths.parsed(path)
     return os.fspath(path)
 
 
 def require_one_restore(path: str, other: str) -> None:
-    """Raises Refused when the run at `path` holds a generation: it is restored, and so would be what `other` names."""
+    """Raise Refused if the run at `path` holds a generation, because both it and `other` would be restored.
+
+    `other`: text of the argument that names another checkpoint.
+    """
     try:
         newest = max((one.step for one in open_run(path).generations()), default=None)
     except NotARun:
@@ -47,6 +53,6 @@ def require_one_restore(path: str, other: str) -> None:
 
 
 def require(holds: bool, what: str, todo: str) -> None:
-    """Raises Refused unless `holds`."""
+    """Raise Refused with the texts `what` and `todo` unless `holds`."""
     if not holds:
         raise Refused(what, safe="Nothing was trained.", todo=todo)

@@ -1,9 +1,9 @@
-"""A DataLoader that resumes after any batch: what a batch holds depends on (seed, epoch, number of the batch) alone.
+"""A DataLoader that can resume after any batch: a batch depends on (seed, epoch, number of the batch) only.
 
     batch sampler, seeded by (seed, epoch) -> numbered indices -> dataset and collate_fn, seeded by the number -> batch
 
-Frameworks fetch batches ahead, skip batches at the level of the indices, and use worker processes. None of this changes
-a batch here, and fetching draws nothing from the random number generators of the training loop.
+Frameworks fetch batches ahead, skip indices of batches, and use worker processes. None of this changes a batch here,
+and fetching does not advance the random number generators of the training loop.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END = object()
 
 
 def order_seed() -> int:
-    """The seed of the data order of a new run: torch's initial seed, that of rank 0 when there are several ranks."""
+    """The seed of the data order of a new run: torch's initial seed; with several ranks that of rank 0."""
     seed = [torch.initial_seed()]
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(seed)
@@ -34,14 +34,14 @@ def order_seed() -> int:
 
 
 class OrderedLoader(DataLoader[Any]):
-    """The same batches of the same dataset as `loader`, in an order that can be continued after any batch.
+    """A DataLoader over the same dataset as `loader`, in an order that can be continued after any batch.
 
-    `loader`: a DataLoader over a map-style dataset, with any sampler. Its samplers must not depend on anything but
-    their arguments, the epoch and random numbers (Python's, numpy's or torch's global generators, or a
-    `torch.Generator` in an attribute named `generator`). `seed`: of the order, and of what dataset and `collate_fn`
-    draw.
-    `len()` is that of a whole epoch, also when the iteration starts in the middle of one.
-    Raises Refused for an IterableDataset, `in_order=False`, and subclasses of DataLoader that iterate in their own way.
+    `loader`: a DataLoader over a map-style dataset, with any sampler. Its samplers may depend only on their arguments,
+    the epoch and random numbers (of Python's, numpy's or torch's global generators, or of a `torch.Generator` in an
+    attribute named `generator`). `seed`: seeds the order, and the random numbers that dataset and `collate_fn` draw.
+    `len()` is the number of batches of a whole epoch, also if the iteration starts in the middle of one.
+
+    Raises Refused for an IterableDataset, `in_order=False`, and subclasses of DataLoader that override `__iter__`.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -53,7 +53,7 @@ class OrderedLoader(DataLoader[Any]):
         self.order = Order(batches, seed)
         self._fetched = 0
         self.left = False
-        """whether the newest iteration was closed before its last batch, as `break` does"""
+        """whether the newest iteration was closed before its last batch, for example by `break`"""
         super().__init__(
             _SeededDataset(loader.dataset, fetcher.fetch),
             batch_sampler=self.order,  # type: ignore[arg-type]  # numbered batches in place of lists of indices
@@ -69,7 +69,7 @@ class OrderedLoader(DataLoader[Any]):
         )
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """The epoch of `order`, from its first batch on; the next iteration starts at batch 0 again."""
+        """The batches of the epoch of `order`, from `order.first` on. The next iteration starts at batch 0 again."""
         self._fetched = self.order.first
         self.generator.manual_seed(_seeds("workers", self.order.seed, self.order.epoch)[0])
         batches = super().__iter__()  # with workers torch asks the batch sampler for two iterators, and uses the second
@@ -87,11 +87,11 @@ class OrderedLoader(DataLoader[Any]):
                 raise
 
     def state_dict(self) -> dict[str, int]:
-        """The place after the newest batch that was handed out."""
+        """The position after the newest batch that the iterator returned."""
         return {"seed": self.order.seed, "epoch": self.order.epoch, "batches": self._fetched}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """The next iteration continues after `state["batches"]` batches of `state["epoch"]`."""
+        """Continue with the next iteration after `state["batches"]` batches of epoch `state["epoch"]`."""
         finished = state["batches"] >= len(self)
         self.order.seed = state["seed"]
         self.order.set_epoch(state["epoch"] + finished)
@@ -100,7 +100,7 @@ class OrderedLoader(DataLoader[Any]):
 
 
 class NumberedBatch(NamedTuple):
-    """The indices of one batch, and what seeds the random numbers that dataset and `collate_fn` draw for it."""
+    """The indices of one batch, and the seed of the random numbers that dataset and `collate_fn` draw for it."""
 
     seed: int
     epoch: int
@@ -109,13 +109,13 @@ class NumberedBatch(NamedTuple):
 
 
 class Order:
-    """A batch sampler in front of another one. Attributes that it does not have are those of the other one."""
+    """A batch sampler that wraps another one and numbers its batches. Other attributes are those of the wrapped one."""
 
     def __init__(self, batches: Any, seed: int) -> None:
         self._batches, self.seed = batches, seed
         self.epoch = 0
         self.first = 0
-        """number of the batch at which an iteration starts"""
+        """number of the first batch of the next iteration"""
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches" or name.startswith("__"):
@@ -126,7 +126,7 @@ class Order:
         return len(self._batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Order the next iteration as this epoch."""
+        """Use the order of this epoch in the next iteration."""
         self.epoch = epoch
         for sampler in self._samplers():
             if callable(getattr(sampler, "set_epoch", None)):
@@ -165,7 +165,7 @@ class Order:
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's dataset, which makes a whole batch at once from random numbers of that batch."""
+    """The user's dataset. It makes a whole batch at once, with random numbers that are seeded for this batch."""
 
     def __init__(self, dataset: Any, fetch: Callable[[Any], Any]) -> None:
         self.dataset, self._fetch = dataset, fetch
@@ -182,7 +182,7 @@ class _SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, batch: NumberedBatch) -> Any:
-        # With several ranks the batches of one number differ in their indices, and so in their random numbers.
+        # On several ranks batches of the same number have different indices, and so different random numbers.
         indices = batch.indices if isinstance(batch.indices, list) else [batch.indices]
         whole = [index for index in indices if isinstance(index, int)]
         with _Stream("batch", batch.seed, batch.epoch, batch.number, *whole):
@@ -190,7 +190,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 class _WorkerInit:
-    """Gives the user's `worker_init_fn` the user's dataset in `get_worker_info()`."""
+    """Calls the user's `worker_init_fn` with the user's dataset in `get_worker_info()`."""
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
         self._init = init
@@ -204,7 +204,10 @@ class _WorkerInit:
 
 
 class _Stream:
-    """Inside of `with`, the global CPU generators give a stream that its key seeds; outside they are as they were."""
+    """Inside of `with`, the global CPU generators draw from a stream of their own, which the key seeds.
+
+    The stream continues at the next `with`. Outside of it the generators are not advanced.
+    """
 
     def __init__(self, *key: str | int) -> None:
         self._key = key
@@ -249,9 +252,9 @@ def _unchanged(batch: Any) -> Any:
 def _require_map_style(loader: DataLoader[Any]) -> None:
     what = ""
     if isinstance(loader.dataset, IterableDataset):
-        what = "an IterableDataset has an order of its own, which cannot be continued in the middle of an epoch"
+        what = "an IterableDataset has an order of its own, which cannot be resumed in the middle of an epoch"
     elif not loader.in_order:
-        what = "a DataLoader with in_order=False hands out batches in an order that depends on the speed of its workers"
+        what = "a DataLoader with in_order=False returns batches in an order that depends on the speed of its workers"
     elif type(loader).__iter__ is not DataLoader.__iter__ and type(loader).__name__ != "StatefulDataLoader":
         what = f"{type(loader).__qualname__} iterates in its own way"
     if what:

@@ -4,9 +4,9 @@
 
     MyTrainer(model, arguments, callbacks=[LastgoodCallback("runs/bert", every_steps=50)], ...).train()
 
-A save is made when the next step begins: logging, evaluation and the end of the epoch that belong to the step before
-are then part of the state. A callback cannot make the Trainer start in the middle of an epoch, so the mixin does it: it
-prepares model, optimizer and data before the Trainer asks where to start, restores, and answers with that place.
+A step is saved when the next step begins, so that its logging, its evaluation and the end of its epoch are part of the
+state. A callback cannot make the Trainer start in the middle of an epoch, so the mixin does it: it prepares model,
+optimizer and data before the Trainer computes where to start, restores, and returns the restored position.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ _PROGRESS = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""what training changes in a TrainerState; the other fields follow from the arguments of this run"""
+"""fields of a TrainerState that training changes; the other fields follow from the arguments of this run"""
 
 
 class LastgoodCallback(TrainerCallback):
     """Saves the complete training state of a `LastgoodTrainerMixin` trainer, and restores it when `train()` is called.
 
-    `path`: the run's directory. `every_steps`: save after so many optimizer steps (default: as `cadence` says).
-    `options`: further keyword arguments of `lastgood.Checkpointer`, such as `retention`, `preemption` or `staging`.
-    The state: weights, optimizer, schedule, loss scale, random numbers, TrainerState, callbacks that are
-    `ExportableState`, the running loss, and the place in the data.
+    `path`: the directory of the run. `every_steps`: optimizer steps between two saves (default None: as `cadence`
+    defines). `options`: further keyword arguments of `lastgood.Checkpointer`, such as `retention`, `preemption` or
+    `staging`.
 
-    `train()` raises Refused beside another saver of the same state: with a second LastgoodCallback, with a
-    `save_strategy` that stores optimizer state, and for `resume_from_checkpoint` when the run holds a generation.
+    The state consists of weights, optimizer, schedule, loss scale, random number generators, TrainerState, callbacks
+    that are `ExportableState`, the running loss, and the position in the data.
+
+    `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
+    `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
@@ -56,7 +58,7 @@ class LastgoodCallback(TrainerCallback):
         self._options = checkpointer_options(every_steps, options)
         self.checkpointer: Checkpointer | None = None
         """open while `train()` runs"""
-        self._seen = 0  # newest step that the checkpointer was called for
+        self._newest = 0  # newest step that the checkpointer was called for
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
         self._progress: _Progress | None = None
@@ -69,7 +71,7 @@ class LastgoodCallback(TrainerCallback):
     # ---- called by the mixin -------------------------------------------------------------------------------
 
     def restore(self, trainer: Any, loader: Any, steps_per_epoch: int, lifetime: ExitStack) -> int:
-        """Open the run and restore it into the trainer, which is prepared. Returns the step; 0 in a new run."""
+        """Open the run until `lifetime` ends, and restore it into the prepared trainer. Returns the step, or 0."""
         require(
             type(loader) is DataLoaderShard,
             f"the training data loader is a {type(loader).__qualname__}",
@@ -89,7 +91,7 @@ class LastgoodCallback(TrainerCallback):
         self.checkpointer = lifetime.enter_context(Checkpointer(self.path, state, **self._options))
         lifetime.callback(self._detach)
         found = self.checkpointer.restore()
-        self._seen = self._saved = found.step
+        self._newest = self._saved = found.step
         self._rng = read_rng() if self.resumed else None
         return found.step
 
@@ -97,7 +99,7 @@ class LastgoodCallback(TrainerCallback):
         """Save the state after the last step, if it is not saved yet."""
         if self.checkpointer is not None and step > self._saved:
             self.checkpointer.save(step)
-            self._seen = self._saved = step
+            self._newest = self._saved = step
 
     def _detach(self) -> None:
         self.checkpointer = self._progress = self._rng = None
@@ -117,22 +119,22 @@ class LastgoodCallback(TrainerCallback):
         if self._rng is not None:
             load_rng(self._rng)
             self._rng = None
-        if self.checkpointer is not None and state.global_step > self._seen:
-            self._seen = state.global_step
+        if self.checkpointer is not None and state.global_step > self._newest:
+            self._newest = state.global_step
             if self.checkpointer.step(state.global_step) is not None:
                 self._saved = state.global_step
 
 
 class LastgoodTrainerMixin:
-    """Before `Trainer` in the bases of a class, lets `train()` continue the run of its LastgoodCallback.
+    """A base class that goes before `Trainer`, so that `train()` continues the run of its LastgoodCallback.
 
-    Without such a callback the Trainer is as it is without the mixin.
+    Without such a callback the Trainer behaves as without the mixin.
     """
 
     _lastgood: LastgoodCallback | None = None
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer.train`, from the newest good generation of the run on; see LastgoodCallback."""
+        """`Trainer.train`, continued from the newest good generation of the run; see LastgoodCallback."""
         self._lastgood = _only_callback(self)
         if self._lastgood is not None and resume_from_checkpoint:
             require_one_restore(self._lastgood.path, f"resume_from_checkpoint={resume_from_checkpoint!r}")
@@ -152,7 +154,7 @@ class LastgoodTrainerMixin:
         resume_from_checkpoint: Any,
         trial: Any,
     ) -> tuple[int, int]:
-        """Where to start: (epochs done, batches done in the next one)."""
+        """Where to start: (completed epochs, completed batches of the next epoch)."""
         start: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, num_update_steps_per_epoch, num_train_epochs, resume_from_checkpoint, trial
         )
@@ -175,9 +177,9 @@ class LastgoodTrainerMixin:
         trainer: Any = self
         if self._lastgood is None:
             return super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
-        if trainer.control.should_training_stop:  # a callback had ended this run before it was restored
+        if trainer.control.should_training_stop:  # a callback had ended the training before the restored save
             return None
-        if self._lastgood.resumed:  # makes the Trainer skip the batches that are done
+        if self._lastgood.resumed:  # makes the Trainer skip the completed batches
             kwargs["resume_from_checkpoint"] = self._lastgood.checkpointer
         super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
         if trainer.control.should_training_stop or epoch + 1 == trainer.state.num_train_epochs:
@@ -190,7 +192,7 @@ class LastgoodTrainerMixin:
 
 
 class _Progress:
-    """What a Trainer knows of its progress, as numbers and texts."""
+    """The progress of a Trainer, as numbers and texts."""
 
     def __init__(self, trainer: Any, loader: OrderedLoader, steps_per_epoch: int) -> None:
         self._trainer, self._loader = trainer, loader
@@ -199,7 +201,7 @@ class _Progress:
             "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps,
             "processes": trainer.args.world_size,
         }
-        self._in_loop = False  # the Trainer has made what `_read_loop` reads
+        self._in_loop = False  # whether the Trainer has set the attributes that `_read_loop` reads
         self._loop: dict[str, Any] = {}
         self.loaded = False
 
@@ -244,12 +246,14 @@ class _Progress:
         self.loaded = True
 
     def apply_to_loop(self, control: Any) -> None:
-        """Set what the Trainer resets between its preparations and its first step."""
+        """Set the values that the Trainer resets between its preparation and its first step."""
         self._in_loop = True
         if self.loaded:
             trainer, loop = self._trainer, self._loop
             trainer._tr_loss.fill_(loop["running_loss"])
-            trainer._total_loss_scalar = -loop["running_loss"]  # `train_loss` is that of this call's steps only
+            trainer._total_loss_scalar = -loop[
+                "running_loss"
+            ]  # `train_loss` is the mean over the steps of this call only
             trainer._globalstep_last_logged = loop["last_logged"]
             control.should_training_stop = loop["stopped"]
 
@@ -258,7 +262,7 @@ class _Progress:
 
 
 def _only_callback(trainer: Any) -> LastgoodCallback | None:
-    """The trainer's LastgoodCallback. Raises Refused where something else saves or decides the same."""
+    """The trainer's LastgoodCallback, None if it has none. Raises Refused if something else conflicts with it."""
     found = [one for one in trainer.callback_handler.callbacks if isinstance(one, LastgoodCallback)]
     if not found:
         return None

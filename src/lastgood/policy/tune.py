@@ -60,7 +60,7 @@ def expected_overhead(
     return max(contention_seconds, write_seconds / in_flight - between) / between
 
 
-# ---- the cost of a crash ------------------------------------------------------------------------------------------
+# ---- the cost of a crash ----------------------------------------------------------------------------------------
 
 
 def recovery_bound_seconds(
@@ -88,7 +88,7 @@ def one_in_flight_bound_seconds(load_seconds: float, interval_steps: int, step_s
     return stop_and_write_bound_seconds(load_seconds, 2 * interval_steps, step_seconds)
 
 
-# ---- the search for the best setting ---------------------------------------------------------------------------
+# ---- the search for the best setting ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)
@@ -191,7 +191,7 @@ def choose(measured: Sequence[Measured], enough_seconds: float = 0.0) -> Measure
     return min(near, key=lambda one: (one.setting.least_bytes, one.setting))
 
 
-# ---- while training runs -----------------------------------------------------------------------------------------
+# ---- while training runs ----------------------------------------------------------------------------------------
 
 FIRST_STEPS = 10
 """the interval before the first measurement; if it is too short it grows after the first save"""

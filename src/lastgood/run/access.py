@@ -1,4 +1,8 @@
-"""Opening a place for a run: is it ours, may we, is somebody else at it. Touches nothing before that is known."""
+"""Opens the directory or the slots of a run, for reading or writing.
+
+Nothing is changed before it is known that the path is a run (or may become one), that this user has the permission, and
+that no other process has the run open for writing.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +26,27 @@ _GENERATIONS = {"gen", HOME}
 _OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
 Persist = Literal["direct", "mmap"]
-"""how the slots are written: by direct I/O, where the file system takes it, or through a shared mapping"""
+"""how slots are written: with direct I/O if the file system supports it, or through a shared memory mapping"""
 
 
 def for_reading(path: str | os.PathLike[str]) -> Tier:
-    """The tier of an existing run. Raises NotARun, NotWritable (also for what may not be read), TierDown."""
+    """The tier of an existing run. Raises NotARun, TierDown, and NotWritable if it may not be read."""
     root, in_slots = paths.parsed(path)
-    names = _look(root, in_slots)
+    names = _names_at(root, in_slots)
     if names is None:
-        raise NotARun(f"there is nothing at {root}", todo="Check the path.")
+        raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo="Check the path.")
     if not names & {layout.HEADER, *_GENERATIONS}:
-        raise NotARun(f"{root} is not a run of lastgood: it has no {layout.HEADER}", safe="It is untouched.")
-    files = PosixFiles()  # not direct: to find out would take a write
+        raise NotARun(
+            f"{root} is not a run of lastgood: it has no {layout.HEADER}",
+            safe="It is untouched.",
+            todo="Check the path.",
+        )
+    files = PosixFiles()  # without direct I/O: whether it is supported can only be found out by writing
     return slots(files, root) if in_slots else Disk(files, root)
 
 
 def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) -> Slots:
-    """A tier over slots, told the names that mean something."""
+    """A tier over slots. It gets the names of the records that mean that a generation is committed, verified or bad."""
     return Slots(
         files,
         root,
@@ -54,16 +62,26 @@ def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) 
 def for_writing(
     path: str | os.PathLike[str], mode: WriteMode, *, in_flight: int = 1, persist: Persist = "direct"
 ) -> Iterator[Tier]:
-    """The tier of a run, made if need be, locked until the end. `in_flight` and `persist` are for slots.
+    """The tier of a run, locked until the context ends. A directory that does not exist is made.
 
-    Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a mode that the place does not know.
+    `mode`: how files are written, for directories only. `in_flight` (default 1): how many saves may be in flight, for
+    slots only. `persist` (default "direct"): how slots are written.
+    Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     root, in_slots = paths.parsed(path)
     if mode != "atomic_dirsync" and in_slots:
-        raise Refused(f"write_mode={mode!r} is for directories; slots are always synced", safe="Nothing was touched.")
+        raise Refused(
+            f"write_mode={mode!r} is for directories; slots are always synced",
+            safe="Nothing was touched.",
+            todo="Leave write_mode out, or give a directory.",
+        )
     if persist != "direct" and not in_slots:
-        raise Refused(f"persist={persist!r} is for slots", todo=f"Open the run as {paths.SLOTS}{root}")
-    names = _look(root, in_slots)
+        raise Refused(
+            f"persist={persist!r} is for slots",
+            safe="Nothing was touched.",
+            todo=f"Open the run as {paths.SLOTS}{root}",
+        )
+    names = _names_at(root, in_slots)
     if names is not None:
         foreign = sorted(name for name in names - _OURS if not name.endswith(".tmp") and not name.startswith(".probe-"))
         if foreign and not names & {layout.HEADER, *_GENERATIONS}:
@@ -88,7 +106,7 @@ def for_writing(
         try:
             yield tier
         except BaseException:
-            with contextlib.suppress(LastgoodError):  # what ended it is what must be told
+            with contextlib.suppress(LastgoodError):  # the first exception is the one that must be raised
                 tier.close()
             raise
         tier.close()
@@ -98,11 +116,11 @@ def for_writing(
 
 @contextlib.contextmanager
 def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]:
-    """The tier of a run that another process of the same job has open for writing. Raises NotARun, NotWritable."""
+    """The tier of a run that rank 0 of this job has open for writing. Takes no lock. Raises NotARun, NotWritable."""
     root, _ = paths.parsed(path)
-    if _look(root, False) is None:
+    if _names_at(root, False) is None:
         raise NotARun(
-            f"there is nothing at {root} here, though rank 0 has opened it",
+            f"there is nothing at {root} on this machine, though rank 0 has opened it",
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
@@ -110,20 +128,24 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
 
 
 def directory(path: str | os.PathLike[str]) -> str:
-    """The directory of a run that does not live in slots, in full. Raises Refused, also for slots."""
+    """The absolute directory of a run that is not in slots. Raises Refused, also for slots."""
     root, slots = paths.parsed(path)
     if slots:
-        raise Refused(f"path={path!r}: slots are for a Checkpointer", safe="Nothing was touched.", todo=f"Give {root}")
+        raise Refused(
+            f"path={path!r}: only a Checkpointer writes slots",
+            safe="Nothing was touched.",
+            todo=f"Give a directory, for example {root}",
+        )
     return root
 
 
 def in_slots(path: str | os.PathLike[str]) -> bool:
-    """Whether a path means a run that lives in slots."""
+    """Whether a path is that of a run in slots."""
     return paths.parsed(path)[1]
 
 
-def _look(root: str, in_slots: bool) -> set[str] | None:
-    """The names at a place that may be a run; None where there is nothing."""
+def _names_at(root: str, in_slots: bool) -> set[str] | None:
+    """Names in a directory that may be a run; None if nothing exists there. Raises NotARun if it can be no run."""
     try:
         os.lstat(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -139,7 +161,9 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
                 safe="It is untouched.",
                 todo="Make that directory, or give another path.",
             ) from None
-        raise NotARun(f"{root} is a file, not the directory of a run", safe="It is untouched.") from None
+        raise NotARun(
+            f"{root} is a file, not the directory of a run", safe="It is untouched.", todo="Give another path."
+        ) from None
     except OSError as error:
         raise _refused(root, error) from error
     if in_slots != (HOME in found) and found.keys() & _GENERATIONS:
@@ -147,12 +171,16 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
         raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
     for name in ("incarnations", *_GENERATIONS):
         if found.get(name, None) is not None:
-            raise NotARun(f"{os.path.join(root, name)} is not a directory of its own", todo="Put the real one there.")
+            raise NotARun(
+                f"{os.path.join(root, name)} is not a directory of its own, but a link or a file",
+                safe="It is untouched.",
+                todo="Put the real directory there.",
+            )
     return set(found)
 
 
 def _locked(root: str) -> RunLocked:
-    """Who holds the lock, as far as the system says."""
+    """The error for a run that is open for writing; it names the process if the system reports it."""
     holder = lock_holder(os.path.join(root, LOCK))
     if holder == os.getpid():
         return RunLocked(
@@ -169,12 +197,12 @@ def _locked(root: str) -> RunLocked:
 
 
 def _make(root: str) -> None:
-    """Make a directory and every missing one above it, durably."""
+    """Make a directory and its missing parents, and sync them so that they survive power loss."""
     above = os.path.dirname(root)
     try:
         PosixFiles().make_dir(root)
     except FileExistsError:
-        # Whoever made it may have died before its name was durable; a folder that we may not open is not of our making.
+        # The process that made it may have died before its name was durable. We did not make one that we may not open.
         with contextlib.suppress(PermissionError):
             PosixFiles().sync_dir(above)  # guard: existing-run-directory-synced
         return
@@ -189,15 +217,16 @@ def _direct(root: str) -> bool:
     try:
         return takes_direct(root)
     except OSError:
-        return False  # a disk that is full or failing says so at the first write, by name
+        return False  # a full or failing disk is reported by the first write, with the name of the file
 
 
 def _refused(root: str, error: OSError) -> LastgoodError:
+    """The error of this package for an OSError at the directory of a run."""
     what = f"{root}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return NoSpace(f"no space left for {what}", safe="Nothing was touched.", todo="Free space on this disk.")
     if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN):
-        return TierDown(f"the disk failed: {what}", safe="Nothing was touched.")
+        return TierDown(f"the disk failed: {what}", safe="Nothing was touched.", todo="Check the disk and the mount.")
     return NotWritable(
         what,
         safe="Nothing was touched.",

@@ -1,7 +1,7 @@
-"""What a path that a person typed means: a directory, slots, or a mistake that would become a folder of that name.
+"""Parses paths that people type. A URL or a mistake is refused, so that it never becomes a folder of that name.
 
-Every path of a run, and every file that the command line reads or writes, goes through here. The disk is read in one
-case only: a dollar sign may belong to a name, and does where something of that literal name exists.
+Every path of a run passes through here, and every file that the command line reads or writes. The disk is read only to
+find out whether a name exists literally: then a dollar sign or white space at an end belongs to the name.
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ import reprlib
 from ..errors import NotARun, Refused
 
 SLOTS = "slots://"
-"""before the absolute path of a run that lives in slots"""
+"""prefix of the absolute path of a run in slots"""
 
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]*):/+")
-"""of a URL, also with one slash: pathlib makes one of two, and people leave one out"""
+"""the scheme of a URL, also with one slash: pathlib turns two slashes into one, and people forget one"""
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 """what `os.path.expandvars` replaces"""
 _SAFE = "Nothing was touched."
 
 
 def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """The absolute directory of a run, and whether the run lives in slots.
+    """The absolute directory of a run, and whether the run is in slots. `~` is expanded.
 
-    `~` is expanded. Raises Refused for what names no directory, and as `local` does.
+    Raises NotARun for slots without an absolute path; Refused for what is no path, and as `local` does.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
         raise Refused(
-            f"path={reprlib.repr(path)} names no directory",
+            f"path={reprlib.repr(path)} is not the path of a directory",
             safe=_SAFE,
             todo=f"Give the directory of the run as text or as a pathlib.Path, or {SLOTS}/its/path.",
         )
     if isinstance(path, str) and text.startswith(SLOTS):
         root = local(text.removeprefix(SLOTS), "path")
         if not os.path.isabs(root):
-            raise NotARun(f"{text} has no absolute path", todo=f"Write {SLOTS}{os.path.abspath(root)}")
+            raise NotARun(f"{text} has no absolute path", safe=_SAFE, todo=f"Write {SLOTS}{os.path.abspath(root)}")
         return os.path.normpath(root), True
     scheme, colon, rest = text.partition(":")
     if colon and scheme.lower() == "slots":
@@ -51,10 +51,10 @@ def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
 
 
 def local(text: str, argument: str) -> str:
-    """A path on this machine, with `~` expanded. Errors call it `argument`.
+    """A path on this machine, with `~` expanded. `argument`: its name in errors.
 
-    Raises Refused for a URL, an environment variable that was not expanded, white space at an end, and the home of an
-    unknown user.
+    Raises Refused for a URL, an environment variable that was not expanded, white space at either end, and the home
+    directory of an unknown user.
     """
     given = f"{argument}={text!r}"
     if scheme := _SCHEME.match(text):
@@ -90,6 +90,6 @@ def local(text: str, argument: str) -> str:
 
 
 def _up_to(text: str, position: int) -> str:
-    """The path as far as the component that ends at or after a position."""
+    """The path up to the end of the component that contains `position`."""
     end = text.find("/", position)
     return text if end < 0 else text[:end]
