@@ -348,7 +348,7 @@ def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch)
     def misread(tier: Disk, name: str, *rest: int) -> bytearray:
         return bytearray(b"other") if name.endswith(MANIFEST + parity.REBUILT) else some(tier, name, *rest)
 
-    monkeypatch.setattr(parity.fetch, "some", misread)
+    monkeypatch.setattr(parity.read_file, "some", misread)
     with pytest.raises(LastgoodError, match="does not read back"):
         run.mend(the_newest(run), UPKEEP)
     assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
@@ -547,7 +547,7 @@ def test_a_cell_longer_than_isal_can_count_is_refused(monkeypatch):
     """ISA-L takes the length as a signed int of 32 bits: a cell of 2 GiB had a negative one."""
     if isal.library() is None:
         pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
-    monkeypatch.setattr(isal, "CELL_LIMIT", 64)
+    monkeypatch.setattr(isal, "ISAL_CELL_LIMIT_BYTES", 64)
     with pytest.raises(ValueError, match="of one length below 64 bytes"):
         Code(1, 1).encode([memoryview(bytes(64))])
 

@@ -6,18 +6,17 @@ folder in the layout of Hugging Face, shards of `.safetensors` and their index. 
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import IO, Any, cast
 
-from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
+from ..errors import NoSuchTensor, Refused, SumMismatch
 from ..format import layout
 from ..format.layout import Tensor
+from ..io import os_errors
 from ..io.files import PosixFiles
 from ..ports import File, Tier
 from ..records import Generation
@@ -42,7 +41,7 @@ def export(
     folder = to.endswith(("/", ".dcp"))
     _require_free(target, force, folder)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
-    with telling(target):
+    with os_errors.translated(target):
         try:
             if to.endswith("/"):
                 os.mkdir(staged)
@@ -202,19 +201,3 @@ class _Sink:
 
     def flush(self) -> None:
         """Nothing waits here."""
-
-
-@contextlib.contextmanager
-def telling(path: str) -> Iterator[None]:
-    """Turn an OSError into the tree's word for it."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{path}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpace(what, safe="There is no half file.", todo="Free space, or give another place.") from error
-        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL):
-            raise Refused(what, safe="Nothing was touched.", todo="Check the path.") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise NotWritable(what, safe="Nothing was touched.", todo="Check the owner and the rights.") from error
-        raise TierDown(what, safe="There is no half file.") from error

@@ -17,6 +17,7 @@ from ..engine.arena import Arena, Lease
 from ..errors import ManifestInvalid, StepTaken, Truncated, Unstorable
 from ..format import layout
 from ..format.layout import Tensor
+from ..io import os_errors
 from ..io.files import PosixFiles, round_up
 from ..policy import restore
 from ..ports import File
@@ -25,7 +26,7 @@ from ..run import access
 from ..run.reader import WORKERS
 from ..run.watched import Seen, Watched
 from ..run.writer import RunWriter
-from .exporting import HF_FILE, HF_INDEX, telling
+from .exporting import HF_FILE, HF_INDEX
 
 DCP_METADATA = ".metadata"
 """in every folder of torch.distributed.checkpoint"""
@@ -117,7 +118,7 @@ def _filled(image: layout.Image, read: Read, arena: Arena, seen: Seen) -> Iterat
 def opened(path: str, under: str) -> Iterator[Foreign]:
     """A file or folder, checked. Raises Refused, Unstorable, ManifestInvalid, Truncated."""
     prefix = under.rstrip(".") + "." if under else ""
-    with telling(path):
+    with os_errors.translated(path):
         if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
             from . import hf_folder
 

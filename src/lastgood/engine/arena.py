@@ -13,11 +13,10 @@ import threading
 from collections.abc import Callable
 
 from ..io.files import round_up
+from ..limits import HUGE_PAGE_BYTES
 
 MADV_WIPEONFORK = 18
 """of Linux since 4.14; Python's mmap has no name for it"""
-HUGE_BYTES = 2 << 20
-"""memory is mapped in steps of it: a small state then lies in one page, and is written faster than from 512"""
 
 
 class Lease:
@@ -45,7 +44,7 @@ class Arena:
         self.chunk_bytes = round_up(max(chunk_bytes, 1))
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
         # Private: the first touch of shared memory is two to four times as slow.
-        memory = mmap.mmap(-1, round_up(self.arena_bytes, HUGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, round_up(self.arena_bytes, HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform == "linux":
             # Not DONTFORK: a fork that drops its copy of this object unmaps these addresses, whatever it has there.
             with contextlib.suppress(OSError):  # an older kernel: forks share the pages then

@@ -12,9 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import NotFinite
-
-BLOCK_BYTES = 1 << 18
-"""looked at at once: what is made of it stays in the processor's cache"""
+from ..limits import FINITE_BLOCK_BYTES
 
 
 class _Pattern(NamedTuple):
@@ -53,7 +51,7 @@ def not_finite(dtype: str, data: memoryview) -> bool:
         return False
     mask, least = (np.array(bits, dtype=pattern.kind) for bits in (pattern.mask, pattern.least))
     elements = np.frombuffer(data, dtype=pattern.kind)
-    step = BLOCK_BYTES // elements.itemsize
+    step = FINITE_BLOCK_BYTES // elements.itemsize
     room = np.empty(min(step, len(elements)), dtype=pattern.kind)
     for start in range(0, len(elements), step):
         block = elements[start : start + step]

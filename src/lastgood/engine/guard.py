@@ -27,13 +27,11 @@ from ..errors import (
 )
 from ..format import commit, layout
 from ..io.checksum import ALGORITHMS
+from ..limits import MANIFEST_LIMIT_BYTES, VERIFY_BLOCK_BYTES
 from ..ports import Tier
 from ..records import Blob, Finding, Generation, Manifest, Piece, Seal
 from . import read_file
 from .finite import not_finite, not_finite_error
-
-BLOCK_BYTES = 1 << 20
-"""seen at once, by one layer after the other: whoever comes last still finds it in the processor's cache"""
 
 Tell = Callable[[str, LastgoodError], None]
 """layer, and what it says"""
@@ -87,7 +85,7 @@ class Examination:
             self._tell(layer_of(first), first)
         name = f"{self._home}/{seal.manifest}"
         length = self._there.get(seal.manifest)
-        if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
+        if length is None or not 0 <= length <= MANIFEST_LIMIT_BYTES:
             return None
         try:
             data = read_file.some(self._tier, name, length)
@@ -155,8 +153,8 @@ class _Look(read_file.Check):
     def look(self, data: memoryview, also: Callable[[memoryview], None]) -> str:
         """The next chunk, in order; its digest, if that is wanted. What else it shows is kept for `tell`."""
         parts, place, hasher = next(self._left), 0, ALGORITHMS[self._algorithm]()
-        for low in range(0, len(data), BLOCK_BYTES):
-            block, high = data[low : low + BLOCK_BYTES], low + BLOCK_BYTES
+        for low in range(0, len(data), VERIFY_BLOCK_BYTES):
+            block, high = data[low : low + VERIFY_BLOCK_BYTES], low + VERIFY_BLOCK_BYTES
             also(block)
             if "digests" in self._layers:
                 hasher.update(block)

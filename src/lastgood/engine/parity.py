@@ -23,6 +23,7 @@ from ..format.parity_layout import Stripes
 from ..io.checksum import ALGORITHMS, digest
 from ..io.files import round_up
 from ..io.reed_solomon import Code
+from ..limits import PARITY_RECORD_LIMIT_BYTES
 from ..ports import Mendable, Tier, Upload
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Parity
 from . import read_file
@@ -174,7 +175,7 @@ def find(tier: Tier, at: GenerationId) -> Spare | None:
     home = layout.folder(at)
     found: dict[str, list[Parity]] = {}
     for name, length in sorted(tier.list(home).items()):
-        if not striping.is_record(name) or length is None or not 0 <= length <= layout.RECORD_LIMIT_BYTES:
+        if not striping.is_record(name) or length is None or not 0 <= length <= PARITY_RECORD_LIMIT_BYTES:
             continue
         with contextlib.suppress(Damaged):
             record = layout.decode(bytes(read_file.some(tier, f"{home}/{name}", length)), Parity, name)

@@ -34,6 +34,7 @@ from ..errors import (
     Truncated,
 )
 from ..io.checksum import digest
+from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier
 from ..records import (
     Commit,
@@ -315,7 +316,7 @@ def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> la
         return None  # guard: damaged-hint-ignored
 
 
-def _read(tier: Tier, name: str, length: int | None, limit: int = layout.RECORD_LIMIT_BYTES) -> bytes:
+def _read(tier: Tier, name: str, length: int | None, limit: int = RECORD_LIMIT_BYTES) -> bytes:
     if length is None:
         raise MissingBlob(f"{name} is gone", blob=name)
     if not 0 <= length <= limit:  # guard: record-length-limit

@@ -17,20 +17,19 @@ import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
 from ..io.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
+from ..limits import CHUNK_BYTES as CHUNK_BYTES
+from ..limits import CHUNK_LIMIT_BYTES as CHUNK_LIMIT_BYTES
+from ..limits import (
+    DIMENSION_LIMIT,
+    MANIFEST_LIMIT_BYTES,
+    STEP_DIGITS,
+)
+from ..limits import HEADER_LIMIT_BYTES as HEADER_LIMIT_BYTES
+from ..limits import PAGE_BYTES as PAGE_BYTES
+from ..limits import STEP_LIMIT as STEP_LIMIT
 from ..records import Blob, Commit, Extent, GenerationId, Incarnation, Manifest, Piece, Record
 
 FORMAT = 1
-CHUNK_BYTES = 8 << 20
-PAGE_BYTES = 4096
-HEADER_LIMIT_BYTES = 100_000_000
-"""safetensors readers refuse a longer header; a longer one is split over several blobs"""
-RECORD_LIMIT_BYTES = 64 << 20
-"""longest record (commit, pointer, mark) that is read without a length from a seal"""
-MANIFEST_LIMIT_BYTES = 1 << 30
-CHUNK_LIMIT_BYTES = 256 << 20
-"""what a reader must hold of a file at once"""
-DIMENSION_LIMIT = 64
-"""torch and numpy have no tensor of more"""
 
 METADATA = "__metadata__"
 
@@ -85,13 +84,12 @@ _LABEL = re.compile(r"LABEL-([1-9][0-9]{0,5})\.json")
 """says that the generation beside it is being deleted: from here its COMMIT may go"""
 
 _ID = r"[0-9a-f]{8}"
-_GENERATION = re.compile(rf"([0-9]{{12}})-({_ID})")
-_INCARNATION = re.compile(rf"([0-9]{{6}})-({_ID})(?:-after-([0-9]{{12}})-({_ID}))?\.json")
-STEP_LIMIT = 10**12
+_GENERATION = re.compile(rf"([0-9]{{{STEP_DIGITS}}})-({_ID})")
+_INCARNATION = re.compile(rf"([0-9]{{6}})-({_ID})(?:-after-([0-9]{{{STEP_DIGITS}}})-({_ID}))?\.json")
 
 
 def folder(at: GenerationId) -> str:
-    return f"gen/{at.step:012d}-{at.incarnation}"
+    return f"gen/{at.step:0{STEP_DIGITS}d}-{at.incarnation}"
 
 
 def parse_folder(name: str) -> GenerationId | None:
@@ -100,7 +98,7 @@ def parse_folder(name: str) -> GenerationId | None:
 
 
 def incarnation_name(one: Incarnation) -> str:
-    after = f"-after-{one.parent.step:012d}-{one.parent.incarnation}" if one.parent else ""
+    after = f"-after-{one.parent.step:0{STEP_DIGITS}d}-{one.parent.incarnation}" if one.parent else ""
     return f"incarnations/{one.order:06d}-{one.id}{after}.json"
 
 

@@ -16,15 +16,16 @@ from typing import NamedTuple
 
 from ..errors import ManifestInvalid, Refused
 from ..io.checksum import HEX_LENGTH
-from ..io.reed_solomon import CELLS_LIMIT
+from ..limits import (
+    CELL_BYTES,
+    CELL_COUNT_LIMIT,
+    CELL_LIMIT_BYTES,
+    CODE_WORD_LIMIT,
+    MANIFEST_LIMIT_BYTES,
+    PAGE_BYTES,
+)
 from ..records import Blob, Extent, Parity
-from .layout import MANIFEST_LIMIT_BYTES, PAGE_BYTES
 
-CELL_BYTES = 256 << 10
-"""of a cell, at most: what is read, digested and encoded at once"""
-CELL_LIMIT_BYTES = 256 << 20
-CELLS_MOST = 1 << 20
-"""of a generation, so that the digests of all fit into a record: larger states have larger cells"""
 ROWS = 64
 """at least, where cells of a page allow it: so that damage in several places of a small state is in several rows"""
 
@@ -33,11 +34,11 @@ def parsed(text: str) -> tuple[int, int]:
     """Data and parity cells of a row, as "10+2" says them. Raises Refused."""
     found = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", text)
     data, parity = (int(found[1]), int(found[2])) if found else (0, 0)
-    if data < 1 or parity < 1 or data + parity > CELLS_LIMIT:  # guard: code-cell-limit
+    if data < 1 or parity < 1 or data + parity > CODE_WORD_LIMIT:  # guard: code-cell-limit
         raise Refused(
             f"parity={text!r}",
             safe="Nothing was touched.",
-            todo=f'Give "10+2": data and parity cells of a row, {CELLS_LIMIT} at most together.',
+            todo=f'Give "10+2": data and parity cells of a row, {CODE_WORD_LIMIT} at most together.',
         )
     return data, parity
 
@@ -88,7 +89,7 @@ def _pages(length: int) -> int:
 def _cell_bytes(blobs: Sequence[Blob], data: int) -> int:
     total = sum(blob.length for blob in blobs)
     wished = min(CELL_BYTES, _pages(-(-total // (data * ROWS))))
-    return max(wished, _pages(-(-total // CELLS_MOST)))
+    return max(wished, _pages(-(-total // CELL_COUNT_LIMIT)))
 
 
 def parity_name(rank: int, index: int) -> str:
@@ -120,7 +121,7 @@ def unfinished(names: Collection[str]) -> list[str]:
 
 def validate(record: Parity, name: str) -> None:
     """A record must make sense by itself, before anything is reserved or read on its word. Raises ManifestInvalid."""
-    fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CELLS_LIMIT
+    fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CODE_WORD_LIMIT
     if (  # guard: parity-record-plausible
         not fits
         or not 0 <= record.index < record.parity

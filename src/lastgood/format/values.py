@@ -49,9 +49,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused, Unstorable
+from ..limits import DEPTH_LIMIT as DEPTH_LIMIT
 from .encodings import dtype_tree, is_encoding, need, numpy_dtype, parsed, put_together, taken_apart
 
-DEPTH_LIMIT = 100
 FACTORIES: Final[dict[str, type]] = {
     kind.__name__: kind
     for kind in (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)

@@ -9,6 +9,8 @@ from typing import Protocol
 import blake3
 import xxhash
 
+from ..limits import DIGEST_LIMIT_CHARACTERS
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -24,6 +26,7 @@ ALGORITHMS: dict[str, Callable[[], Hasher]] = {
     "sha256": hashlib.sha256,
 }
 HEX_LENGTH = {"xxh3_128": 32, "blake3": 64, "sha256": 64}
+assert max(HEX_LENGTH.values()) <= DIGEST_LIMIT_CHARACTERS
 
 
 def digest(algorithm: str, *parts: Buffer) -> str:

@@ -13,17 +13,15 @@ import mmap
 import os
 import stat
 
+from ..limits import DIRECT_IO_BYTES
 from ..ports import OpenMode
 from . import quota
-
-BLOCK_BYTES = 4096
-"""what direct I/O must be aligned to: the largest logical block in common use, and a page"""
 
 _FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves data in the drive's cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-def round_up(length: int, unit: int = BLOCK_BYTES) -> int:
+def round_up(length: int, unit: int = DIRECT_IO_BYTES) -> int:
     """The smallest multiple of `unit` that is >= length."""
     return -(-length // unit) * unit
 
@@ -140,7 +138,7 @@ def takes_direct(folder: str) -> bool:
     if not _DIRECT:
         return False
     path = os.path.join(folder, f".probe-{os.getpid()}")
-    page = mmap.mmap(-1, BLOCK_BYTES)
+    page = mmap.mmap(-1, DIRECT_IO_BYTES)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         page[:4] = b"tail"
@@ -148,7 +146,7 @@ def takes_direct(folder: str) -> bool:
         try:
             wrote = os.pwrite(direct, page, 0)
             os.ftruncate(direct, 4)
-            return wrote == BLOCK_BYTES and os.preadv(direct, [page], 0) == 4 and page[:4] == b"tail"
+            return wrote == DIRECT_IO_BYTES and os.preadv(direct, [page], 0) == 4 and page[:4] == b"tail"
         finally:
             os.close(direct)
     except OSError as error:

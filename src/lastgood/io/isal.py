@@ -14,12 +14,12 @@ from importlib import metadata
 
 import numpy as np
 
+from ..limits import ISAL_CELL_LIMIT_BYTES
+
 POLYNOMIAL = 0x11D
 """of the field: zfec's and ISA-L's"""
 TABLE_BYTES = 32
 """of the multiplication table that ISA-L wants for each element of a matrix"""
-CELL_LIMIT = 2**31
-"""bytes: ISA-L takes the length of a cell as an int"""
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _ARGUMENTS = {
     "ec_init_tables": (_INT, _INT, _POINTER, _POINTER),
@@ -68,10 +68,10 @@ class Product:
         does not check them.
         """
         lengths = {cell.nbytes for cell in cells}
-        if len(cells) != self._inputs or len(lengths) != 1 or max(lengths) >= CELL_LIMIT:
+        if len(cells) != self._inputs or len(lengths) != 1 or max(lengths) >= ISAL_CELL_LIMIT_BYTES:
             raise ValueError(
-                f"ISA-L needs {self._inputs} cells of one length below {CELL_LIMIT} bytes, and was given {len(cells)}"
-                f" cells of {sorted(lengths)} bytes"
+                f"ISA-L needs {self._inputs} cells of one length below {ISAL_CELL_LIMIT_BYTES} bytes, and was "
+                f"given {len(cells)} cells of {sorted(lengths)} bytes"
             )
         inputs = [np.frombuffer(cell, np.uint8) for cell in cells]
         made = np.empty((self._outputs, *lengths), np.uint8)

@@ -16,8 +16,9 @@ import sys
 import threading
 
 from ..errors import Refused
+from ..limits import DIRECT_IO_BYTES
 from ..ports import OpenMode
-from .files import BLOCK_BYTES, PosixFile, PosixFiles, _close
+from .files import PosixFile, PosixFiles, _close
 
 _MS_SYNC = 0x10 if sys.platform == "darwin" else 4
 _MAP_SYNC = 0x03 | 0x80000  # with MAP_SHARED_VALIDATE: refused where stores alone would not be durable
@@ -125,8 +126,8 @@ def on_pmem(folder: str) -> bool:
     except OSError:
         return False  # whoever writes next is told why
     try:
-        os.truncate(fd, BLOCK_BYTES)
-        mmap.mmap(fd, BLOCK_BYTES, flags=_MAP_SYNC).close()
+        os.truncate(fd, DIRECT_IO_BYTES)
+        mmap.mmap(fd, DIRECT_IO_BYTES, flags=_MAP_SYNC).close()
         return True
     except OSError:
         return False

@@ -17,8 +17,7 @@ QUOTACTL_FD = 443
 USER, GROUP = 0, 1
 GETQUOTA = 0x800007 << 8
 """a command; the kind of quota is in its lowest byte"""
-BLOCK_BYTES = 1024
-"""unit of the limits"""
+LIMIT_UNIT_BYTES = 1024
 
 Ask = Callable[[int, int, int, "Quota"], int]
 """(descriptor, command, id, where to put the answer) -> 0, or -1 where there is no answer"""
@@ -64,7 +63,7 @@ def free_bytes(folder: str, ask: Ask = ask_kernel) -> list[int]:
         for kind, ident in ((USER, os.geteuid()), (GROUP, group)):
             answer = Quota()
             if ask(fd, GETQUOTA | kind, ident, answer) == 0 and answer.hard_limit_blocks:
-                found.append(max(0, answer.hard_limit_blocks * BLOCK_BYTES - answer.used_bytes))
+                found.append(max(0, answer.hard_limit_blocks * LIMIT_UNIT_BYTES - answer.used_bytes))
         return found
     finally:
         os.close(fd)

@@ -15,9 +15,6 @@ import numpy as np
 from ..errors import Refused
 from . import isal
 
-CELLS_LIMIT = 256
-"""of a code word: the field has so many elements"""
-
 
 class Code:
     """`data` cells and `parity` more. Raises Refused where neither ISA-L nor zfec is installed."""

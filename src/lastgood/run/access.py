@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from typing import Literal
 
-from ..errors import LastgoodError, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
+from ..errors import LastgoodError, NotARun, Refused, RunLocked
 from ..format import layout
+from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
@@ -78,7 +78,7 @@ def for_writing(
     except BlockingIOError as error:
         raise _locked(root) from error
     except OSError as error:
-        raise _refused(root, error) from error
+        raise os_errors.at_path(error, root) from error
     try:
         if not in_slots:
             yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
@@ -129,7 +129,7 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _refused(root, error) from error
+        raise os_errors.at_path(error, root) from error
     try:
         found = PosixFiles().list(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -141,7 +141,7 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
             ) from None
         raise NotARun(f"{root} is a file, not the directory of a run", safe="It is untouched.") from None
     except OSError as error:
-        raise _refused(root, error) from error
+        raise os_errors.at_path(error, root) from error
     if in_slots != (HOME in found) and found.keys() & _GENERATIONS:
         kind, right = ("slots", f"{paths.SLOTS}{root}") if HOME in found else ("directories", root)
         raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
@@ -190,16 +190,3 @@ def _direct(root: str) -> bool:
         return takes_direct(root)
     except OSError:
         return False  # a disk that is full or failing says so at the first write, by name
-
-
-def _refused(root: str, error: OSError) -> LastgoodError:
-    what = f"{root}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(f"no space left for {what}", safe="Nothing was touched.", todo="Free space on this disk.")
-    if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN):
-        return TierDown(f"the disk failed: {what}", safe="Nothing was touched.")
-    return NotWritable(
-        what,
-        safe="Nothing was touched.",
-        todo="Check the owner, the rights and the mount; to read only, use lastgood.open or lastgood.load.",
-    )

@@ -23,16 +23,16 @@ from typing import Literal
 from .. import reporting
 from ..errors import (
     CommitUnknown,
-    LastgoodError,
     MissingBlob,
     NameTaken,
-    NoSpace,
-    NotWritable,
     TierDown,
     Truncated,
     Unreadable,
 )
-from ..io.files import BLOCK_BYTES, round_up
+from ..io import os_errors
+from ..io.files import round_up
+from ..io.os_errors import FULL, UNREADABLE
+from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
 from ..records import Extent
 
@@ -40,10 +40,6 @@ WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]
 LINK = "latest_ok"
 """symbolic link that leads people and scripts to what the pointer record names"""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ESPIPE)
-_ROTTEN = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -76,7 +72,7 @@ class Disk:
     def create(self, name: str, length: int) -> DiskUpload:
         """Open a new blob of `length` bytes, its space reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
         path = self._path(name)
-        with self._telling(name), self._still_there(name):
+        with self._translated(name), self._still_there(name):
             self._make_folder(_folder(name))
             try:
                 file = self._files.open(path, "new", direct=self._direct)  # gap: after_folder
@@ -95,7 +91,7 @@ class Disk:
         path = self._path(name)
         # Of this thread alone: what is linked below must not be what somebody else is still writing.
         staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
-        with self._telling(name), self._still_there(name):
+        with self._translated(name), self._still_there(name):
             self._make_folder(_folder(name))
             if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
                 self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
@@ -108,9 +104,9 @@ class Disk:
             try:
                 self._files.link(staged, path)  # guard: link-never-overwrites  # gap: before_commit_link
             except OSError as error:
-                if isinstance(error, FileExistsError) or error.errno in _FULL or error.errno in _NO_LINKS:
+                if isinstance(error, FileExistsError) or error.errno in FULL or error.errno in _NO_LINKS:
                     self._drop(staged)  # the outcome is known: it was not linked
-                if error.errno in _FULL:
+                if error.errno in FULL:
                     raise
                 if error.errno in _NO_LINKS:
                     self._create_in_place(path, data)
@@ -125,10 +121,10 @@ class Disk:
     def point(self, name: str, data: bytes, to: str) -> None:
         """Replace the pointer record `name`, and the symbolic link `latest_ok` beside it, whatever stands there."""
         path, link = self._path(name), self._path(LINK)
-        with self._telling(name):
+        with self._translated(name):
             self._write_staged(path + ".tmp", data)
             self._rename_over(path + ".tmp", path)  # guard: pointer-replaced-by-rename
-        with self._telling(LINK):
+        with self._translated(LINK):
             self._remove_if_there(link + ".tmp")  # guard: stale-link-removed
             try:
                 self._files.symlink(to, link + ".tmp")
@@ -141,7 +137,7 @@ class Disk:
 
     def replace(self, name: str, by: str) -> None:
         """Put a finished blob in the place of another of its folder, durably."""
-        with self._telling(name):
+        with self._translated(name):
             self._sync_folder(_folder(by))  # its own name first: it is all that a crash may leave of the two
             self._files.rename(self._path(by), self._path(name))
             self._sync_folder(_folder(name))
@@ -151,7 +147,7 @@ class Disk:
 
     def delete(self, name: str) -> None:
         """Remove a blob, durably, and its folder when that is empty."""
-        with self._telling(name):
+        with self._translated(name):
             self._remove_if_there(self._path(name))
             folder = _folder(name)
             try:
@@ -176,7 +172,7 @@ class Disk:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         """Names in a folder: length of a file, None for a folder, -1 for anything else. Empty when it is not there."""
-        with self._telling(folder):
+        with self._translated(folder):
             try:
                 return self._files.list(self._path(folder))
             except FileNotFoundError:
@@ -184,9 +180,9 @@ class Disk:
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. `fresh` reads past the page cache when mv is a page-aligned, padded buffer."""
-        direct = fresh and self._direct and extent.offset % BLOCK_BYTES == 0 and _takes_direct(mv, extent.length)
+        direct = fresh and self._direct and extent.offset % DIRECT_IO_BYTES == 0 and _takes_direct(mv, extent.length)
         want = round_up(extent.length) if direct else extent.length
-        with self._telling(extent.blob):
+        with self._translated(extent.blob):
             file = self._files.open(self._path(extent.blob), "read", direct=direct, fresh=fresh)
             try:
                 got = 0
@@ -194,12 +190,12 @@ class Disk:
                     try:
                         end = got + file.read_into(mv[got:want], extent.offset + got)
                     except OSError as error:
-                        if error.errno not in _ROTTEN:
+                        if error.errno not in UNREADABLE:
                             raise
                         what = f"{self._path(extent.blob)} cannot be read at {extent.offset + got:,}: {error.strerror}"
                         raise Unreadable(what, blob=extent.blob, offset=extent.offset + got) from error
                     # Direct I/O goes on from a block boundary; less than a block is had only at the end of the file.
-                    whole = end - end % BLOCK_BYTES if direct and end < extent.length else end
+                    whole = end - end % DIRECT_IO_BYTES if direct and end < extent.length else end
                     if whole <= got:  # guard: early-end-is-damage
                         raise Truncated(
                             f"{self._path(extent.blob)} ends at {extent.offset + end:,} bytes, "
@@ -247,7 +243,7 @@ class Disk:
         except FileExistsError as error:
             self._read_back(path, data, error)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 self._drop(path)
                 raise
             raise _unknown(path, error) from error  # guard: failed-creation-is-unknown
@@ -338,29 +334,12 @@ class Disk:
         return True
 
     @contextlib.contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        """Turn an OSError into the tree's word for it."""
+    def _translated(self, name: str) -> Iterator[None]:
+        """Raise each OSError of the block as the package's error for a call on `name`."""
         try:
             yield
-        except LastgoodError:
-            raise
         except OSError as error:
-            where = f"{os.path.join(self.place, name)}: {error.strerror or error}"
-            if error.errno in _FULL:
-                raise NoSpace(
-                    f"no space left for {where}",
-                    safe="Every committed generation is untouched, and training can go on.",
-                    todo="Free space on this disk, or keep fewer generations (retention=Keep(...)).",
-                ) from error
-            if isinstance(error, FileNotFoundError):
-                raise MissingBlob(f"missing: {where}", blob=name) from error
-            if error.errno in _NO_FILE:
-                raise MissingBlob(f"a link, folder or pipe where a file was committed: {where}", blob=name) from error
-            if error.errno in _NOT_OURS:
-                raise NotWritable(
-                    f"not permitted: {where}", safe="Nothing was changed.", todo="Check the owner and the mount."
-                ) from error
-            raise TierDown(f"the disk failed: {where}", safe="Every committed generation is untouched.") from error
+            raise os_errors.in_run(error, self.place, name) from error
 
 
 class DiskUpload:
@@ -371,12 +350,12 @@ class DiskUpload:
         self._open = True
 
     def write_at(self, mv: memoryview, offset: int) -> None:
-        with self._disk._telling(self._name):
+        with self._disk._translated(self._name):
             _write_all(self._file, mv, offset)
 
     def finish(self) -> None:
         """Cut the padded tail, then make content and length durable; the name follows with the folder's next record."""
-        with self._disk._telling(self._name):
+        with self._disk._translated(self._name):
             self._file.resize(self._length)  # guard: padded-tail-cut
             if self._disk._syncs_files:  # guard: blob-content-synced
                 self._file.sync()
@@ -403,7 +382,7 @@ def _write_all(file: File, mv: memoryview, offset: int) -> None:
         count = file.write_at(mv[done:], offset + done)
         # Direct I/O goes on from a block boundary; the last, partial block of what was taken is written again.
         # guard: short-write-keeps-alignment
-        whole = count if count == len(mv) - done else count - count % BLOCK_BYTES or count
+        whole = count if count == len(mv) - done else count - count % DIRECT_IO_BYTES or count
         if whole <= 0:  # guard: zero-write-is-error
             raise OSError(errno.EIO, "the file takes no more bytes")
         done += whole  # guard: short-write-counted
@@ -411,7 +390,7 @@ def _write_all(file: File, mv: memoryview, offset: int) -> None:
 
 def _takes_direct(mv: memoryview, length: int) -> bool:
     # guard: direct-io-needs-alignment
-    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % BLOCK_BYTES == 0
+    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % DIRECT_IO_BYTES == 0
 
 
 def _folder(name: str) -> str:

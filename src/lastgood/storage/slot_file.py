@@ -18,14 +18,14 @@ import mmap
 from collections.abc import Callable
 
 from ..errors import CommitUnknown, SumMismatch, Truncated
-from ..io.files import BLOCK_BYTES, round_up
+from ..io.files import round_up
+from ..io.os_errors import FULL
+from ..limits import DIRECT_IO_BYTES, TABLE_AREA_BYTES
 from ..ports import Files
 from ..records import Extent
-from .directory import _FULL, Disk, _write_all
+from .directory import Disk, _write_all
 from .slot_table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode, encode, whole
 
-AREA_BYTES = 64 << 10
-"""the least; a longer record makes longer areas"""
 LOOKS = 3
 """at a file that is being written, one area after the other, until one of them is whole"""
 
@@ -66,7 +66,7 @@ class TableFile:
             else:
                 self._replace(table, data)
         except OSError as error:
-            if self.possible[-1] is table and error.errno not in _FULL:  # guard: table-outcome-unknown
+            if self.possible[-1] is table and error.errno not in FULL:  # guard: table-outcome-unknown
                 raise CommitUnknown(
                     f"{self._path}: {error.strerror or error}; it may or may not have become durable",
                     safe="Nothing was deleted, and nothing of it is overwritten.",
@@ -90,7 +90,7 @@ class TableFile:
         self._area = 1 - self._area  # guard: table-areas-alternate
 
     def _replace(self, table: Table, data: bytes) -> None:
-        area = area_bytes(len(data), AREA_BYTES)
+        area = area_bytes(len(data), TABLE_AREA_BYTES)
         staged = f"{self._path}.tmp"
         self._disk._write_staged(staged, data + bytes(2 * area - len(data)))
         self.possible.append(table)  # guard: replaced-table-possible
@@ -107,7 +107,7 @@ class TableFile:
                 return None
             if name not in names:
                 return None
-            area = (names[name] or 0) // 2 // BLOCK_BYTES * BLOCK_BYTES
+            area = (names[name] or 0) // 2 // DIRECT_IO_BYTES * DIRECT_IO_BYTES
             found = [one for at in (0, area) if (one := self._record_at(at, area))]
             if found:
                 return max(found, key=lambda one: one.sequence)  # guard: newest-table-record-wins
@@ -119,10 +119,10 @@ class TableFile:
         )
 
     def _record_at(self, at: int, room: int) -> Record | None:
-        if room < BLOCK_BYTES:
+        if room < DIRECT_IO_BYTES:
             return None
         try:
-            page = self._read(at, BLOCK_BYTES)
+            page = self._read(at, DIRECT_IO_BYTES)
             length = body_bytes(page, room)
             if length is None:
                 return None
@@ -147,6 +147,6 @@ def _settled(call: Callable[[], None]) -> None:
 
 def aligned(data: bytes) -> memoryview:
     """A copy that direct I/O takes: page-aligned, and filled up with zeros to whole pages."""
-    memory = mmap.mmap(-1, max(round_up(len(data)), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, max(round_up(len(data)), DIRECT_IO_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[: len(data)] = data
     return memoryview(memory)

@@ -13,7 +13,7 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 
-from ..io.files import BLOCK_BYTES
+from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
 from .directory import _write_all
 from .slot_file import aligned
@@ -108,7 +108,7 @@ class Pool:
 
     def _fill(self, file: File, start: int, end: int) -> None:
         zeros = aligned(bytes(min(ZERO_BYTES, end)))
-        for at in range(start // BLOCK_BYTES * BLOCK_BYTES, end, len(zeros)):
+        for at in range(start // DIRECT_IO_BYTES * DIRECT_IO_BYTES, end, len(zeros)):
             _write_all(file, zeros[: end - at], at)
 
     def _path(self, slot: int) -> str:

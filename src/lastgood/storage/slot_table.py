@@ -22,15 +22,12 @@ import msgspec
 
 from ..errors import ManifestInvalid, UnknownFormat
 from ..io.checksum import digest
-from ..io.files import BLOCK_BYTES, round_up
+from ..io.files import round_up
+from ..limits import PAGE_BYTES, RECORD_LIMIT_BYTES, SLOT_LIMIT, SLOT_LIMIT_BYTES
 
 MAGIC = b"LGSLOTS\n"
 VERSION = 1
 ENVELOPE = struct.Struct("<8sIIQQ16s")
-RECORD_LIMIT_BYTES = 64 << 20
-SLOT_LIMIT = 100
-"""two digits in a name"""
-SLOT_LIMIT_BYTES = 1 << 60
 NO_SLOT = -1
 
 _CHECKED = struct.calcsize("<8sIIQQ")
@@ -133,7 +130,7 @@ def decode(record: Record, where: str) -> Table:
         # guard: table-file-unique
         need(not one.extents.keys() & one.records.keys(), f"{one.folder!r} holds a file twice")
         for file, (offset, length) in one.extents.items():
-            fits = offset >= 0 <= length and offset + length <= SLOT_LIMIT_BYTES and not offset % BLOCK_BYTES
+            fits = offset >= 0 <= length and offset + length <= SLOT_LIMIT_BYTES and not offset % PAGE_BYTES
             need(fits, f"{file!r} at {offset:,}, {length:,} bytes long")  # guard: table-extents-in-range
         folders.add(one.folder)
         slots |= {one.slot} - {NO_SLOT}

@@ -27,12 +27,13 @@ from dataclasses import dataclass, field
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
 from ..io.files import round_up
+from ..limits import SLOT_LIMIT, SLOTS_BESIDE
 from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
 from .slot_file import TableFile, aligned
 from .slot_pool import Pool
-from .slot_table import NO_SLOT, SLOT_LIMIT, Kept, Pointer, Table
+from .slot_table import NO_SLOT, Kept, Pointer, Table
 
 HOME = "slots"
 TABLE = f"{HOME}/table"
@@ -81,8 +82,8 @@ class Slots:
         in_flight: int = 1,
         direct: bool = False,
     ) -> None:
-        if not 1 <= in_flight <= SLOT_LIMIT - 2:
-            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - 2}.")
+        if not 1 <= in_flight <= SLOT_LIMIT - SLOTS_BESIDE:
+            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - SLOTS_BESIDE}.")
         self.place = f"slots://{root}"
         self._disk = Disk(files, root, direct=direct)
         self._pool = Pool(files, f"{root}/{HOME}", direct=direct)
@@ -103,7 +104,7 @@ class Slots:
         if place is None:
             return self._disk.create(name, length)
         folder, file = place
-        with self._disk._telling(name), self._lock:
+        with self._disk._translated(name), self._lock:
             kept, draft = self._own().find(folder), self._drafts.get(folder)
             if kept is not None or (draft and file in draft.extents):  # guard: draft-name-unique
                 raise NameTaken(
@@ -121,7 +122,7 @@ class Slots:
             self._disk.put_new(name, data)
             return
         folder, file = place
-        with self._disk._telling(name):
+        with self._disk._translated(name):
             with self._lock:
                 kept, draft = self._own().find(folder), self._drafts.get(folder)
                 if kept is not None:
@@ -138,7 +139,7 @@ class Slots:
 
     def point(self, name: str, data: bytes, to: str) -> None:
         """Replace a pointer. It is a hint: others see it with the next record, or when this writer closes."""
-        with self._disk._telling(name), self._lock:
+        with self._disk._translated(name), self._lock:
             self._own()
             self._pointers[name] = Pointer(data, to)
 
@@ -149,7 +150,7 @@ class Slots:
             self._disk.delete(name)
             return
         folder, file = place
-        with self._disk._telling(name), self._lock:
+        with self._disk._translated(name), self._lock:
             table = self._own()
             kept, draft = table.find(folder), self._drafts.get(folder)
             if draft is not None:
@@ -166,7 +167,7 @@ class Slots:
 
     def close(self) -> None:
         """Let go of the files, and write down what only this process knows: the pointers. Raises NoSpace, TierDown."""
-        with self._disk._telling(TABLE), self._lock:
+        with self._disk._translated(TABLE), self._lock:
             for folder in [*self._drafts]:
                 self._drop(folder)
             if self._owned and self._pointed() != self._tables.newest.pointers:  # guard: pointers-written-at-close
@@ -176,7 +177,7 @@ class Slots:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         """Names in a folder, committed or under way in this object: length of a file, None for a folder."""
-        with self._disk._telling(folder), self._lock:
+        with self._disk._translated(folder), self._lock:
             if folder == "gen":
                 return dict.fromkeys([*(one.folder for one in self._look().kept), *self._drafts])
             if folder.startswith("gen/"):
@@ -190,7 +191,7 @@ class Slots:
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. `fresh` reads past the page cache when mv is a page-aligned, padded buffer."""
-        with self._disk._telling(extent.blob), self._lock:
+        with self._disk._translated(extent.blob), self._lock:
             found = self._find(extent.blob)
         if found is None:
             self._disk.read_into(extent, mv, fresh=fresh)
@@ -352,7 +353,7 @@ class Slots:
     def _free(self) -> builtins.list[int]:
         taken = {one.slot for table in self._tables.possible for one in table.kept}  # guard: possible-tables-hold-slots
         taken |= {draft.slot for draft in self._drafts.values()}  # guard: drafts-hold-slots
-        return [slot for slot in range(self._in_flight + 2) if slot not in taken]
+        return [slot for slot in range(self._in_flight + SLOTS_BESIDE) if slot not in taken]
 
     def _extend(self, folder: str, draft: _Draft, file: str, length: int, spare_bytes: int) -> tuple[File, int]:
         """Room for one more file in a slot: where it is open, and where the file starts."""
@@ -420,7 +421,7 @@ class SlotUpload:
 
     def write_at(self, mv: memoryview, offset: int) -> None:
         assert offset + len(mv) <= round_up(self._extent[1]), "past the end of the blob"
-        with self._slots._disk._telling(f"gen/{self._folder}/{self._file}"):
+        with self._slots._disk._translated(f"gen/{self._folder}/{self._file}"):
             self._slots._pool.write(self._draft.slot, self._slot, mv, self._start + offset)
 
     def finish(self) -> None:
