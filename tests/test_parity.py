@@ -563,7 +563,7 @@ def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different
         blobs = [
             Blob(name=name, length=size, chunk_bytes=CHUNK, chunks=[]) for name, size in (("a", length), ("b", 4096))
         ]
-        cut = parity_layout.stripes(blobs, 10, 2)
+        cut = parity_layout.grid(blobs, 10, 2)
         for blob in blobs:
             mine = [cell for cell in cut.cells if cell.blob == blob.name]
             ends = [cell.offset + cell.length for cell in mine]

@@ -104,7 +104,7 @@ class Trainer:
 
 
 def slots_named(tier: Slots) -> dict[int, int]:
-    return {int(one.folder[:12]): one.slot for one in tier._look().kept}
+    return {int(one.folder[:12]): one.slot for one in tier._current_table().kept}
 
 
 def lengths(root: Path) -> dict[str, int]:
@@ -572,7 +572,7 @@ def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
     with pytest.raises(NothingGood, match=r"has (5,000|0) bytes"):
         restored(tmp_path)
     path.unlink()
-    with pytest.raises(NothingGood, match="is gone"):
+    with pytest.raises(NothingGood, match="is missing"):
         restored(tmp_path)
 
 
@@ -580,7 +580,7 @@ def test_nothing_is_noted_beside_what_was_let_go(tmp_path):
     """A slow verification may end when its generation is gone; its mark must not take a slot."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
-    with pytest.raises(MissingBlob, match="nothing is noted"):
+    with pytest.raises(MissingBlob, match="it cannot be marked"):
         trainer.tier.put_new("gen/000000000001-00000002/DAMAGED.json", b"x")
     assert not trainer.tier._drafts
 
@@ -652,7 +652,7 @@ def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path)
         assert path.read_bytes() == before
     path.unlink()
     for opening in (restored, Trainer):
-        with pytest.raises(MissingBlob, match="is gone"):
+        with pytest.raises(MissingBlob, match="is missing"):
             opening(tmp_path)
 
 

@@ -1,7 +1,7 @@
 """Limits: bounds of sizes, counts and times that several modules rely on, and the arithmetic between them.
 
 Each assertion states what a protocol depends on; a change that breaks one fails at import. A constant that a single
-module uses, and that nothing else depends on, stands in that module. Imports nothing of this package.
+module uses, and that nothing else depends on, is defined in that module. Imports nothing of this package.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Protocol
 
 from ..errors import Damaged, ManifestInvalid, SumMismatch
-from ..format import layout
+from ..format import layout, validation
 from ..format.layout import Image
 from ..io.checksum import digest
 from ..io.files import round_up
@@ -266,7 +266,7 @@ class Check:
 
     def validate(self, header: bytes) -> None:
         """Raises ManifestInvalid when it is another header than the one that the manifest makes."""
-        layout.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
+        validation.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
 
     def differs(self, piece: Piece) -> None:
         """A tensor is not what was staged, although its chunks agree with their digests. Raises SumMismatch."""

@@ -14,11 +14,11 @@ from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
 from ..storage.directory import Disk, WriteMode
-from ..storage.slots import HOME, Slots
+from ..storage.slots import FOLDER, Slots
 from . import paths
 
 LOCK = ".lock"
-_GENERATIONS = {"gen", HOME}
+_GENERATIONS = {"gen", FOLDER}
 _OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
 Persist = Literal["direct", "mmap"]
@@ -142,8 +142,8 @@ def _look(root: str, in_slots: bool) -> set[str] | None:
         raise NotARun(f"{root} is a file, not the directory of a run", safe="It is untouched.") from None
     except OSError as error:
         raise os_errors.at_path(error, root) from error
-    if in_slots != (HOME in found) and found.keys() & _GENERATIONS:
-        kind, right = ("slots", f"{paths.SLOTS}{root}") if HOME in found else ("directories", root)
+    if in_slots != (FOLDER in found) and found.keys() & _GENERATIONS:
+        kind, right = ("slots", f"{paths.SLOTS}{root}") if FOLDER in found else ("directories", root)
         raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
     for name in ("incarnations", *_GENERATIONS):
         if found.get(name, None) is not None:

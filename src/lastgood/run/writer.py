@@ -496,7 +496,7 @@ class RunWriter:
     ) -> list[Finding]:
         return read_all(self.tier, generation, arena, self._workers, stop, also=also)
 
-    def _cells(self, generation: Generation) -> parity.Cells | None:
+    def _cells(self, generation: Generation) -> parity.CellDigests | None:
         """What is to see a generation on its way to parity; None where none was asked for, or its cells are unknown."""
         if self._code is None:
             return None
@@ -506,7 +506,7 @@ class RunWriter:
             raise
         except Damaged:
             return None  # found, and told, by the guard
-        return parity.Cells(striping.stripes(manifest.blobs, self._code.data, self._code.parity), manifest.digest)
+        return parity.CellDigests(striping.grid(manifest.blobs, self._code.data, self._code.parity), manifest.digest)
 
     def _protect(
         self,
@@ -524,7 +524,7 @@ class RunWriter:
         if known is None:
             if parity.whole(self.tier, generation, manifest, code, stop):  # guard: whole-parity-kept
                 return
-            cells = parity.Cells(striping.stripes(manifest.blobs, code.data, code.parity), manifest.digest)
+            cells = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
             if read_all(self.tier, generation, arena, self._workers, stop, also=cells.see):
                 raise SumMismatch(f"{generation.id} was good a moment ago, and is not any more")
             known = cells.digests

@@ -1,11 +1,11 @@
-"""A directory on any POSIX file system, as a tier. Knows names and bytes; never what they mean.
+"""A tier in a directory on any POSIX file system.
 
 Invariants (write mode `atomic_dirsync`)
-  1. What `put_new` and `delete` returned from survives power loss: content, length, every name on its path, and so does
-     every blob that was finished in the same folder before: one sync of the folder serves them all.
-  2. `put_new` names complete, durable bytes in one atomic step (link), or fails; it never replaces.
-  3. After a failed or unknown link or directory sync nothing is deleted: the outcome is read, never guessed.
-The two other modes leave steps out, so that their cost and their failures can be measured:
+  1. The effect of a `put_new` or `delete` that has returned survives power loss: content, length, and every name on the
+     path. So does every blob that was finished in the same folder before: one sync of the folder covers all of them.
+  2. `put_new` gives complete, durable bytes their name in one atomic step (link), or fails. It never replaces a file.
+  3. After a link or a directory sync with a failed or unknown outcome nothing is deleted: the outcome is read back.
+The two other modes leave steps out, so that the cost of these steps, and the failures without them, can be measured:
 `atomic_nodirsync` syncs no directory; `unsafe` syncs nothing and creates records in place.
 """
 
@@ -38,15 +38,17 @@ from ..records import Extent
 
 WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]
 LINK = "latest_ok"
-"""symbolic link that leads people and scripts to what the pointer record names"""
+"""symbolic link, for people and scripts, to the folder that the pointer record names"""
 
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Disk:
-    """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (io.files.takes_direct).
+    """`ports.Tier` over the directory `root`, an absolute path.
 
-    `shared`: another process, which writes into the same folders, makes them go: none goes with its last file.
+    `direct` (default False): use direct I/O, which the file system must support (io.files.takes_direct). `shared`
+    (default False): other processes write into the same folders and remove them, so an aborted upload leaves its empty
+    folder in place.
     """
 
     newest_only: bool = False
@@ -65,14 +67,14 @@ class Disk:
         self._syncs_files = mode != "unsafe"
         self._syncs_names = mode == "atomic_dirsync"
         self._atomic = mode != "unsafe"
-        self._settled: set[str] = set()  # folders whose own name is known to be durable
+        self._settled: set[str] = set()  # folders whose names are known to be durable
 
     # ---- writing -------------------------------------------------------------------------------------------
 
     def create(self, name: str, length: int) -> DiskUpload:
-        """Open a new blob of `length` bytes, its space reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
+        """A new blob of `length` bytes, whose space is reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
         path = self._path(name)
-        with self._translated(name), self._still_there(name):
+        with self._translated(name), self._reporting_missing_folders(name):
             self._make_folder(_folder(name))
             try:
                 file = self._files.open(path, "new", direct=self._direct)  # gap: after_folder
@@ -87,13 +89,17 @@ class Disk:
             return upload
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Create a small blob: whole, durable, never replacing one. The commit primitive."""
+        """Create a small blob atomically and durably; an existing one is never replaced. Commits rest on this method.
+
+        Raises NameTaken, CommitUnknown, NoSpace, NotWritable, TierDown.
+        """
         path = self._path(name)
-        # Of this thread alone: what is linked below must not be what somebody else is still writing.
+        # The name is unique to this thread: no other thread may be writing the file that is linked below.
         staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
-        with self._translated(name), self._still_there(name):
+        with self._translated(name), self._reporting_missing_folders(name):
             self._make_folder(_folder(name))
-            if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
+            # An existing record is confirmed without writing anything, which also works on a full disk.
+            if os.path.basename(path) in self._files.list(os.path.dirname(path)):
                 self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
                 self._sync_folder(_folder(name))  # guard: existing-record-name-synced
                 return
@@ -105,7 +111,7 @@ class Disk:
                 self._files.link(staged, path)  # guard: link-never-overwrites  # gap: before_commit_link
             except OSError as error:
                 if isinstance(error, FileExistsError) or error.errno in FULL or error.errno in _NO_LINKS:
-                    self._drop(staged)  # the outcome is known: it was not linked
+                    self._drop(staged)  # the outcome is known: there is no link
                 if error.errno in FULL:
                     raise
                 if error.errno in _NO_LINKS:
@@ -119,13 +125,16 @@ class Disk:
             self._drop(staged)  # guard: staged-record-removed
 
     def point(self, name: str, data: bytes, to: str) -> None:
-        """Replace the pointer record `name`, and the symbolic link `latest_ok` beside it, whatever stands there."""
+        """Replace the pointer record `name` and the symbolic link `latest_ok`, which will lead to the folder `to`.
+
+        A directory that stands in the place of either is renamed and kept. Raises NoSpace, NotWritable, TierDown.
+        """
         path, link = self._path(name), self._path(LINK)
         with self._translated(name):
             self._write_staged(path + ".tmp", data)
             self._rename_over(path + ".tmp", path)  # guard: pointer-replaced-by-rename
         with self._translated(LINK):
-            self._remove_if_there(link + ".tmp")  # guard: stale-link-removed
+            self._remove_if_present(link + ".tmp")  # guard: stale-link-removed
             try:
                 self._files.symlink(to, link + ".tmp")
             except OSError as error:
@@ -136,9 +145,9 @@ class Disk:
             self._sync_folder("")  # guard: pointer-name-synced
 
     def replace(self, name: str, by: str) -> None:
-        """Put a finished blob in the place of another of its folder, durably."""
+        """Rename the finished blob `by` over the blob `name` of the same folder, durably."""
         with self._translated(name):
-            self._sync_folder(_folder(by))  # its own name first: it is all that a crash may leave of the two
+            self._sync_folder(_folder(by))  # first: the name `by` may be the only one that a crash leaves
             self._files.rename(self._path(by), self._path(name))
             self._sync_folder(_folder(name))
 
@@ -146,13 +155,13 @@ class Disk:
         self._settled.discard(folder)
 
     def delete(self, name: str) -> None:
-        """Remove a blob, durably, and its folder when that is empty."""
+        """Remove a blob durably, and its folder if that is empty afterwards. Raises NotWritable, TierDown."""
         with self._translated(name):
-            self._remove_if_there(self._path(name))
+            self._remove_if_present(self._path(name))
             folder = _folder(name)
             try:
                 # guard: removed-name-synced
-                self._sync_folder(folder)  # also when it was gone: whoever removed it may have died before this
+                self._sync_folder(folder)  # also if it did not exist: who removed it may have crashed before this sync
             except FileNotFoundError:
                 return
             if "/" not in folder:
@@ -171,7 +180,7 @@ class Disk:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        """Names in a folder: length of a file, None for a folder, -1 for anything else. Empty when it is not there."""
+        """Name -> length of a file in bytes, None for a folder, -1 for anything else. Empty if there is no folder."""
         with self._translated(folder):
             try:
                 return self._files.list(self._path(folder))
@@ -179,7 +188,11 @@ class Disk:
                 return {}
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        """Fill mv[:extent.length]. `fresh` reads past the page cache when mv is a page-aligned, padded buffer."""
+        """Fill mv[:extent.length]. Raises Truncated, MissingBlob, Unreadable, NotWritable, TierDown.
+
+        With `fresh` the read bypasses the page cache: by direct I/O if `mv` is page-aligned and at least as long as the
+        extent rounded up to pages, otherwise by dropping clean pages from the cache before.
+        """
         direct = fresh and self._direct and extent.offset % DIRECT_IO_BYTES == 0 and _takes_direct(mv, extent.length)
         want = round_up(extent.length) if direct else extent.length
         with self._translated(extent.blob):
@@ -194,7 +207,7 @@ class Disk:
                             raise
                         what = f"{self._path(extent.blob)} cannot be read at {extent.offset + got:,}: {error.strerror}"
                         raise Unreadable(what, blob=extent.blob, offset=extent.offset + got) from error
-                    # Direct I/O goes on from a block boundary; less than a block is had only at the end of the file.
+                    # Direct I/O continues at a block boundary; only the end of the file yields less than a block.
                     whole = end - end % DIRECT_IO_BYTES if direct and end < extent.length else end
                     if whole <= got:  # guard: early-end-is-damage
                         raise Truncated(
@@ -211,7 +224,7 @@ class Disk:
 
     def _path(self, name: str) -> str:
         if name.startswith("/") or ".." in name.split("/"):  # guard: name-inside-run
-            raise MissingBlob(f"{name!r} is no name inside a run", blob=name)
+            raise MissingBlob(f"{name!r} is not a name inside a run", blob=name)
         return os.path.join(self.place, name) if name else self.place
 
     def _make_folder(self, folder: str) -> None:
@@ -220,7 +233,7 @@ class Disk:
         self._make_folder(_folder(folder))
         with contextlib.suppress(FileExistsError):  # guard: existing-folder-synced
             self._files.make_dir(self._path(folder))
-        # Also when it was there: whoever made it may have died before its name was durable.
+        # Also if the folder existed: the process that made it may have crashed before the name was durable.
         self._sync_folder(_folder(folder))  # guard: new-folder-name-synced
         self._settled.add(folder)
 
@@ -229,7 +242,7 @@ class Disk:
             self._files.sync_dir(self._path(folder))
 
     def _write_staged(self, staged: str, data: bytes) -> None:
-        self._remove_if_there(staged)  # guard: stale-staged-record-removed
+        self._remove_if_present(staged)  # guard: stale-staged-record-removed
         try:
             self._write_whole(staged, data)
         except OSError:
@@ -237,7 +250,10 @@ class Disk:
             raise
 
     def _create_in_place(self, path: str, data: bytes) -> None:
-        """Without links: O_EXCL, and readers demand the record's own digest, so half of it is never taken for it."""
+        """Create a record on a file system without hard links: with O_EXCL, under its final name.
+
+        Readers demand the digest in the record, so that a partial record is never accepted.
+        """
         try:
             self._write_whole(path, data)
         except FileExistsError as error:
@@ -258,7 +274,7 @@ class Disk:
             file.close()
 
     def _read_back(self, path: str, data: bytes, error: OSError) -> None:
-        """Accept what lies at `path` if it is `data`; else say what is known. Deletes nothing."""
+        """Return if the file at `path` holds `data`; otherwise raise what `error` then means. Deletes nothing."""
         same = False
         with contextlib.suppress(OSError):
             file = self._files.open(path, "read")
@@ -268,7 +284,7 @@ class Disk:
                     found += count
                 if buffer[:found] == data:  # guard: read-back-compares
                     if self._syncs_files:  # guard: found-record-synced
-                        file.sync()  # whoever created it in place may have died before this
+                        file.sync()  # the process that created it in place may have crashed before its sync
                     same = True
             finally:
                 file.close()
@@ -279,16 +295,16 @@ class Disk:
         raise _unknown(path, error) from error  # guard: unknown-outcome-deletes-nothing
 
     def _rename_over(self, staged: str, path: str) -> None:
-        """Give `staged` the name `path`. A folder that stands there is renamed, never deleted: it may be the only copy.
+        """Rename `staged` to `path`. A folder at `path` is renamed, never deleted: it may be the only copy.
 
-        A run that was copied with symbolic links followed has a folder of copied files in the place of `latest_ok`.
+        Copying a run with a tool that follows symbolic links makes a folder of copied files in place of `latest_ok`.
         """
         try:
             self._files.rename(staged, path)
         except IsADirectoryError:
-            there = self._files.list(os.path.dirname(path))
+            existing = self._files.list(os.path.dirname(path))
             names = (f"{os.path.basename(path)}.copy-{number}" for number in itertools.count(1))
-            aside = os.path.join(os.path.dirname(path), next(name for name in names if name not in there))
+            aside = os.path.join(os.path.dirname(path), next(name for name in names if name not in existing))
             self._files.rename(path, aside)
             self._files.rename(staged, path)
             reporting.warning(
@@ -296,20 +312,21 @@ class Disk:
                 "and nothing in it is used. Delete it to free its space."
             )
 
-    def _remove_if_there(self, path: str) -> None:
+    def _remove_if_present(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(path)
 
     def _drop(self, staged: str) -> None:
-        # The caller's outcome is settled; what cannot be removed is litter that the next opening takes away.
+        # The outcome of the caller does not depend on it, and the next opening of the run removes what remains.
         with contextlib.suppress(OSError):
             self._files.remove(staged)
 
     @contextlib.contextmanager
-    def _still_there(self, name: str) -> Iterator[None]:
-        """Say what has happened where a folder of the run is missing while it is written. None is made anew.
+    def _reporting_missing_folders(self, name: str) -> Iterator[None]:
+        """Name the missing folder where a write fails because a folder of the run does not exist any more.
 
-        A folder that was moved holds the generations: a new one in its place would be a second run, without them.
+        The folder is not created again: if the run was moved, a new folder in its place would be a second run without
+        the generations of the first.
         """
         try:
             yield
@@ -320,10 +337,10 @@ class Disk:
             if missing is None:
                 raise
             raise TierDown(
-                f"{self._path(missing)} is gone: the run was moved or deleted while it was open, and {name} cannot be "
-                "written",
-                safe="Nothing was made anew, and whatever was moved is as it was.",
-                todo="Move it back, and the next save works. Or stop, and start again with the path where it is now.",
+                f"{self._path(missing)} does not exist any more: the run was moved or deleted while it was open, and "
+                f"{name} cannot be written",
+                safe="Nothing was created in its place, and what was moved is unchanged.",
+                todo="Move it back, and the next save succeeds; or stop the job and start it with the new path.",
             ) from error
 
     def _is_folder(self, folder: str) -> bool:
@@ -343,7 +360,7 @@ class Disk:
 
 
 class DiskUpload:
-    """`ports.Upload`: a file that nobody knows yet."""
+    """`ports.Upload`: a file that no record names yet."""
 
     def __init__(self, disk: Disk, file: File, name: str, length: int) -> None:
         self._disk, self._file, self._name, self._length = disk, file, name, length
@@ -354,7 +371,7 @@ class DiskUpload:
             _write_all(self._file, mv, offset)
 
     def finish(self) -> None:
-        """Cut the padded tail, then make content and length durable; the name follows with the folder's next record."""
+        """Cut the padding and make content and length durable. The folder's next record makes the name durable."""
         with self._disk._translated(self._name):
             self._file.resize(self._length)  # guard: padded-tail-cut
             if self._disk._syncs_files:  # guard: blob-content-synced
@@ -365,7 +382,7 @@ class DiskUpload:
         self._close()
         self._disk._drop(self._disk._path(self._name))  # guard: abort-removes-blob
         folder = _folder(self._name)
-        if "/" in folder and not self._disk._shared:  # it goes too when this was all it held
+        if "/" in folder and not self._disk._shared:  # removed too if it is empty now
             self._disk._drop(self._disk._path(folder))  # guard: abort-removes-folder
             self._disk._settled.discard(folder)  # guard: aborted-folder-forgotten
 
@@ -376,15 +393,15 @@ class DiskUpload:
 
 
 def _write_all(file: File, mv: memoryview, offset: int) -> None:
-    """Write every byte: a write may take fewer than it was given."""
+    """Write every byte of `mv`: one call of `write_at` may write fewer."""
     done = 0
     while done < len(mv):  # guard: short-write-loop
         count = file.write_at(mv[done:], offset + done)
-        # Direct I/O goes on from a block boundary; the last, partial block of what was taken is written again.
+        # Direct I/O continues at a block boundary, so the partial block at the end of a short write is written again.
         # guard: short-write-keeps-alignment
         whole = count if count == len(mv) - done else count - count % DIRECT_IO_BYTES or count
         if whole <= 0:  # guard: zero-write-is-error
-            raise OSError(errno.EIO, "the file takes no more bytes")
+            raise OSError(errno.EIO, "the file accepts no more bytes")
         done += whole  # guard: short-write-counted
 
 
@@ -399,7 +416,7 @@ def _folder(name: str) -> str:
 
 def _unknown(path: str, error: OSError) -> CommitUnknown:
     return CommitUnknown(
-        f"{path}: {error.strerror or error}; it may or may not have become durable",
+        f"{path}: {error.strerror or error}; the record may or may not be durable",
         safe="Nothing was deleted.",
-        todo="The next opening of the run reads it and knows.",
+        todo="The next opening of the run reads the record and decides by it.",
     )
