@@ -48,10 +48,10 @@ class Board:
         self._answer()
         return self.posts.keys() >= set(keys)
 
-    def get(self, keys, seconds, no_use=lambda: False):
+    def get(self, keys, seconds, cancelled=lambda: False):
         self._answer()
         if not self.posts.keys() >= set(keys):
-            no_use()
+            cancelled()
             raise TimedOut("nobody else is here")
         return [self.posts[key] for key in keys]
 
@@ -77,7 +77,7 @@ class Meeting(Board):
             super().set(posts)
             self.news.notify_all()
 
-    def get(self, keys, seconds, no_use=lambda: False):
+    def get(self, keys, seconds, cancelled=lambda: False):
         with self.news:
             self.news.notify_all()
             self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(seconds, 20.0))

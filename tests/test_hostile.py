@@ -328,8 +328,8 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a file of 90 MB and no tensor": (no_pieces(90_000_000), "committed were"),
     "unknown dtype": (piece(0, dtype="object"), "unknown dtype"),
     "piece in a blob of nobody": (piece(2, blob="r00000.1.safetensors"), "not of this manifest"),
-    "a name twice": (piece(1, name="a"), "stands twice"),
-    "a name that is an alias too": (piece(1, name="tied"), "stands twice"),
+    "a name twice": (piece(1, name="a"), "listed twice"),
+    "a name that is an alias too": (piece(1, name="tied"), "listed twice"),
     "alias of nothing": (top(aliases={"tied": "nothing"}), "alias of nothing"),
     "alias of itself": (top(aliases={"tied": "tied"}), "alias of nothing"),
     "aliases in a circle": (top(aliases={"x": "y", "y": "x"}), "alias of nothing"),
@@ -351,19 +351,19 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "an algorithm that is an attribute": (top(digest="__class__"), "unknown digest"),
     "chunk digest of other bytes": (blob(chunks=["0" * 32] * 3), "differs from its digest"),
     "content digest of other bytes": (piece(1, digest="0" * 32), "memory changed it in between"),
-    "blob above the run": (renamed("../../../outside"), "no name of a blob"),
-    "blob by an absolute name": (renamed("/etc/passwd"), "no name of a blob"),
-    "blob by a way round": (renamed("r00000.safetensors/../r00000.safetensors"), "no name of a blob"),
-    "blob in another generation": (renamed("../000000000010-0a0a0a0a/r00000.safetensors"), "no name of a blob"),
-    "blob without a name": (renamed(""), "no name of a blob"),
-    "blob that is the folder": (renamed("."), "no name of a blob"),
-    "blob with a nul": (renamed("r00000.safetensors\0"), "no name of a blob"),
-    "blob that is a record": (renamed("COMMIT.json"), "no name of a blob"),
-    "blob of another rank": (renamed("r00001.safetensors"), "no name of a blob"),
-    "the same blob twice": (lambda record: record["blobs"].append(record["blobs"][0]), "no name of a blob"),
+    "blob above the run": (renamed("../../../outside"), "not the name of a blob"),
+    "blob by an absolute name": (renamed("/etc/passwd"), "not the name of a blob"),
+    "blob by a way round": (renamed("r00000.safetensors/../r00000.safetensors"), "not the name of a blob"),
+    "blob in another generation": (renamed("../000000000010-0a0a0a0a/r00000.safetensors"), "not the name of a blob"),
+    "blob without a name": (renamed(""), "not the name of a blob"),
+    "blob that is the folder": (renamed("."), "not the name of a blob"),
+    "blob with a nul": (renamed("r00000.safetensors\0"), "not the name of a blob"),
+    "blob that is a record": (renamed("COMMIT.json"), "not the name of a blob"),
+    "blob of another rank": (renamed("r00001.safetensors"), "not the name of a blob"),
+    "the same blob twice": (lambda record: record["blobs"].append(record["blobs"][0]), "not the name of a blob"),
     "a blob that is not there": (
         lambda record: record["blobs"].append({**record["blobs"][0], "name": "r00000.1.safetensors"}),
-        "is gone",
+        "is missing",
     ),
     "header of another name": (piece(1, name="d"), "header does not agree"),
     "header of another type": (piece(1, dtype="int8"), "header does not agree"),
@@ -372,9 +372,9 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         all_of(piece(1, shape=[600], length=600), lambda record: record["pieces"].pop()),
         "header does not agree",
     ),
-    "of another step": (top(step=10), "another place"),
-    "of another incarnation": (top(incarnation="0b0b0b0b"), "another place"),
-    "of another rank": (top(rank=1), "another place"),
+    "of another step": (top(step=10), "belongs elsewhere"),
+    "of another incarnation": (top(incarnation="0b0b0b0b"), "belongs elsewhere"),
+    "of another rank": (top(rank=1), "belongs elsewhere"),
     "an unknown field": (top(more=1), "unknown field"),
     "a field of another type": (top(pieces={"a": 1}), "Expected `array`"),
     "a step that is no integer": (top(step=20.5), "Expected `int`"),
@@ -467,9 +467,9 @@ def sealed(**changes: Any) -> Callable[[dict[str, Any]], object]:
 
 
 COMMITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "of another step": (top(step=21), "speaks of"),
-    "of a step below nothing": (top(step=-20), "speaks of"),
-    "of another incarnation": (top(incarnation="0b0b0b0b"), "speaks of"),
+    "of another step": (top(step=21), "is the commit of"),
+    "of a step below nothing": (top(step=-20), "is the commit of"),
+    "of another incarnation": (top(incarnation="0b0b0b0b"), "is the commit of"),
     "of another run": (top(run="0c0c0c0c"), "belongs to run"),
     "a rank too many": (top(world={"ranks": 2}), "1 seals for 2 ranks"),
     "no ranks": (top(world={"ranks": 0}), "1 seals for 0 ranks"),
@@ -492,7 +492,7 @@ COMMITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda record: record["seals"][0].update(length=record["seals"][0]["length"] + 1),
         "bytes",
     ),
-    "a seal with another digest": (sealed(digest="0" * 32), "not the manifest that was sealed"),
+    "a seal with another digest": (sealed(digest="0" * 32), "differs from the manifest that was sealed"),
     "an unknown field": (top(more=1), "unknown field"),
     "metrics that are no numbers": (top(metrics={"loss": "low"}), "Expected `float`"),
     "a parent that is a text": (top(parent="10"), "Expected `object"),
@@ -509,7 +509,7 @@ def test_a_forged_commit_is_refused_before_anything_is_reserved_or_opened(run, c
 @pytest.mark.parametrize("length", [(64 << 20) + 1, 1 << 40])
 def test_a_commit_longer_than_any_record_is_not_even_read(run, length):
     run.sparse(COMMIT, length)
-    expect_refused(run, "no file of a record's length")
+    expect_refused(run, "not a file of a record's length")
 
 
 def test_a_manifest_as_long_as_its_seal_says_is_still_bounded(run):

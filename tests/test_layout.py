@@ -20,7 +20,7 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.content_digest import Contents
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import ManifestInvalid, SumMismatch, UnknownFormat
-from lastgood.format import layout, values
+from lastgood.format import layout, validation, values
 from lastgood.format.commit import read_manifest, survey
 from lastgood.format.layout import DTYPES, PAGE_BYTES, Tensor
 from lastgood.io.checksum import ALGORITHMS, digest
@@ -240,15 +240,15 @@ def test_the_header_that_a_reader_demands_is_the_one_that_was_written(tensors, o
     image = whole(tensors)
     pieces = pieces_of(image)
     blob = Blob(name=image.blob, length=image.length, chunk_bytes=4096, chunks=[])
-    layout.validate_header(image.header, blob, pieces)
+    validation.validate_header(image.header, blob, pieces)
     at = data.draw(st.integers(0, len(image.header) - 1))
     changed = bytearray(image.header)
     changed[at] ^= data.draw(st.integers(1, 255))
     with pytest.raises(ManifestInvalid, match="header does not agree"):
-        layout.validate_header(bytes(changed), blob, pieces)
+        validation.validate_header(bytes(changed), blob, pieces)
     if whole(others).header != image.header:
         with pytest.raises(ManifestInvalid, match="header does not agree"):
-            layout.validate_header(whole(others).header, blob, pieces)
+            validation.validate_header(whole(others).header, blob, pieces)
 
 
 @given(tensor_lists, st.integers(1, 4))
@@ -588,8 +588,8 @@ def test_a_part_lies_within_its_tensor_and_is_less_than_it(case):
             values={},
         )
 
-    layout.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1, ranks=2)
+    validation.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1, ranks=2)
     with pytest.raises(ManifestInvalid):
-        layout.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1)
+        validation.validate_manifest(sealed([1, 0], [2, 3], [4, 3]), at, 1)
     with pytest.raises(ManifestInvalid, match="is no part"):
-        layout.validate_manifest(sealed(offsets, shape, of), at, 1, ranks=2)
+        validation.validate_manifest(sealed(offsets, shape, of), at, 1, ranks=2)

@@ -34,7 +34,7 @@ def test_a_run_that_goes_away_is_said_to_and_goes_on_once_it_is_back(tmp_path, n
             shutil.copytree(away, tmp_path / "copy", symlinks=True)
             shutil.rmtree(away)
         for step in (2, 3):
-            with pytest.raises(TierDown, match="is gone: the run was moved or deleted") as found:
+            with pytest.raises(TierDown, match="does not exist any more: the run was moved or deleted") as found:
                 save(run, step, STATE)
             assert found.value.safe and "Move it back" in found.value.todo
             assert not (root / name).exists(), "a new folder would be another run"

@@ -549,7 +549,7 @@ def test_a_cell_longer_than_isal_can_count_is_refused(monkeypatch):
     """ISA-L takes the length as a signed int of 32 bits: a cell of 2 GiB had a negative one."""
     if isal.library() is None:
         pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
-    monkeypatch.setattr(isal, "CELL_LIMIT", 64)
+    monkeypatch.setattr(isal, "ISAL_CELL_LIMIT_BYTES", 64)
     with pytest.raises(ValueError, match="of one length below 64 bytes"):
         Code(1, 1).encode([memoryview(bytes(64))])
 
@@ -565,7 +565,7 @@ def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different
         blobs = [
             Blob(name=name, length=size, chunk_bytes=CHUNK, chunks=[]) for name, size in (("a", length), ("b", 4096))
         ]
-        cut = parity_layout.stripes(blobs, 10, 2)
+        cut = parity_layout.grid(blobs, 10, 2)
         for blob in blobs:
             mine = [cell for cell in cut.cells if cell.blob == blob.name]
             ends = [cell.offset + cell.length for cell in mine]

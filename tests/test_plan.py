@@ -394,5 +394,5 @@ def test_a_cadence_that_cannot_be_meant_is_refused(nothing):
     """Zero once passed, as if it had not been given: the first step divided by it."""
     with pytest.raises(Refused, match=rf"Every\({[*nothing][-1]}="):
         Every(**nothing)
-    with pytest.raises(Refused, match=r"Every\(\) says nothing"):
+    with pytest.raises(Refused, match=r"Every\(\) has neither"):
         Every()

@@ -41,6 +41,7 @@ from lastgood.io import files as posix_files
 from lastgood.io import mapped
 from lastgood.io.files import PosixFiles, takes_direct
 from lastgood.io.mapped import MappedFiles
+from lastgood.limits import TABLE_AREA_BYTES
 from lastgood.policy.retention import Keep
 from lastgood.records import Extent, Finding
 from lastgood.run import access
@@ -48,7 +49,7 @@ from lastgood.run.known import Environment
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.storage import slot_table as tables
-from lastgood.storage.slot_file import AREA_BYTES, aligned
+from lastgood.storage.slot_file import aligned
 from lastgood.storage.slot_table import Table
 from lastgood.storage.slots import Slots
 from lastgood_lab.hostile import ROOT, HostileDisk
@@ -109,7 +110,7 @@ class Trainer:
 
 
 def slots_named(tier: Slots) -> dict[int, int]:
-    return {int(one.folder[:12]): one.slot for one in tier._look().kept}
+    return {int(one.folder[:12]): one.slot for one in tier._current_table().kept}
 
 
 def lengths(root: Path) -> dict[str, int]:
@@ -154,7 +155,7 @@ def test_manifests_longer_than_a_slot_has_room_for_make_all_slots_longer_at_the_
     trainer = Trainer(tmp_path, files := Seen())
     many = {f"t{number:04d}": bytes([number % 256]) for number in range(300)}
     save(trainer.run, 1, many)
-    assert {len(set(lengths(tmp_path).values()) - {2 * AREA_BYTES})} == {1}, "all slots are of one length"
+    assert {len(set(lengths(tmp_path).values()) - {2 * TABLE_AREA_BYTES})} == {1}, "all slots are of one length"
     for step in (2, 3, 4):
         files.calls.clear()
         save(trainer.run, step, many)
@@ -546,15 +547,15 @@ def test_the_table_is_read_as_the_medium_has_it(tmp_path):
     run = RunWriter(access.slots(disk, ROOT), Inline())
     for step in (1, 2):
         save(run, step, state(step))
-    sequences = [tables.whole(_area(disk, at)).sequence for at in (0, AREA_BYTES)]
-    disk.rot(f"{ROOT}/slots/table", (AREA_BYTES if sequences[1] > sequences[0] else 0) + 60)
+    sequences = [tables.whole(_area(disk, at)).sequence for at in (0, TABLE_AREA_BYTES)]
+    disk.rot(f"{ROOT}/slots/table", (TABLE_AREA_BYTES if sequences[1] > sequences[0] else 0) + 60)
     found, _ = load(access.slots(disk, ROOT), workers=Inline())
     assert found.generation.step == 1
 
 
 def _area(disk: HostileDisk, at: int) -> bytes:
-    data = bytes(disk._find(f"{ROOT}/slots/table").data)[at : at + AREA_BYTES]
-    return data[: 48 + tables.body_bytes(data, AREA_BYTES)]
+    data = bytes(disk._find(f"{ROOT}/slots/table").data)[at : at + TABLE_AREA_BYTES]
+    return data[: 48 + tables.body_bytes(data, TABLE_AREA_BYTES)]
 
 
 def test_a_file_that_is_overwritten_is_flushed_without_the_journal(tmp_path, monkeypatch):
@@ -577,7 +578,7 @@ def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
     with pytest.raises(NothingGood, match=r"has (5,000|0) bytes"):
         restored(tmp_path)
     path.unlink()
-    with pytest.raises(NothingGood, match="is gone"):
+    with pytest.raises(NothingGood, match="is missing"):
         restored(tmp_path)
 
 
@@ -585,7 +586,7 @@ def test_nothing_is_noted_beside_what_was_let_go(tmp_path):
     """A slow verification may end when its generation is gone; its mark must not take a slot."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
-    with pytest.raises(MissingBlob, match="nothing is noted"):
+    with pytest.raises(MissingBlob, match="it cannot be marked"):
         trainer.tier.put_new("gen/000000000001-00000002/DAMAGED.json", b"x")
     assert not trainer.tier._drafts
 
@@ -647,7 +648,7 @@ def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path)
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
     path = tmp_path / "slots/table"
-    for damage in (lambda: [flip(path, 70), flip(path, AREA_BYTES + 70)], lambda: os.truncate(path, 100)):
+    for damage in (lambda: [flip(path, 70), flip(path, TABLE_AREA_BYTES + 70)], lambda: os.truncate(path, 100)):
         damage()
         before = path.read_bytes()
         with pytest.raises(SumMismatch, match="both records"):
@@ -657,7 +658,7 @@ def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path)
         assert path.read_bytes() == before
     path.unlink()
     for opening in (restored, Trainer):
-        with pytest.raises(MissingBlob, match="is gone"):
+        with pytest.raises(MissingBlob, match="is missing"):
             opening(tmp_path)
 
 
@@ -667,7 +668,7 @@ def test_a_record_longer_than_an_area_makes_a_longer_table(tmp_path):
     trainer.save(2)
     findings = [Finding(kind="SumMismatch", what="x" * 200, blob=BLOB, chunk=number) for number in range(900)]
     trainer.run.conclude(trainer.run.lineage()[0], findings)
-    assert lengths(tmp_path)["table"] > 2 * AREA_BYTES
+    assert lengths(tmp_path)["table"] > 2 * TABLE_AREA_BYTES
     assert restored(tmp_path) == (1, [2])
     trainer.save(3)
     assert restored(tmp_path) == (3, [])

@@ -33,7 +33,8 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError, NotARun, NotFinite
 from lastgood.events import Event
 from lastgood.format import commit, layout
-from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
+from lastgood.io.files import PosixFile, PosixFiles, round_up
+from lastgood.limits import DIRECT_IO_BYTES
 from lastgood.policy.restore import lineage
 from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
@@ -97,7 +98,7 @@ class ShortFile:
 
     def write_at(self, mv: memoryview, offset: int) -> int:
         count = self._file.write_at(self._some(mv), offset)
-        return self._chance.randint(min(count, BLOCK_BYTES), count) if self._direct else count
+        return self._chance.randint(min(count, DIRECT_IO_BYTES), count) if self._direct else count
 
     def _some(self, mv: memoryview) -> memoryview:
         length = self._chance.randint(1, len(mv))

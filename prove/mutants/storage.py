@@ -55,7 +55,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "block boundary after a short write",
             "short-write-keeps-alignment",
-            Swap("count - count % BLOCK_BYTES or ", ""),
+            Swap("count - count % DIRECT_IO_BYTES or ", ""),
         ),
         ("write that takes nothing", "zero-write-is-error", Never()),
         ("short-read loop", "short-read-loop", Instead("got = extent.length")),

@@ -1,6 +1,6 @@
 """What this package needs from outside, as contracts. They hold no behaviour.
 
-Tests pass in their own: a disk that loses, tears and reorders what was not synced, a tier that is full.
+Tests pass in their own implementations: a disk that loses, tears and reorders what was not synced, a tier that is full.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ OpenMode = Literal["new", "read", "write"]
 
 
 class File(Protocol):
-    """An open file.
+    """An open file. Every call may raise OSError.
 
     =====================  ==========================================================================
     call                   required behaviour
     =====================  ==========================================================================
-    size()                 length in bytes now
-    read_into(mv, offset)  reads up to len(mv) bytes, returns how many; 0 only at the end
-    write_at(mv, offset)   writes up to len(mv) bytes, returns how many (>= 1); from any thread
-    reserve(length)        raises ENOSPC now rather than later; the length becomes at least `length`
-    resize(length)         cuts or extends
-    sync()                 content and length survive power loss on return; its first error is final
-    close()                never reports what sync did not
+    size()                 returns the current length in bytes
+    read_into(mv, offset)  reads up to len(mv) bytes and returns their number, which is 0 only at the
+                           end of the file; may be called from several threads at once
+    write_at(mv, offset)   writes up to len(mv) bytes and returns their number (>= 1); may be called from
+                           several threads at once, for ranges that do not overlap
+    reserve(length)        allocates the space: raises ENOSPC here rather than in a later write; the
+                           length becomes at least `length`
+    resize(length)         cuts or extends the file
+    sync()                 content and length survive power loss on return; its first error is final:
+                           every later call raises too
+    close()                reports no error that sync did not report; nothing may be called afterwards
     =====================  ==========================================================================
 
-    A file opened `direct` takes buffers, offsets and lengths that are multiples of 4096.
+    `reserve`, `resize`, `sync` and `close` are called by one thread, while no write is under way.
+    A file that was opened with `direct` takes buffers, offsets and lengths that are multiples of
+    limits.DIRECT_IO_BYTES.
     """
 
     def size(self) -> int: ...
@@ -41,23 +47,27 @@ class File(Protocol):
 
 
 class Files(Protocol):
-    """A POSIX file system. Errors are OSError. Paths are absolute strings.
+    """A POSIX file system. Paths are absolute strings. Errors are OSError. Every call may be made from any thread.
 
     ==========================  =====================================================================
     call                        required behaviour
     ==========================  =====================================================================
-    open(path, "new")           creates; FileExistsError when the name is taken
-    open(path, "write")         a file that is there, to be overwritten in place; no links, as for "read"
-    open(path, "read")          never follows a symbolic link at the last component;
-                                `fresh`: what the medium has, as far as that can be had
-    list(path)                  name -> length of a regular file, None for a directory, -1 otherwise
-    make_dir(path)              FileExistsError when the name is taken
-    link(old, new)              a further name for a file, atomically; FileExistsError when taken
-    rename(old, new)            `new` names the old or the new file at every instant
-    symlink(target, path)       FileExistsError when the name is taken
-    remove(path)                a file, a symbolic link or an empty directory
-    sync_dir(path)              the names in it survive power loss on return
+    open(path, "new")           creates a file and returns it; FileExistsError if the name is taken
+    open(path, "write")         returns an existing file, to be overwritten in place
+    open(path, "read")          returns an existing file; with `fresh`, reads show the medium rather
+                                than the page cache, as far as the system allows it
+    list(path)                  name -> length of a regular file in bytes, None for a directory, -1 for
+                                anything else
+    make_dir(path)              creates a directory; FileExistsError if the name is taken
+    link(old, new)              gives a file a further name, atomically; FileExistsError if it is taken
+    rename(old, new)            `new` names either the old or the new file at every instant
+    symlink(target, path)       creates a symbolic link; FileExistsError if the name is taken
+    remove(path)                removes a file, a symbolic link or an empty directory
+    sync_dir(path)              the names in the directory survive power loss on return
     ==========================  =====================================================================
+
+    `open` never follows a symbolic link in the last component of the path. Where a path does not exist, a call raises
+    FileNotFoundError.
     """
 
     def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> File: ...
@@ -71,37 +81,44 @@ class Files(Protocol):
 
 
 class Store(Protocol):
-    """What the ranks of a job share: small values by name, seen by all of them.
+    """A key-value store that all ranks of a job share. Every call may be made from any thread and raises TierDown
+    where the store cannot be reached.
 
-    ======================  ====================================================================
-    call                    required behaviour
-    ======================  ====================================================================
-    set(posts)              each seen by whoever asks from now on
-    get(keys, s, no_use)    waits s seconds at most until all are there; asks now and then whether it is of
-                            no use any more; raises TimedOut, or TierDown when gone
-    has(keys)               whether all of them are there now
-    delete(keys)            no-op for what is not there
-    ======================  ====================================================================
+    =============================  ====================================================================
+    call                           required behaviour
+    =============================  ====================================================================
+    set(posts)                     stores these values; every `get` and `has` that begins after the return, on
+                                   any rank, sees them
+    get(keys, seconds, cancelled)  waits up to `seconds` until every key exists and returns the values in the
+                                   order of the keys; raises TimedOut after that. `cancelled()` is polled with
+                                   growing pauses in the calling thread; once it is true, TimedOut is raised
+    has(keys)                      returns whether all of these keys exist now; does not wait
+    delete(keys)                   removes these keys; a key that does not exist is ignored
+    =============================  ====================================================================
     """
 
     def set(self, posts: Mapping[str, bytes]) -> None: ...
     def has(self, keys: Sequence[str]) -> bool: ...
-    def get(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = ...) -> list[bytes]: ...
+    def get(self, keys: Sequence[str], seconds: float, cancelled: Callable[[], bool] = ...) -> list[bytes]: ...
     def delete(self, keys: Sequence[str]) -> None: ...
 
 
 class Upload(Protocol):
-    """A blob that is being written; it has no meaning until `finish` returned.
+    """A blob that is being written. It has no meaning until `finish` has returned.
 
     ====================  ===========================================================================
     call                  required behaviour
     ====================  ===========================================================================
-    write_at(mv, offset)  all of it, or an error; from several threads, each range once
-    finish()              whole on return; durable once a later put_new in its folder has returned
-    abort()               removed as far as possible; never raises for what is already gone
+    write_at(mv, offset)  writes all of `mv` or raises; may be called from several threads at once; each
+                          range of the blob is written once
+    finish()              the blob is complete on return, and durable once a later put_new in its folder
+                          has returned; called by one thread, after every write_at
+    abort()               removes the blob as far as possible; does not raise where it was removed before;
+                          called by one thread, while no write_at is under way
     ====================  ===========================================================================
 
-    `write_at` takes page-aligned buffers and offsets; `mv` may be padded up to the next page past the blob's end.
+    `write_at` takes page-aligned buffers and offsets. Past the end of the blob `mv` may be padded up to the next page.
+    `write_at` and `finish` raise NoSpace, NotWritable or TierDown.
     """
 
     def write_at(self, mv: memoryview, offset: int) -> None: ...
@@ -110,30 +127,36 @@ class Upload(Protocol):
 
 
 class Tier(Protocol):
-    """Immutable blobs by name.
+    """A storage backend: immutable blobs by name. Every call may be made from any thread.
 
     ========================  ====================  =================================================
-    call                      name already there    required behaviour
+    call                      the name exists       required behaviour
     ========================  ====================  =================================================
-    create(name, length)      no                    space is reserved before it returns, else NoSpace
-    create(name, length)      yes                   raise NameTaken; the old blob is untouched
-    put_new(name, data)       no                    whole or not at all; durable on return, and with it every blob
-                                                    of its folder that was finished before
-    put_new(name, data)       same bytes            no-op, durable on return
-    put_new(name, data)       other bytes           raise NameTaken; the old blob is untouched
-    put_new(name, data)       outcome not known     raise CommitUnknown; nothing is deleted
-    point(name, data, to)     yes or no             replaced: a reader finds the old or the new bytes
-    read_into(extent, mv)     shorter               raise Truncated; the content of mv is undefined
-    read_into(extent, mv)     no                    raise MissingBlob
-    list(folder)              no                    empty
-    delete(name)              no                    no-op; durable on return
+    create(name, length)      no                    returns an upload whose space is reserved; otherwise raises
+                                                    NoSpace
+    create(name, length)      yes                   raises NameTaken; the old blob is untouched
+    put_new(name, data)       no                    the blob exists whole or not at all; it is durable on return,
+                                                    and so is every blob of its folder that was finished before
+    put_new(name, data)       with the same bytes   changes nothing; the blob is durable on return
+    put_new(name, data)       with other bytes      raises NameTaken; the old blob is untouched
+    put_new(name, data)       outcome not known     raises CommitUnknown; nothing is deleted
+    point(name, data, to)     yes or no             replaces the pointer: a reader finds the old or the new bytes
+    read_into(extent, mv)     yes                   fills mv[:extent.length]
+    read_into(extent, mv)     yes, but shorter      raises Truncated; the content of mv is undefined
+    read_into(extent, mv)     no                    raises MissingBlob
+    list(folder)              yes                   name -> length in bytes, None for a folder, -1 for anything else
+    list(folder)              no                    returns an empty mapping
+    delete(name)              yes                   removes the blob; durable on return
+    delete(name)              no                    changes nothing; durable on return
     ========================  ====================  =================================================
 
-    Two rules make the table: a name never changes meaning (but for pointers); a reader of a blob whose put
-    returned never sees half of it.
-    `fresh=True` reads what the medium has, past caches. `mv` may be longer than the extent, for alignment.
-    `newest_only`: each commit lets go of all but itself and the newest verified one before it, by itself.
-    Errors are of the tree in errors.py: Damaged where bytes are gone, Unavailable where they cannot be reached now.
+    Two rules make the table: a name never changes its meaning (except for pointers), and a reader of a blob whose
+    put_new returned never sees half of it.
+
+    `place` is the path or URL, for messages. `fresh=True` reads the medium, past all caches. `mv` may be longer than
+    the extent, for alignment. `newest_only`: each commit deletes all generations but itself and the newest verified one
+    before it, without being asked. Errors belong to the tree in errors.py: Damaged where bytes are lost, Unavailable
+    where they cannot be reached now, NotWritable where this user has no permission.
     """
 
     place: str
@@ -148,10 +171,13 @@ class Tier(Protocol):
 
 
 class Shared(Tier, Protocol):
-    """A tier that other processes write too.
+    """A tier that other processes write to as well.
 
     ========================  =============================================================================
-    forget(folder)            what is known of it: another process may have removed it
+    call                      required behaviour
+    ========================  =============================================================================
+    forget(folder)            drops what is cached about the folder, because another process may have removed it;
+                              raises nothing
     ========================  =============================================================================
     """
 
@@ -159,11 +185,14 @@ class Shared(Tier, Protocol):
 
 
 class Mendable(Tier, Protocol):
-    """A tier whose files can be put back as they were committed.
+    """A tier whose files can be replaced by rebuilt ones.
 
     ========================  =============================================================================
-    replace(name, by)         `name` is the old or the new file at every instant; durable on return; the name
-                              `by` is gone
+    call                      required behaviour
+    ========================  =============================================================================
+    replace(name, by)         gives the finished blob `by` the name `name`, which is the old or the new file at
+                              every instant; durable on return, and the name `by` no longer exists; raises
+                              MissingBlob, NoSpace, NotWritable or TierDown
     ========================  =============================================================================
     """
 

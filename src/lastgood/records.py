@@ -1,8 +1,8 @@
-"""The nouns, frozen. They hold what is stored or handed between rooms; they never do anything.
+"""Frozen records: what is stored in a run, and what the rooms hand to each other. They have no behaviour.
 
-Words as in docs/format.md: a *piece* is a rectangle of a named tensor, a *blob* an immutable named run of bytes,
-a *manifest* one rank's pieces and values, a *seal* a rank's promise that its manifest is durable, a *commit* the one
-small record that makes a *generation* exist, an *incarnation* one opening of a run for writing.
+The terms are those of docs/glossary.md: a *piece* is a rectangle of a named tensor, a *blob* an immutable named run of
+bytes, a *manifest* holds one rank's pieces and values, a *seal* is a rank's promise that its manifest is durable, a
+*commit* is the one small record that makes a *generation* exist, an *incarnation* is one opening of a run for writing.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of everything that is stored: unknown fields are refused, so a field is never dropped in silence.
+    """Base of everything that is stored. Unknown fields are refused, so that no field is dropped in silence.
 
-    `gc=False` below: there are as many as tensors, they are part of no cycle, and the collector need not see them.
+    Records with `gc=False` exist once per tensor and are never part of a reference cycle, so Python's garbage
+    collector need not track them.
     """
 
 
 class GenerationId(Record, frozen=True, kw_only=True, order=True):
-    """A step in an incarnation. Two incarnations may hold the same step."""
+    """Names a generation: a step of an incarnation. Two incarnations may hold the same step."""
 
     step: int
     incarnation: str
@@ -30,7 +31,7 @@ class GenerationId(Record, frozen=True, kw_only=True, order=True):
 
 
 class Extent(Record, frozen=True, kw_only=True, gc=False):
-    """A run of bytes inside a blob."""
+    """A range of bytes inside a blob; offset and length in bytes."""
 
     blob: str
     offset: int
@@ -38,7 +39,7 @@ class Extent(Record, frozen=True, kw_only=True, gc=False):
 
 
 class Blob(Record, frozen=True, kw_only=True):
-    """One immutable file: its length and the digest of each of its chunks (the last one may be short)."""
+    """One immutable file: its length in bytes and the digest of each of its chunks. The last chunk may be shorter."""
 
     name: str
     length: int
@@ -47,44 +48,44 @@ class Blob(Record, frozen=True, kw_only=True):
 
 
 class Piece(Record, frozen=True, kw_only=True, gc=False, omit_defaults=True):
-    """A rectangle of a named tensor, mostly all of it: where its bytes rest and what they digest to."""
+    """A rectangle of a named tensor, in most cases the whole tensor: where its bytes are stored, and their digest."""
 
     name: str
     dtype: str
     shape: list[int]
     extent: Extent
     digest: str
-    """content digest over dtype, shape and bytes, taken while staging"""
+    """content digest over dtype, shape and bytes, computed from the copy in host memory before it is written"""
     finite: bool = False
-    """a state in which it holds NaN or infinity is not good: a parameter, or the state of an optimizer"""
+    """NaN or infinity in this tensor makes the generation unfit: it is a parameter, or the state of an optimizer"""
     offsets: list[int] = []
-    """of this rectangle, where it is a part of the tensor"""
+    """where this rectangle begins in its tensor; empty if it is the whole tensor"""
     whole: list[int] = []
-    """shape of the tensor, where this is a part of it"""
+    """shape of the whole tensor; empty if this rectangle is the whole tensor"""
     own: bool = False
-    """this rank's own: other ranks hold something else under the same name"""
+    """only this rank holds these bytes: other ranks hold other bytes under the same name"""
 
     @property
     def key(self) -> str:
-        """Its name in its file: a part says where it begins."""
+        """The name of this piece in its file. That of a part ends with the place where the part begins."""
         return f"{self.name}@{','.join(map(str, self.offsets))}" if self.offsets else self.name
 
 
 class Manifest(Record, frozen=True, kw_only=True):
-    """One rank's share of a generation."""
+    """One rank's part of a generation."""
 
     format: int
     step: int
     incarnation: str
     rank: int
     digest: str
-    """name of the digest algorithm of every digest below"""
+    """name of the algorithm of every digest in this record"""
     blobs: list[Blob]
     pieces: list[Piece]
     aliases: dict[str, str]
-    """further name of a tensor -> the name under which it is stored"""
+    """further name of a tensor -> the name under which it is stored (tied weights)"""
     values: dict[str, Any]
-    """non-tensor state, JSON with typed tags (format/values.py)"""
+    """what is no tensor, as JSON with typed tags (format/values.py)"""
 
 
 class Seal(Record, frozen=True, kw_only=True):
@@ -97,7 +98,7 @@ class Seal(Record, frozen=True, kw_only=True):
 
 
 class World(Record, frozen=True, kw_only=True):
-    """Ranks at the time of the save."""
+    """The number of ranks at the time of the save."""
 
     ranks: int
 
@@ -110,15 +111,16 @@ class Commit(Record, frozen=True, kw_only=True):
     step: int
     incarnation: str
     order: int
-    """of the incarnation: the newest lineage is that of the highest order"""
+    """number of the incarnation, counted from 1: the newest lineage is that of the highest order"""
     world: World
     continues: GenerationId | None
-    """what the incarnation continues; repeated here so that its own record is only a hint"""
+    """the generation that the incarnation continues; stored here too, so that its own record is only a hint"""
     parent: GenerationId | None
     """the generation before this one in its lineage"""
     seals: list[Seal]
+    """one for each rank, in ascending order"""
     created: float
-    """seconds since 1970, for people; nothing is decided by it"""
+    """seconds since 1970, for people only: no decision depends on it"""
     milestone: bool = False
     metrics: dict[str, float] = {}
 
@@ -128,14 +130,14 @@ class Commit(Record, frozen=True, kw_only=True):
 
 
 class RunHeader(Record, frozen=True, kw_only=True):
-    """`lastgood.json`: says that a directory is a run, and which."""
+    """`lastgood.json`: marks a directory as a run, and holds the run's id."""
 
     format: int
     run: str
 
 
 class Incarnation(Record, frozen=True, kw_only=True):
-    """One opening of a run for writing, and the generation that it continues."""
+    """One opening of a run for writing; `parent` is the generation that it continues."""
 
     format: int
     order: int
@@ -153,18 +155,19 @@ class Pointer(Record, frozen=True, kw_only=True):
 
 
 LAYERS = ("structure", "agreement", "contents", "digests", "finite")
-"""of the guard: it opens, and its structure validates; names, shapes and dtypes are those of the manifest; the digest
-of each tensor; the digests of each chunk and record, up to the commit; no NaN or infinity where there must be none"""
+"""The layers of the guard: the structure of each file is valid; names, shapes and dtypes are those of the manifest; the
+digest of each tensor agrees; the digests of each chunk and record agree, up to the commit; no NaN and no infinity where
+there must be none (engine/guard.py)."""
 
 
 class Finding(Record, frozen=True, kw_only=True):
-    """One thing that is wrong with a generation, and where."""
+    """One thing that is wrong with a generation, and where it is."""
 
     kind: str
-    """name of the error class that it would raise"""
+    """name of the error class that a reader would raise"""
     what: str
     layer: str = ""
-    """of LAYERS, that found it"""
+    """the one of LAYERS that found it"""
     blob: str = ""
     offset: int = 0
     chunk: int = -1
@@ -172,12 +175,12 @@ class Finding(Record, frozen=True, kw_only=True):
 
 
 def intact(findings: list[Finding]) -> bool:
-    """Whether every byte is what was committed: nothing was found, or only what is not finite."""
+    """Whether every byte is as committed: there is no finding, or only findings of the layer `finite`."""
     return all(one.layer == "finite" for one in findings)
 
 
 class Mark(Record, frozen=True, kw_only=True):
-    """What a reading of a generation found: `VERIFIED.json` nothing, `DAMAGED.json` and `UNFIT.json` the evidence."""
+    """The result of reading a whole generation: `VERIFIED.json` (no finding), `DAMAGED.json` or `UNFIT.json`."""
 
     format: int
     root: str
@@ -185,7 +188,7 @@ class Mark(Record, frozen=True, kw_only=True):
 
 
 class Label(Record, frozen=True, kw_only=True):
-    """`LABEL-1.json`, `LABEL-2.json`, ...: what was added to a generation after its commit, for retention."""
+    """`LABEL-1.json`, `LABEL-2.json`, ...: metrics and milestones that were added after the commit, for retention."""
 
     format: int
     root: str
@@ -194,32 +197,34 @@ class Label(Record, frozen=True, kw_only=True):
 
 
 class Parity(Record, frozen=True, kw_only=True):
-    """Of one parity file: what its cells stand in for, and whatever is needed to use them when all else is gone.
+    """The record of one parity file. It holds all that is needed to use the file when every other file is lost.
 
-    Redundancy, never the truth: what comes of it is held against the digests of the manifest.
+    Parity is redundancy and never the truth: rebuilt bytes count only if they agree with the digests of the manifest.
     """
 
     format: int
     root: str
-    """of the generation"""
+    """root of the generation"""
     data: int
+    """data cells in each row"""
     parity: int
+    """parity cells in each row, which is also the number of parity files"""
     index: int
-    """which of the `parity` files this is"""
+    """which of the parity files this is, from 0"""
     cell_bytes: int
     digest: str
     """name of the digest algorithm of the cells"""
     cells: list[str]
     """digests of the cells of the tensor files, in order"""
     sums: list[str]
-    """digests of the cells of this parity file"""
+    """digests of the cells of this parity file, row by row"""
     manifest_bytes: int
-    """of the copy of the manifest that follows the cells"""
+    """length of the copy of the manifest that follows the cells in the parity file"""
     commit: str
-    """the commit record, as it is stored"""
+    """the commit record, byte for byte as it is stored"""
 
     def alike(self, other: Parity) -> bool:
-        """Whether both are of the same cells of the same files."""
+        """Whether both records are about the same cells of the same files."""
         mine, theirs = ((one.data, one.parity, one.cell_bytes, one.digest, one.cells) for one in (self, other))
         return mine == theirs and self.manifest_bytes == other.manifest_bytes
 
@@ -228,17 +233,17 @@ class Generation(Record, frozen=True, kw_only=True):
     """A committed generation as a reader finds it."""
 
     commit: Commit
-    """its record; `milestone` and `metrics` with what labels have added"""
+    """its record; `milestone` and `metrics` include what labels have added"""
     root: str
-    """digest of the commit record: names the whole state"""
+    """digest of the commit record, and through it of every byte of the state"""
     verified: bool = False
     damaged: list[Finding] = []
     unfit: list[Finding] = []
-    """intact, and not good: what is not finite in it"""
+    """the tensors that hold NaN or infinity, where every byte is as committed"""
     label_unread: bool = False
-    """a label lies beside it that cannot be read: it may be what makes this generation a milestone"""
+    """one of its labels cannot be read, and might make this generation a milestone"""
     bytes: int = 0
-    """what its files hold on this tier"""
+    """total length of its files on this tier"""
 
     @property
     def id(self) -> GenerationId:
@@ -250,7 +255,7 @@ class Generation(Record, frozen=True, kw_only=True):
 
     @property
     def good(self) -> bool:
-        """Whether it was read after its commit, and nothing was found."""
+        """Whether the whole generation was read after its commit, and nothing was found."""
         return self.verified and not self.damaged and not self.unfit
 
     @property
@@ -260,24 +265,25 @@ class Generation(Record, frozen=True, kw_only=True):
 
 
 def judged(generation: Generation, findings: list[Finding]) -> Generation:
-    """A generation after a complete reading."""
+    """The generation with the findings of a complete reading."""
     damaged, unfit = ([], findings) if intact(findings) else (findings, [])
     return msgspec.structs.replace(generation, verified=not findings, damaged=damaged, unfit=unfit)
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """What the guard says of a generation."""
+    """The result of verifying a generation."""
 
     at: GenerationId
     layers: list[str]
-    """that looked"""
+    """the layers that were checked"""
     findings: list[Finding]
 
     @property
     def intact(self) -> bool:
-        """Whether every byte is what was committed."""
+        """Whether every byte is as committed; NaN and infinity do not count."""
         return intact(self.findings)
 
     @property
     def good(self) -> bool:
+        """Whether nothing was found."""
         return not self.findings

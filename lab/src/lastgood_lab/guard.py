@@ -104,7 +104,7 @@ def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any
         return lambda: timed(look, size)
 
     def digests() -> list[str]:
-        found = parity.Cells(striping.stripes(manifest.blobs, code.data, code.parity), manifest.digest)
+        found = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
         read_all(tier, generation, arena, workers, also=found.see)
         return found.digests
 

@@ -21,7 +21,8 @@ from typing import Any
 
 import xxhash
 
-from lastgood.io.files import BLOCK_BYTES, round_up
+from lastgood.io.files import round_up
+from lastgood.limits import DIRECT_IO_BYTES
 from lastgood.ports import OpenMode
 
 ROOT = "/run"
@@ -414,7 +415,7 @@ class HostileFile:
         self._node.touched(0, 0)
 
     def _need_aligned(self, length: int, offset: int) -> None:
-        if self._direct and (offset % BLOCK_BYTES or length != round_up(length)):
+        if self._direct and (offset % DIRECT_IO_BYTES or length != round_up(length)):
             raise OSError(errno.EINVAL, "not aligned", self._path)
 
 

@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from lastgood.io.files import BLOCK_BYTES, PosixFiles, round_up, takes_direct
+from lastgood.io.files import PosixFiles, round_up, takes_direct
+from lastgood.limits import DIRECT_IO_BYTES
 
 ZEROES_BYTES = 4 << 20
 _POINTER = struct.Struct("<QQQI")  # number, slot, step, crc of the three
@@ -57,9 +58,9 @@ class SlotFile:
         direct = getattr(os, "O_DIRECT", 0) if takes_direct(str(path.parent)) else 0
         fresh = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | direct, 0o644)
-        self._page = mmap.mmap(-1, BLOCK_BYTES)
+        self._page = mmap.mmap(-1, DIRECT_IO_BYTES)
         if fresh:
-            _fill(self._fd, 2 * BLOCK_BYTES + slots * self.slot_bytes)
+            _fill(self._fd, 2 * DIRECT_IO_BYTES + slots * self.slot_bytes)
             PosixFiles().sync_dir(str(path.parent))
 
     def write(self, slot: int, view: memoryview, offset: int) -> None:
@@ -71,13 +72,13 @@ class SlotFile:
     def point(self, number: int, slot: int, step: int) -> None:
         body = struct.pack("<QQQ", number, slot, step)
         self._page[: _POINTER.size] = body + struct.pack("<I", zlib.crc32(body))
-        _write_all(self._fd, memoryview(self._page), number % 2 * BLOCK_BYTES)
+        _write_all(self._fd, memoryview(self._page), number % 2 * DIRECT_IO_BYTES)
         self.flush()
 
     def newest(self) -> Newest | None:
         found = []
         for record in range(2):
-            os.preadv(self._fd, [self._page], record * BLOCK_BYTES)
+            os.preadv(self._fd, [self._page], record * DIRECT_IO_BYTES)
             number, slot, step, crc = _POINTER.unpack_from(self._page)
             if number and crc == zlib.crc32(self._page[: _POINTER.size - 4]):
                 found.append(Newest(number, slot, step))
@@ -95,7 +96,7 @@ class SlotFile:
         os.close(self._fd)
 
     def _at(self, slot: int) -> int:
-        return 2 * BLOCK_BYTES + slot * self.slot_bytes
+        return 2 * DIRECT_IO_BYTES + slot * self.slot_bytes
 
 
 class MappedFile(SlotFile):
@@ -201,7 +202,7 @@ def end_peer(process: subprocess.Popen[bytes]) -> None:
 def serve(path: str, slot_bytes: int) -> None:
     """Answer one trainer after the other, until terminated."""
     memory = mmap.mmap(-1, 2 * slot_bytes)
-    for at in range(0, len(memory), BLOCK_BYTES):
+    for at in range(0, len(memory), DIRECT_IO_BYTES):
         memory[at] = 0  # touched before the clock runs
     view, newest = memoryview(memory), (0, 0, 0)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

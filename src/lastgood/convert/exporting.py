@@ -7,19 +7,18 @@ index). torch is imported for `.pt` and `.dcp` only.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import IO, Any, cast
 
-from ..errors import NoSpace, NoSuchTensor, NotWritable, Refused, SumMismatch, TierDown
+from ..errors import NoSuchTensor, Refused, SumMismatch
 from ..extras import needed
 from ..format import layout
 from ..format.layout import Tensor
+from ..io import os_errors
 from ..io.files import PosixFiles
 from ..ports import File, Tier
 from ..records import Generation
@@ -46,7 +45,7 @@ def export(
     folder = to.endswith(("/", ".dcp"))
     _require_absent(target, force, folder)
     staged = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.urandom(4).hex()}.tmp")
-    with os_errors(target):
+    with os_errors.translated(target):
         try:
             if to.endswith("/"):
                 os.mkdir(staged)
@@ -212,21 +211,3 @@ class _Sink:
 
     def flush(self) -> None:
         """Does nothing: nothing is buffered."""
-
-
-@contextlib.contextmanager
-def os_errors(path: str) -> Iterator[None]:
-    """Raise OSErrors as errors of this package."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{path}: {error.strerror or error}"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise NoSpace(
-                what, safe="No incomplete file was left.", todo="Free space, or give another place."
-            ) from error
-        if error.errno in (errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.EINVAL):
-            raise Refused(what, safe="Nothing was touched.", todo="Check the path.") from error
-        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise NotWritable(what, safe="Nothing was touched.", todo="Check the owner and the rights.") from error
-        raise TierDown(what, safe="No incomplete file was left.", todo="Check the disk, then try again.") from error

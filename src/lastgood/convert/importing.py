@@ -18,6 +18,7 @@ from ..errors import ManifestInvalid, StepTaken, Truncated, Unstorable
 from ..extras import needed
 from ..format import layout
 from ..format.layout import Tensor
+from ..io import os_errors
 from ..io.files import PosixFiles, round_up
 from ..policy import restore
 from ..ports import File
@@ -27,7 +28,7 @@ from ..run.reader import WORKERS
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.watched import CountBytes, Watched
 from ..run.writer import RunWriter
-from .exporting import HF_FILE, HF_INDEX, os_errors
+from .exporting import HF_FILE, HF_INDEX
 
 DCP_METADATA = ".metadata"
 """a file that every folder of torch.distributed.checkpoint has"""
@@ -127,7 +128,7 @@ def opened(path: str, under: str) -> Iterator[Foreign]:
     Raises Refused, Unstorable, ManifestInvalid, Truncated, NotWritable, TierDown.
     """
     prefix = under.rstrip(".") + "." if under else ""
-    with os_errors(path):
+    with os_errors.translated(path):
         if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
             from . import hf_folder
 

@@ -47,9 +47,9 @@ class Posts:
         """What is said under each key, in one message."""
         self._store.set({key: msgspec.json.encode(said) for key, said in posts.items()})
 
-    def hear(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[Any]:
+    def hear(self, keys: Sequence[str], seconds: float, cancelled: Callable[[], bool] = lambda: False) -> list[Any]:
         """What was posted under each. Raises TimedOut, also when waiting is of no use any more."""
-        return [msgspec.json.decode(one) for one in self._store.get(keys, seconds, no_use)]
+        return [msgspec.json.decode(one) for one in self._store.get(keys, seconds, cancelled)]
 
     def heard(self, key: str) -> Any | None:
         """What was posted; None where nothing was."""
@@ -213,13 +213,13 @@ class Topic:
         ranks.post(f"{key}/{ranks.rank}", mine)
         elsewhere = ""
 
-        def no_use() -> bool:
+        def cancelled() -> bool:
             nonlocal elsewhere
             elsewhere = self._elsewhere(COORDINATOR)  # guard: coordinator-in-other-step-detected
             return bool(elsewhere) or ranks.left.is_set()
 
         try:
-            (verdict,) = ranks.hear([f"{key}/verdict"], seconds, no_use)
+            (verdict,) = ranks.hear([f"{key}/verdict"], seconds, cancelled)
         except TimedOut:
             safe = "Every committed generation is untouched."
             if ranks.left.is_set():
@@ -240,7 +240,7 @@ class Topic:
         ranks, found = self._ranks, dict[int, dict[str, Any]]()
         until = time.monotonic() + ranks.patience_seconds
 
-        def no_use() -> bool:
+        def cancelled() -> bool:
             before = len(found)
             for rank in missing:
                 if elsewhere := self._elsewhere(rank):  # guard: rank-in-other-step-detected
@@ -250,7 +250,7 @@ class Topic:
         while missing := [rank for rank in range(1, ranks.size) if rank not in found]:
             before, left = len(found), max(until - time.monotonic(), 0.0)
             try:
-                posts = ranks.hear([f"{key}/{rank}" for rank in missing], left, no_use)
+                posts = ranks.hear([f"{key}/{rank}" for rank in missing], left, cancelled)
                 found |= dict(zip(missing, posts, strict=True))
             except TimedOut:
                 if len(found) == before:

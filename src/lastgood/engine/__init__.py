@@ -1,1 +1,1 @@
-"""Movers: they take records and a byte budget and decide nothing."""
+"""Movers of bytes: they read, write and check what the records that they are given describe, and make no decisions."""

@@ -1,6 +1,6 @@
-"""The arena: one bounded, page-aligned run of host memory, lent in chunks. Knows no tensor.
+"""The arena: a bounded buffer pool of page-aligned host memory, lent in chunks.
 
-A lease has one owner at a time: whoever took it, until it is handed on or released.
+A lease has one owner at a time: the caller of `take`, until it passes the lease on or releases it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import threading
 from collections.abc import Callable
 
 from ..io.files import round_up
+from ..limits import HUGE_PAGE_BYTES
 
 MADV_WIPEONFORK = 18
-"""of Linux since 4.14; Python's mmap has no name for it"""
-HUGE_BYTES = 2 << 20
-"""memory is mapped in steps of it: a small state then lies in one page, and is written faster than from 512"""
+"""madvise(2), Linux 4.14 and later; Python's mmap module does not define it"""
 
 
 class Lease:
-    """One chunk of the arena: `buffer` is page-aligned and as long as a chunk, `address` is that of its first byte."""
+    """One chunk of the arena. `buffer` is page-aligned and as long as a chunk; `address` is that of its first byte."""
 
     __slots__ = ("_arena", "_start", "address", "buffer")
 
@@ -29,29 +28,30 @@ class Lease:
         self._arena, self._start, self.buffer, self.address = arena, start, buffer, address
 
     def release(self) -> None:
-        """Give the chunk back; its owner must not touch it any more."""
+        """Return the chunk to the arena. Called once; the buffer must not be used afterwards. From any thread."""
         self._arena.give_back(self._start)
 
 
 class Arena:
-    """`arena_bytes` (rounded up to whole chunks) of memory. What was written before is lent before what never was.
+    """`arena_bytes` of memory, rounded up to whole chunks of `chunk_bytes`. May be used from any thread.
 
-    The first touch of memory costs several times a copy, so no more of it is touched than is needed at once. Workers of
-    data loaders that are forked meanwhile get the addresses, and none of the pages: they would turn every write into a
-    page copy, and keep them alive. It goes back to the system with the last reference to it.
+    The first write to a page costs several times a copy, so chunks that were used before are lent before new ones, and
+    no more pages are touched than are needed at once. Data-loader workers that are forked get zeroed pages in place of
+    these: shared pages would make every later write copy a page, and would keep the old pages allocated. The memory
+    returns to the system with the last reference to the arena.
     """
 
     def __init__(self, arena_bytes: int, chunk_bytes: int) -> None:
         self.chunk_bytes = round_up(max(chunk_bytes, 1))
         self.arena_bytes = round_up(max(arena_bytes, 1), self.chunk_bytes)
-        # Private: the first touch of shared memory is two to four times as slow.
-        memory = mmap.mmap(-1, round_up(self.arena_bytes, HUGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Private, because the first write to a shared page is two to four times as slow.
+        memory = mmap.mmap(-1, round_up(self.arena_bytes, HUGE_PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if sys.platform == "linux":
-            # Not DONTFORK: a fork that drops its copy of this object unmaps these addresses, whatever it has there.
-            with contextlib.suppress(OSError):  # an older kernel: forks share the pages then
+            # Not DONTFORK: a child that drops its copy of this object would unmap whatever it has at these addresses.
+            with contextlib.suppress(OSError):  # on an older kernel, forks share the pages
                 memory.madvise(MADV_WIPEONFORK)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without: it is small pages then
+            with contextlib.suppress(OSError):  # a kernel without huge pages uses small ones
                 memory.madvise(mmap.MADV_HUGEPAGE)  # direct I/O of 8 MiB is a quarter faster on 4 pages than on 2,048
         self._view = memoryview(memory)[: self.arena_bytes]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -60,7 +60,7 @@ class Arena:
         self._changed = threading.Condition()
 
     def take(self, stop: Callable[[], bool] = lambda: False) -> Lease | None:
-        """A free chunk, waiting for one; None once `stop()` says so (call `wake` after it changed)."""
+        """A free chunk; waits until there is one. None once `stop()` is true: call `wake` after it has become true."""
         with self._changed:
             while not self._any_free():
                 if stop():
@@ -69,26 +69,28 @@ class Arena:
             return self._lend()
 
     def take_now(self) -> Lease | None:
-        """A free chunk, if there is one."""
+        """A free chunk, or None. Does not wait."""
         with self._changed:
             return self._lend() if self._any_free() else None
 
     def wake(self) -> None:
-        """Let everyone who waits in `take` ask its `stop` again."""
+        """Make every thread that waits in `take` evaluate its `stop` again."""
         with self._changed:
             self._changed.notify_all()
 
     def whole(self) -> memoryview:
-        """All of the memory, for a reader that has the arena to itself (no lease is out)."""
+        """All of the memory, for a caller that uses the arena alone. No chunk may be on loan."""
         assert self.idle, "a lease is out"
         return self._view
 
     @property
     def idle(self) -> bool:
+        """Whether no chunk is on loan."""
         with self._changed:
             return len(self._free) * self.chunk_bytes == self._untouched
 
     def give_back(self, start: int) -> None:
+        """Called by `Lease.release` only."""
         with self._changed:
             self._free.append(start)
             self._changed.notify()

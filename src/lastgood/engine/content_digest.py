@@ -1,4 +1,4 @@
-"""Content digests of the tensors in an image, fed chunk by chunk. Moves nothing, decides nothing."""
+"""Content digests of the tensors of a file, computed from the file's bytes chunk by chunk."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from ..records import Extent, Piece
 
 
 class Contents:
-    """Digests of the tensors, fed from the chunks in order."""
+    """Computes the digests of the tensors of `image` from the bytes of its file, which are passed in order."""
 
     def __init__(self, image: Image, algorithm: str) -> None:
         self._image, self._new = image, ALGORITHMS[algorithm]
         self._seen = 0
         self._open: Hasher | None = None
-        """of a tensor that began in an earlier chunk"""
+        """the hasher of a tensor that began in an earlier chunk"""
         self.digests: list[str] = []
-        """of the tensors that have ended, in the order of the image"""
+        """digests of the tensors that are complete, in the order of the image"""
 
     def see(self, chunk: memoryview) -> None:
-        """The next bytes of the image, whatever their number. None may be left out."""
+        """Process the next bytes of the file, of any length. No byte may be left out."""
         low, high = self._seen, self._seen + len(chunk)
         tensors, new, preambles = self._image.tensors, self._new, dict[tuple[str, tuple[int, ...]], bytes]()
         for place in range(len(self.digests), len(tensors)):
@@ -40,9 +40,10 @@ class Contents:
         self._seen = high
 
     def pieces(self) -> list[Piece]:
+        """The records of all tensors, after the last byte was processed."""
         blob = self._image.blob
         ends = [*(offset for _, offset in self._image.tensors), self._image.length][1:]
-        shapes: dict[tuple[int, ...], list[int]] = {}  # equal ones are kept once: they are never changed
+        shapes: dict[tuple[int, ...], list[int]] = {}  # equal shapes share one list, which is never changed
         return [
             Piece(
                 name=tensor.name,

@@ -1,7 +1,8 @@
-"""Are they numbers: NaN and infinity among the bytes of a tensor, whatever its dtype. Pure; knows no torch.
+"""Finds NaN and infinity among the bytes of a tensor of any dtype. Pure; torch-free.
 
-Every float format here says "not finite" in the bits below its sign: from some pattern on, or at one single pattern.
-So integers are compared: no rounding and no overflow can come in between, and numpy need not know the format.
+In each of these float formats the bits below the sign tell whether an element is finite: all patterns from some value
+on, or one single pattern, are not. So elements are compared as integers, which needs no conversion, and works for
+formats that numpy does not have.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import NotFinite
-
-BLOCK_BYTES = 1 << 18
-"""looked at at once: what is made of it stays in the processor's cache"""
+from ..limits import FINITE_BLOCK_BYTES
 
 
 class _Pattern(NamedTuple):
-    """Elements as unsigned integers: those that reach `least` behind the mask, or, if it is `single`, are just that."""
+    """Which elements are not finite, as unsigned integers of type `kind`.
+
+    After masking: those of at least `least`, or, if `single`, only those equal to `least`.
+    """
 
     kind: str
     mask: int
@@ -34,7 +36,7 @@ _PATTERNS = {  # guard: nan-pattern-of-float32
     "float8_e5m2": _Pattern("u1", 0x7F, 0x7C),
     "float8_e4m3fn": _Pattern("u1", 0x7F, 0x7F),
     "float8_e8m0fnu": _Pattern("u1", 0xFF, 0xFF),
-    # Their one NaN stands where minus zero would.
+    # The only NaN of these formats has the bits of minus zero.
     "float8_e5m2fnuz": _Pattern("u1", 0xFF, 0x80, single=True),
     "float8_e4m3fnuz": _Pattern("u1", 0xFF, 0x80, single=True),
 }
@@ -47,13 +49,13 @@ _PATTERNS |= {
 
 
 def not_finite(dtype: str, data: memoryview) -> bool:
-    """Whether there is NaN or infinity in whole elements of `dtype`; False for what has neither."""
+    """Whether `data`, whole elements of `dtype`, holds NaN or infinity. False for a dtype that has neither."""
     pattern = _PATTERNS.get(dtype)
     if pattern is None:
         return False
     mask, least = (np.array(bits, dtype=pattern.kind) for bits in (pattern.mask, pattern.least))
     elements = np.frombuffer(data, dtype=pattern.kind)
-    step = BLOCK_BYTES // elements.itemsize
+    step = FINITE_BLOCK_BYTES // elements.itemsize
     room = np.empty(min(step, len(elements)), dtype=pattern.kind)
     for start in range(0, len(elements), step):
         block = elements[start : start + step]
@@ -64,14 +66,15 @@ def not_finite(dtype: str, data: memoryview) -> bool:
 
 
 def exception(*tensors: str) -> str:
-    """The argument that exempts these tensors: finite_except=["model.mask"]."""
+    """The argument of a Checkpointer that exempts these tensors, for messages: finite_except=["model.mask"]."""
     return f"finite_except={json.dumps(sorted(set(tensors)))}"
 
 
 def not_finite_error(tensor: str) -> NotFinite:
+    """The error for a tensor that holds NaN or infinity."""
     return NotFinite(
         f"{tensor} holds NaN or infinity",
         tensor=tensor,
-        safe="The generation is intact and stays; it is loaded only when its step is asked for.",
+        safe="The generation is intact and is kept; it is loaded only if its step is requested.",
         todo=f"Go back to an older step, or open the run with {exception(tensor)} if it may hold them.",
     )

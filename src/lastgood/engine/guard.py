@@ -1,12 +1,13 @@
-"""The guard: what is wrong with a generation, which layer says so, and where. Reads past the page cache; mends nothing.
+"""The guard: finds what is wrong with a generation, and where. It reads past the page cache and changes nothing.
 
-The layers catch different things, so each looks by itself, whatever the others have found:
+It has five layers. They detect different faults, so each one checks everything, whatever the others have found:
 
-    structure   it opens, and is by itself what it says it is     a lost file, a header that was hit
-    agreement   names, shapes and dtypes are the manifest's       an older version of the file, a foreign one
-    contents    the digest of each tensor, taken while staging    what memory did, and what storage did to tensors
-    digests     of each chunk and record, up to the commit        what storage did, to any byte at all
-    finite      numbers, where there must be numbers              what training did: intact, and not good
+    layer       what is checked                                     what it detects
+    structure   each file exists and is valid by itself             a lost file, a damaged header
+    agreement   names, shapes and dtypes are the manifest's         an older version of the file, a foreign file
+    contents    the digest of each tensor, taken before writing     changes in memory, and of tensors in storage
+    digests     the digests of chunks and records, up to COMMIT     changes of any byte in storage
+    finite      no NaN or infinity in parameters and optimizers     diverged training: intact bytes, an unfit state
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ from ..errors import (
     Truncated,
     Unreadable,
 )
-from ..format import commit, layout
+from ..format import commit, layout, validation
 from ..io.checksum import ALGORITHMS
+from ..limits import MANIFEST_LIMIT_BYTES, VERIFY_BLOCK_BYTES
 from ..ports import Tier
 from ..records import Blob, Finding, Generation, Manifest, Piece, Seal
 from . import read_file
 from .finite import not_finite, not_finite_error
 
-BLOCK_BYTES = 1 << 20
-"""seen at once, by one layer after the other: whoever comes last still finds it in the processor's cache"""
-
-Tell = Callable[[str, LastgoodError], None]
-"""layer, and what it says"""
+Report = Callable[[str, LastgoodError], None]
+"""takes a layer, and the error that it found"""
 Lend = Callable[[int], AbstractContextManager[list[memoryview]]]
-"""buffers of at least so many bytes"""
+"""lends buffers, each of at least this many bytes"""
 
 
 class Examination:
-    """One reading of a generation, or of the files `of` some ranks. `also` sees every byte of the tensor files."""
+    """One complete reading of a generation. `open` is called first, then `read` for each tensor file.
+
+    `layers`: those of records.LAYERS whose findings are reported. `also` is called with all bytes of the tensor files,
+    in order. `of`: the ranks whose files are read; None for all. `findings` lists what was found so far.
+    """
 
     def __init__(
         self,
@@ -53,110 +56,117 @@ class Examination:
         of: Collection[int] | None = None,
     ) -> None:
         self._tier, self._generation, self._layers, self._also, self._of = tier, generation, layers, also, of
-        self._home = layout.folder(generation.id)
+        self._folder = layout.folder(generation.id)
         self.findings: list[Finding] = []
-        self._there: commit.Listing = {}
+        self._listing: commit.Listing = {}
 
-    def _tell(self, layer: str, error: LastgoodError) -> None:
+    def _report(self, layer: str, error: LastgoodError) -> None:
         if isinstance(error, Unreadable):  # guard: unreadable-is-no-evidence
-            raise error  # it may be read again later: no evidence of what the bytes are
+            raise error  # a read error says nothing about the bytes: a later reading may succeed
         if layer in self._layers:  # guard: only-requested-layers-reported
             self.findings.append(finding(error, layer))
 
     # ---- records -------------------------------------------------------------------------------------------
 
     def open(self) -> list[Manifest]:
-        """The records, but for manifests that cannot be read at all. One that is damaged shows more all the same."""
+        """Read and check the records; returns the manifests, without those that are unreadable.
+
+        A damaged manifest that still decodes is returned too, so that its files are checked as well. Raises Unreadable
+        and Unavailable.
+        """
         try:
             # guard: verify-rereads-commit
             self._generation = commit.read_generation(self._tier, self._generation.id, self._generation.commit.run)
         except Damaged as error:
-            self._tell(layer_of(error), error)
+            self._report(layer_of(error), error)
             return []
-        self._there = self._tier.list(self._home)
+        self._listing = self._tier.list(self._folder)
         seals = [one for one in self._generation.commit.seals if self._of is None or one.rank in self._of]
         found = map(self._manifest, seals)
         return [manifest for manifest in found if manifest is not None]
 
     def _manifest(self, seal: Seal) -> Manifest | None:
         try:
-            return commit.read_manifest(self._tier, self._generation, seal.rank, self._there)
+            return commit.read_manifest(self._tier, self._generation, seal.rank, self._listing)
         except Damaged as error:
             first = error
-        if first.blob.rpartition("/")[2] == seal.manifest:  # else it is of a tensor file, and `read` tells it
-            self._tell(layer_of(first), first)
-        name = f"{self._home}/{seal.manifest}"
-        length = self._there.get(seal.manifest)
-        if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
+        if first.blob.rpartition("/")[2] == seal.manifest:  # otherwise `read` reports it: a fault of a tensor file
+            self._report(layer_of(first), first)
+        name = f"{self._folder}/{seal.manifest}"
+        length = self._listing.get(seal.manifest)
+        if length is None or not 0 <= length <= MANIFEST_LIMIT_BYTES:
             return None
         try:
             data = read_file.some(self._tier, name, length)
             manifest = layout.decode(bytes(data), Manifest, name, believe=True)
             ranks = self._generation.commit.world.ranks
-            layout.validate_manifest(manifest, self._generation.id, seal.rank, ranks)
+            validation.validate_manifest(manifest, self._generation.id, seal.rank, ranks)
         except Damaged as error:
             if str(error) != str(first):
-                self._tell("structure", error)
+                self._report("structure", error)
             return None
         return manifest
 
     # ---- tensor files --------------------------------------------------------------------------------------
 
     def read(self, manifest: Manifest, blob: Blob, lend: Lend, readers: Executor) -> Generator[None, None, None]:
-        """All of one tensor file, a chunk at a time. Memory is lent for what is there, whatever the manifest says."""
-        name = f"{self._home}/{blob.name}"
-        length = self._there.get(blob.name)
+        """Read and check one tensor file; yields before each chunk, so that the caller can pause or stop.
+
+        Memory is borrowed only if the file is as long as the manifest states. Raises Unreadable and Unavailable.
+        """
+        name = f"{self._folder}/{blob.name}"
+        length = self._listing.get(blob.name)
         if length is None or length < 0:
             # guard: missing-blob-reported
-            self._tell("structure", MissingBlob(f"{name} is gone, or no file", blob=blob.name))
+            self._report("structure", MissingBlob(f"{name} is missing, or is not a file", blob=blob.name))
             return
-        look = _Look(manifest, blob, length, self._layers, self._tell)
+        check = _BlobCheck(manifest, blob, length, self._layers, self._report)
         if length != blob.length:  # guard: longer-blob-reported
             what = f"{name} has {length:,} bytes, committed were {blob.length:,}"
-            self._tell("digests", Truncated(what, blob=blob.name, offset=min(length, blob.length)))
+            self._report("digests", Truncated(what, blob=blob.name, offset=min(length, blob.length)))
         if length < blob.length:
-            look.shorter(self._tier, name)  # guard: shorter-blob-reported
+            check.report_shorter(self._tier, name)  # guard: shorter-blob-reported
             return
         with lend(read_file.buffer_bytes([blob])) as buffers:
-            chunks = read_file.in_order(read_file.RawChunks(self._tier, self._home, blob), buffers, readers)
+            chunks = read_file.in_order(read_file.RawChunks(self._tier, self._folder, blob), buffers, readers)
             with contextlib.closing(chunks):
                 for index, (data, error) in enumerate(chunks):
                     yield
                     if error is not None:
-                        self._tell("digests", error)  # guard: unreadable-chunk-reported
+                        self._report("digests", error)  # guard: unreadable-chunk-reported
                         data[:] = bytes(len(data))
-                    found = look.look(data, self._also)
+                    found = check.examine(data, self._also)
                     if error is None and found and found != blob.chunks[index]:  # guard: chunk-digest-on-verify
-                        self._tell("digests", read_file.chunk_error(self._home, manifest, blob, index, data))
-                    look.tell(data, damaged=any(one.layer == "digests" for one in self.findings))
+                        self._report("digests", read_file.chunk_error(self._folder, manifest, blob, index, data))
+                    check.report(data, damaged=any(one.layer == "digests" for one in self.findings))
 
 
-class _Look(read_file.Check):
-    """What the chunks of one tensor file show beside their own digests: told, layer by layer, and never raised."""
+class _BlobCheck(read_file.Check):
+    """Checks the chunks of one tensor file by all layers; reports what is wrong and raises nothing."""
 
-    def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], tell: Tell) -> None:
+    def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], report: Report) -> None:
         super().__init__(manifest, blob)
-        self._length, self._layers, self._tell, self._algorithm = length, layers, tell, manifest.digest
+        self._length, self._layers, self._report, self._algorithm = length, layers, report, manifest.digest
         self._left = iter(self.parts)
         self._finite = {at for at, one in enumerate(self.pieces) if one.finite and "finite" in layers}
         self._as_written = "digests" in layers
-        """whether the file is known to be as committed, as far as it was read"""
+        """whether all chunks so far agree with their digests"""
         self._not_finite: list[Piece] = []
         self._differing: list[Piece] = []
 
-    def shorter(self, tier: Tier, name: str) -> None:
-        """The file ends before its time: its header, and the first tensor that is not all there."""
+    def report_shorter(self, tier: Tier, name: str) -> None:
+        """The file is too short: check its header, and report the first tensor that is incomplete."""
         self.validate(bytes(read_file.some(tier, name, min(self.header_bytes, self._length))))
         cut = next((one for one in self.pieces if one.extent.offset + one.extent.length > self._length), None)
         if cut is not None:
             what = f"{name} ends within tensor {cut.name}, or before it"
-            self._tell("contents", Truncated(what, blob=self.blob.name, offset=self._length, tensor=cut.name))
+            self._report("contents", Truncated(what, blob=self.blob.name, offset=self._length, tensor=cut.name))
 
-    def look(self, data: memoryview, also: Callable[[memoryview], None]) -> str:
-        """The next chunk, in order; its digest, if that is wanted. What else it shows is kept for `tell`."""
+    def examine(self, data: memoryview, also: Callable[[memoryview], None]) -> str:
+        """Process the next chunk; returns its digest ("" without the layer `digests`). call `report` for the rest."""
         parts, place, hasher = next(self._left), 0, ALGORITHMS[self._algorithm]()
-        for low in range(0, len(data), BLOCK_BYTES):
-            block, high = data[low : low + BLOCK_BYTES], low + BLOCK_BYTES
+        for low in range(0, len(data), VERIFY_BLOCK_BYTES):
+            block, high = data[low : low + VERIFY_BLOCK_BYTES], low + VERIFY_BLOCK_BYTES
             also(block)
             if "digests" in self._layers:
                 hasher.update(block)
@@ -174,14 +184,14 @@ class _Look(read_file.Check):
                 place += 1
         return hasher.hexdigest() if "digests" in self._layers else ""
 
-    def tell(self, data: memoryview, damaged: bool) -> None:
-        """What was found in this chunk. `damaged`: whether some of the file is not as committed."""
+    def report(self, data: memoryview, damaged: bool) -> None:
+        """Report what was found in this chunk. `damaged`: whether a part of the file differs from its digest."""
         self._as_written &= not damaged
         self.see_header(data)
         for piece in self._not_finite:
-            self._tell("finite", not_finite_error(piece.name))
+            self._report("finite", not_finite_error(piece.name))
         for piece in self._differing:
-            self._tell("contents", self.content_error(piece, self._as_written))  # guard: contents-checked-on-verify
+            self._report("contents", self.content_error(piece, self._as_written))  # guard: contents-checked-on-verify
         self._not_finite, self._differing = [], []
 
     def differs(self, piece: Piece) -> None:
@@ -189,24 +199,24 @@ class _Look(read_file.Check):
 
     def validate(self, header: bytes) -> None:
         try:
-            layout.validate_file(header, self._length, self.blob.name)  # guard: header-valid-by-itself
+            validation.validate_file(header, self._length, self.blob.name)  # guard: header-valid-by-itself
         except ManifestInvalid as error:
-            self._tell("structure", error)
+            self._report("structure", error)
         try:
             super().validate(header)
         except ManifestInvalid as error:
-            self._tell("agreement", error)  # guard: header-agrees-with-manifest
+            self._report("agreement", error)  # guard: header-agrees-with-manifest
 
 
 def layer_of(error: LastgoodError) -> str:
-    """The layer that an error of a record or a file belongs to."""
+    """The layer that detects this kind of error in a record or a file."""
     if isinstance(error, NotFinite):
         return "finite"
     return "structure" if isinstance(error, (ManifestInvalid, MissingBlob)) else "digests"
 
 
 def finding(error: LastgoodError, layer: str = "") -> Finding:
-    """An error as a record."""
+    """The record of an error. `layer` (default: from the kind of the error): the layer that found it."""
     where = error if isinstance(error, Damaged) else Damaged("", tensor=getattr(error, "tensor", ""))
     return Finding(
         kind=type(error).__name__,

@@ -1,4 +1,4 @@
-"""Runs each job at once, in the thread that asks. Starts no thread, and keeps nothing."""
+"""An executor that runs each job in the calling thread. It starts no thread."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 class Inline(Executor):
-    """An executor without workers: `submit` returns when the job is done."""
+    """An executor without workers: `submit` returns after the job has ended, also if the job raised."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asks for the result
+        except BaseException as error:  # noqa: BLE001 - `Future.result` raises it
             future.set_exception(error)
         return future

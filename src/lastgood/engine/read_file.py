@@ -15,7 +15,7 @@ from concurrent.futures import Executor, Future
 from typing import NamedTuple, Protocol
 
 from ..errors import Damaged, ManifestInvalid, SumMismatch
-from ..format import layout
+from ..format import layout, validation
 from ..format.layout import Image
 from ..io.checksum import digest
 from ..io.files import round_up
@@ -309,7 +309,7 @@ class Check:
 
     def validate(self, header: bytes) -> None:
         """Raises ManifestInvalid if this is not the header that the manifest describes."""
-        layout.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
+        validation.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
 
     def differs(self, piece: Piece) -> None:
         """Raise SumMismatch for a tensor that is not what was staged, although its chunks agree with their digests."""

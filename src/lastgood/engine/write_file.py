@@ -1,6 +1,7 @@
-"""Writes one tensor file from chunks that arrive in order. Decides nothing; the first error cancels that file.
+"""Writes one tensor file from chunks that arrive in order. The first error cancels the file.
 
-Every chunk costs one digest of its bytes, one digest per tensor in it, and one write, all outside the GIL.
+For every chunk the digest of its bytes and the digests of its tensors are computed, and it is written; the GIL is
+released meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ INLINE = Inline()
 
 
 class Chunk(Protocol):
-    """A filled buffer that is this module's from when it is handed over until it is released."""
+    """A filled buffer. `write` owns it from the moment the iterator yields it, and releases it once."""
 
     @property
     def buffer(self) -> memoryview: ...
@@ -30,7 +31,7 @@ class Chunk(Protocol):
 
 def write(
     tier: Tier,
-    home: str,
+    folder: str,
     image: Image,
     chunks: Iterator[Chunk],
     *,
@@ -38,12 +39,17 @@ def write(
     algorithm: str,
     writers: Executor,
 ) -> tuple[Blob, list[Piece]]:
-    """Make a blob durable from its chunks; returns its record and its pieces, with their digests.
+    """Write a blob from its chunks; returns its record and its pieces, with their digests.
 
-    Space is reserved before the first chunk is asked for. On an error (a writer's, the tier's, the source's) nothing of
-    the blob is left, every chunk that was handed over is released, and the error is raised.
+    `folder`: of the generation, as a name inside the run. `chunks`: the bytes of the image in order, `chunk_bytes` each
+    (the last one may be shorter), in page-aligned buffers; the iterator may block. `algorithm`: of all digests.
+    `writers`: threads that digest and write; the last chunk is written in the calling thread. Space is reserved before
+    the first chunk is taken from the iterator.
+
+    On an error of a writer, of the tier or of the iterator, the blob is removed, every chunk that was taken is
+    released, and the error is raised.
     """
-    upload = tier.create(f"{home}/{image.blob}", image.length)
+    upload = tier.create(f"{folder}/{image.blob}", image.length)
     jobs: list[Future[str]] = []
     seen = 0
     try:
@@ -54,7 +60,7 @@ def write(
             try:
                 length = min(chunk_bytes, image.length - offset)
                 contents.see(chunk.buffer[:length])
-                # The last chunk is written here: a small state needs nobody else.
+                # The last chunk is written by this thread, so that a small state wakes no other thread.
                 last = offset + chunk_bytes >= image.length
                 job = (INLINE if last else writers).submit(_put, upload, chunk, offset, length, algorithm)
                 jobs.append(job)
@@ -69,7 +75,7 @@ def write(
     except BaseException:
         for job in jobs:
             # guard: writers-done-before-abort
-            job.exception()  # every writer has let go of its chunk before the file is removed
+            job.exception()  # waits: every writer releases its chunk before the file is removed
         upload.abort()  # guard: failed-blob-aborted
         raise
     blob = Blob(name=image.blob, length=image.length, chunk_bytes=chunk_bytes, chunks=sums)

@@ -1,1 +1,1 @@
-"""What the bytes mean. Knows no place."""
+"""What the stored bytes mean. Nothing here knows where they are stored."""

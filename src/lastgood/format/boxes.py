@@ -1,6 +1,6 @@
-"""Boxes: rectangles of tensors, and how they meet. Pure; holds no bytes.
+"""Boxes: rectangles of tensors, and their intersections. Pure.
 
-A tensor is a box; a piece is a box within it; what a reader wants is a box too.
+A whole tensor is a box, a stored piece is a box within it, and what a reader wants is a box too.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from ..records import Piece
 
 
 class Box(NamedTuple):
-    """A rectangle: where it begins in its tensor, and how far it reaches in each dimension."""
+    """A rectangle of a tensor: its first index, and its length, in each dimension."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """In it."""
+        """The number of elements in the box."""
         return math.prod(self.shape)
 
 
 def everything(shape: Sequence[int]) -> Box:
-    """All of a tensor."""
+    """The box that is the whole tensor of this shape."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def overlap(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor share; None where they share no element."""
+    """The intersection of two boxes of a tensor; None if they share no element."""
     low = tuple(map(max, one.offsets, other.offsets))
     ends = (min(a + b, c + d) for a, b, c, d in zip(*one, *other, strict=True))
     shape = tuple(end - start for start, end in zip(low, ends, strict=True))
@@ -38,7 +38,10 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def run_of(outer: Box, part: Box) -> tuple[int, int] | None:
-    """First element and number of elements of `part` in `outer`, row by row; None where it is no single run."""
+    """The first element and the number of elements of `part` in the row-major order of `outer`.
+
+    None if the elements of `part` are not contiguous there.
+    """
     offset, inside = 0, 1
     broken = False
     for start, size, begin, all_of in zip(
@@ -53,7 +56,7 @@ def run_of(outer: Box, part: Box) -> tuple[int, int] | None:
 
 
 class Stored(NamedTuple):
-    """A piece, and the rank whose file it is in."""
+    """A stored piece, the rank whose file holds it, and its box in the tensor."""
 
     rank: int
     piece: Piece
@@ -61,7 +64,7 @@ class Stored(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What of a stored piece goes to a target: a box of the tensor."""
+    """The part of a stored piece that goes to a target; `box` is a box of the tensor."""
 
     stored: Stored
     box: Box

@@ -1,19 +1,19 @@
-"""Commit: the one place where a generation comes into being, and where it ends.
+"""The commit protocol: only this module makes a generation exist, and only this module ends one.
 
-    blobs durable -> manifest durable -> every rank sealed -> COMMIT created     <- exists from here
-       persist         seal                the caller           publish
+    blobs durable -> manifest durable -> every rank sealed -> COMMIT created     <- the generation exists from here on
+     write_file        seal                the caller           publish
 
-    GOING durable -> COMMIT removed, durably -> everything else removed          <- gone from the middle arrow on
-                            retire
+    GOING durable -> COMMIT removed, durably -> everything else removed          <- it does not exist once COMMIT is
+                            retire                                                  removed
 
 Invariants
-  1. A COMMIT names only manifests, and a manifest only extents, that were durable before it.
-  2. A COMMIT is created once and never changed. If its outcome is unknown it is read: identical bytes are success.
-  3. A reader that finds no COMMIT finds no generation, whatever else lies around.
-  4. Names carry the incarnation, so a dead attempt's blobs can never be reached from a later COMMIT.
-  5. Nothing that a COMMIT reaches is removed before that COMMIT is durably gone.
-Assumes: a tier's put_new is atomic and exclusive; what it returned from survives that tier's stated failures, and with
-it every blob of the same folder that was finished before (docs/format.md, "What is assumed of the media").
+  1. A COMMIT names only manifests, and a manifest only extents, that were durable before it was created.
+  2. A COMMIT is created once and never changed. If the outcome is unknown, it is read: identical bytes are success.
+  3. A folder without a COMMIT is not a generation, whatever else it holds.
+  4. Names contain the incarnation, so no later COMMIT can reach the blobs of an earlier attempt.
+  5. Nothing that a COMMIT reaches is removed before the removal of that COMMIT is durable.
+Assumes that a tier's put_new is atomic and exclusive, and that its effect survives the failures that the tier states,
+together with every blob of the same folder that was finished before (docs/format.md, "What is assumed of the media").
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from ..errors import (
     Truncated,
 )
 from ..io.checksum import digest
+from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier
 from ..records import (
     Commit,
@@ -50,15 +51,18 @@ from ..records import (
     Seal,
     intact,
 )
-from . import layout, parity_layout
+from . import layout, parity_layout, validation
 
 MARKS = {layout.VERIFIED, layout.DAMAGED, layout.UNFIT}
 FINDINGS_LIMIT = 1000
-"""kept as evidence in one mark"""
+"""the largest number of findings that one mark keeps"""
 
 
 def seal(tier: Tier, manifest: Manifest) -> Seal:
-    """Make one rank's manifest durable. Its blobs must be; the seal is the promise that both are."""
+    """Make one rank's manifest durable and return its seal, the promise that manifest and blobs are durable.
+
+    The blobs must have been finished before. Raises NameTaken, CommitUnknown, NoSpace, NotWritable, TierDown.
+    """
     at = GenerationId(step=manifest.step, incarnation=manifest.incarnation)
     data = layout.encode(manifest, manifest.digest)
     name = layout.manifest_name(manifest.rank)
@@ -67,8 +71,12 @@ def seal(tier: Tier, manifest: Manifest) -> Seal:
 
 
 def publish(tier: Tier, commit: Commit, algorithm: str) -> Generation:
-    """Bring the generation into being. Raises CommitUnknown when nobody can say whether it exists."""
-    layout.validate_commit(commit, commit.id, commit.run)  # refuses before anything is touched
+    """Create the commit record, which makes the generation exist. `algorithm`: of its digest.
+
+    Raises CommitUnknown if it is not known whether the generation exists; ManifestInvalid for a record that does not
+    fit together; NameTaken, NoSpace, NotWritable, TierDown.
+    """
+    validation.validate_commit(commit, commit.id, commit.run)  # refuses before anything is touched
     data = layout.encode(commit, algorithm)
     # gap: after_seal
     tier.put_new(f"{layout.folder(commit.id)}/{layout.COMMIT}", data)  # <- the generation exists after this line
@@ -76,149 +84,153 @@ def publish(tier: Tier, commit: Commit, algorithm: str) -> Generation:
 
 
 def confirm(tier: Tier, at: GenerationId) -> None:
-    """Make durable what can be seen of a generation: whoever published it may have died before it was."""
+    """Make a visible commit record durable: its writer may have crashed before the record was durable."""
     name = f"{layout.folder(at)}/{layout.COMMIT}"
     tier.put_new(name, _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT)))
 
 
 def confirm_labels(tier: Tier, at: GenerationId) -> None:
-    """Make durable what can be seen of a generation's labels: whoever added them may have died before they were."""
-    home = layout.folder(at)
-    for name, length in tier.list(home).items():
+    """Make the visible labels of a generation durable: their writer may have crashed before they were durable."""
+    folder = layout.folder(at)
+    for name, length in tier.list(folder).items():
         if layout.label_number(name) is not None:
-            with contextlib.suppress(Damaged):  # nothing was read from it either
-                tier.put_new(f"{home}/{name}", _read(tier, f"{home}/{name}", length))
+            with contextlib.suppress(Damaged):  # a damaged label has no effect, so it need not be durable
+                tier.put_new(f"{folder}/{name}", _read(tier, f"{folder}/{name}", length))
 
 
 def retire(tier: Tier, at: GenerationId) -> None:
-    """End a generation, or finish an ending that a crash cut short, or clear what never became one.
+    """Delete a generation, finish a deletion that a crash cut short, or remove the files of an unfinished save.
 
-    A file that cannot be deleted does not keep the others: its error is raised at the end. GOING stays as long as
-    anything else is left, so that the rest is known to be of a deletion, and a later call finishes it.
+    A file that cannot be deleted does not stop the deletion of the others; the first such error is raised at the end.
+    GOING is deleted last, so that remaining files are known to belong to a deletion, and a later call finishes it.
     """
-    home = layout.folder(at)
-    there = tier.list(home)
-    if layout.COMMIT in there:
-        if layout.GOING in there:  # guard: torn-going-record-replaced
-            tier.delete(f"{home}/{layout.GOING}")  # somebody died over it: where there are no links it may be torn
-        # On a full disk it goes without its reason: what a crash right here leaves is then taken for a lost COMMIT.
+    folder = layout.folder(at)
+    listing = tier.list(folder)
+    if layout.COMMIT in listing:
+        if layout.GOING in listing:  # guard: torn-going-record-replaced
+            tier.delete(f"{folder}/{layout.GOING}")  # from a crash; on a tier without hard links it may be torn
+        # On a full disk the deletion begins without GOING: after a crash here the COMMIT is reported as lost.
         with contextlib.suppress(NoSpace):  # guard: full-disk-skips-going-record
             # guard: going-record-before-uncommit
             # gap: before_retire
-            tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
-    # Also when it is gone: whoever removed it may have died before that was durable.
+            tier.put_new(f"{folder}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
+    # Also if there is no COMMIT: who removed it may have crashed before the removal was durable.
     # guard: uncommit-before-delete
     # gap: before_uncommit
-    tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
+    tier.delete(f"{folder}/{layout.COMMIT}")  # <- the generation does not exist after this line
     first: LastgoodError | None = None
-    for name, length in sorted(tier.list(home).items()):  # gap: before_blobs_go
+    for name, length in sorted(tier.list(folder).items()):  # gap: before_blobs_go
         # guard: going-record-deleted-last
-        if name != layout.GOING and length is not None:  # a folder is nobody's of this house, and stays
+        if name != layout.GOING and length is not None:  # this package makes no folders here, so they stay
             try:
-                tier.delete(f"{home}/{name}")
+                tier.delete(f"{folder}/{name}")
             except LastgoodError as error:
                 first = first or error  # guard: delete-continues-past-failure
     if first is not None:
         raise first
     # guard: going-record-stays-with-leftovers
-    if tier.list(home).keys() <= {layout.GOING}:  # NFS keeps a file that somebody has open, under another name
-        tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
+    if tier.list(folder).keys() <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
+        tier.delete(f"{folder}/{layout.GOING}")  # deleting the last file also removes the folder
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
 def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation:
-    """The generation at `at`, its marks beside it. Raises Damaged, Unavailable or UnknownFormat."""
-    home = layout.folder(at)
-    there = tier.list(home)
-    data = _read(tier, f"{home}/{layout.COMMIT}", there.get(layout.COMMIT))
-    commit = layout.decode(data, Commit, f"{home}/{layout.COMMIT}")
-    layout.validate_commit(commit, at, run)  # guard: commit-record-validated
+    """The generation with its marks and labels. `run`: the id of the run; None if it is not known.
+
+    Raises Damaged, Unavailable or UnknownFormat.
+    """
+    folder = layout.folder(at)
+    listing = tier.list(folder)
+    data = _read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
+    commit = layout.decode(data, Commit, f"{folder}/{layout.COMMIT}")
+    validation.validate_commit(commit, at, run)  # guard: commit-record-validated
     root = layout.root_of(data)
-    damage = _mark(tier, home, layout.DAMAGED, root, there)
-    unfit = _mark(tier, home, layout.UNFIT, root, there)
-    labels, label_unread = _labels(tier, home, there)
+    damage = _mark(tier, folder, layout.DAMAGED, root, listing)
+    unfit = _mark(tier, folder, layout.UNFIT, root, listing)
+    labels, label_unread = _labels(tier, folder, listing)
     for one in labels:
         commit = _with(commit, one) if one.root == root else commit
     return Generation(
         commit=commit,
         root=root,
-        verified=_mark(tier, home, layout.VERIFIED, root, there) is not None,
+        verified=_mark(tier, folder, layout.VERIFIED, root, listing) is not None,
         damaged=damage.findings if damage else [],
         unfit=unfit.findings if unfit else [],
         label_unread=label_unread,
-        bytes=sum(length for length in there.values() if length is not None and length > 0),
+        bytes=sum(length for length in listing.values() if length is not None and length > 0),
     )
 
 
 Listing = Mapping[str, int | None]
-"""as `Tier.list` gives it"""
+"""the result of `Tier.list`"""
 
 
-def read_manifest(tier: Tier, generation: Generation, rank: int = 0, there: Listing | None = None) -> Manifest:
-    """One rank's manifest, checked against its seal and itself, its files known to be there and as long as they were.
+def read_manifest(tier: Tier, generation: Generation, rank: int = 0, listing: Listing | None = None) -> Manifest:
+    """One rank's manifest, checked against its seal; the files that it names exist and have their committed lengths.
 
-    So nobody reserves memory, or opens a file, on the word of a manifest alone. `there`: what lies in its folder, for
-    who reads many: a listing each would grow with the square of the ranks. Raises Damaged or Unavailable.
+    So no reader reserves memory or opens a file because of a manifest alone. `listing` (default: read here): the
+    listing of the folder; reading it once per rank would be O(ranks²). Raises Damaged or Unavailable.
     """
-    there = tier.list(layout.folder(generation.id)) if there is None else there
-    return sealed_manifest(tier, generation.id, generation.commit.seals[rank], generation.commit.world.ranks, there)
+    listing = tier.list(layout.folder(generation.id)) if listing is None else listing
+    return sealed_manifest(tier, generation.id, generation.commit.seals[rank], generation.commit.world.ranks, listing)
 
 
-def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int, there: Listing) -> Manifest:
-    """As `read_manifest`, of a generation that may still be committed."""
-    home = layout.folder(at)
-    name = f"{home}/{one.manifest}"
-    _need_length(name, there.get(one.manifest), one.length)  # guard: manifest-length-checked
+def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int, listing: Listing) -> Manifest:
+    """As `read_manifest`, for a generation that may not be committed yet. `ranks`: their number in this save."""
+    folder = layout.folder(at)
+    name = f"{folder}/{one.manifest}"
+    _need_length(name, listing.get(one.manifest), one.length)  # guard: manifest-length-checked
     data = _read(tier, name, one.length, limit=one.length)
     manifest = layout.decode(data, Manifest, name)
-    layout.validate_manifest(manifest, at, one.rank, ranks)  # guard: manifest-record-validated
+    validation.validate_manifest(manifest, at, one.rank, ranks)  # guard: manifest-record-validated
     if digest(manifest.digest, data) != one.digest:  # guard: manifest-matches-seal
-        raise SumMismatch(f"{name} is not the manifest that was sealed", blob=name)
+        raise SumMismatch(f"{name} differs from the manifest that was sealed", blob=name)
     for blob in manifest.blobs:
-        _need_length(f"{home}/{blob.name}", there.get(blob.name), blob.length)  # guard: blob-length-checked
+        _need_length(f"{folder}/{blob.name}", listing.get(blob.name), blob.length)  # guard: blob-length-checked
     return manifest
 
 
 def read_manifests(tier: Tier, generation: Generation) -> list[Manifest]:
-    """Those of all ranks, in order. Raises Damaged or Unavailable."""
-    there = tier.list(layout.folder(generation.id))
-    return [read_manifest(tier, generation, seal.rank, there) for seal in generation.commit.seals]
+    """The manifests of all ranks, in ascending order. Raises Damaged or Unavailable."""
+    listing = tier.list(layout.folder(generation.id))
+    return [read_manifest(tier, generation, seal.rank, listing) for seal in generation.commit.seals]
 
 
 def _need_length(name: str, length: int | None, committed: int) -> None:
     blob = name.rpartition("/")[2]
     if length is None or length < 0:
-        raise MissingBlob(f"{name} is gone, or no file", blob=blob)
+        raise MissingBlob(f"{name} is missing, or is not a file", blob=blob)
     if length != committed:
         raise Truncated(f"{name} has {length:,} bytes, committed were {committed:,}", blob=blob)
 
 
 @dataclass
 class Survey:
-    """What lies in a run, as found; nothing is decided here."""
+    """What a run contains. Decisions about it are made in policy/."""
 
     run: str | None = None
     generations: dict[GenerationId, Generation] = field(default_factory=dict)
     broken: dict[GenerationId, LastgoodError] = field(default_factory=dict)
-    """their COMMIT is there and cannot be believed"""
+    """generations whose COMMIT exists and is damaged"""
     incomplete: set[GenerationId] = field(default_factory=set)
-    """no COMMIT: never finished, or lost"""
+    """folders without COMMIT and GOING: the save was not finished, or its COMMIT is lost"""
     witnessed: set[GenerationId] = field(default_factory=set)
-    """of these: a mark or parity lies there, which are made for what was committed only"""
+    """those of `incomplete` that hold a mark, a label or parity, which only a committed generation gets"""
     going: set[GenerationId] = field(default_factory=set)
-    """no COMMIT, and GOING says why"""
+    """folders without COMMIT, and with GOING or without any file: their deletion was begun"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
     order: int = 0
-    """highest that an incarnation claims"""
+    """the highest order of an incarnation"""
     pointer: Pointer | None = None
 
 
 def survey(tier: Tier) -> Survey:
-    """Read every commit record and every incarnation of a run. Raises UnknownFormat for what a newer version wrote.
+    """Read every commit record and every incarnation of a run. Raises Unavailable, and UnknownFormat for newer records.
 
-    Header, pointer and incarnation records are hints: where one is damaged or gone, its name or the commits stand in.
+    Header, pointer and incarnation records are hints: if one is damaged or missing, its file name or the commits supply
+    the same facts.
     """
     root = tier.list("")
     header = _hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
@@ -228,20 +240,20 @@ def survey(tier: Tier) -> Survey:
     for name, length in sorted(tier.list("gen").items()):
         at = layout.parse_folder(name)
         # guard: generation-folder-is-no-link
-        if at is None or length is not None:  # a link would lead out of the run
+        if at is None or length is not None:  # a symbolic link would lead out of the run
             continue
-        there = tier.list(f"gen/{name}")
-        if layout.COMMIT in there:
+        listing = tier.list(f"gen/{name}")
+        if layout.COMMIT in listing:
             try:
                 found.generations[at] = read_generation(tier, at, found.run)
             except Damaged as error:
                 found.broken[at] = error  # guard: broken-commit-recorded
         # guard: unfinished-deletion-is-no-loss
-        elif layout.GOING in there or not there:  # an empty folder is the last that an ending leaves
+        elif layout.GOING in listing or not listing:  # an empty folder is the last state of a deletion
             found.going.add(at)
         else:
             found.incomplete.add(at)
-            if any(one in MARKS or parity_layout.is_record(one) or layout.label_number(one) for one in there):
+            if any(one in MARKS or parity_layout.is_record(one) or layout.label_number(one) for one in listing):
                 found.witnessed.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)
@@ -249,7 +261,7 @@ def survey(tier: Tier) -> Survey:
             continue
         found.order = max(found.order, named.order)
         # guard: incarnation-matches-its-name
-        if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # else it was moved here
+        if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # otherwise it was moved here
             found.incarnations[named.id] = named
     for at, generation in found.generations.items():
         found.order = max(found.order, generation.commit.order)
@@ -262,36 +274,39 @@ def survey(tier: Tier) -> Survey:
 
 
 def newest_incarnation(tier: Tier) -> Incarnation | None:
-    """The newest incarnation that is recorded in a run, from the names of the records; None where there is none."""
+    """The newest incarnation of a run, from the names of the incarnation records; None if there is none."""
     named = filter(None, map(layout.parse_incarnation, tier.list("incarnations")))
     return max(named, key=lambda one: one.order, default=None)
 
 
 def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
-    """Note beside a generation what reading all of it found. Durable on return."""
+    """Store the findings of a complete reading beside the generation. Durable on return. Raises as `Tier.put_new`."""
     name = layout.VERIFIED if not findings else layout.UNFIT if intact(findings) else layout.DAMAGED
-    home = layout.folder(generation.id)
+    folder = layout.folder(generation.id)
     record = Mark(format=layout.FORMAT, root=generation.root, findings=findings[:FINDINGS_LIMIT])
-    if name in tier.list(home):
-        tier.delete(f"{home}/{name}")
-    tier.put_new(f"{home}/{name}", layout.encode(record))  # gap: before_mark
-    for old in MARKS & set(tier.list(home)) - {name}:  # last: on a full disk the old evidence stays
-        tier.delete(f"{home}/{old}")  # guard: old-mark-deleted
+    if name in tier.list(folder):
+        tier.delete(f"{folder}/{name}")
+    tier.put_new(f"{folder}/{name}", layout.encode(record))  # gap: before_mark
+    for old in MARKS & set(tier.list(folder)) - {name}:  # last, so that a full disk leaves the old mark
+        tier.delete(f"{folder}/{old}")  # guard: old-mark-deleted
 
 
 def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[str, float]) -> Generation:
-    """Add to what retention goes by, beside the commit, which never changes. Durable on return."""
-    home = layout.folder(generation.id)
-    number = 1 + max((layout.label_number(name) or 0 for name in tier.list(home)), default=0)
+    """Add a label to a generation, for retention; its commit never changes. Durable on return.
+
+    Returns the generation with the label's effect. Raises as `Tier.put_new`.
+    """
+    folder = layout.folder(generation.id)
+    number = 1 + max((layout.label_number(name) or 0 for name in tier.list(folder)), default=0)
     record = Label(format=layout.FORMAT, root=generation.root, milestone=milestone, metrics=dict(metrics))
-    tier.put_new(f"{home}/{layout.label_name(number)}", layout.encode(record))
+    tier.put_new(f"{folder}/{layout.label_name(number)}", layout.encode(record))
     return msgspec.structs.replace(generation, commit=_with(generation.commit, record))
 
 
-def _labels(tier: Tier, home: str, there: Listing) -> tuple[list[Label], bool]:
-    """The labels in a folder, in their order, and whether there are others, which cannot be read."""
-    names = sorted((number, name) for name in there if (number := layout.label_number(name)) is not None)
-    found = [_hint(tier, f"{home}/{name}", there[name], Label) for _, name in names]
+def _labels(tier: Tier, folder: str, listing: Listing) -> tuple[list[Label], bool]:
+    """The labels in a folder in ascending order, and whether there are others that cannot be read."""
+    names = sorted((number, name) for name in listing if (number := layout.label_number(name)) is not None)
+    found = [_hint(tier, f"{folder}/{name}", listing[name], Label) for _, name in names]
     return [one for one in found if one is not None], None in found
 
 
@@ -300,13 +315,13 @@ def _with(commit: Commit, label: Label) -> Commit:
     return msgspec.structs.replace(commit, milestone=milestone, metrics=metrics)
 
 
-def _mark(tier: Tier, home: str, name: str, root: str, there: Mapping[str, int | None]) -> Mark | None:
-    found = _hint(tier, f"{home}/{name}", there.get(name), Mark)
+def _mark(tier: Tier, folder: str, name: str, root: str, listing: Mapping[str, int | None]) -> Mark | None:
+    found = _hint(tier, f"{folder}/{name}", listing.get(name), Mark)
     return found if found and found.root == root else None  # guard: mark-belongs-to-commit
 
 
 def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> layout.T | None:
-    """A record that may be damaged or gone without harm."""
+    """A record that is not needed; None if it is missing or damaged."""
     if length is None:
         return None
     try:
@@ -315,11 +330,11 @@ def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> la
         return None  # guard: damaged-hint-ignored
 
 
-def _read(tier: Tier, name: str, length: int | None, limit: int = layout.RECORD_LIMIT_BYTES) -> bytes:
+def _read(tier: Tier, name: str, length: int | None, limit: int = RECORD_LIMIT_BYTES) -> bytes:
     if length is None:
-        raise MissingBlob(f"{name} is gone", blob=name)
+        raise MissingBlob(f"{name} is missing", blob=name)
     if not 0 <= length <= limit:  # guard: record-length-limit
-        raise ManifestInvalid(f"{name} is no file of a record's length", blob=name)
+        raise ManifestInvalid(f"{name} is not a file of a record's length", blob=name)
     buffer = bytearray(length)
     # guard: record-read-bypasses-cache
     tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer), fresh=True)

@@ -1,8 +1,8 @@
 """Encodings: single values of the standard library and of numpy <-> simpler values that JSON with tags can hold.
 
-Pure. Nothing here walks a tree: `values.py` encodes the parts that `taken_apart` returns, and hands decoded parts to
-`put_together`. Each encoding builds one fixed type from checked parts. What it built is taken apart again and must
-give the same parts, so every value has exactly one accepted form.
+Pure. values.py encodes the parts that `taken_apart` returns, and passes decoded parts to `put_together`. Each encoding
+builds one fixed type from checked parts. The result is taken apart again and must give the same parts, so every value
+has exactly one accepted form.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ..errors import ManifestInvalid, Refused
 
 
 def need(holds: object, what: str) -> None:
-    """Raises ManifestInvalid unless it holds; `what` is said of a stored value."""
+    """Raise ManifestInvalid unless `holds`; `what` describes what is wrong with the stored value."""
     if not holds:
         raise ManifestInvalid(f"a stored value is malformed: {what}")
 
 
 def parsed(parse: Callable[..., Any], *parts: Any) -> Any:
-    """`parse(*parts)`. Raises ManifestInvalid for parts that it cannot parse."""
+    """The result of `parse(*parts)`. Raises ManifestInvalid if it fails."""
     try:
         return parse(*parts)
     except (ValueError, TypeError, ArithmeticError, struct.error) as error:
@@ -96,19 +96,19 @@ ENCODINGS: dict[type, Encoding] = {
     PosixPath: Encoding((_TEXT,), lambda one: [str(one)], PosixPath if _ON_POSIX else PurePosixPath),
     WindowsPath: Encoding((_TEXT,), lambda one: [str(one)], PureWindowsPath if _ON_POSIX else WindowsPath),
 }
-"""exact type -> its encoding; the path of another system comes back as a pure path"""
+"""exact type -> its encoding; a path of another operating system is decoded as a pure path"""
 
 _BY_TAG = {f"!{kind.__name__}": one for kind, one in ENCODINGS.items()}
 
 
 def taken_apart(obj: Any) -> list[Any] | None:
-    """The parts of a value of one of these types, for the tag `!<name of the type>`; None for any other."""
+    """The parts of a value whose exact type is in ENCODINGS, for the tag `!<name of the type>`; otherwise None."""
     found = ENCODINGS.get(type(obj))
     return None if found is None else found.apart(obj)
 
 
 def is_encoding(tag: str) -> bool:
-    """Whether `put_together` knows this tag."""
+    """Whether `put_together` accepts this tag."""
     return tag in _BY_TAG
 
 
@@ -137,9 +137,9 @@ _DTYPE_DEPTH_LIMIT = 16
 
 
 def dtype_tree(dtype: np.dtype[Any]) -> Any:
-    """A dtype as JSON that describes all of it: a text such as `<f4`, or a dict for one with fields or subarrays.
+    """A dtype as JSON: a string such as `<f4`, or a dict for a dtype with fields or subarrays.
 
-    Empty for one that holds objects, titles or metadata, or whose class is not numpy's own.
+    An empty string for a dtype that holds objects, titles or metadata, or whose class is not numpy's own.
     """
     if _DTYPE.fullmatch(dtype.str) and np.dtype(dtype.str) == dtype:
         return dtype.str

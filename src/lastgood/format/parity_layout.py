@@ -1,11 +1,12 @@
-"""Stripes: how the tensor files of a generation are cut in cells, and which of them share parity. Pure.
+"""How the tensor files of a generation are divided into cells, and which cells share parity. Pure.
 
-    the files, end to end:   | column 0 | column 1 | ... | column k-1 |      each of `rows` cells
+    the files, end to end:   | column 0 | column 1 | ... | column k-1 |      each has `rows` cells
     row r of parity:           cell r of every column -> m parity cells, one in each parity file
 
-Neighbours stand in different rows, so that damage in one place (a bad region, a cut tail, zeros) takes at most one cell
-of a row for each column that it reaches into: up to m / k of the whole state in one run, or as much of it scattered so
-that no row loses more than m. A file's last cell is padded with zeros; cells that do not exist are zeros.
+Adjacent cells are in different rows. So damage in one place (a bad region, a cut tail, zeros) affects at most one cell
+of a row for each column that it reaches into: up to m / k of the whole state in one place can be rebuilt, or as much of
+it in many places as long as no row loses more than m cells. The last cell of a file is padded with zeros; cells past
+the last one count as zeros.
 """
 
 from __future__ import annotations
@@ -16,69 +17,75 @@ from typing import NamedTuple
 
 from ..errors import ManifestInvalid, Refused
 from ..io.checksum import HEX_LENGTH
-from ..io.reed_solomon import CELLS_LIMIT
+from ..limits import (
+    CELL_BYTES,
+    CELL_COUNT_LIMIT,
+    CELL_LIMIT_BYTES,
+    CODE_WORD_LIMIT,
+    MANIFEST_LIMIT_BYTES,
+    PAGE_BYTES,
+)
 from ..records import Blob, Extent, Parity
-from .layout import MANIFEST_LIMIT_BYTES, PAGE_BYTES
 
-CELL_BYTES = 256 << 10
-"""of a cell, at most: what is read, digested and encoded at once"""
-CELL_LIMIT_BYTES = 256 << 20
-CELLS_MOST = 1 << 20
-"""of a generation, so that the digests of all fit into a record: larger states have larger cells"""
 ROWS = 64
-"""at least, where cells of a page allow it: so that damage in several places of a small state is in several rows"""
+"""the least number of rows, unless that needs cells below a page: damage in several places of a small state then
+affects several rows"""
 
 
 def parsed(text: str) -> tuple[int, int]:
-    """Data and parity cells of a row, as "10+2" says them. Raises Refused."""
+    """The data and parity cells of a row, from a text such as "10+2". Raises Refused."""
     found = re.fullmatch(r"(\d{1,3})\+(\d{1,3})", text)
     data, parity = (int(found[1]), int(found[2])) if found else (0, 0)
-    if data < 1 or parity < 1 or data + parity > CELLS_LIMIT:  # guard: code-cell-limit
+    if data < 1 or parity < 1 or data + parity > CODE_WORD_LIMIT:  # guard: code-cell-limit
         raise Refused(
             f"parity={text!r}",
             safe="Nothing was touched.",
-            todo=f'Give "10+2": data and parity cells of a row, {CELLS_LIMIT} at most together.',
+            todo=f'Give "10+2": data and parity cells of a row, {CODE_WORD_LIMIT} together at most.',
         )
     return data, parity
 
 
 def share(text: str) -> float:
-    """What parity takes, as a share of what it protects."""
+    """The size of the parity as a share of what it protects: 0.2 for "10+2"."""
     data, parity = parsed(text)
     return parity / data
 
 
-class Stripes(NamedTuple):
-    """The cells of some files, in order, and their rows."""
+class Grid(NamedTuple):
+    """The cells of some files, in columns and rows."""
 
     data: int
+    """data cells of a row, which is also the number of columns"""
     parity: int
+    """parity cells of a row"""
     cell_bytes: int
     cells: list[Extent]
+    """all data cells, file by file, column by column"""
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return -(-len(self.cells) // self.data)
 
     def row(self, row: int) -> list[int]:
-        """Numbers of the data cells of a row; those past the last cell are zeros."""
+        """The numbers of the data cells of a row. Numbers past the last cell stand for zeros."""
         return [column * self.rows + row for column in range(self.data)]  # guard: adjacent-cells-in-different-rows
 
     @property
     def file_bytes(self) -> int:
-        """Cells of one parity file."""
+        """The length of the cells of one parity file."""
         return self.rows * self.cell_bytes
 
 
-def stripes(blobs: Sequence[Blob], data: int, parity: int) -> Stripes:
-    """How these files are cut."""
+def grid(blobs: Sequence[Blob], data: int, parity: int) -> Grid:
+    """The cells of these files, for a code of `data` + `parity` cells."""
     cell_bytes = _cell_bytes(blobs, data)
     cells = [
         Extent(blob=blob.name, offset=start, length=min(cell_bytes, blob.length - start))
         for blob in blobs
         for start in range(0, blob.length, cell_bytes)
     ]
-    return Stripes(data, parity, cell_bytes, cells)
+    return Grid(data, parity, cell_bytes, cells)
 
 
 def _pages(length: int) -> int:
@@ -87,16 +94,17 @@ def _pages(length: int) -> int:
 
 def _cell_bytes(blobs: Sequence[Blob], data: int) -> int:
     total = sum(blob.length for blob in blobs)
-    wished = min(CELL_BYTES, _pages(-(-total // (data * ROWS))))
-    return max(wished, _pages(-(-total // CELLS_MOST)))
+    usual = min(CELL_BYTES, _pages(-(-total // (data * ROWS))))
+    return max(usual, _pages(-(-total // CELL_COUNT_LIMIT)))
 
 
 def parity_name(rank: int, index: int) -> str:
-    """The file of one parity cell of every row; its record is beside it."""
+    """The name of the parity file `index`, which holds one parity cell of every row."""
     return f"r{rank:05d}.parity-{index}"
 
 
 def record_name(rank: int, index: int) -> str:
+    """The name of the record of a parity file."""
     return parity_name(rank, index) + ".json"
 
 
@@ -104,23 +112,23 @@ _NAME = re.compile(r"r\d{5}\.parity-\d{1,3}(\.json)?")
 
 
 def is_parity(name: str) -> bool:
-    """Whether a file in a generation's folder is parity, or a record of it."""
+    """Whether a file in a generation's folder is a parity file or the record of one."""
     return _NAME.fullmatch(name) is not None
 
 
 def is_record(name: str) -> bool:
-    """Whether a file is a record of parity."""
+    """Whether a file is the record of a parity file."""
     return is_parity(name) and name.endswith(".json")
 
 
 def unfinished(names: Collection[str]) -> list[str]:
-    """Parity files in a folder that never got their record."""
+    """The parity files in a folder that have no record, because their writer crashed."""
     return [name for name in names if is_parity(name) and not name.endswith(".json") and f"{name}.json" not in names]
 
 
 def validate(record: Parity, name: str) -> None:
-    """A record must make sense by itself, before anything is reserved or read on its word. Raises ManifestInvalid."""
-    fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CELLS_LIMIT
+    """Check a record by itself, before memory is reserved or anything is read because of it. Raises ManifestInvalid."""
+    fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CODE_WORD_LIMIT
     if (  # guard: parity-record-plausible
         not fits
         or not 0 <= record.index < record.parity
@@ -132,13 +140,13 @@ def validate(record: Parity, name: str) -> None:
         or len(record.sums) != -(-len(record.cells) // record.data)
         or any(len(one) != HEX_LENGTH[record.digest] for one in (*record.cells, *record.sums))
     ):
-        raise ManifestInvalid(f"{name} is no record of parity", blob=name)
+        raise ManifestInvalid(f"{name} is not a record of parity", blob=name)
 
 
-def fitting(record: Parity, blobs: Sequence[Blob], where: str) -> Stripes:
-    """The stripes that a validated record speaks of, which must be those of these files. Raises ManifestInvalid."""
+def grid_of(record: Parity, blobs: Sequence[Blob], where: str) -> Grid:
+    """The cells that a validated record describes, which must be those of these files. Raises ManifestInvalid."""
     count = sum(-(-blob.length // record.cell_bytes) for blob in blobs)
     # guard: parity-record-fits-files
     if count != len(record.cells) or record.cell_bytes != _cell_bytes(blobs, record.data):
         raise ManifestInvalid(f"the parity of {where} does not fit the files beside it", blob=where)
-    return stripes(blobs, record.data, record.parity)
+    return grid(blobs, record.data, record.parity)

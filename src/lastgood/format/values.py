@@ -1,11 +1,11 @@
-"""Values: Python data <-> JSON with typed tags, and the dotted names of what lies inside.
+"""Values: Python data <-> JSON with typed tags, and the dotted names of its parts.
 
-Holds the codec of everything in a state that is no tensor. It never imports torch, reads no pickle and runs no code:
-`decode` builds only from the table below, and a hook adds what it knows.
+The codec of everything in a state that is no tensor. It never imports torch, reads no pickle and runs no stored code:
+`decode` builds only the types of the table below, and those that its hook adds.
 
-None, bool, int (64 bit), float (finite), str and list stand for themselves, and so does a dict whose keys are strings
-in sorted order (a writer of JSON may sort them) none of which begins with "!". Everything else is a dict with one key,
-the tag:
+None, bool, int (64 bit), float (finite), str and list are encoded as themselves, and so is a dict whose keys are
+strings in sorted order (a writer of JSON may sort them) none of which begins with "!". Everything else is a dict with
+one key, the tag:
 
     {"!int": "0x1f..."}                 beyond 64 bits            {"!float": "inf" | "-inf" | bits of the nan, hex}
     {"!complex": bits of both, hex}                               {"!str": base64}    with lone surrogates
@@ -20,15 +20,15 @@ the tag:
     {"!timezone": [timedelta, name or null]}                      {"!ZoneInfo": ["Europe/Berlin"]}
     {"!PosixPath": ["a/b"]}             and "!WindowsPath", "!PurePosixPath", "!PureWindowsPath"
 
-A dtype is a text such as "<f4"; {"fields": [[name, offset, dtype], ...], "itemsize": bytes, "aligned": bool} for
+A dtype is a string such as "<f4"; {"fields": [[name, offset, dtype], ...], "itemsize": bytes, "aligned": bool} for
 structures; {"base": dtype, "shape": [...]} for subarrays. The factory of a defaultdict is the name of a builtin type of
 FACTORIES; a defaultdict with any other factory is refused, because a function cannot be stored.
 
-Only exact types are stored. A subclass would come back as something else, and is refused by name; the hook may know
-it. Containers nest up to DEPTH_LIMIT deep, so a state that contains itself is refused too.
+Only exact types are stored. A subclass, which would be restored as another type, is refused by name unless the hook
+encodes it. Containers nest up to DEPTH_LIMIT levels deep, so a state that contains itself is refused too.
 
 A name is the path from the key of the state, joined with dots. In a key of a dict, "%" is written %25, "." is %2E and
-a lone surrogate its bytes likewise; a key that is no string is written as its repr.
+a lone surrogate as its bytes likewise; a key that is not a string is written as its repr.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused, Unstorable
+from ..limits import DEPTH_LIMIT as DEPTH_LIMIT
 from .encodings import dtype_tree, is_encoding, need, numpy_dtype, parsed, put_together, taken_apart
 
-DEPTH_LIMIT = 100
 FACTORIES: Final[dict[str, type]] = {
     kind.__name__: kind
     for kind in (bool, bytearray, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)
@@ -64,12 +64,12 @@ class _LeftOut(enum.Enum):
 
 
 LEFT_OUT: Final = _LeftOut.LEFT_OUT
-"""stands where a filter has left something out"""
+"""stands in place of what a filter has left out"""
 
 EncodeHook = Callable[[Any, str, Callable[[Any, str], Any]], Any]
 """(object, path, encode of a part) -> tagged JSON, LEFT_OUT or NotImplemented"""
 WholeHook = Callable[[Any, str, Callable[[], Any]], Any]
-"""(dict, list or tuple, path, encode it) -> its JSON: for who knows it already"""
+"""(dict, list or tuple, path, encode it) -> its JSON; a hook that has the JSON already need not encode again"""
 DecodeHook = Callable[[str, Any, Callable[[Any], Any]], Any]
 """(tag, body, decode of a part) -> object or NotImplemented"""
 
@@ -83,6 +83,7 @@ def component(key: object) -> str:
 
 
 def join(path: str, key: object) -> str:
+    """The name of the entry `key` of the dict named `path`."""
     return f"{path}.{component(key)}"
 
 
@@ -94,7 +95,7 @@ def _percent(found: re.Match[str]) -> str:
 
 
 class Filter:
-    """Which names are wanted. A pattern (fnmatch) that matches a name speaks of everything below that name too."""
+    """Which names are wanted. A pattern (fnmatch) that matches a name covers everything below that name too."""
 
     def __init__(self, include: Sequence[str] = (), exclude: Sequence[str] = ()) -> None:
         for patterns in (include, exclude):
@@ -135,7 +136,7 @@ EVERYTHING: Final = Filter()
 
 
 def nothing(*_: Any) -> Any:
-    """The hook that knows nothing."""
+    """The hook that handles no type and no tag."""
     return NotImplemented
 
 
@@ -146,13 +147,13 @@ def _walked(_: Any, __: str, walk: Callable[[], Any]) -> Any:
 def encode(
     obj: Any, path: str, leaf: EncodeHook = nothing, names: Filter = EVERYTHING, whole: WholeHook = _walked
 ) -> Any:
-    """`obj`, named `path`, as what `msgspec.json` writes and reads back unchanged; LEFT_OUT if no name in it is wanted.
+    """`obj`, named `path`, as a tree that `msgspec.json` stores unchanged; LEFT_OUT if no name in it is wanted.
 
-    `leaf(obj, path, inner)` is asked about types that are not in the table: it answers with `{"!tag": body}`, with
-    LEFT_OUT, or with NotImplemented; `inner(part, path)` encodes what it is made of. Members of sets and keys of dicts
-    are never shown to it. `whole(obj, path, walk)` is asked about each dict, list and tuple: it answers as `walk()`
-    does. Raises Unstorable, by name, for what nobody knows, for two entries of one name, and for nesting deeper than
-    DEPTH_LIMIT.
+    `leaf(obj, path, inner)` is called for types that are not in the table and returns `{"!tag": body}`, LEFT_OUT or
+    NotImplemented; `inner(part, path)` encodes the parts of `obj`. It is not called for members of sets and keys of
+    dicts. `whole(obj, path, walk)` is called for each dict, list and tuple, and returns what `walk()` returns. `names`
+    (default: all) selects by name. Raises Unstorable, by name, for types that neither the table nor `leaf` handles, for
+    two entries of one name, and for nesting deeper than DEPTH_LIMIT.
     """
     return _Encoder(leaf, names, whole).tree(obj, path, 0)
 
@@ -219,7 +220,7 @@ class _Encoder:
         return [[_opaque(key, join(path, key), depth), tree] for key, tree in entries]
 
     def _entries(self, obj: dict[Any, Any], path: str, depth: int) -> list[tuple[Any, Any]]:
-        """The keys and encoded values of what is wanted of a dict."""
+        """The keys and encoded values of the wanted entries of a dict."""
         names: set[str] = set()
         entries: list[tuple[Any, Any]] = []
         for key, value in obj.items():
@@ -280,7 +281,7 @@ class _Encoder:
 
 
 def _opaque(obj: Any, path: str, depth: int) -> Any:
-    """A key or a member: it has no name of its own, and no hook sees it."""
+    """A key of a dict or a member of a set, encoded: it has no name of its own, and no hook is called for it."""
     if type(obj) is str and obj.isascii():
         return obj
     return _Encoder(nothing, EVERYTHING, _walked).tree(obj, path, depth + 1)
@@ -291,7 +292,7 @@ def _plain_keys(keys: list[Any]) -> bool:
 
 
 def only_numbers(items: Sequence[Any]) -> bool:
-    """Whether these are all ints, or all floats, that need no tag: long lists of them are worth a short way."""
+    """Whether all items are ints, or all are floats, that need no tag: long lists of them are copied at once."""
     kinds = set(map(type, items))
     if kinds == {int}:
         return bool(min(items) >= -(2**63) and max(items) < 2**63)
@@ -319,11 +320,11 @@ def _type_name(obj: Any) -> str:
 
 
 def decode(json: Any, leaf: DecodeHook = nothing) -> Any:
-    """The object that `encode` made this JSON of; LEFT_OUT where a place in a list was left out.
+    """The object that `encode` made this JSON from, with LEFT_OUT in place of what was left out of a list.
 
-    `leaf(tag, body, inner)` is asked about tags that are not in the table; `inner(part)` decodes what `encode`'s hook
-    has encoded with its own. Raises ManifestInvalid for anything that `encode` does not write; Refused for a time zone
-    that this machine does not know; and nothing else.
+    `leaf(tag, body, inner)` is called for tags that are not in the table; `inner(part)` decodes what the `inner` of
+    `encode`'s hook has encoded. Raises ManifestInvalid for anything that `encode` does not write, Refused for a time
+    zone that this machine does not know, and nothing else.
     """
     return _Decoder(leaf).tree(json, 0)
 

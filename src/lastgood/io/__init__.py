@@ -1,1 +1,1 @@
-"""Bytes: digests and the file system. Knows no tensor and no checkpoint."""
+"""Bytes: digests, erasure codes and the file system. Nothing here knows tensors or checkpoints."""

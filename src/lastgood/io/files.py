@@ -1,7 +1,7 @@
-"""The file system: the only fsync, rename, link, O_DIRECT and F_FULLFSYNC in the house. Holds no path of its own.
+"""The file system. Only this module calls fsync, rename, link and F_FULLFSYNC, and opens files with O_DIRECT.
 
-Every call is one system call, or a few that belong together; nothing is retried, and an fsync that failed is never
-called again (on ext4, xfs and btrfs the second one reports success while the data is gone).
+Every method is one system call, or a few that belong together. Nothing is retried. An fsync that failed is never called
+again: on ext4, xfs and btrfs the second call reports success although the data is lost.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import mmap
 import os
 import stat
 
+from ..limits import DIRECT_IO_BYTES
 from ..ports import OpenMode
 from . import quota
-
-BLOCK_BYTES = 4096
-"""what direct I/O must be aligned to: the largest logical block in common use, and a page"""
 
 _FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves data in the drive's cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-def round_up(length: int, unit: int = BLOCK_BYTES) -> int:
+def round_up(length: int, unit: int = DIRECT_IO_BYTES) -> int:
     """The smallest multiple of `unit` that is >= length."""
     return -(-length // unit) * unit
 
 
 class PosixFile:
-    """`ports.File` over a file descriptor. `in_place`: its blocks are there already."""
+    """`ports.File` over a file descriptor, which it closes.
+
+    `in_place`: the file is overwritten within its allocated blocks, so that `fdatasync` is enough.
+    """
 
     def __init__(self, fd: int, path: str, in_place: bool = False) -> None:
         self._fd, self._path, self._in_place = fd, path, in_place
@@ -69,12 +70,12 @@ class PosixFiles:
 
     def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0)  # guard: open-refuses-symlinks
-        # O_NONBLOCK means nothing to a file, and a pipe that stands in its place is not waited for.
-        there = os.O_NONBLOCK | (os.O_RDWR if mode == "write" else os.O_RDONLY)
-        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else there  # guard: new-blob-is-exclusive
+        # O_NONBLOCK has no effect on a regular file, and opening a pipe that stands in its place does not block.
+        existing = os.O_NONBLOCK | (os.O_RDWR if mode == "write" else os.O_RDONLY)
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else existing  # guard: new-blob-is-exclusive
         fd = os.open(path, flags, 0o666)
         if fresh and not direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages leave the cache
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages from the cache
         return PosixFile(fd, path, in_place=mode == "write")
 
     def list(self, path: str) -> dict[str, int | None]:
@@ -117,7 +118,7 @@ class PosixFiles:
 
 
 def _close(fd: int) -> None:
-    # It is closed either way, and what a close can still report, the sync before it has reported.
+    # The descriptor is closed even if close fails, and the sync before it has reported every error of the data.
     with contextlib.suppress(OSError):
         os.close(fd)
 
@@ -125,22 +126,22 @@ def _close(fd: int) -> None:
 def _flush(fd: int, in_place: bool = False) -> None:
     if _FULLFSYNC is not None:
         fcntl.fcntl(fd, _FULLFSYNC)
-    elif in_place:  # content, and what is needed to find it: a file that only got newer costs no journal transaction
+    elif in_place:  # unlike fsync, fdatasync needs no journal transaction where only the modification time changed
         os.fdatasync(fd)
     else:
         os.fsync(fd)  # guard: fsync-descriptor
 
 
 def takes_direct(folder: str) -> bool:
-    """Whether this file system really takes direct I/O: written, cut to an unaligned tail, read back.
+    """Whether the file system of `folder` supports direct I/O: writes a page, cuts it to an unaligned length, reads it.
 
-    Some accept O_DIRECT at open and refuse it at write; so it is tried as it will be used. Raises OSError when the
-    folder cannot be written at all. Leaves nothing behind.
+    Some file systems accept O_DIRECT at open and refuse it at write, so it is tried in the way that it will be used.
+    Raises OSError if the folder cannot be written at all. The probe file is removed.
     """
     if not _DIRECT:
         return False
     path = os.path.join(folder, f".probe-{os.getpid()}")
-    page = mmap.mmap(-1, BLOCK_BYTES)
+    page = mmap.mmap(-1, DIRECT_IO_BYTES)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         page[:4] = b"tail"
@@ -148,7 +149,7 @@ def takes_direct(folder: str) -> bool:
         try:
             wrote = os.pwrite(direct, page, 0)
             os.ftruncate(direct, 4)
-            return wrote == BLOCK_BYTES and os.preadv(direct, [page], 0) == 4 and page[:4] == b"tail"
+            return wrote == DIRECT_IO_BYTES and os.preadv(direct, [page], 0) == 4 and page[:4] == b"tail"
         finally:
             os.close(direct)
     except OSError as error:
@@ -162,11 +163,14 @@ def takes_direct(folder: str) -> bool:
 
 
 def lock_holder(path: str) -> int | None:
-    """The process that holds the lock at `path`; None where the system does not say, or it is in another namespace."""
+    """The id of the process that holds the lock at `path`.
+
+    None if the system does not list locks, or if the process is in another namespace.
+    """
     try:
         of = os.stat(path)
         for fd in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # that of the listing itself is closed
+            with contextlib.suppress(OSError):  # the descriptor that listed this directory is closed by now
                 if os.path.samestat(os.stat(f"/proc/self/fd/{fd}"), of):
                     return os.getpid()
         place = f"{os.major(of.st_dev):02x}:{os.minor(of.st_dev):02x}:{of.st_ino}"
@@ -181,14 +185,14 @@ def lock_holder(path: str) -> int | None:
 
 
 class Lock:
-    """An exclusive lock on a run, held while this object is open; it dies with its process.
+    """An exclusive lock on a run. It is held until `close`, or until the process ends.
 
-    flock belongs to the open file, which forked data-loader workers inherit: a worker that outlives its trainer would
-    hold the run for ever. So every fork closes the copy in the child.
+    A lock by flock belongs to the open file, which a forked data-loader worker inherits: a worker that outlives its
+    trainer would hold the run for ever. So the copy in the child is closed at every fork.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises BlockingIOError when somebody else holds it."""
+        """Raises BlockingIOError if another process, or another object of this process, holds the lock."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: exclusive-run-lock
@@ -201,7 +205,7 @@ class Lock:
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
-            # A process that is just being started has a copy until it executes; this unlocks it too.
+            # A process that is being started has a copy of the descriptor until its exec; this unlocks the copy too.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             _close(fd)
@@ -213,6 +217,6 @@ class Lock:
 
 
 def free_bytes(path: str) -> int:
-    """What this user may still write on the file system of `path`, quotas included. Raises OSError."""
+    """Bytes that this user may still write on the file system of `path`, with quotas considered. Raises OSError."""
     found = os.statvfs(path)
     return min([found.f_bavail * found.f_frsize, *quota.free_bytes(path)])

@@ -1,7 +1,7 @@
 """Intel's ISA-L, called through ctypes: products of a matrix over GF(2^8) with cells of bytes.
 
-The library comes with the PyEClib wheel (`pip install lastgood[parity]`) or as Debian's `libisal2`. Calls run without
-the interpreter's lock.
+The library comes with the PyEClib wheel (`pip install lastgood[parity]`) or with Debian's package `libisal2`. Calls
+release the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from importlib import metadata
 
 import numpy as np
 
+from ..limits import ISAL_CELL_LIMIT_BYTES
+
 POLYNOMIAL = 0x11D
-"""of the field: zfec's and ISA-L's"""
+"""the polynomial of the field GF(2^8), the same as in zfec"""
 TABLE_BYTES = 32
-"""of the multiplication table that ISA-L wants for each element of a matrix"""
-CELL_LIMIT = 2**31
-"""bytes: ISA-L takes the length of a cell as an int"""
+"""length of the multiplication table that ISA-L needs for each element of a matrix"""
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _ARGUMENTS = {
     "ec_init_tables": (_INT, _INT, _POINTER, _POINTER),
@@ -30,7 +30,7 @@ _ARGUMENTS = {
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library; None where neither PyEClib nor the system has it. Looked for once in a process."""
+    """The loaded library; None if neither PyEClib nor the system has it. The search runs once in a process."""
     try:
         files = metadata.files("pyeclib") or []
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
         try:
             loaded = ctypes.CDLL(path)
         except OSError:
-            continue  # built for another machine; the next one, or zfec, does the same
+            continue  # built for another machine: the next one is tried, and zfec if there is none
         if all(hasattr(loaded, name) for name in _ARGUMENTS):
             for name, types in _ARGUMENTS.items():
                 getattr(loaded, name).argtypes = types
@@ -50,10 +50,7 @@ def library() -> ctypes.CDLL | None:
 
 
 class Product:
-    """Multiplies cells by one matrix, again and again.
-
-    `matrix`: uint8 [outputs, inputs].
-    """
+    """Multiplies cells by one matrix, a uint8 array [outputs, inputs]. `of` may be called from several threads."""
 
     def __init__(self, isal: ctypes.CDLL, matrix: np.ndarray) -> None:
         self._isal, (self._outputs, self._inputs) = isal, matrix.shape
@@ -62,16 +59,16 @@ class Product:
         isal.ec_init_tables(self._inputs, self._outputs, plain.ctypes.data, self._tables.ctypes.data)
 
     def of(self, cells: Sequence[memoryview]) -> list[memoryview]:
-        """One new cell for each row of the matrix.
+        """The product: one new cell for each row of the matrix.
 
-        `cells`: one for each column, all of one length below 2 GiB. Raises ValueError for any others, because ISA-L
-        does not check them.
+        `cells`: one for each column, all of the same length, which is below 2 GiB. Raises ValueError otherwise, because
+        ISA-L does not check it.
         """
         lengths = {cell.nbytes for cell in cells}
-        if len(cells) != self._inputs or len(lengths) != 1 or max(lengths) >= CELL_LIMIT:
+        if len(cells) != self._inputs or len(lengths) != 1 or max(lengths) >= ISAL_CELL_LIMIT_BYTES:
             raise ValueError(
-                f"ISA-L needs {self._inputs} cells of one length below {CELL_LIMIT} bytes, and was given {len(cells)}"
-                f" cells of {sorted(lengths)} bytes"
+                f"ISA-L needs {self._inputs} cells of one length below {ISAL_CELL_LIMIT_BYTES} bytes, and was "
+                f"given {len(cells)} cells of {sorted(lengths)} bytes"
             )
         inputs = [np.frombuffer(cell, np.uint8) for cell in cells]
         made = np.empty((self._outputs, *lengths), np.uint8)
@@ -88,7 +85,7 @@ class Product:
 
 
 def invert(isal: ctypes.CDLL, matrix: np.ndarray) -> np.ndarray:
-    """The inverse of a square matrix that has one."""
+    """The inverse of a square matrix. Raises ArithmeticError if there is none."""
     source, inverse = matrix.copy(), np.empty_like(matrix)  # ISA-L overwrites the source
     if isal.gf_invert_matrix(source.ctypes.data, inverse.ctypes.data, len(matrix)):
         raise ArithmeticError("a matrix of a Reed-Solomon code has no inverse")
@@ -98,8 +95,8 @@ def invert(isal: ctypes.CDLL, matrix: np.ndarray) -> np.ndarray:
 def systematic(isal: ctypes.CDLL, data: int, parity: int) -> np.ndarray:
     """The parity rows of zfec's generator matrix: uint8 [parity, data].
 
-    Row 0 of zfec's Vandermonde matrix is (1, 0, 0, ...), row i + 1 holds the powers of 2^i; it is divided by its own
-    first `data` rows, so that data cells stay as they are (zfec 1.x, fec.c, `fec_new`).
+    Row 0 of zfec's Vandermonde matrix is (1, 0, 0, ...), row i + 1 holds the powers of 2^i. The matrix is multiplied by
+    the inverse of its first `data` rows, so that data cells are part of the code word (zfec 1.x, fec.c, `fec_new`).
     """
     powers = [1]
     while len(powers) < 255:

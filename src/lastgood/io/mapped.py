@@ -1,8 +1,10 @@
-"""Files that are overwritten through a shared mapping: a copy and an msync a chunk; on persistent memory stores that go
-past the caches, and a fence. Only files opened with "write" are mapped; all else is as in files.py.
+"""Files that are overwritten through a shared memory mapping (`persist="mmap"`).
 
-A medium that fails under a mapping ends the process with SIGBUS, where a write would have returned an error; and the
-kernel reads each page before it is overwritten. `persist="direct"` has neither.
+Each write is a copy into the mapping and an msync. On persistent memory it is a copy by stores that bypass the caches
+of the processor, and a fence. Only files that are opened with "write" are mapped; all others are as in files.py.
+
+Two disadvantages against `persist="direct"`: a medium that fails under a mapping ends the process with SIGBUS, where a
+write would have returned an error, and the kernel reads each page before it is overwritten.
 """
 
 from __future__ import annotations
@@ -16,27 +18,28 @@ import sys
 import threading
 
 from ..errors import Refused
+from ..limits import DIRECT_IO_BYTES
 from ..ports import OpenMode
-from .files import BLOCK_BYTES, PosixFile, PosixFiles, _close
+from .files import PosixFile, PosixFiles, _close
 
 _MS_SYNC = 0x10 if sys.platform == "darwin" else 4
-_MAP_SYNC = 0x03 | 0x80000  # with MAP_SHARED_VALIDATE: refused where stores alone would not be durable
+_MAP_SYNC = 0x03 | 0x80000  # MAP_SHARED_VALIDATE | MAP_SYNC: mmap fails unless flushed stores are durable
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Pmem:
-    """Stores past the CPU's caches, by libpmem (PMDK). Raises Refused where the library is not installed."""
+    """Stores that bypass the processor's caches, by libpmem (PMDK). Raises Refused if it is not installed."""
 
     def __init__(self) -> None:
         try:
             library = ctypes.CDLL("libpmem.so.1")
         except OSError as error:
             raise Refused(
-                f"this directory is on persistent memory, and libpmem is not there: {error}",
+                f"this directory is on persistent memory, and libpmem is not installed: {error}",
                 safe="Nothing was touched.",
-                todo='Install it (Debian, Ubuntu: apt-get install libpmem1), or take persist="direct".',
+                todo='Install it (Debian, Ubuntu: apt-get install libpmem1), or use persist="direct".',
             ) from error
         self.copy = library.pmem_memcpy_nodrain
         self.copy.argtypes, self.copy.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], ctypes.c_void_p
@@ -45,8 +48,10 @@ class Pmem:
 
 
 class MappedFiles(PosixFiles):
-    """`ports.Files`. Whether `root`, which must be there, is on persistent memory is found out; `pmem=True` takes its
-    stores elsewhere too, as tests do on tmpfs, where nothing is durable anyway.
+    """`ports.Files` that maps the files which are overwritten.
+
+    `root`: an existing directory; it is tested for persistent memory. `pmem=True` uses the stores of persistent memory
+    in any case, as tests do on tmpfs, where nothing is durable.
     """
 
     def __init__(self, root: str, pmem: bool = False) -> None:
@@ -60,7 +65,7 @@ class MappedFiles(PosixFiles):
 
 
 class MappedFile(PosixFile):
-    """`ports.File` over a mapping of a whole file, which it takes over. Its buffers must be writable memory."""
+    """`ports.File` over a mapping of a whole file. It closes `file`. The buffers to write must be writable memory."""
 
     def __init__(self, file: PosixFile, pmem: Pmem | None, durable_stores: bool) -> None:
         super().__init__(file._fd, file._path, in_place=True)
@@ -77,9 +82,9 @@ class MappedFile(PosixFile):
         source, target = ctypes.addressof(ctypes.c_char.from_buffer(mv)), self._address + offset
         if self._pmem:
             self._pmem.copy(target, source, len(mv))
-            self._pmem.drain()  # it fences the stores of this thread only
+            self._pmem.drain()  # a fence orders only the stores of the thread that calls it
         else:
-            ctypes.memmove(target, source, len(mv))  # as all calls here, without the GIL
+            ctypes.memmove(target, source, len(mv))  # like every call through ctypes, it releases the GIL
             before = target % mmap.PAGESIZE
             if _LIBC.msync(target - before, len(mv) + before, _MS_SYNC):
                 self._sync_failed = True
@@ -110,7 +115,7 @@ class MappedFile(PosixFile):
                 self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def _unmap(self) -> None:
-        """For a new length, or for good; no write is under way."""
+        """Before the length changes, and at the end. No write may be under way."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -118,19 +123,19 @@ class MappedFile(PosixFile):
 
 
 def on_pmem(folder: str) -> bool:
-    """Whether stores to a mapped file are durable without a flush of the file: DAX, tried as it will be used."""
+    """Whether stores to a mapped file in `folder` are durable without fsync (DAX). It is tried with a probe file."""
     path = os.path.join(folder, f".probe-{os.getpid()}-map")
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     except OSError:
-        return False  # whoever writes next is told why
+        return False  # the first write to the run reports the reason
     try:
-        os.truncate(fd, BLOCK_BYTES)
-        mmap.mmap(fd, BLOCK_BYTES, flags=_MAP_SYNC).close()
+        os.truncate(fd, DIRECT_IO_BYTES)
+        mmap.mmap(fd, DIRECT_IO_BYTES, flags=_MAP_SYNC).close()
         return True
     except OSError:
         return False
     finally:
         _close(fd)
-        with contextlib.suppress(OSError):  # what stays is litter that the next opening takes
+        with contextlib.suppress(OSError):  # the next opening of the run removes a probe file that remains
             os.unlink(path)

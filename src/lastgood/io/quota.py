@@ -1,7 +1,7 @@
-"""Disk quotas of this user and group, asked of the kernel: `statvfs` shows the limits of projects only.
+"""Disk quotas of this user and group, read from the kernel, because `statvfs` considers project quotas only.
 
-quotactl_fd(2) takes a file descriptor, so no block device has to be found, which a container may not have. Linux 5.14
-or later. The quotas of a network file system are kept by its server, and are not seen here.
+quotactl_fd(2) takes a file descriptor, so that the block device need not be found, which a container may lack. It needs
+Linux 5.14 or later. The server of a network file system keeps its quotas to itself; they are not considered here.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ QUOTACTL_FD = 443
 """number of the system call on x86, Arm, POWER, RISC-V and s390"""
 USER, GROUP = 0, 1
 GETQUOTA = 0x800007 << 8
-"""a command; the kind of quota is in its lowest byte"""
-BLOCK_BYTES = 1024
-"""unit of the limits"""
+"""the command Q_GETQUOTA; its lowest byte is the kind of quota (USER or GROUP)"""
+LIMIT_UNIT_BYTES = 1024
+"""the unit in which the kernel counts the limits"""
 
 Ask = Callable[[int, int, int, "Quota"], int]
-"""(descriptor, command, id, where to put the answer) -> 0, or -1 where there is no answer"""
+"""(descriptor, command, user or group id, structure to fill) -> 0, or -1 if the kernel gives no answer"""
 
 
 class Quota(ctypes.Structure):
@@ -41,7 +41,7 @@ class Quota(ctypes.Structure):
 
 
 def ask_kernel(fd: int, command: int, ident: int, answer: Quota) -> int:
-    """quotactl_fd(2). -1 also where this is not Linux; an error counts as no answer."""
+    """quotactl_fd(2). Returns 0, or -1 for every error and on every other system than Linux."""
     if not sys.platform.startswith("linux"):
         return -1
     call = ctypes.CDLL(None).syscall
@@ -49,10 +49,10 @@ def ask_kernel(fd: int, command: int, ident: int, answer: Quota) -> int:
 
 
 def free_bytes(folder: str, ask: Ask = ask_kernel) -> list[int]:
-    """What the quota of this user, and that of the group of new files in `folder`, leave: one number for each.
+    """The bytes that the quota of this user, and that of the group of new files in `folder`, still allow.
 
-    Nothing for a quota that is not set, is not enforced here (root), or may not be asked for. Raises OSError where
-    `folder` cannot be opened.
+    The list has one number for each quota. It has none for a quota that is not set, is not enforced (for root), or that
+    this process may not read. Raises OSError if `folder` cannot be opened.
     """
     if os.geteuid() == 0:
         return []
@@ -64,7 +64,7 @@ def free_bytes(folder: str, ask: Ask = ask_kernel) -> list[int]:
         for kind, ident in ((USER, os.geteuid()), (GROUP, group)):
             answer = Quota()
             if ask(fd, GETQUOTA | kind, ident, answer) == 0 and answer.hard_limit_blocks:
-                found.append(max(0, answer.hard_limit_blocks * BLOCK_BYTES - answer.used_bytes))
+                found.append(max(0, answer.hard_limit_blocks * LIMIT_UNIT_BYTES - answer.used_bytes))
         return found
     finally:
         os.close(fd)

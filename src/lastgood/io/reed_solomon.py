@@ -1,7 +1,7 @@
-"""Reed-Solomon over equal cells: any `data` of `data + parity` cells give back the rest. Holds no layout.
+"""Reed-Solomon codes over cells of equal length: any `data` of the `data + parity` cells determine the others.
 
-The first `data` cells of a code word are the data itself. The field arithmetic is a library's: ISA-L where it is found
-(io/isal.py), else zfec. Both make the same bytes, so either reads what the other wrote.
+The first `data` cells of a code word are the data itself. A library does the field arithmetic: ISA-L if it is installed
+(io/isal.py), otherwise zfec. Both compute the same bytes, so each decodes what the other one encoded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 from ..errors import Refused
 from . import isal
 
-CELLS_LIMIT = 256
-"""of a code word: the field has so many elements"""
-
 
 class Code:
-    """`data` cells and `parity` more. Raises Refused where neither ISA-L nor zfec is installed."""
+    """A code with `data` data cells and `parity` parity cells, at most limits.CODE_WORD_LIMIT together.
+
+    Raises Refused if neither ISA-L nor zfec is installed. May be used from several threads.
+    """
 
     def __init__(self, data: int, parity: int) -> None:
         self.data, self.parity = data, parity
@@ -28,31 +28,34 @@ class Code:
         self._engine = _Zfec(data, parity) if library is None else _Isal(library, data, parity)
 
     def encode(self, cells: Sequence[memoryview]) -> list[memoryview]:
-        """The parity cells of `data` cells of one length. From any thread; the interpreter is free meanwhile."""
+        """The parity cells of `data` cells, which have the same length. Releases the interpreter's lock."""
         return self._engine.encode(cells)
 
-    def decode(self, there: Mapping[int, memoryview]) -> list[memoryview]:
-        """All data cells, from at least `data` that are there, by number; parity cells follow the data's."""
-        # Both engines want each data cell that is there at its own place, and parity cells in the gaps.
-        spare = iter(number for number in sorted(there) if number >= self.data)
-        numbers = [number if number in there else next(spare) for number in range(self.data)]
-        return self._engine.decode(numbers, [there[one] for one in numbers])
+    def decode(self, cells: Mapping[int, memoryview]) -> list[memoryview]:
+        """All data cells, computed from at least `data` cells.
+
+        `cells`: number -> cell. Data cells have the numbers below `data`, parity cells those from `data` on.
+        """
+        # Both libraries take each existing data cell at its own place, and a parity cell in place of a missing one.
+        parity = iter(number for number in sorted(cells) if number >= self.data)
+        numbers = [number if number in cells else next(parity) for number in range(self.data)]
+        return self._engine.decode(numbers, [cells[one] for one in numbers])
 
 
 class _Isal:
-    """Matrices of the code, multiplied by ISA-L."""
+    """The code by matrix products of ISA-L."""
 
     def __init__(self, library: ctypes.CDLL, data: int, parity: int) -> None:
         self._library = library
-        spare = isal.systematic(library, data, parity)
-        self._generator = np.concatenate([np.eye(data, dtype=np.uint8), spare])
-        self._encoder = isal.Product(library, spare)
+        parity_rows = isal.systematic(library, data, parity)
+        self._generator = np.concatenate([np.eye(data, dtype=np.uint8), parity_rows])
+        self._encoder = isal.Product(library, parity_rows)
 
     def encode(self, cells: Sequence[memoryview]) -> list[memoryview]:
         return self._encoder.of(cells)
 
     def decode(self, numbers: Sequence[int], cells: Sequence[memoryview]) -> list[memoryview]:
-        """The data cells, from the cells of these numbers: those that are missing are computed, and no others."""
+        """All data cells, from the cells with these numbers. Only missing ones are computed."""
         missing = [at for at, number in enumerate(numbers) if number != at]
         whole = list(cells)
         if missing:
@@ -63,15 +66,15 @@ class _Isal:
 
 
 class _Zfec:
-    """The same by zfec: no vector instructions, about a tenth of the speed."""
+    """The same code by zfec, which uses no vector instructions and has about a tenth of the speed."""
 
     def __init__(self, data: int, parity: int) -> None:
         zfec = _zfec()
         self._encoder, self._decoder = zfec.Encoder(data, data + parity), zfec.Decoder(data, data + parity)
-        self._spare = tuple(range(data, data + parity))
+        self._parity_numbers = tuple(range(data, data + parity))
 
     def encode(self, cells: Sequence[memoryview]) -> list[memoryview]:
-        return [memoryview(cell) for cell in self._encoder.encode(tuple(cells), self._spare)]
+        return [memoryview(cell) for cell in self._encoder.encode(tuple(cells), self._parity_numbers)]
 
     def decode(self, numbers: Sequence[int], cells: Sequence[memoryview]) -> list[memoryview]:
         return [memoryview(cell) for cell in self._decoder.decode(tuple(cells), tuple(numbers))]

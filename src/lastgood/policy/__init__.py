@@ -1,1 +1,1 @@
-"""Deciders: pure functions over records; no I/O, no clock, no threads."""
+"""Deciders: pure functions over records. No I/O, no clock, no threads."""

@@ -1,4 +1,4 @@
-"""When to save. Pure: the clock is the caller's."""
+"""Cadence: when a save is due. Pure: the caller reads the clock."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from .arguments import is_number, is_whole, require
 
 @dataclass(frozen=True)
 class Every:
-    """Save when a multiple of `steps` is reached or passed, or as soon as `seconds` have passed; either, or both.
+    """Save when a multiple of `steps` is reached or passed, or when `seconds` have passed since the last save.
 
-    Raises Refused for values that cannot be meant.
+    `steps`: a whole number of at least 1. `seconds`: a number above 0. Both default to None; with both given, a save is
+    due when either condition holds. Raises Refused for other values, or if neither is given.
+
+    Example: `Every(steps=1000, seconds=600)`.
     """
 
     steps: int | None = None
@@ -20,7 +23,7 @@ class Every:
     def __post_init__(self) -> None:
         require(
             not (self.steps is None and self.seconds is None),
-            "Every() says nothing",
+            "Every() has neither steps nor seconds",
             "Give Every(steps=...), a whole number of at least 1, or Every(seconds=...), a number above 0.",
         )
         require(
@@ -35,11 +38,14 @@ class Every:
         )
 
     def due(self, step: int, seconds_since_save: float, since: int | None = None) -> bool:
-        """Whether a save is due after `step`. `since`: the step before it that was looked at, or saved (step - 1)."""
+        """Whether a save is due after `step`.
+
+        `since` (default `step - 1`): the last step before it for which this was evaluated, or that was saved.
+        """
         by_step = self.steps is not None and crossed(self.steps, step - 1 if since is None else since, step)
         return by_step or (self.seconds is not None and seconds_since_save >= self.seconds)
 
 
 def crossed(interval: int, since: int, step: int) -> bool:
-    """Whether a multiple of `interval` lies after `since`, up to and with `step`. Steps need not count by ones."""
+    """Whether a multiple of `interval` is greater than `since` and at most `step`. Step numbers may have gaps."""
     return step // interval > since // interval

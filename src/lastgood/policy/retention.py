@@ -1,10 +1,12 @@
-"""What may go. Pure. Never the newest verified generation, never the newest committed one, never one that is damaged.
-One that is intact and not good (NaN in its parameters) counts for nothing: it goes once a newer one is committed.
+"""Retention: which generations may be deleted. Pure.
 
-Only verified generations count towards what is kept; an unverified one may go once a newer verified one exists, and
-goes last where fewer than `last` are verified. One that `every`, a milestone or `best` asks for stays, verified or not:
-verification may have passed it by, or a power loss may have taken its mark. One with a label that cannot be read stays:
-it may be a milestone.
+Never deleted: the newest verified generation, the newest committed one, and damaged ones, which are kept as evidence.
+
+Only verified generations count towards `last`. An unverified generation may be deleted once a newer verified one
+exists; where fewer than `last` are verified, the newest unverified ones are kept in their place. A generation that
+`every`, a milestone or `best` selects is kept, verified or not: verification may have skipped it, or a power loss may
+have removed its mark. A generation with an unreadable label is kept, because the label may make it a milestone. An
+unfit generation (NaN or infinity in its parameters) counts for nothing, and is deleted once a newer one is committed.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ from .arguments import is_whole, require
 
 @dataclass(frozen=True)
 class Keep:
-    """The newest `last` verified steps; beside them every `every`-th step, the `milestones` and the `best`.
+    """Which generations a run keeps.
 
-    `best`: (name of a metric, "min" or "max", how many). Metrics come from `save(step, metrics={...})`.
+    `last` (default 3): the number of newest verified steps. `every` (default None): also each step that is a multiple
+    of it. `milestones` (default none): also these steps. `best` (default None): also the best generations by a metric,
+    as (name of the metric, "min" or "max", how many); metrics come from `save(step, metrics={...})`.
+
+    Raises Refused for values that cannot be meant. Example: `Keep(last=2, every=10_000, best=("loss", "min", 3))`.
     """
 
     last: int = 3
@@ -59,24 +65,24 @@ KEEP = Keep()
 
 
 def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generation]) -> list[GenerationId]:
-    """Generations that may go, oldest first. `chain`: the lineage, newest first. `abandoned`: all others.
+    """The generations that may be deleted, oldest first. `chain`: the lineage, newest first. `abandoned`: all others.
 
-    Abandoned generations (left behind by a rewind) go once the lineage has `last` verified generations that were
-    committed after them.
+    Abandoned generations (those of before a rewind) may be deleted once the lineage has `last` verified generations of
+    newer incarnations.
     """
     good = [one for one in chain if one.good]  # guard: retention-counts-verified
-    # A step that was saved again after a restore counts once: a script that is run again pushes no older step out.
+    # A step that was saved again after a restore counts once, so that running a script again displaces no older step.
     newest_of_step = {one.step: one for one in reversed(good)}  # guard: resaved-step-counts-once
     latest = sorted(newest_of_step.values(), key=good.index)[: keep.last]  # guard: keep-last-verified
     kept = {one.id for one in latest} | {one.id for one in chain[:1]}  # guard: keep-newest-committed
     whole = [one for one in chain if not one.damaged]
     kept |= {one.id for one in whole if _pinned(keep, one)}  # guard: keep-pinned
     whole = [one for one in whole if not one.unfit]
-    # What has not been read yet may turn out to be damaged, so it takes no place from what is known to be good.
+    # An unverified generation may be damaged, so it takes no place among the best from verified ones.
     kept |= {one.id for known in (good, whole) for one in _best(keep, known)}  # guard: keep-best
     newest = chain.index(good[0]) if good else len(chain)  # guard: keep-newer-than-verified
     older = [*(one for one in chain[:newest] if one.unfit), *chain[newest + 1 :]]
-    # Where verification has not kept pace, unverified generations fill up what is missing to `last`.
+    # Where fewer than `last` generations are verified, the newest unverified ones are kept in their place.
     unread = [one.id for one in older if not one.verified and not one.damaged and not one.unfit]
     kept |= set(unread[: max(keep.last - len(latest), 0)])  # guard: unverified-fill-up
     going = [one.id for one in older if one.id not in kept and not one.damaged]  # guard: damaged-kept-as-evidence
@@ -88,16 +94,16 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
 
 
 def under_pressure(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generation]) -> list[GenerationId]:
-    """Generations that may go when the disk is full, oldest first; arguments as in `surplus`.
+    """The generations that may be deleted when the disk is full, oldest first; arguments as in `surplus`.
 
-    The newest verified and the newest committed generation stay, and what `every`, a milestone or `best` asks for: only
-    `last` is given up.
+    Only `last` is reduced to 1: the newest verified and the newest committed generation are kept, and those that
+    `every`, a milestone or `best` selects.
     """
     return surplus(replace(keep, last=1), chain, abandoned)
 
 
 def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float]) -> bool:
-    """Whether a save has a reason of its own to be kept, so that a newer one does not stand in for it."""
+    """Whether `keep` selects a save for another reason than its age, so that a newer save cannot replace it."""
     by_step = step in keep.milestones or (keep.every is not None and step % keep.every == 0)
     return milestone or by_step or (keep.best is not None and keep.best[0] in metrics)
 
@@ -108,27 +114,27 @@ def _best(keep: Keep, chain: Sequence[Generation]) -> list[Generation]:
     metric, direction, count = keep.best
     scored = [one for one in chain if math.isfinite(one.commit.metrics.get(metric, math.nan))]
     sign = 1 if direction == "min" else -1
-    # Of equals the newer one: the sort is stable and the chain runs from the newest.
+    # Among equal ones the newer comes first: the sort is stable, and the chain begins with the newest.
     return sorted(scored, key=lambda one: sign * one.commit.metrics[metric])[:count]
 
 
 def unverified_ahead(chain: Sequence[Generation]) -> int:
-    """How many unread generations are newer than the newest verified one. `chain`: newest first."""
+    """How many unverified generations are newer than the newest verified one. `chain`: the lineage, newest first."""
     newest = next((at for at, one in enumerate(chain) if one.good), len(chain))
     return sum(1 for one in chain[:newest] if not one.unfit)
 
 
 def stale_incarnations(survey: Survey) -> list[Incarnation]:
-    """Incarnation records that lead to no generation any more. Never the newest."""
-    inhabited = {at.incarnation for at in (*survey.generations, *survey.broken, *survey.incomplete, *survey.going)}
+    """The incarnation records that lead to no generation any more. Never includes the newest incarnation."""
+    populated = {at.incarnation for at in (*survey.generations, *survey.broken, *survey.incomplete, *survey.going)}
     newest = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
     needed: set[str] = {newest.id} if newest else set()
     for one in survey.incarnations.values():
         passed: list[str] = []
-        at: Incarnation | None = one if one.id in inhabited or one is newest else None
+        at: Incarnation | None = one if one.id in populated or one is newest else None
         while at is not None and at.id not in passed:
             passed.append(at.id)
-            if at.id in inhabited:
+            if at.id in populated:
                 needed.update(passed)  # guard: needed-incarnations-kept
             at = survey.incarnations.get(at.parent.incarnation) if at.parent else None
     return [one for one in survey.incarnations.values() if one.id not in needed]

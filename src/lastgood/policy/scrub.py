@@ -1,7 +1,7 @@
-"""Which generation to read again next. Pure.
+"""Scrubbing: which generation to read again next. Pure.
 
-Corruption clusters: a disk that lost one file has often lost what was written about then. So the neighbours in time of
-a damaged generation come first, the nearest before all others; then whatever has not been read for longest.
+Corruption is clustered: a disk that has damaged one file has often damaged others that were written at about the same
+time. So the generations nearest to a damaged one are read first, then those that were not read for the longest time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from .arguments import is_number, require
 
 @dataclass(frozen=True)
 class Scrub:
-    """A generation is read again every `seconds`, at `bytes_per_second` at most, while no save is under way."""
+    """How often old generations are read again. Reading pauses while a save is in flight.
+
+    `seconds` (default 3600): the time between two generations, at least 0. `bytes_per_second` (default 100e6): the
+    largest rate of reading, above 0. Raises Refused for other values.
+
+    Example: `Checkpointer(path, state, scrub=Scrub(seconds=600))`.
+    """
 
     seconds: float = 3600.0
     bytes_per_second: float = 100e6
@@ -27,11 +33,12 @@ class Scrub:
 
 
 def next_to_read(
-    there: Sequence[Generation], read_at: Mapping[GenerationId, float], damaged: Collection[GenerationId]
+    generations: Sequence[Generation], read_at: Mapping[GenerationId, float], damaged: Collection[GenerationId]
 ) -> Generation | None:
-    """Of these generations, which have not been read in this round; None when there are none.
+    """The next generation to read; None if `generations` is empty.
 
-    `read_at`: when those were last read that were, seconds of any one clock. `damaged`: found in this round.
+    `generations`: those that were not read in this round yet. `read_at`: when a generation was last read, in seconds of
+    one clock. `damaged`: those that were found damaged in this round.
     """
 
     def apart(one: Generation) -> int:
@@ -41,4 +48,4 @@ def next_to_read(
         return read_at.get(one.id, 0.0), one.commit.order, one.id  # guard: least-recently-read-first
 
     # guard: damage-neighbours-first
-    return min(there, key=lambda one: (apart(one) if damaged else 0, longest_ago(one)), default=None)
+    return min(generations, key=lambda one: (apart(one) if damaged else 0, longest_ago(one)), default=None)

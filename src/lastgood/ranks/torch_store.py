@@ -68,7 +68,7 @@ class GroupStore:
 
         self._ask(put)
 
-    def get(self, keys: Sequence[str], seconds: float, no_use: Callable[[], bool] = lambda: False) -> list[bytes]:
+    def get(self, keys: Sequence[str], seconds: float, cancelled: Callable[[], bool] = lambda: False) -> list[bytes]:
         names = list(keys)
 
         def get(client: Any) -> list[bytes]:
@@ -81,7 +81,7 @@ class GroupStore:
             at_once = client.has_extended_api()  # else it is a file, and each key a question of its own
             return [bytes(one) for one in (client.multi_get(names) if at_once else map(client.get, names))]
 
-        return self._ask(get, seconds, no_use)
+        return self._ask(get, seconds, cancelled)
 
     def has(self, keys: Sequence[str]) -> bool:
         return bool(self._ask(lambda client: client.check(list(keys))))
@@ -89,7 +89,7 @@ class GroupStore:
     def delete(self, keys: Sequence[str]) -> None:
         self._ask(lambda client: [client.delete_key(key) for key in keys])
 
-    def _ask(self, what: Callable[[Any], T], seconds: float = 0.0, no_use: Callable[[], bool] = lambda: False) -> T:
+    def _ask(self, what: Callable[[Any], T], seconds: float = 0.0, cancelled: Callable[[], bool] = lambda: False) -> T:
         answer: Future[T] = Future()
 
         def ask() -> None:
@@ -107,7 +107,7 @@ class GroupStore:
 
         try:
             threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
-            return _waited(answer, seconds, self._patience_seconds, no_use)
+            return _waited(answer, seconds, self._patience_seconds, cancelled)
         except TimedOut:
             raise
         except (RuntimeError, NoAnswer) as error:
@@ -116,13 +116,13 @@ class GroupStore:
             raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error
 
 
-def _waited(answer: Future[T], seconds: float, patience_seconds: float, no_use: Callable[[], bool]) -> T:
+def _waited(answer: Future[T], seconds: float, patience_seconds: float, cancelled: Callable[[], bool]) -> T:
     """What comes in time. It is asked at FIRST_LOOK of the patience whether that is of use; then ever more rarely."""
     look, until = FIRST_LOOK * patience_seconds, time.monotonic() + seconds + patience_seconds
     while time.monotonic() + look < until:
         with contextlib.suppress(NoAnswer):
             return answer.result(look)
-        if no_use():
+        if cancelled():
             raise TimedOut("it is of no use to wait for what is not posted")
         look *= 2
     return answer.result(max(0.0, until - time.monotonic()))

@@ -7,22 +7,22 @@ that no other process has the run open for writing.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterator
 from typing import Literal
 
-from ..errors import LastgoodError, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
+from ..errors import LastgoodError, NotARun, Refused, RunLocked
 from ..format import layout
+from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
 from ..storage.directory import Disk, WriteMode
-from ..storage.slots import HOME, Slots
+from ..storage.slots import FOLDER, Slots
 from . import paths
 
 LOCK = ".lock"
-_GENERATIONS = {"gen", HOME}
+_GENERATIONS = {"gen", FOLDER}
 _OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
 Persist = Literal["direct", "mmap"]
@@ -96,7 +96,7 @@ def for_writing(
     except BlockingIOError as error:
         raise _locked(root) from error
     except OSError as error:
-        raise _refused(root, error) from error
+        raise os_errors.at_path(error, root) from error
     try:
         if not in_slots:
             yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
@@ -151,7 +151,7 @@ def _names_at(root: str, in_slots: bool) -> set[str] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _refused(root, error) from error
+        raise os_errors.at_path(error, root) from error
     try:
         found = PosixFiles().list(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -165,9 +165,9 @@ def _names_at(root: str, in_slots: bool) -> set[str] | None:
             f"{root} is a file, not the directory of a run", safe="It is untouched.", todo="Give another path."
         ) from None
     except OSError as error:
-        raise _refused(root, error) from error
-    if in_slots != (HOME in found) and found.keys() & _GENERATIONS:
-        kind, right = ("slots", f"{paths.SLOTS}{root}") if HOME in found else ("directories", root)
+        raise os_errors.at_path(error, root) from error
+    if in_slots != (FOLDER in found) and found.keys() & _GENERATIONS:
+        kind, right = ("slots", f"{paths.SLOTS}{root}") if FOLDER in found else ("directories", root)
         raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
     for name in ("incarnations", *_GENERATIONS):
         if found.get(name, None) is not None:
@@ -218,17 +218,3 @@ def _direct(root: str) -> bool:
         return takes_direct(root)
     except OSError:
         return False  # a full or failing disk is reported by the first write, with the name of the file
-
-
-def _refused(root: str, error: OSError) -> LastgoodError:
-    """The error of this package for an OSError at the directory of a run."""
-    what = f"{root}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpace(f"no space left for {what}", safe="Nothing was touched.", todo="Free space on this disk.")
-    if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN):
-        return TierDown(f"the disk failed: {what}", safe="Nothing was touched.", todo="Check the disk and the mount.")
-    return NotWritable(
-        what,
-        safe="Nothing was touched.",
-        todo="Check the owner, the rights and the mount; to read only, use lastgood.open or lastgood.load.",
-    )

@@ -152,7 +152,7 @@ class Verifier:
         ranks.delete(list(keys.values()))
         return good
 
-    def _cells(self, generation: Generation) -> parity.Cells | None:
+    def _cells(self, generation: Generation) -> parity.CellDigests | None:
         """What digests the cells of a generation while it is read; None without parity, or where they are unknown."""
         if self.code is None:
             return None
@@ -162,7 +162,7 @@ class Verifier:
             raise
         except Damaged:
             return None  # the guard finds and reports it
-        return parity.Cells(striping.stripes(manifest.blobs, self.code.data, self.code.parity), manifest.digest)
+        return parity.CellDigests(striping.grid(manifest.blobs, self.code.data, self.code.parity), manifest.digest)
 
     def protect(
         self, generation: Generation, code: Code, arena: Arena, stop: Stop, digests: list[str] | None = None
@@ -176,7 +176,7 @@ class Verifier:
         if digests is None:
             if parity.whole(tier, generation, manifest, code, stop):  # guard: whole-parity-kept
                 return
-            cells = parity.Cells(striping.stripes(manifest.blobs, code.data, code.parity), manifest.digest)
+            cells = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
             if read_all(tier, generation, arena, self._workers, stop, also=cells.see):
                 raise SumMismatch(f"{generation.id} was good a moment ago, and is not any more")
             digests = cells.digests

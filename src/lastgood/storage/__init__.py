@@ -1,1 +1,1 @@
-"""Where blobs rest. Knows no meaning."""
+"""Storage backends (tiers): where blobs are stored. Nothing here knows what the blobs mean."""

@@ -1,11 +1,11 @@
-"""A directory on any POSIX file system, as a tier. Knows names and bytes; never what they mean.
+"""A tier in a directory on any POSIX file system.
 
 Invariants (write mode `atomic_dirsync`)
-  1. What `put_new` and `delete` returned from survives power loss: content, length, every name on its path, and so does
-     every blob that was finished in the same folder before: one sync of the folder serves them all.
-  2. `put_new` names complete, durable bytes in one atomic step (link), or fails; it never replaces.
-  3. After a failed or unknown link or directory sync nothing is deleted: the outcome is read, never guessed.
-The two other modes leave steps out, so that their cost and their failures can be measured:
+  1. The effect of a `put_new` or `delete` that has returned survives power loss: content, length, and every name on the
+     path. So does every blob that was finished in the same folder before: one sync of the folder covers all of them.
+  2. `put_new` gives complete, durable bytes their name in one atomic step (link), or fails. It never replaces a file.
+  3. After a link or a directory sync with a failed or unknown outcome nothing is deleted: the outcome is read back.
+The two other modes leave steps out, so that the cost of these steps, and the failures without them, can be measured:
 `atomic_nodirsync` syncs no directory; `unsafe` syncs nothing and creates records in place.
 """
 
@@ -23,34 +23,32 @@ from typing import Literal
 from .. import reporting
 from ..errors import (
     CommitUnknown,
-    LastgoodError,
     MissingBlob,
     NameTaken,
-    NoSpace,
-    NotWritable,
     TierDown,
     Truncated,
     Unreadable,
 )
-from ..io.files import BLOCK_BYTES, round_up
+from ..io import os_errors
+from ..io.files import round_up
+from ..io.os_errors import FULL, UNREADABLE
+from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
 from ..records import Extent
 
 WriteMode = Literal["atomic_dirsync", "atomic_nodirsync", "unsafe"]
 LINK = "latest_ok"
-"""symbolic link that leads people and scripts to what the pointer record names"""
+"""symbolic link, for people and scripts, to the folder that the pointer record names"""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
-_NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ESPIPE)
-_ROTTEN = (errno.EIO, errno.EBADMSG, errno.EUCLEAN)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Disk:
-    """`ports.Tier` over a directory. `direct`: whether the file system takes direct I/O (io.files.takes_direct).
+    """`ports.Tier` over the directory `root`, an absolute path.
 
-    `shared`: another process, which writes into the same folders, makes them go: none goes with its last file.
+    `direct` (default False): use direct I/O, which the file system must support (io.files.takes_direct). `shared`
+    (default False): other processes write into the same folders and remove them, so an aborted upload leaves its empty
+    folder in place.
     """
 
     newest_only: bool = False
@@ -69,14 +67,14 @@ class Disk:
         self._syncs_files = mode != "unsafe"
         self._syncs_names = mode == "atomic_dirsync"
         self._atomic = mode != "unsafe"
-        self._settled: set[str] = set()  # folders whose own name is known to be durable
+        self._settled: set[str] = set()  # folders whose names are known to be durable
 
     # ---- writing -------------------------------------------------------------------------------------------
 
     def create(self, name: str, length: int) -> DiskUpload:
-        """Open a new blob of `length` bytes, its space reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
+        """A new blob of `length` bytes, whose space is reserved. Raises NameTaken, NoSpace, NotWritable, TierDown."""
         path = self._path(name)
-        with self._telling(name), self._still_there(name):
+        with self._translated(name), self._reporting_missing_folders(name):
             self._make_folder(_folder(name))
             try:
                 file = self._files.open(path, "new", direct=self._direct)  # gap: after_folder
@@ -91,13 +89,17 @@ class Disk:
             return upload
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Create a small blob: whole, durable, never replacing one. The commit primitive."""
+        """Create a small blob atomically and durably; an existing one is never replaced. Commits rest on this method.
+
+        Raises NameTaken, CommitUnknown, NoSpace, NotWritable, TierDown.
+        """
         path = self._path(name)
-        # Of this thread alone: what is linked below must not be what somebody else is still writing.
+        # The name is unique to this thread: no other thread may be writing the file that is linked below.
         staged = f"{path}.{os.getpid()}-{threading.get_ident()}.tmp"
-        with self._telling(name), self._still_there(name):
+        with self._translated(name), self._reporting_missing_folders(name):
             self._make_folder(_folder(name))
-            if os.path.basename(path) in self._files.list(os.path.dirname(path)):  # so no space is needed to confirm it
+            # An existing record is confirmed without writing anything, which also works on a full disk.
+            if os.path.basename(path) in self._files.list(os.path.dirname(path)):
                 self._read_back(path, data, FileExistsError(errno.EEXIST, "it exists"))
                 self._sync_folder(_folder(name))  # guard: existing-record-name-synced
                 return
@@ -108,9 +110,9 @@ class Disk:
             try:
                 self._files.link(staged, path)  # guard: link-never-overwrites  # gap: before_commit_link
             except OSError as error:
-                if isinstance(error, FileExistsError) or error.errno in _FULL or error.errno in _NO_LINKS:
-                    self._drop(staged)  # the outcome is known: it was not linked
-                if error.errno in _FULL:
+                if isinstance(error, FileExistsError) or error.errno in FULL or error.errno in _NO_LINKS:
+                    self._drop(staged)  # the outcome is known: there is no link
+                if error.errno in FULL:
                     raise
                 if error.errno in _NO_LINKS:
                     self._create_in_place(path, data)
@@ -123,13 +125,16 @@ class Disk:
             self._drop(staged)  # guard: staged-record-removed
 
     def point(self, name: str, data: bytes, to: str) -> None:
-        """Replace the pointer record `name`, and the symbolic link `latest_ok` beside it, whatever stands there."""
+        """Replace the pointer record `name` and the symbolic link `latest_ok`, which will lead to the folder `to`.
+
+        A directory that stands in the place of either is renamed and kept. Raises NoSpace, NotWritable, TierDown.
+        """
         path, link = self._path(name), self._path(LINK)
-        with self._telling(name):
+        with self._translated(name):
             self._write_staged(path + ".tmp", data)
             self._rename_over(path + ".tmp", path)  # guard: pointer-replaced-by-rename
-        with self._telling(LINK):
-            self._remove_if_there(link + ".tmp")  # guard: stale-link-removed
+        with self._translated(LINK):
+            self._remove_if_present(link + ".tmp")  # guard: stale-link-removed
             try:
                 self._files.symlink(to, link + ".tmp")
             except OSError as error:
@@ -140,9 +145,9 @@ class Disk:
             self._sync_folder("")  # guard: pointer-name-synced
 
     def replace(self, name: str, by: str) -> None:
-        """Put a finished blob in the place of another of its folder, durably."""
-        with self._telling(name):
-            self._sync_folder(_folder(by))  # its own name first: it is all that a crash may leave of the two
+        """Rename the finished blob `by` over the blob `name` of the same folder, durably."""
+        with self._translated(name):
+            self._sync_folder(_folder(by))  # first: the name `by` may be the only one that a crash leaves
             self._files.rename(self._path(by), self._path(name))
             self._sync_folder(_folder(name))
 
@@ -150,13 +155,13 @@ class Disk:
         self._settled.discard(folder)
 
     def delete(self, name: str) -> None:
-        """Remove a blob, durably, and its folder when that is empty."""
-        with self._telling(name):
-            self._remove_if_there(self._path(name))
+        """Remove a blob durably, and its folder if that is empty afterwards. Raises NotWritable, TierDown."""
+        with self._translated(name):
+            self._remove_if_present(self._path(name))
             folder = _folder(name)
             try:
                 # guard: removed-name-synced
-                self._sync_folder(folder)  # also when it was gone: whoever removed it may have died before this
+                self._sync_folder(folder)  # also if it did not exist: who removed it may have crashed before this sync
             except FileNotFoundError:
                 return
             if "/" not in folder:
@@ -175,18 +180,22 @@ class Disk:
     # ---- reading -------------------------------------------------------------------------------------------
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        """Names in a folder: length of a file, None for a folder, -1 for anything else. Empty when it is not there."""
-        with self._telling(folder):
+        """Name -> length of a file in bytes, None for a folder, -1 for anything else. Empty if there is no folder."""
+        with self._translated(folder):
             try:
                 return self._files.list(self._path(folder))
             except FileNotFoundError:
                 return {}
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        """Fill mv[:extent.length]. `fresh` reads past the page cache when mv is a page-aligned, padded buffer."""
-        direct = fresh and self._direct and extent.offset % BLOCK_BYTES == 0 and _takes_direct(mv, extent.length)
+        """Fill mv[:extent.length]. Raises Truncated, MissingBlob, Unreadable, NotWritable, TierDown.
+
+        With `fresh` the read bypasses the page cache: by direct I/O if `mv` is page-aligned and at least as long as the
+        extent rounded up to pages, otherwise by dropping clean pages from the cache before.
+        """
+        direct = fresh and self._direct and extent.offset % DIRECT_IO_BYTES == 0 and _takes_direct(mv, extent.length)
         want = round_up(extent.length) if direct else extent.length
-        with self._telling(extent.blob):
+        with self._translated(extent.blob):
             file = self._files.open(self._path(extent.blob), "read", direct=direct, fresh=fresh)
             try:
                 got = 0
@@ -194,12 +203,12 @@ class Disk:
                     try:
                         end = got + file.read_into(mv[got:want], extent.offset + got)
                     except OSError as error:
-                        if error.errno not in _ROTTEN:
+                        if error.errno not in UNREADABLE:
                             raise
                         what = f"{self._path(extent.blob)} cannot be read at {extent.offset + got:,}: {error.strerror}"
                         raise Unreadable(what, blob=extent.blob, offset=extent.offset + got) from error
-                    # Direct I/O goes on from a block boundary; less than a block is had only at the end of the file.
-                    whole = end - end % BLOCK_BYTES if direct and end < extent.length else end
+                    # Direct I/O continues at a block boundary; only the end of the file yields less than a block.
+                    whole = end - end % DIRECT_IO_BYTES if direct and end < extent.length else end
                     if whole <= got:  # guard: early-end-is-damage
                         raise Truncated(
                             f"{self._path(extent.blob)} ends at {extent.offset + end:,} bytes, "
@@ -215,7 +224,7 @@ class Disk:
 
     def _path(self, name: str) -> str:
         if name.startswith("/") or ".." in name.split("/"):  # guard: name-inside-run
-            raise MissingBlob(f"{name!r} is no name inside a run", blob=name)
+            raise MissingBlob(f"{name!r} is not a name inside a run", blob=name)
         return os.path.join(self.place, name) if name else self.place
 
     def _make_folder(self, folder: str) -> None:
@@ -224,7 +233,7 @@ class Disk:
         self._make_folder(_folder(folder))
         with contextlib.suppress(FileExistsError):  # guard: existing-folder-synced
             self._files.make_dir(self._path(folder))
-        # Also when it was there: whoever made it may have died before its name was durable.
+        # Also if the folder existed: the process that made it may have crashed before the name was durable.
         self._sync_folder(_folder(folder))  # guard: new-folder-name-synced
         self._settled.add(folder)
 
@@ -233,7 +242,7 @@ class Disk:
             self._files.sync_dir(self._path(folder))
 
     def _write_staged(self, staged: str, data: bytes) -> None:
-        self._remove_if_there(staged)  # guard: stale-staged-record-removed
+        self._remove_if_present(staged)  # guard: stale-staged-record-removed
         try:
             self._write_whole(staged, data)
         except OSError:
@@ -241,13 +250,16 @@ class Disk:
             raise
 
     def _create_in_place(self, path: str, data: bytes) -> None:
-        """Without links: O_EXCL, and readers demand the record's own digest, so half of it is never taken for it."""
+        """Create a record on a file system without hard links: with O_EXCL, under its final name.
+
+        Readers demand the digest in the record, so that a partial record is never accepted.
+        """
         try:
             self._write_whole(path, data)
         except FileExistsError as error:
             self._read_back(path, data, error)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 self._drop(path)
                 raise
             raise _unknown(path, error) from error  # guard: failed-creation-is-unknown
@@ -262,7 +274,7 @@ class Disk:
             file.close()
 
     def _read_back(self, path: str, data: bytes, error: OSError) -> None:
-        """Accept what lies at `path` if it is `data`; else say what is known. Deletes nothing."""
+        """Return if the file at `path` holds `data`; otherwise raise what `error` then means. Deletes nothing."""
         same = False
         with contextlib.suppress(OSError):
             file = self._files.open(path, "read")
@@ -272,7 +284,7 @@ class Disk:
                     found += count
                 if buffer[:found] == data:  # guard: read-back-compares
                     if self._syncs_files:  # guard: found-record-synced
-                        file.sync()  # whoever created it in place may have died before this
+                        file.sync()  # the process that created it in place may have crashed before its sync
                     same = True
             finally:
                 file.close()
@@ -283,16 +295,16 @@ class Disk:
         raise _unknown(path, error) from error  # guard: unknown-outcome-deletes-nothing
 
     def _rename_over(self, staged: str, path: str) -> None:
-        """Give `staged` the name `path`. A folder that stands there is renamed, never deleted: it may be the only copy.
+        """Rename `staged` to `path`. A folder at `path` is renamed, never deleted: it may be the only copy.
 
-        A run that was copied with symbolic links followed has a folder of copied files in the place of `latest_ok`.
+        Copying a run with a tool that follows symbolic links makes a folder of copied files in place of `latest_ok`.
         """
         try:
             self._files.rename(staged, path)
         except IsADirectoryError:
-            there = self._files.list(os.path.dirname(path))
+            existing = self._files.list(os.path.dirname(path))
             names = (f"{os.path.basename(path)}.copy-{number}" for number in itertools.count(1))
-            aside = os.path.join(os.path.dirname(path), next(name for name in names if name not in there))
+            aside = os.path.join(os.path.dirname(path), next(name for name in names if name not in existing))
             self._files.rename(path, aside)
             self._files.rename(staged, path)
             reporting.warning(
@@ -300,20 +312,21 @@ class Disk:
                 "and nothing in it is used. Delete it to free its space."
             )
 
-    def _remove_if_there(self, path: str) -> None:
+    def _remove_if_present(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.remove(path)
 
     def _drop(self, staged: str) -> None:
-        # The caller's outcome is settled; what cannot be removed is litter that the next opening takes away.
+        # The outcome of the caller does not depend on it, and the next opening of the run removes what remains.
         with contextlib.suppress(OSError):
             self._files.remove(staged)
 
     @contextlib.contextmanager
-    def _still_there(self, name: str) -> Iterator[None]:
-        """Say what has happened where a folder of the run is missing while it is written. None is made anew.
+    def _reporting_missing_folders(self, name: str) -> Iterator[None]:
+        """Name the missing folder where a write fails because a folder of the run does not exist any more.
 
-        A folder that was moved holds the generations: a new one in its place would be a second run, without them.
+        The folder is not created again: if the run was moved, a new folder in its place would be a second run without
+        the generations of the first.
         """
         try:
             yield
@@ -324,10 +337,10 @@ class Disk:
             if missing is None:
                 raise
             raise TierDown(
-                f"{self._path(missing)} is gone: the run was moved or deleted while it was open, and {name} cannot be "
-                "written",
-                safe="Nothing was made anew, and whatever was moved is as it was.",
-                todo="Move it back, and the next save works. Or stop, and start again with the path where it is now.",
+                f"{self._path(missing)} does not exist any more: the run was moved or deleted while it was open, and "
+                f"{name} cannot be written",
+                safe="Nothing was created in its place, and what was moved is unchanged.",
+                todo="Move it back, and the next save succeeds; or stop the job and start it with the new path.",
             ) from error
 
     def _is_folder(self, folder: str) -> bool:
@@ -338,45 +351,28 @@ class Disk:
         return True
 
     @contextlib.contextmanager
-    def _telling(self, name: str) -> Iterator[None]:
-        """Turn an OSError into the tree's word for it."""
+    def _translated(self, name: str) -> Iterator[None]:
+        """Raise each OSError of the block as the package's error for a call on `name`."""
         try:
             yield
-        except LastgoodError:
-            raise
         except OSError as error:
-            where = f"{os.path.join(self.place, name)}: {error.strerror or error}"
-            if error.errno in _FULL:
-                raise NoSpace(
-                    f"no space left for {where}",
-                    safe="Every committed generation is untouched, and training can go on.",
-                    todo="Free space on this disk, or keep fewer generations (retention=Keep(...)).",
-                ) from error
-            if isinstance(error, FileNotFoundError):
-                raise MissingBlob(f"missing: {where}", blob=name) from error
-            if error.errno in _NO_FILE:
-                raise MissingBlob(f"a link, folder or pipe where a file was committed: {where}", blob=name) from error
-            if error.errno in _NOT_OURS:
-                raise NotWritable(
-                    f"not permitted: {where}", safe="Nothing was changed.", todo="Check the owner and the mount."
-                ) from error
-            raise TierDown(f"the disk failed: {where}", safe="Every committed generation is untouched.") from error
+            raise os_errors.in_run(error, self.place, name) from error
 
 
 class DiskUpload:
-    """`ports.Upload`: a file that nobody knows yet."""
+    """`ports.Upload`: a file that no record names yet."""
 
     def __init__(self, disk: Disk, file: File, name: str, length: int) -> None:
         self._disk, self._file, self._name, self._length = disk, file, name, length
         self._open = True
 
     def write_at(self, mv: memoryview, offset: int) -> None:
-        with self._disk._telling(self._name):
+        with self._disk._translated(self._name):
             _write_all(self._file, mv, offset)
 
     def finish(self) -> None:
-        """Cut the padded tail, then make content and length durable; the name follows with the folder's next record."""
-        with self._disk._telling(self._name):
+        """Cut the padding and make content and length durable. The folder's next record makes the name durable."""
+        with self._disk._translated(self._name):
             self._file.resize(self._length)  # guard: padded-tail-cut
             if self._disk._syncs_files:  # guard: blob-content-synced
                 self._file.sync()
@@ -386,7 +382,7 @@ class DiskUpload:
         self._close()
         self._disk._drop(self._disk._path(self._name))  # guard: abort-removes-blob
         folder = _folder(self._name)
-        if "/" in folder and not self._disk._shared:  # it goes too when this was all it held
+        if "/" in folder and not self._disk._shared:  # removed too if it is empty now
             self._disk._drop(self._disk._path(folder))  # guard: abort-removes-folder
             self._disk._settled.discard(folder)  # guard: aborted-folder-forgotten
 
@@ -397,21 +393,21 @@ class DiskUpload:
 
 
 def _write_all(file: File, mv: memoryview, offset: int) -> None:
-    """Write every byte: a write may take fewer than it was given."""
+    """Write every byte of `mv`: one call of `write_at` may write fewer."""
     done = 0
     while done < len(mv):  # guard: short-write-loop
         count = file.write_at(mv[done:], offset + done)
-        # Direct I/O goes on from a block boundary; the last, partial block of what was taken is written again.
+        # Direct I/O continues at a block boundary, so the partial block at the end of a short write is written again.
         # guard: short-write-keeps-alignment
-        whole = count if count == len(mv) - done else count - count % BLOCK_BYTES or count
+        whole = count if count == len(mv) - done else count - count % DIRECT_IO_BYTES or count
         if whole <= 0:  # guard: zero-write-is-error
-            raise OSError(errno.EIO, "the file takes no more bytes")
+            raise OSError(errno.EIO, "the file accepts no more bytes")
         done += whole  # guard: short-write-counted
 
 
 def _takes_direct(mv: memoryview, length: int) -> bool:
     # guard: direct-io-needs-alignment
-    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % BLOCK_BYTES == 0
+    return len(mv) >= round_up(length) > 0 and ctypes.addressof(ctypes.c_char.from_buffer(mv)) % DIRECT_IO_BYTES == 0
 
 
 def _folder(name: str) -> str:
@@ -420,7 +416,7 @@ def _folder(name: str) -> str:
 
 def _unknown(path: str, error: OSError) -> CommitUnknown:
     return CommitUnknown(
-        f"{path}: {error.strerror or error}; it may or may not have become durable",
+        f"{path}: {error.strerror or error}; the record may or may not be durable",
         safe="Nothing was deleted.",
-        todo="The next opening of the run reads it and knows.",
+        todo="The next opening of the run reads the record and decides by it.",
     )

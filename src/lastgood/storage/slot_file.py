@@ -1,14 +1,15 @@
-"""The file that holds the table of a slot tier: two areas of one length, written in turn. Knows no slot, no meaning.
+"""The file that holds the table of a slot tier: two areas of equal length, which are written in turn.
 
 Invariants
-  1. `possible` holds every table that a crash right now may bring up: `newest`, which is durable, and each one written
-     after it whose outcome is not known.
-  2. A record goes over the area that does not hold the newest durable one, and only while that one is alone in
-     `possible`. So a torn record leaves the newest durable one as the highest that is whole.
-  3. The first opening for writing, a record that is too long, and the first one after a write or a sync failed begin a
-     new file, which is renamed over the old one. So a file whose sync failed is never synced again; and what an opening
-     found is durable from then on, although whoever wrote it may have died, or failed, before it was.
-  4. A file under this name has held a durable record from its first instant: one without any is damaged, not new.
+  1. `possible` holds every table that may be found after a crash at this moment: `newest`, which is durable, and each
+     table written after it whose outcome is not known.
+  2. A record overwrites the area that does not hold the newest durable record, and only while that table is the only
+     one in `possible`. So after a torn write the newest durable record is the whole one with the highest sequence.
+  3. A new file is written, and renamed over the old one, for the first record of an opening, for a record that is
+     longer than its area, and for the first record after a failed write or sync. So a file whose sync failed is never
+     synced again, and the table that an opening found is durable from then on, even if its writer crashed before its
+     sync.
+  4. The file has held a durable record ever since it got its name: a file without one is damaged, not new.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import mmap
 from collections.abc import Callable
 
 from ..errors import CommitUnknown, SumMismatch, Truncated
-from ..io.files import BLOCK_BYTES, round_up
+from ..io.files import round_up
+from ..io.os_errors import FULL
+from ..limits import DIRECT_IO_BYTES, TABLE_AREA_BYTES
 from ..ports import Files
 from ..records import Extent
-from .directory import _FULL, Disk, _write_all
+from .directory import Disk, _write_all
 from .slot_table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode, encode, whole
 
-AREA_BYTES = 64 << 10
-"""the least; a longer record makes longer areas"""
-LOOKS = 3
-"""at a file that is being written, one area after the other, until one of them is whole"""
+READ_ATTEMPTS = 3
+"""of a reader, while a writer overwrites one area after the other, until one area is whole"""
 
 
 class TableFile:
-    """The table, a file of that name on a disk. One writer, or any number of readers."""
+    """The table's file, `name` on `disk`: for one writer, whose calls are serialized, or for readers.
+
+    Each method raises OSError as well as what its docstring says.
+    """
 
     def __init__(self, files: Files, disk: Disk, name: str, *, direct: bool) -> None:
         self._files, self._disk, self._name, self._direct = files, disk, name, direct
@@ -42,13 +46,13 @@ class TableFile:
         self._area_bytes = 0  # 0: the next record begins a new file
         self._area = 0
 
-    def look(self) -> Table | None:
-        """The table as the medium has it; None where there is no file. Raises OSError, Damaged, UnknownFormat."""
+    def read(self) -> Table | None:
+        """The table on the medium; None if there is no file. Raises Damaged, UnknownFormat."""
         found = self._newest_record()
         return decode(found, self._path) if found else None
 
-    def own(self) -> None:
-        """Make durable what is found, before anything may rest on it."""
+    def take_over(self) -> None:
+        """Make the table that is found durable, before anything relies on it. Raises as `read` and `write` do."""
         found = self._newest_record()
         if found:
             self._sequence, self.newest = found.sequence, decode(found, self._path)  # guard: table-sequence-continues
@@ -56,7 +60,7 @@ class TableFile:
         self.write(self.newest)  # guard: found-table-made-durable
 
     def write(self, table: Table) -> None:
-        """Make `table` the newest durable one. Raises OSError where it surely is not, CommitUnknown where it may be."""
+        """Make `table` the newest durable one. Raises OSError if it is not durable, CommitUnknown if it may be."""
         self._sequence += 1  # guard: table-sequence-ascends
         data = encode(table, self._sequence)
         area_is_safe = len(self.possible) == 1 and len(data) <= self._area_bytes  # guard: table-area-is-safe
@@ -66,11 +70,11 @@ class TableFile:
             else:
                 self._replace(table, data)
         except OSError as error:
-            if self.possible[-1] is table and error.errno not in _FULL:  # guard: table-outcome-unknown
+            if self.possible[-1] is table and error.errno not in FULL:  # guard: table-outcome-unknown
                 raise CommitUnknown(
-                    f"{self._path}: {error.strerror or error}; it may or may not have become durable",
-                    safe="Nothing was deleted, and nothing of it is overwritten.",
-                    todo="The next opening of the run reads it and knows.",
+                    f"{self._path}: {error.strerror or error}; the record may or may not be durable",
+                    safe="Nothing was deleted, and no slot that the record names is overwritten.",
+                    todo="The next opening of the run reads the record and decides by it.",
                 ) from error
             raise
         self.newest, self.possible = table, [table]
@@ -82,7 +86,7 @@ class TableFile:
         try:
             self.possible.append(table)  # guard: overwritten-table-possible
             page, at = aligned(data), self._area * self._area_bytes
-            if file.write_at(page, at) < len(page):  # what was taken may be the whole record: the rest is padding
+            if file.write_at(page, at) < len(page):  # the part that was written may be the whole record: then padding
                 _settled(lambda: _write_all(file, page, at))  # guard: partial-table-write-unknown
             _settled(file.sync)  # guard: table-content-synced
         finally:
@@ -90,7 +94,7 @@ class TableFile:
         self._area = 1 - self._area  # guard: table-areas-alternate
 
     def _replace(self, table: Table, data: bytes) -> None:
-        area = area_bytes(len(data), AREA_BYTES)
+        area = area_bytes(len(data), TABLE_AREA_BYTES)
         staged = f"{self._path}.tmp"
         self._disk._write_staged(staged, data + bytes(2 * area - len(data)))
         self.possible.append(table)  # guard: replaced-table-possible
@@ -100,35 +104,35 @@ class TableFile:
 
     def _newest_record(self) -> Record | None:
         folder, _, name = self._path.rpartition("/")
-        for _ in range(LOOKS):
+        for _ in range(READ_ATTEMPTS):
             try:
                 names = self._files.list(folder)
             except FileNotFoundError:
                 return None
             if name not in names:
                 return None
-            area = (names[name] or 0) // 2 // BLOCK_BYTES * BLOCK_BYTES
+            area = (names[name] or 0) // 2 // DIRECT_IO_BYTES * DIRECT_IO_BYTES
             found = [one for at in (0, area) if (one := self._record_at(at, area))]
             if found:
                 return max(found, key=lambda one: one.sequence)  # guard: newest-table-record-wins
         raise SumMismatch(  # guard: damaged-table-refused
-            f"both records of {self._path} are damaged: what the slots beside it hold is not known any more",
+            f"both records of {self._path} are damaged, so the contents of the slots are unknown",
             blob=self._path,
             safe="Nothing was changed.",
-            todo="Give the run another path, or take it up again from a copy.",
+            todo="Give the run another path, or continue it from a copy.",
         )
 
     def _record_at(self, at: int, room: int) -> Record | None:
-        if room < BLOCK_BYTES:
+        if room < DIRECT_IO_BYTES:
             return None
         try:
-            page = self._read(at, BLOCK_BYTES)
+            page = self._read(at, DIRECT_IO_BYTES)
             length = body_bytes(page, room)
             if length is None:
                 return None
             end = ENVELOPE.size + length
             return whole(page[:end] if end <= len(page) else self._read(at, end))
-        except Truncated:  # it was replaced by a shorter one
+        except Truncated:  # the file was replaced by a shorter one meanwhile
             return None
 
     def _read(self, at: int, length: int) -> bytes:
@@ -138,7 +142,10 @@ class TableFile:
 
 
 def _settled(call: Callable[[], None]) -> None:
-    """A sync that failed, for want of space too, says nothing about what is durable; nor the second half of a write."""
+    """Run a sync, or the second part of a write; raise every error as EIO.
+
+    After such a failure, even for lack of space, nothing is known about what is durable.
+    """
     try:
         call()
     except OSError as error:
@@ -146,7 +153,7 @@ def _settled(call: Callable[[], None]) -> None:
 
 
 def aligned(data: bytes) -> memoryview:
-    """A copy that direct I/O takes: page-aligned, and filled up with zeros to whole pages."""
-    memory = mmap.mmap(-1, max(round_up(len(data)), BLOCK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """A copy of `data` for direct I/O: page-aligned, and padded with zeros to whole pages."""
+    memory = mmap.mmap(-1, max(round_up(len(data)), DIRECT_IO_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory[: len(data)] = data
     return memoryview(memory)

@@ -1,9 +1,9 @@
-"""The files of the slots: numbered, preallocated, overwritten in place. Knows which are there, never what they hold.
+"""The files of the slots: numbered, preallocated, overwritten in place.
 
 Invariants
-  1. A slot is as long as it was asked to be, and written once from end to end, before a save writes to it.
-  2. A slot with a write or sync that failed, or that could not be made, is a new file before it is written again: its
-     old one is never synced anew, and its name is durable before a record tells of it.
+  1. Before a save writes to a slot, the slot has its full length and was written once from end to end.
+  2. After a failed write, sync or creation, a slot gets a new file before it is written again. So the old file is never
+     synced again, and the name of the new one is durable before a record names the slot.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ import errno
 import re
 from collections.abc import Iterator, Sequence
 
-from ..io.files import BLOCK_BYTES
+from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
 from .directory import _write_all
 from .slot_file import aligned
 
 ZERO_BYTES = 4 << 20
+"""length of one write while a new slot is filled with zeros"""
 
 _SLOT = re.compile(r"[0-9]{2}")
 
 
 class Pool:
-    """The slots in a folder. Raises OSError."""
+    """The slots in `folder`, an absolute path. Every method may raise OSError."""
 
-    def __init__(self, files: Files, home: str, *, direct: bool) -> None:
-        self._files, self._home, self._direct = files, home, direct
+    def __init__(self, files: Files, folder: str, *, direct: bool) -> None:
+        self._files, self._folder, self._direct = files, folder, direct
         self._spoiled: set[int] = set()
 
     def lengths(self) -> dict[int, int]:
-        """Slots that are there, and their lengths."""
+        """The existing slots and their lengths in bytes."""
         try:
-            found = self._files.list(self._home)
+            found = self._files.list(self._folder)
         except FileNotFoundError:
             return {}
         return {int(name): size for name, size in found.items() if _SLOT.fullmatch(name) and size is not None}
@@ -42,34 +43,36 @@ class Pool:
         return self._files.open(self._path(slot), "write", direct=self._direct)
 
     def write(self, slot: int, file: File, mv: memoryview, offset: int) -> None:
-        """All of `mv`. A slot where that failed is made anew before it is used: through a mapping a write is a sync."""
+        """Write all of `mv`. After a failure the slot gets a new file: through a mapping a write is also a sync."""
         with self._spoiling(slot):  # guard: failed-write-spoils-slot
             _write_all(file, mv, offset)
 
     def sync(self, slot: int, file: File) -> None:
+        """Make the content of the slot durable."""
         with self._spoiling(slot):  # guard: failed-sync-spoils-slot
             file.sync()
 
     def need_sound(self, slot: int) -> None:
+        """Raise OSError if an earlier write or sync of this slot failed."""
         if slot in self._spoiled:
             raise OSError(errno.EIO, "an earlier write or sync of this slot failed", self._path(slot))
 
     def prepare(self, slots: Sequence[int], need_bytes: int) -> int:
-        """Make the first of `slots` at least so long, and with it the others, so that no later save allocates.
+        """Make all of `slots` at least `need_bytes` long, unless the first one is; returns the length of the first.
 
-        Space is reserved in all of them before a byte is written to any; where it cannot be, nothing is kept of it.
-        Then they are filled with zeros: to write a block first that is only reserved takes a transaction of the
-        journal. Returns the length of the first.
+        All slots grow together, so that later saves allocate nothing. Space is reserved in all of them before a byte is
+        written to any; if that fails, the slots keep their old lengths. Then the new space is filled with zeros,
+        because the first write to a block that is only reserved costs a journal transaction.
         """
         if slots[0] not in self._spoiled:
             with contextlib.suppress(FileNotFoundError), contextlib.closing(self.open(slots[0])) as file:
                 if (had_bytes := file.size()) >= need_bytes:
                     return had_bytes
-        there = self.lengths()
+        existing = self.lengths()
         grown: list[tuple[int, File, int | None]] = []
         try:
             for slot in slots:
-                had = there.get(slot)
+                had = existing.get(slot)
                 if slot in self._spoiled and had is not None:  # guard: spoiled-slot-replaced
                     self._files.remove(self._path(slot))
                     had = None
@@ -84,14 +87,14 @@ class Pool:
             for _, file, had in grown:
                 self._fill(file, had or 0, need_bytes)  # guard: slot-zeroed-before-use
                 file.sync()  # guard: new-slot-synced
-            self._files.sync_dir(self._home)  # guard: slot-names-synced
+            self._files.sync_dir(self._folder)  # guard: slot-names-synced
         except OSError:
             for slot, file, had in grown:
-                with contextlib.suppress(OSError):  # as far as possible: it holds nothing
+                with contextlib.suppress(OSError):  # as far as possible: nothing is lost with it
                     # guard: failed-growth-undone
                     self._files.remove(self._path(slot)) if had is None else file.resize(had)
                 # guard: failed-growth-spoils-slot
-                self._spoiled.add(slot)  # what stays of it may have no durable name
+                self._spoiled.add(slot)  # a file that remains may have no durable name
             raise
         finally:
             for _, file, _ in grown:
@@ -108,8 +111,8 @@ class Pool:
 
     def _fill(self, file: File, start: int, end: int) -> None:
         zeros = aligned(bytes(min(ZERO_BYTES, end)))
-        for at in range(start // BLOCK_BYTES * BLOCK_BYTES, end, len(zeros)):
+        for at in range(start // DIRECT_IO_BYTES * DIRECT_IO_BYTES, end, len(zeros)):
             _write_all(file, zeros[: end - at], at)
 
     def _path(self, slot: int) -> str:
-        return f"{self._home}/{slot:02d}"
+        return f"{self._folder}/{slot:02d}"

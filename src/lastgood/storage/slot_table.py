@@ -1,6 +1,7 @@
-"""The table of a slot tier, bytes <-> what rests where. Pure: reads and writes nothing, knows no place and no meaning.
+"""The table of a slot tier: which files of which folder are stored where. Pure: converts bytes, reads and writes
+nothing.
 
-A record of it is 48 bytes of envelope and a body in msgpack:
+A record of the table is an envelope of 48 bytes and a body in msgpack:
 
     offset 0   8   magic
            8   4   version, little-endian as all that follows; a newer one is refused
@@ -10,7 +11,7 @@ A record of it is 48 bytes of envelope and a body in msgpack:
           32  16   xxh3-128 over bytes 0 to 31 and the body
           48       the body
 
-Whatever comes out of `decode` has been checked: nothing is allocated, opened or believed on the word of other bytes.
+What `decode` returns has been checked: memory is allocated and files are opened only by values that were validated.
 """
 
 from __future__ import annotations
@@ -22,16 +23,14 @@ import msgspec
 
 from ..errors import ManifestInvalid, UnknownFormat
 from ..io.checksum import digest
-from ..io.files import BLOCK_BYTES, round_up
+from ..io.files import round_up
+from ..limits import PAGE_BYTES, RECORD_LIMIT_BYTES, SLOT_LIMIT, SLOT_LIMIT_BYTES
 
 MAGIC = b"LGSLOTS\n"
 VERSION = 1
 ENVELOPE = struct.Struct("<8sIIQQ16s")
-RECORD_LIMIT_BYTES = 64 << 20
-SLOT_LIMIT = 100
-"""two digits in a name"""
-SLOT_LIMIT_BYTES = 1 << 60
 NO_SLOT = -1
+"""in place of a slot's number: the folder has small records only"""
 
 _CHECKED = struct.calcsize("<8sIIQQ")
 
@@ -41,35 +40,37 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     folder: str
     slot: int
-    """NO_SLOT: it has small records only"""
     extents: dict[str, tuple[int, int]]
-    """file -> offset in the slot and length"""
+    """file -> offset in the slot and length, in bytes"""
     records: dict[str, bytes]
-    """small files, here in full"""
+    """small files, stored in the table itself"""
 
     def without(self, file: str) -> Kept:
+        """A copy that lacks this file."""
         extents = {name: extent for name, extent in self.extents.items() if name != file}
         records = {name: data for name, data in self.records.items() if name != file}
         return Kept(self.folder, self.slot, extents, records)
 
     def with_record(self, file: str, data: bytes) -> Kept:
+        """A copy with a further small file."""
         return Kept(self.folder, self.slot, self.extents, {**self.records, file: data})
 
 
 class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A hint that was pointed at a folder."""
+    """The pointer record: a hint, and the folder that it names."""
 
     data: bytes
     to: str
 
 
 class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that is committed, in the order in which it was."""
+    """All committed folders, in the order of their commits."""
 
     kept: tuple[Kept, ...] = ()
     pointers: dict[str, Pointer] = {}
 
     def find(self, folder: str) -> Kept | None:
+        """The committed folder of this name; None if there is none."""
         return next((one for one in self.kept if one.folder == folder), None)
 
     def slots(self) -> set[int]:
@@ -77,7 +78,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Record(NamedTuple):
-    """One whole record as found."""
+    """A whole record whose body has not been decoded yet."""
 
     sequence: int
     version: int
@@ -85,23 +86,26 @@ class Record(NamedTuple):
 
 
 def encode(table: Table, sequence: int) -> bytes:
+    """A record of the table with this sequence number."""
     body = msgspec.msgpack.encode(table)
     head = ENVELOPE.pack(MAGIC, VERSION, 0, sequence, len(body), bytes(16))[:_CHECKED]
     return head + bytes.fromhex(digest("xxh3_128", head, body)) + body
 
 
 def body_bytes(head: bytes, room: int) -> int | None:
-    """How long the body behind this envelope is; None where it is no envelope, or does not fit into `room`."""
+    """The length of the body after this envelope; None if this is no envelope, or the body does not fit in `room`
+    bytes.
+    """
     magic, _, _, _, length, _ = ENVELOPE.unpack_from(head)
     fits = magic == MAGIC and length <= min(room - ENVELOPE.size, RECORD_LIMIT_BYTES)  # guard: table-record-length
     return length if fits else None
 
 
 def whole(data: bytes) -> Record | None:
-    """The record in these bytes; None where they are torn, garbage or zero."""
-    _, version, _, sequence, _, told = ENVELOPE.unpack_from(data)
+    """The record in these bytes; None if they are torn, garbage or zero."""
+    _, version, _, sequence, _, stored_digest = ENVELOPE.unpack_from(data)
     body = data[ENVELOPE.size :]
-    if bytes.fromhex(digest("xxh3_128", data[:_CHECKED], body)) != told:  # guard: table-record-digest
+    if bytes.fromhex(digest("xxh3_128", data[:_CHECKED], body)) != stored_digest:  # guard: table-record-digest
         return None
     return Record(sequence, version, body)
 
@@ -125,7 +129,7 @@ def decode(record: Record, where: str) -> Table:
 
     folders, slots = set[str](), set[int]()
     for one in table.kept:
-        need(one.folder not in folders, f"{one.folder!r} stands twice")  # guard: table-folder-unique
+        need(one.folder not in folders, f"{one.folder!r} is listed twice")  # guard: table-folder-unique
         need(one.slot not in slots, f"slot {one.slot} is given twice")  # guard: table-slot-unique
         need(
             NO_SLOT < one.slot < SLOT_LIMIT or (not one.extents and one.slot == NO_SLOT), f"there is no slot {one.slot}"
@@ -133,7 +137,7 @@ def decode(record: Record, where: str) -> Table:
         # guard: table-file-unique
         need(not one.extents.keys() & one.records.keys(), f"{one.folder!r} holds a file twice")
         for file, (offset, length) in one.extents.items():
-            fits = offset >= 0 <= length and offset + length <= SLOT_LIMIT_BYTES and not offset % BLOCK_BYTES
+            fits = offset >= 0 <= length and offset + length <= SLOT_LIMIT_BYTES and not offset % PAGE_BYTES
             need(fits, f"{file!r} at {offset:,}, {length:,} bytes long")  # guard: table-extents-in-range
         folders.add(one.folder)
         slots |= {one.slot} - {NO_SLOT}
@@ -141,7 +145,7 @@ def decode(record: Record, where: str) -> Table:
 
 
 def area_bytes(record_length: int, least: int) -> int:
-    """How long each of the two areas must be for such a record."""
+    """The length of each of the two areas for a record of this length; at least `least`. All in bytes."""
     area = least
     while area < round_up(record_length):
         area *= 2

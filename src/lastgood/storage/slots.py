@@ -1,20 +1,22 @@
-"""A few preallocated files that are overwritten in place, and one table that says what they hold. Two flushes a save.
+"""A tier in a few preallocated files (slots) that saves overwrite in turn, and one table of their contents.
 
-A folder under `gen/` lives in one slot: its blobs one after the other, then its records, each from a page boundary on.
-Its commit, and what is put beside that later, stand in the table itself. All other names are files of a `Disk`.
+A save costs two flushes. A folder under `gen/` is stored in one slot: its blobs one after the other, then its records,
+each from a page boundary on. Its commit, and records that are added after the commit, are stored in the table itself.
+All other names are files of a `Disk`.
 
 Invariants
-  1. Nothing in a slot has a meaning before a durable record of the table names it. So whatever a crash leaves in a slot
-     that no record names needs no clearing, and nobody reaches it.
-  2. Flush 1 makes the slot durable, then flush 2 the record that names it.
-  3. A slot is free only when no upload holds it and no table names it that a crash may bring up (`TableFile.possible`).
-     The older of two whole records is none of those: once the newer is durable, no crash brings the older back. Loss of
-     the newer one on the medium may. What it names may be overwritten by then, and digests tell; two records in a row
-     always have a generation in common, so that costs the newest one at most.
-  4. Before a slot is overwritten for the first time, the table that was found is durable (`TableFile.own`).
-Assumes one writer (the lock of the run), and that nobody wants more than the newest commit and the newest verified one
-before it. Each commit lets go of all others, so those two and N uploads are all there is: N + 2 slots are enough.
-Nothing goes when a commit is verified, for no upload needs the room, and the medium may yet lose what it had.
+  1. Nothing in a slot has a meaning before a durable record of the table names it. So what a crash leaves in a slot
+     that no record names is unreachable, and need not be cleared.
+  2. Flush 1 makes the slot durable, then flush 2 makes the record durable that names it.
+  3. A slot is free only if no upload holds it and no table names it that may be found after a crash
+     (`TableFile.possible`). The older of two whole records is not one of these: once the newer record is durable, no
+     crash brings the older one back. Only a loss of the newer record on the medium does. What the older record names
+     may be overwritten by then, which the digests show; consecutive records always have a generation in common, so that
+     such a loss costs the newest generation at most.
+  4. Before a slot is overwritten for the first time, the table that was found is durable (`TableFile.take_over`).
+Assumes one writer (the lock of the run), and that no more is kept than the newest commit and the newest verified
+generation before it. Each commit deletes all others, so limits.SLOTS_BESIDE slots beside those in flight are enough.
+Verification deletes nothing: no upload needs the space, and the medium may still lose the generation that was verified.
 """
 
 from __future__ import annotations
@@ -23,49 +25,31 @@ import builtins
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
 from ..io.files import round_up
+from ..limits import SLOT_LIMIT, SLOTS_BESIDE
 from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
+from .slot_draft import Draft
 from .slot_file import TableFile, aligned
 from .slot_pool import Pool
-from .slot_table import NO_SLOT, SLOT_LIMIT, Kept, Pointer, Table
+from .slot_table import NO_SLOT, Kept, Pointer, Table
 
-HOME = "slots"
-TABLE = f"{HOME}/table"
+FOLDER = "slots"
+TABLE = f"{FOLDER}/table"
 TAIL_SHARE = 32
-"""a slot is made longer than its first blob by this part of it, for the records behind"""
-
-
-@dataclass
-class _Draft:
-    """A folder that is not committed, and its slot."""
-
-    slot: int
-    slot_bytes: int
-    files: list[File]
-    """the slot, open; the last one knows all of its length"""
-    extents: dict[str, tuple[int, int]] = field(default_factory=dict)
-    dirty: bool = True
-    """something in it may not be durable"""
-    doubtful: bool = False
-    """its commit failed, or nobody knows; or it is being cleared away"""
-    turn: threading.Lock = field(default_factory=threading.Lock)
-    """held while a record is written into the slot"""
-
-    @property
-    def end(self) -> int:
-        return max((start + round_up(length) for start, length in self.extents.values()), default=0)
+"""a slot is longer than its first blob by one part in this many, for the records that follow the blob"""
 
 
 class Slots:
-    """`ports.Tier` over slots: one writer with `in_flight` uploads under way, or any number of readers.
+    """`ports.Tier` over slots: for one writer with up to `in_flight` (default 1) uploads at once, or for readers.
 
-    `commit`, `verified` and those in `bad` are names of files that mean so; no other has a meaning here. `direct`:
-    whether the file system takes direct I/O (io.files.takes_direct).
+    `root` is an absolute path. `commit` is the name of the file that commits a folder, `verified` that of the mark of a
+    good one, `bad` those of the marks of damaged and unfit ones; no other name has a meaning here. `direct` (default
+    False): use direct I/O, which the file system must support (io.files.takes_direct). Raises Refused for an
+    `in_flight` for which there are not enough slots.
     """
 
     newest_only: bool = True
@@ -81,49 +65,53 @@ class Slots:
         in_flight: int = 1,
         direct: bool = False,
     ) -> None:
-        if not 1 <= in_flight <= SLOT_LIMIT - 2:
-            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - 2}.")
+        if not 1 <= in_flight <= SLOT_LIMIT - SLOTS_BESIDE:
+            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - SLOTS_BESIDE}.")
         self.place = f"slots://{root}"
         self._disk = Disk(files, root, direct=direct)
-        self._pool = Pool(files, f"{root}/{HOME}", direct=direct)
+        self._pool = Pool(files, f"{root}/{FOLDER}", direct=direct)
         self._tables = TableFile(files, self._disk, TABLE, direct=direct)
         self._commit, self._verified, self._bad = commit, verified, frozenset(bad)
         self._in_flight = in_flight
         self._lock = threading.RLock()
-        self._owned = False
-        self._seen: Table | None = None  # by a reader, when it last looked
-        self._drafts: dict[str, _Draft] = {}
+        self._taken_over = False
+        self._last_read: Table | None = None  # the table that this object read last, if it is a reader
+        self._drafts: dict[str, Draft] = {}
         self._pointers: dict[str, Pointer] = {}
 
     # ---- writing -------------------------------------------------------------------------------------------
 
     def create(self, name: str, length: int) -> Upload:
-        """Open a new blob of `length` bytes in its folder's slot. Raises NameTaken, NoSpace, NotWritable, TierDown."""
+        """A new blob of `length` bytes in its folder's slot. Raises NameTaken, NoSpace, NotWritable, TierDown."""
         place = self._split(name)
         if place is None:
             return self._disk.create(name, length)
         folder, file = place
-        with self._disk._telling(name), self._lock:
-            kept, draft = self._own().find(folder), self._drafts.get(folder)
+        with self._disk._translated(name), self._lock:
+            kept, draft = self._take_over().find(folder), self._drafts.get(folder)
             if kept is not None or (draft and file in draft.extents):  # guard: draft-name-unique
                 raise NameTaken(
                     f"{self.place}/{name} exists already, or its folder is committed", safe="It is untouched."
                 )
             spare_bytes = round_up(length // TAIL_SHARE + 1)
-            draft = draft or self._take(folder, round_up(length) + spare_bytes)
+            draft = draft or self._assign_slot(folder, round_up(length) + spare_bytes)
             slot, start = self._extend(folder, draft, file, length, spare_bytes)
             return SlotUpload(self, folder, draft, file, slot, start)
 
     def put_new(self, name: str, data: bytes) -> None:
-        """A small blob: into its folder's slot, or, once that is committed, into the table. The commit primitive."""
+        """Create a small blob durably: in its folder's slot, or in the table once the folder is committed.
+
+        Raises NameTaken, CommitUnknown, NoSpace, NotWritable, TierDown; MissingBlob for a mark of an uncommitted
+        folder.
+        """
         place = self._split(name)
         if place is None:
             self._disk.put_new(name, data)
             return
         folder, file = place
-        with self._disk._telling(name):
+        with self._disk._translated(name):
             with self._lock:
-                kept, draft = self._own().find(folder), self._drafts.get(folder)
+                kept, draft = self._take_over().find(folder), self._drafts.get(folder)
                 if kept is not None:
                     self._put_beside(kept, file, data)
                     return
@@ -131,66 +119,73 @@ class Slots:
                     self._publish(folder, draft, data)
                     return
                 if file == self._verified or file in self._bad:
-                    raise MissingBlob(f"{self.place}/gen/{folder} is not there: nothing is noted beside it", blob=name)
-                draft = draft or self._take(folder, round_up(len(data)))
+                    raise MissingBlob(f"{self.place}/gen/{folder} is not committed, so it cannot be marked", blob=name)
+                draft = draft or self._assign_slot(folder, round_up(len(data)))
             with draft.turn:
                 self._append(folder, draft, file, data)
 
     def point(self, name: str, data: bytes, to: str) -> None:
-        """Replace a pointer. It is a hint: others see it with the next record, or when this writer closes."""
-        with self._disk._telling(name), self._lock:
-            self._own()
+        """Replace the pointer, which is a hint: readers see it with the next record, or when this writer closes."""
+        with self._disk._translated(name), self._lock:
+            self._take_over()
             self._pointers[name] = Pointer(data, to)
 
     def delete(self, name: str) -> None:
-        """Remove a blob, durably; of a commit, all of its folder in one step. Costs nothing where it is gone."""
+        """Remove a blob durably; if it is the commit, remove its whole folder in one step.
+
+        Nothing is written if the blob does not exist.
+        """
         place = self._split(name)
         if place is None:
             self._disk.delete(name)
             return
         folder, file = place
-        with self._disk._telling(name), self._lock:
-            table = self._own()
+        with self._disk._translated(name), self._lock:
+            table = self._take_over()
             kept, draft = table.find(folder), self._drafts.get(folder)
             if draft is not None:
+                # Deleting the commit gives the folder up: its slot may be reused even if the other deletions fail.
                 # guard: uncleared-commit-is-doubtful
-                draft.doubtful |= file == self._commit  # it is given up, and should the rest of that fail
+                draft.doubtful |= file == self._commit
                 self._forget(folder, draft, file)
             if kept is not None and (file in kept.extents or file in kept.records):
                 rest = kept.without(file)
-                gone = file == self._commit or not (rest.extents or rest.records)
+                ended = file == self._commit or not (rest.extents or rest.records)
                 # guard: deleted-commit-gone-at-once
-                self._settle(tuple(rest if one is kept else one for one in table.kept if one is not kept or not gone))
+                self._settle(tuple(rest if one is kept else one for one in table.kept if one is not kept or not ended))
             elif len(self._tables.possible) > 1:
                 self._settle(table.kept)
 
     def close(self) -> None:
-        """Let go of the files, and write down what only this process knows: the pointers. Raises NoSpace, TierDown."""
-        with self._disk._telling(TABLE), self._lock:
+        """Close the files, and store the pointer if it has changed. Raises NoSpace, NotWritable, TierDown."""
+        with self._disk._translated(TABLE), self._lock:
             for folder in [*self._drafts]:
                 self._drop(folder)
-            if self._owned and self._pointed() != self._tables.newest.pointers:  # guard: pointers-written-at-close
+            if self._taken_over and self._pointed() != self._tables.newest.pointers:  # guard: pointers-written-at-close
                 self._settle(self._tables.newest.kept)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        """Names in a folder, committed or under way in this object: length of a file, None for a folder."""
-        with self._disk._telling(folder), self._lock:
+        """Names in a folder that is committed or being written by this object -> length in bytes, None for a folder."""
+        with self._disk._translated(folder), self._lock:
             if folder == "gen":
-                return dict.fromkeys([*(one.folder for one in self._look().kept), *self._drafts])
+                return dict.fromkeys([*(one.folder for one in self._current_table().kept), *self._drafts])
             if folder.startswith("gen/"):
                 return self._list_folder(folder.removeprefix("gen/"))
             found = dict(self._disk.list(folder))
             if not folder:
-                found.pop(HOME, None)
-                found |= dict.fromkeys(["gen"] if self._look().kept or self._drafts else [])
+                found.pop(FOLDER, None)
+                found |= dict.fromkeys(["gen"] if self._current_table().kept or self._drafts else [])
                 found |= {name: len(one.data) for name, one in self._hints().items()}
             return found
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        """Fill mv[:extent.length]. `fresh` reads past the page cache when mv is a page-aligned, padded buffer."""
-        with self._disk._telling(extent.blob), self._lock:
+        """Fill mv[:extent.length].
+
+        `fresh` is as in `Disk.read_into`. Raises Truncated, MissingBlob, Unreadable, TierDown.
+        """
+        with self._disk._translated(extent.blob), self._lock:
             found = self._find(extent.blob)
         if found is None:
             self._disk.read_into(extent, mv, fresh=fresh)
@@ -206,9 +201,9 @@ class Slots:
             mv[: extent.length] = found[extent.offset : extent.offset + extent.length]
             return
         slot, start, _ = found
-        there = Extent(blob=f"{HOME}/{slot:02d}", offset=start + extent.offset, length=extent.length)
+        in_slot = Extent(blob=f"{FOLDER}/{slot:02d}", offset=start + extent.offset, length=extent.length)
         try:
-            self._disk.read_into(there, mv, fresh=fresh)
+            self._disk.read_into(in_slot, mv, fresh=fresh)
         except Damaged as error:
             error.blob, error.offset = extent.blob, max(error.offset - start, 0)
             raise
@@ -216,32 +211,35 @@ class Slots:
     # ---- names ---------------------------------------------------------------------------------------------
 
     def _split(self, name: str) -> tuple[str, str] | None:
-        """The folder under gen/ and the file; None for what is a file of the disk. Raises MissingBlob."""
+        """The folder under gen/ and the file; None if the name is that of a file of the disk. Raises MissingBlob."""
         self._disk._path(name)
         parts = name.split("/")
-        if parts[0] == HOME or (parts[0] == "gen" and len(parts) != 3):
-            raise MissingBlob(f"{name!r} is no name in a run that lives in slots", blob=name)
+        if parts[0] == FOLDER or (parts[0] == "gen" and len(parts) != 3):
+            raise MissingBlob(f"{name!r} is not a name in a run that is stored in slots", blob=name)
         return (parts[1], parts[2]) if parts[0] == "gen" else None
 
     def _list_folder(self, folder: str) -> dict[str, int | None]:
-        draft, kept = self._drafts.get(folder), self._look().find(folder)
+        draft, kept = self._drafts.get(folder), self._current_table().find(folder)
         if kept is None:
             return {file: length for file, (_, length) in draft.extents.items()} if draft else {}
         found: dict[str, int | None] = {file: len(data) for file, data in kept.records.items()}
-        there = self._pool.lengths().get(kept.slot)
-        if there is not None:  # what is cut off of a slot is missed by its length, as in any file
+        slot_bytes = self._pool.lengths().get(kept.slot)
+        if slot_bytes is not None:  # a slot that was cut off makes its files shorter
             # guard: truncated-slot-shortens-file
-            found |= {file: max(0, min(length, there - start)) for file, (start, length) in kept.extents.items()}
+            found |= {file: max(0, min(length, slot_bytes - start)) for file, (start, length) in kept.extents.items()}
         return found
 
     def _find(self, name: str) -> bytes | tuple[int, int, int] | None:
-        """Small bytes; or slot, start and length; None for a file of the disk. Raises MissingBlob."""
+        """The bytes of a record in the table; or slot, offset and length; None for a file of the disk.
+
+        Raises MissingBlob.
+        """
         place = self._split(name)
         if place is None:
             hint = None if "/" in name else self._hints().get(name)
             return hint.data if hint else None
         folder, file = place
-        kept = self._known().find(folder) or self._look().find(folder)
+        kept = self._known_table().find(folder) or self._current_table().find(folder)
         if kept and file in kept.records:
             return kept.records[file]
         holder = kept or self._drafts.get(folder)
@@ -249,60 +247,63 @@ class Slots:
             raise MissingBlob(f"missing: {self.place}/{name}", blob=name)
         return holder.slot, *holder.extents[file]
 
-    def _look(self) -> Table:
-        """What is committed now: a writer knows, a reader looks."""
-        if not self._owned:
-            self._seen = self._found()
-        return self._known()
+    def _current_table(self) -> Table:
+        """The newest table: a writer has it in memory, a reader reads the file again."""
+        if not self._taken_over:
+            self._last_read = self._read_table()
+        return self._known_table()
 
-    def _known(self) -> Table:
-        return self._tables.newest if self._owned else self._seen or Table()
+    def _known_table(self) -> Table:
+        """The table as this object knows it, without reading the file."""
+        return self._tables.newest if self._taken_over else self._last_read or Table()
 
-    def _found(self) -> Table:
-        table = self._tables.look()
+    def _read_table(self) -> Table:
+        table = self._tables.read()
         if table is None and self._pool.lengths():  # guard: missing-table-is-damage
-            raise MissingBlob(f"{self.place}/{TABLE} is gone: what the slots hold is not known any more", blob=TABLE)
+            raise MissingBlob(f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown", blob=TABLE)
         return table or Table()
 
     def _hints(self) -> Mapping[str, Pointer]:
-        return self._pointers if self._owned else (self._seen or self._look()).pointers
+        return self._pointers if self._taken_over else (self._last_read or self._current_table()).pointers
 
     # ---- the table -----------------------------------------------------------------------------------------
 
-    def _own(self) -> Table:
-        """The newest durable table, of which this is the only writer."""
-        if not self._owned:
-            self._disk._make_folder(HOME)
-            self._found()
-            with _known_not_to_be():
-                self._tables.own()
+    def _take_over(self) -> Table:
+        """The newest durable table. The first call makes this object the writer and makes the found table durable."""
+        if not self._taken_over:
+            self._disk._make_folder(FOLDER)
+            self._read_table()
+            with _commit_not_in_doubt():
+                self._tables.take_over()
             self._pointers = dict(self._tables.newest.pointers)
-            self._owned = True
+            self._taken_over = True
         return self._tables.newest
 
     def _record(self, kept: tuple[Kept, ...]) -> None:
+        """Write a table of these folders. Raises OSError, CommitUnknown."""
         table = Table(kept, self._pointed(kept))
         self._tables.write(table)
         self._pointers = dict(table.pointers)
 
     def _settle(self, kept: tuple[Kept, ...]) -> None:
-        with _known_not_to_be():
+        """Write a table that commits nothing new. Afterwards only this table may be found after a crash."""
+        with _commit_not_in_doubt():
             self._record(kept)
 
     def _pointed(self, kept: tuple[Kept, ...] | None = None) -> dict[str, Pointer]:
-        """Pointers to what is there: they go with it."""
-        there = {f"gen/{one.folder}" for one in (self._tables.newest.kept if kept is None else kept)}
+        """The pointers whose target exists: a pointer is deleted with its target."""
+        targets = {f"gen/{one.folder}" for one in (self._tables.newest.kept if kept is None else kept)}
         # guard: pointer-deleted-with-target
-        return {name: one for name, one in self._pointers.items() if one.to in there}
+        return {name: one for name, one in self._pointers.items() if one.to in targets}
 
-    def _publish(self, folder: str, draft: _Draft | None, data: bytes) -> None:
-        """Name a folder's slot in the table: flush 2."""
+    def _publish(self, folder: str, draft: Draft | None, data: bytes) -> None:
+        """Commit a folder by naming its slot in the table (flush 2)."""
         if draft and draft.dirty:  # guard: content-synced-before-table
             self._flush(draft)
         slot, extents = (draft.slot, draft.extents) if draft else (NO_SLOT, {})
         one = Kept(folder, slot, dict(extents), {self._commit: data})
         try:
-            self._record((*self._spare(self._tables.newest.kept), one))  # <- it exists after this line
+            self._record((*self._kept_beside_new_commit(self._tables.newest.kept), one))  # <- it exists after this line
         except (CommitUnknown, OSError):
             if draft:
                 draft.doubtful = True  # guard: failed-commit-keeps-slot
@@ -311,7 +312,7 @@ class Slots:
             self._drop(folder)
 
     def _put_beside(self, kept: Kept, file: str, data: bytes) -> None:
-        """Into the table, beside a commit."""
+        """Add a small file to a committed folder."""
         table, name = self._tables.newest, f"gen/{kept.folder}/{file}"
         if file in kept.records or file in kept.extents:
             self._need_same(name, data)
@@ -321,19 +322,19 @@ class Slots:
         # guard: verified-mark-written-at-once
         self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))
 
-    def _spare(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
-        """What stays beside a new commit: the newest verified one; while none is, the newest that may yet be good."""
+    def _kept_beside_new_commit(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
+        """The folder that stays beside a new commit: the newest verified one, otherwise the newest that may be good."""
         good = [one for one in kept if self._bad.isdisjoint(one.records)]  # guard: undamaged-slot-kept
         # guard: newest-verified-slot-kept
         return tuple([one for one in good if self._verified in one.records][-1:] or good[-1:])
 
     # ---- folders that are not committed --------------------------------------------------------------------
 
-    def _take(self, folder: str, need_bytes: int) -> _Draft:
-        """A free slot of at least so many bytes, for a new folder."""
+    def _assign_slot(self, folder: str, need_bytes: int) -> Draft:
+        """Assign a free slot of at least `need_bytes` to a new folder. Raises NoSpace if there is none."""
         free = self._free()
         if not free:
-            # A slot whose commit failed waits for nobody: once that commit surely is not, the slot is free.
+            # A slot whose commit failed or is being deleted is free once it is certain that the commit does not exist.
             if len(self._tables.possible) > 1:  # guard: doubt-settled-when-full
                 self._settle(self._tables.newest.kept)
             for one in [name for name, draft in self._drafts.items() if draft.doubtful]:  # guard: doubtful-slot-freed
@@ -341,21 +342,23 @@ class Slots:
             free = self._free()
         if not free:
             raise NoSpace(
-                f"{self.place} has no free slot: {len(self._drafts)} saves under way, announced {self._in_flight}",
+                f"{self.place} has no free slot: {len(self._drafts)} saves are in flight, and it was opened for "
+                f"{self._in_flight}",
                 safe="Every committed generation is untouched.",
                 todo="Wait until one of them has ended, or open the run with a larger in_flight.",
             )
         slot_bytes = self._pool.prepare(free, need_bytes)
-        draft = self._drafts[folder] = _Draft(free[0], slot_bytes, [self._pool.open(free[0])])
+        draft = self._drafts[folder] = Draft(free[0], slot_bytes, [self._pool.open(free[0])])
         return draft
 
     def _free(self) -> builtins.list[int]:
+        """The slots that may be overwritten."""
         taken = {one.slot for table in self._tables.possible for one in table.kept}  # guard: possible-tables-hold-slots
         taken |= {draft.slot for draft in self._drafts.values()}  # guard: drafts-hold-slots
-        return [slot for slot in range(self._in_flight + 2) if slot not in taken]
+        return [slot for slot in range(self._in_flight + SLOTS_BESIDE) if slot not in taken]
 
-    def _extend(self, folder: str, draft: _Draft, file: str, length: int, spare_bytes: int) -> tuple[File, int]:
-        """Room for one more file in a slot: where it is open, and where the file starts."""
+    def _extend(self, folder: str, draft: Draft, file: str, length: int, spare_bytes: int) -> tuple[File, int]:
+        """Reserve space for one more file in a slot; returns the open slot and the offset of the file."""
         start = draft.end
         try:
             if start + round_up(length) > draft.slot_bytes:
@@ -370,8 +373,8 @@ class Slots:
         draft.dirty = True
         return draft.files[-1], start
 
-    def _append(self, folder: str, draft: _Draft, file: str, data: bytes) -> None:
-        """A record into the slot, and all of that durable: flush 1."""
+    def _append(self, folder: str, draft: Draft, file: str, data: bytes) -> None:
+        """Write a record into the slot, and make the whole slot durable (flush 1)."""
         with self._lock:
             if file in draft.extents:
                 self._need_same(f"gen/{folder}/{file}", data)
@@ -385,12 +388,13 @@ class Slots:
                 self._forget(folder, draft, file)
             raise
 
-    def _flush(self, draft: _Draft) -> None:
+    def _flush(self, draft: Draft) -> None:
         self._pool.need_sound(draft.slot)  # guard: spoiled-slot-not-synced
         self._pool.sync(draft.slot, draft.files[-1])
         draft.dirty = False
 
-    def _forget(self, folder: str, draft: _Draft, file: str) -> None:
+    def _forget(self, folder: str, draft: Draft, file: str) -> None:
+        """Drop a file of a draft, and the draft with its last file."""
         draft.extents.pop(file, None)
         if not draft.extents and self._drafts.get(folder) is draft:
             self._drop(folder)
@@ -400,31 +404,32 @@ class Slots:
             file.close()
 
     def _need_same(self, name: str, data: bytes) -> None:
+        """Raise NameTaken unless the existing file holds `data`."""
         found = self._find(name)
         length = len(found) if isinstance(found, bytes) else found[2] if found else -1
         if length == len(data):
-            there = bytearray(length)
-            self.read_into(Extent(blob=name, offset=0, length=length), memoryview(there))
-            if there == data:  # guard: same-name-same-bytes
+            stored = bytearray(length)
+            self.read_into(Extent(blob=name, offset=0, length=length), memoryview(stored))
+            if stored == data:  # guard: same-name-same-bytes
                 return
         raise NameTaken(f"{self.place}/{name} exists already with other bytes", safe="It is untouched.")
 
 
 class SlotUpload:
-    """`ports.Upload`: a part of a slot that no record names."""
+    """`ports.Upload`: a range of a slot that no record names yet."""
 
-    def __init__(self, slots: Slots, folder: str, draft: _Draft, file: str, slot: File, start: int) -> None:
+    def __init__(self, slots: Slots, folder: str, draft: Draft, file: str, slot: File, start: int) -> None:
         self._slots, self._folder, self._draft, self._file = slots, folder, draft, file
         self._slot, self._start = slot, start
         self._extent = draft.extents[file]
 
     def write_at(self, mv: memoryview, offset: int) -> None:
         assert offset + len(mv) <= round_up(self._extent[1]), "past the end of the blob"
-        with self._slots._disk._telling(f"gen/{self._folder}/{self._file}"):
+        with self._slots._disk._translated(f"gen/{self._folder}/{self._file}"):
             self._slots._pool.write(self._draft.slot, self._slot, mv, self._start + offset)
 
     def finish(self) -> None:
-        """Nothing to do: the folder's next record makes the slot durable."""
+        """Do nothing: the folder's next record makes the slot durable."""
 
     def abort(self) -> None:
         with self._slots._lock:
@@ -433,8 +438,8 @@ class SlotUpload:
 
 
 @contextlib.contextmanager
-def _known_not_to_be() -> Iterator[None]:
-    """For what is no commit, and so is not said to be one."""
+def _commit_not_in_doubt() -> Iterator[None]:
+    """Raise CommitUnknown as TierDown, around writes of the table that commit nothing."""
     try:
         yield
     except CommitUnknown as error:

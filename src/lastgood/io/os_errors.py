@@ -1,0 +1,93 @@
+"""OSError -> the package's errors: one table for what lies inside a run, and one for paths that a person gave.
+
+Each row groups the errno values that mean the same: which error class they become, what is still safe, and what to do.
+The first row that lists the errno counts. An errno in no row becomes TierDown, which may be retried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..errors import Damaged, LastgoodError, MissingBlob, NoSpace, NotWritable, Refused, TierDown
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""the disk, the quota or the largest length of a file is used up"""
+NOT_PERMITTED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+NOT_A_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ESPIPE})
+"""a symbolic link, a folder or a pipe stands where a regular file is expected"""
+WRONG_PATH = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.EINVAL})
+NOT_SUPPORTED = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS})
+"""this file system lacks the operation, for example locks on some network mounts"""
+UNREADABLE = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
+"""the medium cannot return the bytes of a read, or the file system has found them to be corrupt"""
+
+
+class Row(NamedTuple):
+    """What a group of errno values means."""
+
+    errnos: frozenset[int]
+    error: type[LastgoodError]
+    what: str
+    """the beginning of the message; the path and the system's own words follow"""
+    safe: str = ""
+    todo: str = ""
+
+
+_COMMITTED = "Every committed generation is untouched"
+IN_A_RUN = (
+    Row(
+        FULL,
+        NoSpace,
+        "no space left for",
+        f"{_COMMITTED}, and training can go on.",
+        "Free space on this disk, or keep fewer generations (retention=Keep(...)).",
+    ),
+    Row(frozenset({errno.ENOENT}), MissingBlob, "missing:"),
+    Row(NOT_A_FILE, MissingBlob, "a link, folder or pipe where a file was committed:"),
+    Row(NOT_PERMITTED, NotWritable, "not permitted:", "Nothing was changed.", "Check the owner and the mount."),
+)
+_AT_ANY_OTHER = Row(frozenset(), TierDown, "the disk failed:")
+AT_A_PATH = (
+    Row(FULL, NoSpace, "no space left for", "", "Free space on this disk, or give another place."),
+    Row(WRONG_PATH, Refused, "", "", "Check the path."),
+    Row(
+        NOT_PERMITTED | NOT_SUPPORTED | {errno.ELOOP},  # a symbolic link where none is followed
+        NotWritable,
+        "",
+        "",
+        "Check the owner, the permissions and the mount; to read a run only, use lastgood.open or lastgood.load.",
+    ),
+)
+
+
+def in_run(error: OSError, place: str, blob: str) -> LastgoodError:
+    """The error for a call on the file `blob` of the run at `place`."""
+    row = _row(IN_A_RUN, error)
+    what = f"{row.what} {os.path.join(place, blob)}: {error.strerror or error}"
+    if issubclass(row.error, Damaged):
+        return row.error(what, blob=blob)
+    return row.error(what, safe=row.safe or f"{_COMMITTED}.", todo=row.todo)
+
+
+def at_path(error: OSError, path: str) -> LastgoodError:
+    """The error for a call on a path that a person gave, before or after which nothing is left half done."""
+    row = _row(AT_A_PATH, error)
+    what = f"{row.what} {path}: {error.strerror or error}".strip()
+    return row.error(what, safe="Nothing was changed.", todo=row.todo)
+
+
+@contextlib.contextmanager
+def translated(path: str) -> Iterator[None]:
+    """Raise each OSError of the block as the error of `at_path`."""
+    try:
+        yield
+    except OSError as error:
+        raise at_path(error, path) from error
+
+
+def _row(table: tuple[Row, ...], error: OSError) -> Row:
+    return next((row for row in table if error.errno in row.errnos), _AT_ANY_OTHER)

@@ -1,0 +1,121 @@
+"""Limits: bounds of sizes, counts and times that several modules rely on, and the arithmetic between them.
+
+Each assertion states what a protocol depends on; a change that breaks one fails at import. A constant that a single
+module uses, and that nothing else depends on, is defined in that module. Imports nothing of this package.
+"""
+
+from __future__ import annotations
+
+# ---- alignment -------------------------------------------------------------------------------------------------
+
+DIRECT_IO_BYTES = 4096
+"""Buffers, offsets and lengths of direct I/O are multiples of it: the largest logical block in common use."""
+PAGE_BYTES = 4096
+"""The format's alignment: tensor data, chunks, parity cells and files in slots start at multiples of it."""
+HUGE_PAGE_BYTES = 2 << 20
+"""The arena maps memory in multiples of it, so that the kernel can use huge pages."""
+ELEMENT_LIMIT_BYTES = 16
+"""The widest element of a tensor (complex128)."""
+
+assert PAGE_BYTES % DIRECT_IO_BYTES == 0, "what the format aligns can be read and written by direct I/O"
+assert HUGE_PAGE_BYTES % PAGE_BYTES == 0
+assert PAGE_BYTES % ELEMENT_LIMIT_BYTES == 0, "tensor data that starts at a page is aligned to its elements"
+
+# ---- chunks: the unit of copying, digesting, writing and reading -------------------------------------------------
+
+CHUNK_BYTES = 8 << 20
+"""The default chunk of a save."""
+CHUNK_LIMIT_BYTES = 256 << 20
+"""The largest chunk that a manifest may name: a reader holds a few chunks in memory, whatever the manifest says."""
+VERIFY_BLOCK_BYTES = 1 << 20
+"""The guard passes each block to every layer in turn, so that the block stays in the processor's cache."""
+FINITE_BLOCK_BYTES = 1 << 18
+"""The search for NaN and infinity makes temporary arrays of this length, which stay in the processor's cache."""
+
+assert CHUNK_BYTES <= CHUNK_LIMIT_BYTES
+assert CHUNK_BYTES % PAGE_BYTES == CHUNK_LIMIT_BYTES % PAGE_BYTES == 0, "each chunk starts at a page of its file"
+assert VERIFY_BLOCK_BYTES % ELEMENT_LIMIT_BYTES == 0, "no block boundary cuts an element of a tensor"
+assert FINITE_BLOCK_BYTES % ELEMENT_LIMIT_BYTES == 0
+assert FINITE_BLOCK_BYTES <= VERIFY_BLOCK_BYTES <= CHUNK_BYTES
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+HEADER_LIMIT_BYTES = 100_000_000
+"""safetensors readers refuse a longer header. The tensors of a rank whose header would be longer take several files."""
+RECORD_LIMIT_BYTES = 64 << 20
+"""The longest commit, pointer, mark or label that is read; also the longest table of a slot tier."""
+MANIFEST_LIMIT_BYTES = 1 << 30
+"""The longest manifest; its length is also in its seal."""
+PARITY_RECORD_LIMIT_BYTES = 256 << 20
+"""The longest record of a parity file: it holds a digest of every cell."""
+DIGEST_LIMIT_CHARACTERS = 64
+"""The longest digest in hexadecimal (blake3, sha256); io/checksum.py asserts it."""
+STEP_DIGITS = 12
+"""Digits of a step in the name of a generation's folder."""
+STEP_LIMIT = 10**STEP_DIGITS
+"""Steps are below it, so that folder names sort in the order of their steps."""
+DIMENSION_LIMIT = 64
+"""Neither torch nor numpy has a tensor of more dimensions."""
+DEPTH_LIMIT = 100
+"""Values are nested no deeper: encoding and decoding call themselves once or twice for each level."""
+
+assert RECORD_LIMIT_BYTES < PARITY_RECORD_LIMIT_BYTES < MANIFEST_LIMIT_BYTES
+assert 8 * DEPTH_LIMIT < 1000, "eight calls a level stay within Python's default recursion limit"
+
+# ---- saves in flight ---------------------------------------------------------------------------------------------
+
+MAX_IN_FLIGHT = 64
+"""The largest number of saves in flight and of writer threads that a user may ask for."""
+STEP_HISTORY = 2 * MAX_IN_FLIGHT
+"""Each rank publishes its last saved steps, and keeps as many verdicts, so that the ranks pair their attempts."""
+WORKERS = 3
+"""Threads that write or read the bytes of a run, by default."""
+READ_LIMIT = 3
+"""The largest number of chunks that are read at once (engine/read_file.py takes fewer on few processors)."""
+UPKEEP_CHUNKS = 3
+"""Chunks of memory in which generations are verified after their commit."""
+DELETIONS_AHEAD = 2
+"""Generations that are deleted before a save reserves its space, at most."""
+BACKLOG_LIMIT = 2
+"""With more unverified generations than this, a save waits until one has been verified."""
+UNREAD_LIMIT = 10
+"""The same on a tier that deletes old generations by itself, where a backlog fills no disk."""
+
+assert STEP_HISTORY > MAX_IN_FLIGHT, "a rank still publishes the step of every save that another rank may wait for"
+assert READ_LIMIT <= WORKERS, "each chunk that is read at once has a thread"
+assert UPKEEP_CHUNKS >= 2, "one chunk is read while another one is examined"
+assert DELETIONS_AHEAD > 1, "a save adds one generation, so a run that holds too many shrinks with every save"
+assert BACKLOG_LIMIT <= UNREAD_LIMIT
+
+# ---- slots -------------------------------------------------------------------------------------------------------
+
+SLOT_LIMIT = 100
+"""Slots have names of two digits."""
+SLOTS_BESIDE = 2
+"""Slots that no save in flight may use: the newest commit, and the newest verified generation before it."""
+SLOT_LIMIT_BYTES = 1 << 60
+"""The largest offset in a slot that a table may name."""
+TABLE_AREA_BYTES = 64 << 10
+"""The least length of each of the two areas of the table's file."""
+
+assert MAX_IN_FLIGHT + SLOTS_BESIDE <= SLOT_LIMIT, "there is a slot for every save in flight that a user may ask for"
+assert TABLE_AREA_BYTES % DIRECT_IO_BYTES == 0 and TABLE_AREA_BYTES <= RECORD_LIMIT_BYTES
+assert SLOT_LIMIT_BYTES < 2**63, "offsets in a slot fit the system's signed file offsets"
+
+# ---- parity ------------------------------------------------------------------------------------------------------
+
+CODE_WORD_LIMIT = 256
+"""Data and parity cells of a row, at most: the field GF(2^8) has so many elements."""
+CELL_BYTES = 256 << 10
+"""The length of a cell, unless the state is very small or very large."""
+CELL_COUNT_LIMIT = 1 << 20
+"""The number of cells of a generation, at most: larger states have larger cells."""
+CELL_LIMIT_BYTES = 256 << 20
+"""The largest cell that a record of parity may name: a reader holds two rows in memory."""
+ISAL_CELL_LIMIT_BYTES = 2**31
+"""ISA-L takes the length of a cell as a C int."""
+
+assert CELL_BYTES % PAGE_BYTES == CELL_LIMIT_BYTES % PAGE_BYTES == 0 and CELL_BYTES <= CELL_LIMIT_BYTES
+assert CELL_LIMIT_BYTES < ISAL_CELL_LIMIT_BYTES
+# With one data cell a row there are as many parity cells in a file as data cells: two digests for each, in quotes.
+assert 2 * CELL_COUNT_LIMIT * (DIGEST_LIMIT_CHARACTERS + 3) + RECORD_LIMIT_BYTES < PARITY_RECORD_LIMIT_BYTES
