@@ -71,9 +71,9 @@ class WritableRun:
 
     def share_survey(self, topic: AnyTopic) -> None:
         """Every rank adopts what rank 0 knows of the run, and counts the same restores: all of them choose alike."""
-        run = self._behind.run
+        run, ranks = self._behind.run, self._ranks
         # guard: restore-counted-by-coordinator
-        self._ranks.rewind(topic.agree(self._ranks.rewound, lambda counts: 1 + max(counts)))
+        ranks.rewind(topic.agree(ranks.rewound, lambda counts: 1 + max(counts)))
         seen = topic.agree(None, lambda _: run.seen() if isinstance(run, Leader) else None)
         if isinstance(run, Follower):
             run.see(seen)  # guard: followers-adopt-survey
