@@ -71,10 +71,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a restore is counted by rank 0",
             "restore-counted-by-coordinator",
-            Instead(
-                "topic.agree(self._ranks.rewound, lambda counts: 1 + max(counts)); "
-                "self._ranks.rewind(self._ranks.rewound + 1)"
-            ),
+            Instead("topic.agree(ranks.rewound, lambda counts: 1 + max(counts)); ranks.rewind(ranks.rewound + 1)"),
         ),
         ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("adopt(shared)", "refresh()")),
         ("what is tied is told", "aliases-in-structure", Remove()),

@@ -28,9 +28,10 @@ from ..records import Finding, Generation
 from ..run.candidates import Candidates, RestorableRun
 from ..run.content import Content, ReadSettings
 from ..state.as_dict import AsDict, stored_names
-from ..state.match import Match, Rename, match
+from ..state.match import Match, match
 from ..state.objects import seed_rng
 from ..state.patterns import Patterns
+from ..state.rename import Rename
 from ..state.rules import Stored
 
 SHARED = 1.5
@@ -94,7 +95,7 @@ class LoadRequest:
 
     def has_place(self, entry: str) -> bool:
         """Whether the state has a place for a top-level entry of a generation."""
-        return Rename(self.rename or {}).key(entry) in set(map(component, self.state))
+        return Rename(self.rename or {}).entry(entry) in set(map(component, self.state))
 
     def fit(self, stored: Stored, alone: bool) -> Match:
         """Match a generation with the state. Raises as `match`.

@@ -7,7 +7,7 @@ the state, and `last`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from .objects import KINDS, Parameters, holds_objects, tag_of
 from .optimizer_binder import OptimizerBinder
 from .own_loading import OwnLoading, calling
 from .puts import empty, formed, kind_of, refill, refill_sequence, stays
+from .rename import Rename
 from .tensor_plan import Making, TensorPlan
 from .wrappers import Wrappers
 
@@ -32,8 +33,8 @@ from .wrappers import Wrappers
 class Binder:
     """One comparison of a live state with a stored one, and what it has found (`walk.Walk`).
 
-    `offered`: live name -> stored name of the tensors that belong to modules. `names`: what is wanted. `rename`: stored
-    name -> live name. `modules`: path -> module, of the live state.
+    `offered`: live name -> stored name of the tensors that belong to modules. `names`: what is wanted. `modules`:
+    path -> module, of the live state.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Binder:
         stored: Stored,
         offered: dict[str, str],
         names: Filter,
-        rename: Callable[[str], str],
+        rename: Rename,
         modules: Mapping[str, nn.Module],
     ) -> None:
         self.stored, self.names = stored, names
         self.differences = Differences(names)
         self.tensors = TensorPlan(stored, self.differences)
-        self.last: list[Callable[[], object]] = []
+        self.last: list[Put] = []
         """what is done after everything else"""
         own_loading = OwnLoading(modules)
         self.modules = ModuleBinder(self, offered, rename, own_loading)
@@ -247,13 +248,13 @@ class Binder:
             self.differences.differs(path, why)
         else:
             data = self.bind(ABSENT, saved.data, path, self._sharding(live, saved.tag, path))
-            return partial(self._loaded, live, KINDS[saved.tag].load, data, path)
+            return partial(self._loaded, live, saved.tag, data, path)
         return stays(live)
 
-    def _loaded(self, live: Any, load: Callable[[Any, Any], None], data: Put, path: str) -> Any:
+    def _loaded(self, live: Any, tag: str, data: Put, path: str) -> Any:
         content = data()
         with calling(live, path, self.stored.step):
-            load(live, content)
+            KINDS[tag].load(live, content)
         return live
 
     def _sharding(self, live: Any, tag: str, path: str) -> Placement | None:

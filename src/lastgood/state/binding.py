@@ -30,7 +30,7 @@ class Walk(Protocol):
     names: Filter
     differences: Differences
     tensors: TensorPlan
-    last: list[Callable[[], object]]
+    last: list[Put]
     """what is done after everything else"""
 
     def bind(self, live: Any, saved: Any, path: str, placement: Placement | None = None) -> Put: ...

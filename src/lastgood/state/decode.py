@@ -20,6 +20,9 @@ from . import tensors
 from .instances import FORMS
 from .objects import KINDS
 
+Inner = Callable[[Any], Any]
+"""Decodes a value inside of the one that is being decoded."""
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -121,7 +124,7 @@ class _TagDecoder:
         self._tensors = stored.tensors
         self.referenced: set[str] = set()
 
-    def leaf(self, tag: str, body: Any, inner: Callable[[Any], Any]) -> Any:
+    def leaf(self, tag: str, body: Any, inner: Inner) -> Any:
         if tag == "!tensor":
             return self._tensor(body)
         if tag == "!ndarray":
@@ -178,7 +181,7 @@ class _TagDecoder:
         return name
 
 
-def _optimizer(body: Any, inner: Callable[[Any], Any]) -> SavedOptimizer:
+def _optimizer(body: Any, inner: Inner) -> SavedOptimizer:
     need(type(body) is dict and body.keys() == {"class", "groups", "state", "common"}, "!optimizer")
     need(_types(list(body.values())) == [_PARTS[key] for key in body], "!optimizer")
     groups = []
@@ -195,7 +198,7 @@ def _optimizer(body: Any, inner: Callable[[Any], Any]) -> SavedOptimizer:
     return SavedOptimizer(body["class"], groups, state, common)
 
 
-def _instance(tag: str, body: Any, inner: Callable[[Any], Any]) -> SavedInstance:
+def _instance(tag: str, body: Any, inner: Inner) -> SavedInstance:
     need(type(body) is dict and body.keys() == {"class", "parts"}, tag)
     need(type(body["class"]) is str and type(body["parts"]) is dict, tag)
     parts = {name: inner(tree) for name, tree in body["parts"].items()}
@@ -217,7 +220,7 @@ def _need_masked(parts: dict[str, Any]) -> None:
         parsed(np.ma.MaskedArray, np.zeros(1, data.dtype), np.ma.nomask, None, False, False, True, False, True, fill)
 
 
-def _flattened(body: Any, inner: Callable[[Any], Any]) -> SavedFlattened:
+def _flattened(body: Any, inner: Inner) -> SavedFlattened:
     need(type(body) is dict and body.keys() == _FLATTENED.keys(), "!flattened")
     need(_types(list(body.values())) == [_FLATTENED[key] or type(body[key]) for key in body], "!flattened")
     shape = _shape(body["size"])

@@ -8,7 +8,7 @@ Nothing live is written before `Match.apply`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from .binding import ABSENT, Put
 from .capture import require_keys, wanted
 from .decode import SavedObject, Stored, TensorRef, read_values
 from .objects import load_rng, modules_of, rng_differs
+from .rename import Rename
 from .tensor_sink import TensorSink
 from .tensors import dtype_of
 
@@ -124,7 +125,7 @@ def match(
         if names.keeps(name):
             dtype_of(dtype)
     values, referenced = read_values(stored)
-    offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
+    offered = moved.names(name for name in stored.tensors if name not in referenced)
     plan = Binder(stored, offered, names, moved, modules_of(state))
     puts, others = _bind_entries(plan, state, values, moved, names)
     missing = plan.differences.missing
@@ -143,7 +144,7 @@ def _bind_entries(
     plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: Rename, names: Filter
 ) -> tuple[list[tuple[str, Put]], list[str]]:
     """How each entry of the state is written, and the entries of the generation that it has no place for."""
-    entries = moved.all((name for name in values if name != "rng"), moved.key)
+    entries = moved.entries(name for name in values if name != "rng")
     puts = []
     for key, live in state.items():
         path = component(key)
@@ -178,34 +179,3 @@ def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filte
 
 def _is_rng_state(saved: Any, stored: Stored) -> bool:
     return isinstance(saved, TensorRef) and stored.tensors[saved.name][0] == "uint8"
-
-
-class Rename:
-    """Maps a stored name to a live one: by an exact rule, else by the longest matching prefix, else to itself."""
-
-    def __init__(self, rules: Mapping[str, str]) -> None:
-        for old, new in rules.items():
-            if old.endswith(".") != new.endswith("."):
-                raise Refused(f"rename {old!r} -> {new!r}: a prefix and a name", todo='Let both end in ".", or none.')
-        self._rules = rules
-        self._prefixes = sorted((old for old in rules if old.endswith(".")), key=len, reverse=True)
-
-    def __call__(self, name: str) -> str:
-        if name in self._rules:
-            return self._rules[name]
-        prefix = next((one for one in self._prefixes if name.startswith(one)), None)
-        return name if prefix is None else self._rules[prefix] + name[len(prefix) :]
-
-    def key(self, name: str) -> str:
-        """Map the name of a top-level entry, to which a rule for `name.` applies too."""
-        return self._rules.get(name) or self._rules.get(f"{name}.", f"{name}.")[:-1]
-
-    def all(self, names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
-        """Live name -> stored name. Raises Refused where two stored names get one live name."""
-        renamed: dict[str, str] = {}
-        for old in names:
-            new = rename(old)
-            if new in renamed:
-                raise Refused(f"rename makes {new} of both {renamed[new]} and {old}", safe="Nothing was touched.")
-            renamed[new] = old
-        return renamed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,14 +16,13 @@ from .decode import SavedFlattened, TensorRef
 from .objects import module_entries, plain_name
 from .own_loading import OwnLoading, calling
 from .puts import kind_of, stays
+from .rename import Rename
 
 
 class ModuleBinder:
     """Binds modules. `offered`: live name -> stored name of the tensors that belong to modules."""
 
-    def __init__(
-        self, walk: Walk, offered: dict[str, str], rename: Callable[[str], str], own_loading: OwnLoading
-    ) -> None:
+    def __init__(self, walk: Walk, offered: dict[str, str], rename: Rename, own_loading: OwnLoading) -> None:
         self._walk, self._offered, self._rename, self._own_loading = walk, offered, rename, own_loading
         self._claimed: set[str] = set()
         """names in `offered` for which the live state has a place"""
@@ -51,7 +49,7 @@ class ModuleBinder:
                 path, f"adapters are merged into its weights here ({found}): call unmerge_adapter() before"
             )
             return stays(live)
-        extra = {self._rename(name): saved for name, saved in extra.items()}
+        extra = {self._rename.name(name): saved for name, saved in extra.items()}
         own = {tensors.storage(one) for one in (*live.parameters(), *live.buffers())}
         own_parameters = live.named_parameters(remove_duplicate=False)
         parameters = {f"{path}.{plain_name(raw)}": one for raw, one in own_parameters}

@@ -5,7 +5,6 @@ Both are matched by the names of parameters, not by their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,20 +15,19 @@ from torch.optim import LBFGS, Optimizer
 
 from ..format.values import join
 from . import dtensor, tensors
-from .binding import ABSENT, Walk
+from .binding import ABSENT, Put, Walk
 from .decode import SavedGroup, SavedOptimizer, TensorRef
 from .objects import Member, Parameters
 from .own_loading import OwnLoading
 from .puts import replace_entries, set_entry, set_or_clear
+from .rename import Rename
 from .tensor_plan import Making
 
 
 class OptimizerBinder:
     """Binds optimizers. What it plans is done after everything else, as a scheduler may write into them too."""
 
-    def __init__(
-        self, walk: Walk, parameters: Parameters, rename: Callable[[str], str], own_loading: OwnLoading
-    ) -> None:
+    def __init__(self, walk: Walk, parameters: Parameters, rename: Rename, own_loading: OwnLoading) -> None:
         self._walk, self._parameters, self._rename, self._own_loading = walk, parameters, rename, own_loading
 
     def bind(self, live: Optimizer, saved: SavedOptimizer, path: str) -> None:
@@ -43,7 +41,7 @@ class OptimizerBinder:
             why = f"{len(saved.groups)} parameter groups in the generation, {len(groups)} here"
             walk.differences.differs(path, why)
             return
-        puts: list[Callable[[], object]] = []
+        puts: list[Put] = []
         for index, (members, theirs) in enumerate(zip(groups, saved.groups, strict=True)):
             found = self._group(live, index, members, theirs, saved, path)
             if found is None:
@@ -56,17 +54,17 @@ class OptimizerBinder:
 
     def _group(
         self, live: Optimizer, index: int, members: list[Member], theirs: SavedGroup, saved: SavedOptimizer, path: str
-    ) -> list[Callable[[], object]] | None:
+    ) -> list[Put] | None:
         """How one parameter group is loaded. None where its parameters differ so much that no group can be."""
         walk, group, where = self._walk, live.param_groups[index], f"{path}.param_groups.{index}"
-        stored = {self._rename(name.replace("._forward_module.", ".")): name for name in theirs.params}
+        stored = {self._rename.name(name.replace("._forward_module.", ".")): name for name in theirs.params}
         ours = [one.qualified for one in members]
         if isinstance(live, LBFGS) and list(stored) != ours:  # one flat vector over all parameters, in their order
             walk.differences.differs(where, "other parameters, or another order of them, in the generation")
             return None
         walk.differences.missing += [f"{where}: {name}" for name in ours if name not in stored]
         walk.differences.unexpected += [f"{where}: {name}" for name in stored if name not in ours]
-        puts: list[Callable[[], object]] = []
+        puts: list[Put] = []
         for key, item in theirs.options.items():
             puts.append(partial(set_entry, group, key, walk.bind(group.get(key, ABSENT), item, join(where, key))))
         flags = group | {key: item for key, item in theirs.options.items() if walk.names.enters(join(where, key))}
@@ -93,7 +91,7 @@ class OptimizerBinder:
             return ""
         return "" if ours == stored else f"of a parameter of shape {stored} in the generation, {ours} here"
 
-    def _of_parameter(self, live: Optimizer, state: _ParameterState, path: str) -> Callable[[], object]:
+    def _of_parameter(self, live: Optimizer, state: _ParameterState, path: str) -> Put:
         """How the state of one parameter is loaded."""
         before = live.state.get(state.parameter, ABSENT)
         if state.saved is ABSENT:
