@@ -25,7 +25,6 @@ from lastgood.lab.replay import Costs, Trace, artifact_count, ideal, parse, publ
 from lastgood.lab.report import Report, Table, command_line, percent, quantile, spread
 from lastgood.lab.stores import SlotFile
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says it at every save
 TINY = {"scale": 0.002, "work": 0.03}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lastgood
-from harness import reported
+from harness import flip, reported
 from lastgood import errors
 from lastgood.rawio.files import PosixFile, PosixFiles
 
@@ -58,12 +58,6 @@ def same_bits(one: dict, other: dict) -> bool:
 
 def newest_blob(path: Path) -> Path:
     return max((path / "gen").iterdir()) / "r00000.safetensors"
-
-
-def flip(path: Path, offset: int = -5) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import save
+from harness import flip, save
 from lastgood.edges import cli, compare, exporting, importing, sweep
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
@@ -84,12 +84,6 @@ def _copy(array: np.ndarray, start: int, mv: memoryview) -> None:
 
 def home(root: Path, one: Generation) -> Path:
     return root / layout.folder(one.id)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def contents(root: Path) -> dict[str, bytes | None]:

@@ -10,16 +10,12 @@ import pytest
 import torch
 
 import lastgood
-from harness import reported, reports
+from harness import reported, reports, steps
 from lastgood import errors
 from lastgood.plan.cadence import Every
 from lastgood.rawio.files import PosixFile
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
-
-
-def steps(path: Path) -> list[int]:
-    return [one.step for one in lastgood.open(path).generations()]
 
 
 def trained(path: Path, total: int, **options: object) -> torch.Tensor:

@@ -84,6 +84,7 @@ def test_an_early_stopped_training_stays_stopped(tmp_path):
     assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
 def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     callback = LastgoodCallback(tmp_path / "run")
     with pytest.raises(Refused, match="2 LastgoodCallbacks"):

@@ -8,9 +8,7 @@ import os
 import shutil
 
 import pytest
-import torch
 
-from harness import install
 from lastgood.errors import Refused
 from lastgood.lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials
 from lastgood.lab.journal import Journal
@@ -125,15 +123,6 @@ def test_a_timeline_of_no_disk_is_refused(tmp_path):
         timeline.run(timeline.Options(tmp_path, place="/dev/shm"), lambda _: None)
 
 
-@pytest.fixture
-def one_thread():
-    """A fork has none of the threads that torch computes with."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("trouble", ["bitflip", "lost file", "killed", "a file that may not grow"])
 def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_values_nor_hides_an_error(trouble):
@@ -164,9 +153,6 @@ PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A mounted xfs, which can clone what lies in it."""
-    for kind, package in PACKAGES.items():
-        if not shutil.which(f"mkfs.{kind}"):
-            install(package)
     folder = tmp_path_factory.mktemp("powerloss")
     try:
         powerloss.here()

@@ -9,14 +9,12 @@ import copy
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -501,24 +499,20 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
         assert ckpt.save(1).staged()
 
 
-def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's, about one rank
-            model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
-            model(torch.randn(4, 8)).sum().backward()
-        optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.step()
-        gate.set()
-        with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
-            with reported("FullyShardedDataParallel moves its weights", logging.INFO):
-                assert ckpt.save(1).staged()
-            with reports() as texts:
-                ckpt.save(2).result(60)
-            assert not texts
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``:UserWarning")
+def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate, process_group):
+    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    gate.set()
+    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+        with reported("FullyShardedDataParallel moves its weights", logging.INFO):
+            assert ckpt.save(1).staged()
+        with reports() as texts:
+            ckpt.save(2).result(60)
+        assert not texts
 
 
 def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):

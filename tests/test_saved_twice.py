@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lastgood
-from harness import reported
+from harness import reported, steps
 from lastgood import errors
 from lastgood.format import commit
 from lastgood.format.layout import label_number
@@ -23,10 +23,6 @@ from lastgood.records import GenerationId
 from lastgood.run import places
 from lastgood.run.writer import RunWriter
 from lastgood.train.metrics import numbers
-
-
-def steps(path: Path) -> list[int]:
-    return [one.step for one in lastgood.open(path).generations()]
 
 
 def test_a_milestone_at_the_end_of_an_epoch_is_added_to_what_the_cadence_saved(tmp_path: Path) -> None:

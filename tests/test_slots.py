@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import lastgood
-from harness import State, install, load, save
+from harness import State, flip, load, save
 from lastgood.edges.cli import main
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline import Inline
@@ -117,14 +117,6 @@ def restored(root: Path) -> tuple[int | None, list[int]]:
         return None, []
     assert loaded == state(found.generation.step, len(loaded["w"]))
     return found.generation.step, [step for step, _ in found.stepped_over]
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
 
 
 # ---- what a save costs ------------------------------------------------------------------------------------------
@@ -860,16 +852,9 @@ def test_persistent_memory_without_libpmem_is_refused_with_what_to_install(tmp_p
 
 @pytest.fixture(scope="module")
 def libpmem() -> None:
-    def there() -> bool:
-        try:
-            ctypes.CDLL("libpmem.so.1")
-        except OSError:
-            return False
-        return True
-
-    if not there():
-        install("libpmem1")
-    if not there():
+    try:
+        ctypes.CDLL("libpmem.so.1")
+    except OSError:
         pytest.skip("needs libpmem: apt-get install libpmem1")
 
 

@@ -184,7 +184,6 @@ class Unmarkable(PosixFiles):
         return super().open(path, mode, **options)
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path, monkeypatch):
     """restore() raised NotWritable after it had loaded the state of a generation that root had saved."""
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
