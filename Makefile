@@ -46,11 +46,11 @@ gpu: .venv/.ready
 	$(BIN)/lastgood bench gpu --out $(RESULTS)
 
 # torch first and alone: the version that the constraints pin must be there before anything asks for a newer one.
-.venv/.ready: pyproject.toml constraints.txt
+.venv/.ready: pyproject.toml lab/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --editable ./lab
 	touch $@
 
 clean:
-	rm -rf .venv demo-out build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv demo-out build lab/build src/*.egg-info lab/src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,7 +13,7 @@ import torch
 from train import BATCH, Digits
 
 import lastgood
-from lastgood.train.audit import AuditReport
+from lastgood.data.audit import AuditReport
 
 if TYPE_CHECKING:
     from run import Attempt, Blow

@@ -1,8 +1,8 @@
-"""A million crash states of the real code on a disk that keeps nothing it was not asked to keep (lab/hostile.py).
+"""A million crash states of the real code on a disk that keeps nothing it was not asked to keep.
 
-Every scenario of lab/scenarios.py is played with one seed after another until so many states have been
-judged. A state is counted once, by the digest of everything on the disk. It stops at the fifth violation and prints the
-seeds that play them again. Writes prove/reports/crash_model.*
+The disk is lastgood_lab/hostile.py. Every scenario of lastgood_lab/scenarios.py is played with one seed after another
+until so many states have been judged. A state is counted once, by the digest of everything on the disk. It stops at the
+fifth violation and prints the seeds that play them again. Writes prove/reports/crash_model.*
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src"), str(HERE.parent / "lab/src")]
 
 from telling import report  # noqa: E402
 
-from lastgood.lab.crashmodel import Judge, Violation  # noqa: E402
-from lastgood.lab.scenarios import SCENARIOS, play  # noqa: E402
+from lastgood_lab.crashmodel import Judge, Violation  # noqa: E402
+from lastgood_lab.scenarios import SCENARIOS, play  # noqa: E402
 
 Play = tuple[int, str, int]
 

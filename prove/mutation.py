@@ -1,4 +1,4 @@
-"""Take one safeguard out, and see whether a test fails. Each mutant (mutants.py) is one exact replacement in a copy.
+"""Take one safeguard out, and see whether a test fails. Each mutant (mutants/) changes one marked statement of a copy.
 
 A mutant that no test kills is a safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot
 matter says why, and is not run; a test that never ends has found one.
@@ -10,6 +10,7 @@ The tests run in children of a process that has torch and the test runner import
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -28,14 +29,14 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
-from mutants import Mutant, mutants
+from mutants import MUTANTS, Mutant
+from mutants.change import Nothing, Unfit, marked_lines
 from telling import report
 
 HERE = Path(__file__).resolve().parent
 HOME = HERE.parent
 KEPT = HERE / "reports" / "mutation-verdicts.json"
 LIMIT_SECONDS = 900
-SAME = "from __future__ import annotations"
 TEST_SECONDS = 60
 """after which a test that has not ended counts as failed"""
 MEMORY_BYTES = 8 << 30
@@ -59,12 +60,12 @@ class Judgement(NamedTuple):
 
 def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
     """Run the tests on a mutant; first the one that killed it `last` time, when they were other tests."""
-    source = (HOME / "src/lastgood" / mutant.file).read_text()
-    if source.count(mutant.old) != 1:
-        return Judgement("stale", f"its text is {source.count(mutant.old)} times in {mutant.file}", 0.0)
-    mutated = source.replace(mutant.old, mutant.new)
+    file = holder(mutant)
     try:
-        compile(mutated, mutant.file, "exec")
+        mutated = mutant.apply(file.read_text())
+        compile(mutated, file, "exec")
+    except Unfit as error:
+        return Judgement("stale", str(error), 0.0)
     except SyntaxError as error:
         return Judgement("stale", f"it is no Python: {error}", 0.0)
     begun = time.monotonic()
@@ -75,8 +76,8 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
         for beside in ("tests", "prove", "examples", "docs"):
             shutil.copytree(HOME / beside, copy / beside, ignore=shutil.ignore_patterns("__pycache__", "reports"))
         shutil.copy(HOME / "pyproject.toml", copy)
-        (copy / "src/lastgood" / mutant.file).write_text(mutated)
-        rounds = [mutant.tests()]
+        (copy / file.relative_to(HOME)).write_text(mutated)
+        rounds = [list(mutant.tests)]
         if last and last.outcome == "killed" and "::" in last.told:
             rounds.insert(0, [f"tests/test_{last.told}"])
         for tests in rounds:
@@ -120,17 +121,31 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
     os._exit(code)
 
 
+@functools.cache
+def holders() -> dict[str, Path]:
+    """Each guard, and the source file that holds its marker."""
+    files = sorted((HOME / "src").rglob("*.py"))
+    return {name: file for file in files for name, _ in marked_lines(file.read_text())}
+
+
+def holder(mutant: Mutant) -> Path:
+    """The source file of a mutant. Raises LookupError where no statement is marked with its guard."""
+    if mutant.guard not in holders():
+        raise LookupError(f"no statement in src/ is marked `# guard: {mutant.guard}`, of {mutant.name}")
+    return holders()[mutant.guard]
+
+
 def unchanged(wanted: list[Mutant]) -> list[Mutant]:
     """For each choice of tests a mutant that changes nothing: where one of them is killed, the tests prove nothing."""
-    chosen = {frozenset(one.tests()): one for one in wanted}
-    return [one._replace(what=f"nothing in {one.file}", old=SAME, new=SAME) for one in chosen.values()]
+    chosen = {frozenset(one.tests): one for one in wanted}
+    return [one._replace(what=f"nothing at {one.guard}", change=Nothing()) for one in chosen.values()]
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
     killer = found.told.partition("::")[0] if found.outcome == "killed" and "::" in found.told else ""
-    tests = [f"tests/test_{killer}"] if killer else mutant.tests()
+    tests = [f"tests/test_{killer}"] if killer else mutant.tests
     told = hashlib.sha256(repr(mutant).encode())
-    for path in [HOME / "src/lastgood" / mutant.file, *(HOME / test for test in tests)]:
+    for path in [holder(mutant), *(HOME / test for test in tests)]:
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
 
@@ -144,7 +159,7 @@ def main() -> int:
     os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples every time
     CHILDREN.set_forkserver_preload(["hypothesis", "pytest", "torch"])
     known = {name: Judgement(*one) for name, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
-    wanted = [one for one in mutants() if options.only in one.name and not one.equivalent]
+    wanted = [one for one in MUTANTS if options.only in one.name and not one.equivalent]
     wanted = [one for one in wanted if not (options.new and one.name in known)]
     controls = unchanged(wanted)
     begun, done, turn = time.monotonic(), 0, threading.Lock()
@@ -187,11 +202,11 @@ def main() -> int:
 
 def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> None:
     rows = [
-        f"| {one.kind} | {one.what} | `{one.file}` | {found.outcome} | {found.told.replace('|', ' ')} |"
+        f"| {one.kind} | {one.what} | `{one.guard}` | {found.outcome} | {found.told.replace('|', ' ')} |"
         for one, found in results
     ]
     told = ["Not run, because nobody could tell:", ""]
-    told += [f"- {one.kind}, {one.what} (`{one.file}`): {one.equivalent}." for one in mutants() if one.equivalent]
+    told += [f"- {one.kind}, {one.what} (`{one.guard}`): {one.equivalent}." for one in MUTANTS if one.equivalent]
     facts = {
         "mutants": len(results),
         "killed": killed,
@@ -201,7 +216,7 @@ def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> No
         "survived": [one.name for one, found in results if found.outcome != "killed"],
     }
     table = "\n".join(
-        ["| kind | what was taken out | file | outcome | first test that failed |", "|---|---|---|---|---|", *rows]
+        ["| kind | what was taken out | guard | outcome | first test that failed |", "|---|---|---|---|---|", *rows]
     )
     report("mutation", "Mutants of the core", facts, [table, "\n".join(told)])
 

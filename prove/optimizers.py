@@ -7,7 +7,7 @@ train a network in the default layout and one in channels_last. Tried are torch.
 pytorch_optimizer and transformers. Writes prove/reports/optimizers.*
 
     python -m venv VENV
-    VENV/bin/pip install -c constraints.txt -e . pytorch_optimizer einops transformers
+    VENV/bin/pip install -c constraints.txt -e '.[torch]' -e ./lab pytorch_optimizer einops transformers
     VENV/bin/python prove/optimizers.py
 
 takes about a minute on a quiet core. Names on the command line are those of the only optimizers to be tried; then every

@@ -24,7 +24,7 @@ from syscalls import in_memory, progress
 from telling import report
 
 import lastgood
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked import PATIENCE, faulted, resaved, whole
 
 WORLDS = {"ddp": 2, "fsdp": 3}

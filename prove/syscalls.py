@@ -219,7 +219,7 @@ class Sweep:
 
 def environment(at: Path) -> dict[str, str]:
     """Of a victim: the sources, and a place for compiled modules, so that it starts fast and each time alike."""
-    paths = [str(HERE.parent / "src"), str(HERE.parent / "tests"), *filter(None, sys.path)]
+    paths = [*(str(HERE.parent / one) for one in ("src", "lab/src", "tests")), *filter(None, sys.path)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": str(at / "pyc"), "PYTHONHASHSEED": "0"}
     return {**kept, **ours}

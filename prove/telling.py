@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-TORCH_FREE = ("rawio", "format", "tiers", "engine", "plan", "run")
+TORCH_FREE = ("io", "format", "storage", "engine", "policy", "coordination", "run")
 PROVED = {
     "crash_model": TORCH_FREE,
-    "dcp_torch_tests": ("edges", "train", "run", "engine", "format"),
+    "dcp_torch_tests": ("convert", "ranks", "snapshot", "state", "run", "engine", "format"),
     "kills": ("",),
     "mutation": ("",),
-    "optimizers": ("train", "run", "engine", "format"),
+    "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "ranks": ("",),
     "syscalls": TORCH_FREE,
 }
@@ -31,7 +31,7 @@ def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], 
 
     `proved digest` is of the sources of PROVED: where it differs from today's, the report is of older code.
     """
-    from lastgood.lab import provenance  # not at the top: the mutation run starts children that must import it afresh
+    from lastgood_lab import provenance  # not at the top: the mutation run starts children that must import it afresh
 
     stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lastgood
-from lastgood.engine.inline import Inline
-from lastgood.lab.plain import State, filled, load, save
-from lastgood.plan.retention import Keep
+from lastgood.engine.inline_executor import Inline
+from lastgood.policy.retention import Keep
 from lastgood.ports import Tier
 from lastgood.reporting import LOGGER
 from lastgood.run.content import Content
 from lastgood.run.writer import RunWriter
+from lastgood_lab.plain import State, filled, load, save
 
 __all__ = [
     "State",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lastgood import errors
-from lastgood.lab.worlds import LIMIT_SECONDS
+from lastgood_lab.worlds import LIMIT_SECONDS
 
 
 class Net(nn.Module):
@@ -198,7 +198,7 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
 
 def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
     """Small tensors are cut between the ranks, too; everything is digested at the cut."""
-    from lastgood.plan import reshard
+    from lastgood.policy import reshard
 
     reshard.LEAST_SPLIT_BYTES = 64
     trained(rank, size, "ddp", root, upto, torn_check="full", staging="overlap")
@@ -265,9 +265,9 @@ def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) ->
 PATIENCE = 6.0
 """more than the five seconds in which torch's server answers nobody, where the name of a client cannot be looked up"""
 STEPS_OF_A_SAVE = {
-    "staging": "lastgood.train.staging.Snapshot.fill",
-    "write": "lastgood.tiers.disk.Disk.create",
-    "digests": "lastgood.train.together._sums",
+    "staging": "lastgood.snapshot.staging.Snapshot.fill",
+    "write": "lastgood.storage.directory.Disk.create",
+    "digests": "lastgood.ranks.replica_check._sums",
     "seal": "lastgood.format.commit.seal",
     "commit": "lastgood.format.commit.publish",
     "after the commit": "lastgood.run.writer.RunWriter._take_in",
@@ -303,7 +303,7 @@ def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what
     """Three saves; from the second one on, system call number `at` of `who` fails with the errno `what`, or the process
     ends there ("KILL"). What became of each save, how long that took, how many calls there were and which was hit."""
     import lastgood
-    from lastgood.rawio import files
+    from lastgood.io import files
 
     loop, calls = Loop(kind, size), Calls(at if rank == who else -1, what)
     files.os = calls  # type: ignore[assignment]
@@ -504,7 +504,7 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
     """A save that fails on rank 1, and is made again at once; rank 0 is slow to hear of it, then to write."""
     from lastgood.format import commit
     from lastgood.run.writer import RunWriter
-    from lastgood.tiers.disk import Disk
+    from lastgood.storage.directory import Disk
 
     turn, create = root.with_name(f"{root.name}-turn"), Disk.create
     with contextlib.suppress(FileExistsError):
@@ -577,7 +577,7 @@ def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from lastgood.tiers.disk import Disk
+    from lastgood.storage.directory import Disk
 
     placements = [Shard(0) if placement == "shard" else Replicate()]
 
@@ -624,7 +624,7 @@ def unfit(rank: int, size: int, root: Path) -> list[str]:
 
 def losing_words(rank: int, size: int, root: Path) -> list[str]:
     """Rank 1 loses what was said as a restore begins; restores and saves after it."""
-    from lastgood.run.ranks import Topic
+    from lastgood.coordination.rounds import Topic
 
     state = {"w": torch.arange(400.0)}
     with opened(root, state) as ckpt:
@@ -639,7 +639,7 @@ def losing_words(rank: int, size: int, root: Path) -> list[str]:
 
 def losing_homes(rank: int, size: int, root: Path) -> list[str]:
     """Ranks 1 and 2 get the same new tensor, and do not hear that the other has it."""
-    from lastgood.train.together import Together
+    from lastgood.ranks.replica_check import Together
 
     state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
     with opened(root, state) as ckpt:
@@ -687,9 +687,9 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
     """Six hundred steps in lockstep; what became of which step."""
     import lastgood
-    from lastgood.run import announcing
+    from lastgood.coordination import announcements
 
-    announcing.LOOK_SECONDS = 0.05
+    announcements.LOOK_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -709,9 +709,9 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
 def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
     """Steps in lockstep, saves that are due by time; what became of each. `late`: a rank looks too rarely at first."""
     import lastgood
-    from lastgood.run import announcing
+    from lastgood.coordination import announcements
 
-    announcing.LOOK_SECONDS = 0.05
+    announcements.LOOK_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -719,14 +719,14 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
         if event.kind in ("durable", "failed"):
             heard.append((event.kind, event.step))
             if event.kind == "failed":
-                announcing.LOOK_SECONDS = 0.05
+                announcements.LOOK_SECONDS = 0.05
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(seconds=0.3), on_event=note) as ckpt:
             n = ckpt.restore().step
             if late and rank == 1:
-                announcing.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
+                announcements.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
             while n < 1000:
                 n += 1
                 loop.step(n)
@@ -741,9 +741,9 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
     import signal
 
     import lastgood
-    from lastgood.run import announcing
+    from lastgood.coordination import announcements
 
-    announcing.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
+    announcements.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
     loop = Loop(kind, size)
     options = {"cadence": lastgood.Every(steps=10_000 if late else 4), "preemption": lastgood.Preemption()}
     with warnings.catch_warnings():
@@ -758,7 +758,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
                     if n == 5 and rank == who:
                         os.kill(os.getpid(), signal.SIGTERM)
                     if late and rank == 1 and n > 200:
-                        announcing.LOOK_SECONDS = 0.0
+                        announcements.LOOK_SECONDS = 0.0
                     ckpt.step(n)
         except lastgood.Preempted as end:
             return {"step": n, "code": end.code, "durable": end.durable}

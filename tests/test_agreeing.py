@@ -13,22 +13,22 @@ from msgspec import structs
 
 import lastgood
 from harness import save
+from lastgood.coordination.announcements import Announcements
+from lastgood.coordination.rendezvous import meet
+from lastgood.coordination.rounds import Posts, Ranks
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
-from lastgood.plan.cadence import Every
-from lastgood.plan.tune import FIRST_STEPS, Auto
-from lastgood.rawio.files import PosixFiles
-from lastgood.run.announcing import Announcements
-from lastgood.run.background import Save
-from lastgood.run.follower import Follower, Leader
-from lastgood.run.meeting import meet
-from lastgood.run.ranks import Posts, Ranks
-from lastgood.tiers.disk import Disk
-from lastgood.train.agree import Clients, GroupStore
-from lastgood.train.pacing import Pace
-from lastgood.train.timing import TimingTogether
+from lastgood.io.files import PosixFiles
+from lastgood.loop.adaptive_interval import Pace
+from lastgood.loop.schedule import TimingTogether
+from lastgood.policy.cadence import Every
+from lastgood.policy.tune import FIRST_STEPS, Auto
+from lastgood.ranks.torch_store import Clients, GroupStore
+from lastgood.run.authority import Follower, Leader
+from lastgood.run.pipeline import Save
+from lastgood.storage.directory import Disk
 
 
 class Board:

@@ -17,12 +17,13 @@ import torch
 
 import lastgood
 from lastgood import errors
-from lastgood.edges import cli
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import Lock
+from lastgood.cli import app
+from lastgood.io.files import Lock
+from lastgood.loop import checkpointer
+from lastgood.loop.metrics import numbers
+from lastgood.policy.retention import Keep
+from lastgood.ranks import torch_store
 from lastgood.records import LAYERS
-from lastgood.train import agree, checkpointer
-from lastgood.train.metrics import numbers
 
 URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:///x/run", "SLOTS:///x/run"]
 
@@ -50,7 +51,7 @@ def test_what_is_no_directory_is_refused_by_every_way_in(tmp_path: Path, monkeyp
 )
 def test_the_command_line_refuses_urls(tmp_path: Path, monkeypatch, capsys, command: list[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main([command[0], "s3://bucket/run", *command[1:]]) == 3
+    assert app.main([command[0], "s3://bucket/run", *command[1:]]) == 3
     assert "is a URL" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -159,15 +160,15 @@ def test_a_verification_by_no_layer_is_refused(tmp_path: Path, layers: object, c
     with pytest.raises(errors.Refused, match="layers="):
         lastgood.open(tmp_path).verify(layers=layers)
     without = [text for one in LAYERS for text in ("--without", one)]
-    assert cli.main(["verify", str(tmp_path), *without]) == 2
+    assert app.main(["verify", str(tmp_path), *without]) == 2
     assert "nothing to check" in capsys.readouterr().err
 
 
 def test_a_restart_time_that_is_no_number_is_refused(capsys) -> None:
     """`lastgood plan --restart-seconds nan --json` ended in a traceback."""
     known = ["--mtbf-seconds", "1e5", "--stall-seconds", "1", "--state-bytes", "1GB"]
-    assert cli.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
-    assert cli.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
+    assert app.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
+    assert app.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
 
 
 def test_a_loss_that_requires_grad_is_a_metric(tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_a_retention_that_cannot_be_meant_is_refused(wrong: dict) -> None:
 def test_tune_refuses_an_overhead_that_is_no_share(tmp_path: Path, capsys) -> None:
     """--overhead 2 was taken for 200 %."""
     command = ["tune", str(tmp_path / "run"), "--state-bytes", "1MB", "--step-seconds", "1", "--overhead", "2"]
-    assert cli.main(command) == 2
+    assert app.main(command) == 2
     assert "share" in capsys.readouterr().err
 
 
@@ -231,7 +232,7 @@ def test_a_notebook_cell_that_is_run_twice_is_told_so(tmp_path: Path) -> None:
 
 
 def test_the_process_that_holds_the_lock_is_named(tmp_path: Path) -> None:
-    program = "import sys; from lastgood.rawio.files import Lock; l = Lock(sys.argv[1]); print(flush=True); input()"
+    program = "import sys; from lastgood.io.files import Lock; l = Lock(sys.argv[1]); print(flush=True); input()"
     command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdin is not None
@@ -249,7 +250,7 @@ def test_a_rank_without_a_process_group_is_refused(tmp_path: Path, monkeypatch) 
     with pytest.raises(errors.Refused, match=r"rank 1 of 2 .*init_process_group\(\) before opening"):
         lastgood.Checkpointer(tmp_path / "run", {})
     assert not os.path.exists(tmp_path / "run")
-    agree.require_group({"WORLD_SIZE": "1", "RANK": "0"})
+    torch_store.require_group({"WORLD_SIZE": "1", "RANK": "0"})
 
 
 def test_a_checkpointer_that_was_opened_before_the_group_is_refused_at_its_next_call(tmp_path, monkeypatch) -> None:

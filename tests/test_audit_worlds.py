@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import lastgood
 from lastgood import Audit, ResumableSampler
 from lastgood.format.values import decode, encode
-from lastgood.lab.worlds import world
-from lastgood.train.merging import merged
-from lastgood.train.state import capture
+from lastgood.policy.merge_values import merged
+from lastgood.state.rules import capture
+from lastgood_lab.worlds import world
 
 SIZE, BATCH = 64, 12  # five windows an epoch, and 1, 2, 3, 4, 6 or 12 ranks
 
@@ -34,7 +34,7 @@ def train(state: dict[str, Any], steps: int) -> None:
         sampler.consumed()
 
 
-def report(states: Sequence[dict[str, Any]]) -> lastgood.train.audit.AuditReport:
+def report(states: Sequence[dict[str, Any]]) -> lastgood.data.audit.AuditReport:
     return Audit.merge(state["kept"][0]["audit"] for state in states).report(states[0]["sampler"])
 
 

@@ -18,7 +18,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import lr_scheduler
 
 from lastgood.errors import Unstorable
-from lastgood.train.state import Capture, Origin, capture
+from lastgood.state.rules import Capture, Origin, capture
 
 
 class Net(nn.Module):

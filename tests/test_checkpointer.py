@@ -20,7 +20,7 @@ from torch import nn
 import lastgood
 from harness import flip, reported
 from lastgood import errors
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
 
 
 def build(seed: int = 0) -> dict[str, object]:
@@ -545,7 +545,7 @@ def test_a_script_that_never_closes_saves_all_the_same_and_is_told_what_failed(t
         for n in range(1, 6):
             ckpt.save(n)
         other = lastgood.Checkpointer({str(tmp_path / "other")!r}, {{"w": torch.zeros(3)}})
-        from lastgood.rawio.files import PosixFile
+        from lastgood.io.files import PosixFile
         def reserve(self, length):
             raise OSError(28, "No space left on device")
         ckpt.wait()

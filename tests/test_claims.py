@@ -10,8 +10,8 @@ from typing import get_args
 
 import pytest
 
-from lastgood.lab import provenance
 from lastgood.records import EventKind
+from lastgood_lab import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "prove"))

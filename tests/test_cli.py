@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 
 from harness import flip, save
-from lastgood.edges import cli, compare, exporting, importing, sweep
+from lastgood.cli import app, compare, sweep
+from lastgood.convert import exporting, importing
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import MissingBlob
 from lastgood.format import layout
 from lastgood.records import Generation
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 
@@ -35,7 +36,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
     """One command in this process: exit code, stdout, stderr."""
 
     def run_it(*args: object) -> tuple[int, str, str]:
-        code = cli.main([str(one) for one in args])
+        code = app.main([str(one) for one in args])
         return code, *capsys.readouterr()
 
     return run_it
@@ -57,7 +58,7 @@ def writing(
 ) -> list[Generation]:
     """Save these steps in a new incarnation that continues step `after` (else the newest)."""
     made = []
-    with places.for_writing(root, "atomic_dirsync") as tier:
+    with access.for_writing(root, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
         chain = [one for one in run.lineage() if after in (None, one.step)]
         run.begin(chain[0].id if chain else None)
@@ -146,9 +147,9 @@ def test_ls_says_which_generation_lastgood_points_at(run: Path, asked: Any) -> N
 
 
 def test_a_generation_that_is_marked_damaged_is_listed_with_the_evidence(run: Path, asked: Any) -> None:
-    newest = RunReader(places.for_reading(run)).generation()
+    newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 5000)
-    with places.for_writing(run, "atomic_dirsync") as tier:
+    with access.for_writing(run, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
         writer.conclude(newest, RunReader(tier).verify(30).findings)
     row = asked("ls", run)[1]["generations"][0]
@@ -210,7 +211,7 @@ def test_a_name_in_a_run_cannot_steer_the_terminal(tmp_path: Path, call: Call) -
 
 
 def test_a_step_in_two_incarnations_is_that_of_the_lineage_unless_the_other_is_named(run: Path, asked: Any) -> None:
-    (abandoned,) = [one for one in RunReader(places.for_reading(run)).generations() if one.step == 30]
+    (abandoned,) = [one for one in RunReader(access.for_reading(run)).generations() if one.step == 30]
     (newer,) = writing(run, 30, after=20)
     assert asked("show", run, 30)[1]["incarnation"] == newer.id.incarnation
     _, told = asked("show", run, f"30-{abandoned.id.incarnation}")
@@ -228,7 +229,7 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, cal
 
 
 def test_verify_finds_a_flipped_bit_names_the_tensor_and_leaves_no_mark(run: Path, asked: Any) -> None:
-    newest = RunReader(places.for_reading(run)).generation()
+    newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 20000)
     before = contents(run)
     code, told = asked("verify", run)
@@ -247,7 +248,7 @@ def test_verify_of_a_good_run_is_zero_and_all_reads_every_generation(run: Path, 
 
 
 def test_verify_is_not_content_with_an_older_good_generation_when_the_newest_is_broken(run: Path, asked: Any) -> None:
-    newest = RunReader(places.for_reading(run)).generation()
+    newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / layout.COMMIT, 100)
     code, told = asked("verify", run)
     assert code == 4
@@ -262,7 +263,7 @@ def test_verify_all_counts_what_is_lost_as_damage(troubled: Path, asked: Any) ->
 
 
 def test_a_generation_that_retention_deletes_while_it_is_read_is_not_damage(run: Path) -> None:
-    tier = places.for_reading(run)
+    tier = access.for_reading(run)
     one = RunReader(tier).generation()
 
     class Deleting:
@@ -302,7 +303,7 @@ def test_diff_counts_elements_and_says_how_far_apart_they_are(tmp_path: Path, as
 
 def test_diff_of_equal_generations_reads_no_tensor(run: Path, call: Call) -> None:
     """Equal content digests are equal tensors: so a step is compared with itself even where its bytes are damaged."""
-    newest = RunReader(places.for_reading(run)).generation()
+    newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 5000)
     assert call("diff", run, 30, 30)[0] == 0
     code, out, _ = call("diff", run, 20, 30)
@@ -310,7 +311,7 @@ def test_diff_of_equal_generations_reads_no_tensor(run: Path, call: Call) -> Non
 
 
 def test_diff_of_damaged_bytes_is_damage_and_no_difference(run: Path, asked: Any) -> None:
-    newest = RunReader(places.for_reading(run)).generation()
+    newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 4096)
     code, told = asked("diff", run, 20, 30)
     assert code == 4 and told["error"] == "SumMismatch" and "counter" in told["message"]
@@ -342,7 +343,7 @@ def test_differences_of_whole_numbers_are_exact_and_nan_is_said(tmp_path: Path) 
 
 
 def steps(root: Path) -> list[int]:
-    return [one.step for one in RunReader(places.for_reading(root)).generations()]
+    return [one.step for one in RunReader(access.for_reading(root)).generations()]
 
 
 def test_gc_clears_litter_and_finishes_deletions_and_touches_no_generation(troubled: Path, asked: Any) -> None:
@@ -403,14 +404,14 @@ def test_gc_deletes_what_is_damaged_only_when_asked_and_never_all_there_is(
         *["abandoned"] * 2,
         *["verified"] * 2,
     ]
-    for one in RunReader(places.for_reading(run)).generations():
+    for one in RunReader(access.for_reading(run)).generations():
         flip(home(run, one) / layout.COMMIT, 100)
     code, told = asked("gc", run, "--damaged")
     assert (code, told["error"]) == (4, "NothingGood") and len(list((run / "gen").iterdir())) == 3
 
 
 def test_gc_is_refused_while_somebody_writes(run: Path, asked: Any) -> None:
-    with places.for_writing(run, "atomic_dirsync"):
+    with access.for_writing(run, "atomic_dirsync"):
         code, told = asked("gc", run)
         assert (code, told["error"]) == (3, "RunLocked")
         assert asked("gc", run, "--dry-run")[0] == 0
@@ -475,7 +476,7 @@ def test_an_export_in_shards_is_laid_out_as_hugging_face_does(tmp_path: Path, as
 
 
 def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_path: Path) -> None:
-    newest = RunReader(places.for_reading(run)).generation()
+    newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 5000)
     for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
         code, told = asked("export", run, 30, "--to", f"{tmp_path}/{name}")
@@ -487,7 +488,7 @@ def test_an_export_onto_a_full_disk_says_so_and_leaves_no_file(run: Path, tmp_pa
     (tmp_path / "full").mkdir()
     code = f"""
 import resource, signal
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
 for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
@@ -527,7 +528,7 @@ def test_what_is_imported_is_verified_and_equal_to_the_file(run: Path, asked: An
     link.symlink_to(file)  # as model caches hold them
     code, told = asked("import", link, tmp_path / "new", "--under", "model", "--step", 7)
     assert code == 0 and told["verified"] and (told["step"], told["tensors"]) == (7, 2)
-    reader = RunReader(places.for_reading(tmp_path / "new"))
+    reader = RunReader(access.for_reading(tmp_path / "new"))
     assert reader.generation().verified and reader.bytes_of("model.h.0.weight")[1] == STATE["model.h.0.weight"]
     assert asked("verify", tmp_path / "new")[0] == 0
 
@@ -621,7 +622,7 @@ def test_a_pt_runs_no_code_and_its_dicts_are_flattened(
         ]
         assert told["aliases"] == {"model.again": "model.tied"}
         assert told["values"] == {"rng": {}, "epoch": 3, "opt": {"groups": [{"lr": 0.1}]}}
-        stored = RunReader(places.for_reading(tmp_path / name[:3])).bytes_of("model.h.0.weight")[1]
+        stored = RunReader(access.for_reading(tmp_path / name[:3])).bytes_of("model.h.0.weight")[1]
         assert np.frombuffer(stored, "f4").tolist() == weight.T.flatten().tolist()
 
 
@@ -648,7 +649,7 @@ def test_no_command_imports_torch_but_for_a_pt(run: Path, tmp_path: Path) -> Non
     ]  # fmt: skip
     code = f"""
 import sys
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 codes = [main(args) for args in {[[str(one) for one in command] for command in commands]!r}]
 print(codes, "torch" in sys.modules)
 """
@@ -695,7 +696,7 @@ def test_nothing_is_wrapped_in_a_pipe(tmp_path: Path, call: Call, terminal: pyte
 def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(
     run: Path, call: Call, terminal: pytest.MonkeyPatch
 ) -> None:
-    terminal.setattr("lastgood.edges.terminal.QUIET_SECONDS", -1.0)
+    terminal.setattr("lastgood.cli.terminal.QUIET_SECONDS", -1.0)
     assert call("verify", run)[2] == ""
     terminal.setenv("FORCE_COLOR", "1")
     _, out, err = call("verify", run)
@@ -721,7 +722,7 @@ def test_a_wrong_call_is_two_and_json_all_the_same(run: Path, call: Call, asked:
 
 
 def test_an_error_is_one_message_with_what_is_safe_and_what_to_do(run: Path, call: Call, asked: Any) -> None:
-    with places.for_writing(run, "atomic_dirsync"):
+    with access.for_writing(run, "atomic_dirsync"):
         code, out, err = call("gc", run)
         assert code == 3 and out == "" and len(err.splitlines()) == 3 and err.startswith("lastgood: ")
         assert asked("gc", run)[1].keys() == {"error", "message", "safe", "todo"}
@@ -729,12 +730,12 @@ def test_an_error_is_one_message_with_what_is_safe_and_what_to_do(run: Path, cal
 
 def test_a_name_that_the_terminal_cannot_spell_is_shown_escaped(tmp_path: Path) -> None:
     writing(tmp_path, 1, aliases={"größe": "counter"})
-    done = python("-m", "lastgood.edges.cli", "show", tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"})
+    done = python("-m", "lastgood.cli.app", "show", tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and "gr\\xf6\\xdfe" in done.stdout
 
 
 def test_a_bug_is_a_traceback_and_one(run: Path) -> None:
-    code = "import sys, lastgood.edges.cli as cli; cli.commit = None; sys.exit(cli.main(['ls', sys.argv[1]]))"
+    code = "import sys, lastgood.cli.app as app; app.commit = None; sys.exit(app.main(['ls', sys.argv[1]]))"
     done = python("-c", code, run, capture_output=True)
     assert done.returncode == 1 and "Traceback" in done.stderr
 

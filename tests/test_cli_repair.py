@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from lastgood.edges import completion
+from lastgood.cli import completion
 from lastgood.format import layout
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.reader import RunReader
 from test_cli import asked, call, flip, writing  # noqa: F401 - two of them are fixtures
 from test_mending import DATA, at, run  # noqa: F401 - a fixture
@@ -84,7 +84,7 @@ def test_the_folder_that_export_wrote_is_imported_again(tmp_path, asked, shard):
     assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", shard)[0] == 0
     code, found = asked("import", tmp_path / "hf", tmp_path / "back", "--step", 7)
     assert (code, found["step"], found["verified"]) == (0, 7, True)
-    before, after = (RunReader(places.for_reading(tmp_path / name)).content() for name in ("run", "back"))
+    before, after = (RunReader(access.for_reading(tmp_path / name)).content() for name in ("run", "back"))
     assert {name: after.tensor(name)[1] for name in after.names()} == {
         name: before.tensor(name)[1] for name in before.names()
     }
@@ -118,7 +118,7 @@ def test_an_index_that_the_shards_do_not_bear_out_is_refused(tmp_path, asked):  
 
 def test_the_shell_completes_commands_and_steps(tmp_path):
     writing(tmp_path / "run", 100, 120, 300)
-    code = "import sys; from lastgood.edges.cli import main; sys.exit(main())"
+    code = "import sys; from lastgood.cli.app import main; sys.exit(main())"
 
     def completed(*words: str) -> list[str]:
         line = {"COMP_WORDS": " ".join(("lastgood", *words)), "COMP_CWORD": str(len(words))}

@@ -14,17 +14,17 @@ from functools import partial
 
 import pytest
 
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import StepTaken
 from lastgood.format import layout
 from lastgood.format.commit import survey
-from lastgood.lab import crashmodel
-from lastgood.lab.crashmodel import UPKEEP, Judge, Ledger, Violation, World
-from lastgood.lab.hostile import ROOT, HostileDisk, Inode
-from lastgood.lab.plain import load, share
-from lastgood.lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
-from lastgood.plan.retention import Keep
-from lastgood.tiers.disk import Disk
+from lastgood.policy.retention import Keep
+from lastgood.storage.directory import Disk
+from lastgood_lab import crashmodel
+from lastgood_lab.crashmodel import UPKEEP, Judge, Ledger, Violation, World
+from lastgood_lab.hostile import ROOT, HostileDisk, Inode
+from lastgood_lab.plain import load, share
+from lastgood_lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 
 INLINE = Inline()
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import lastgood
 from lastgood import errors
-from lastgood.edges import cli
-from lastgood.lab.worlds import world
+from lastgood.cli import app
+from lastgood_lab.worlds import world
 from ranked import dcp_loaded, dcp_of_torch, dcp_saved
 
 
@@ -194,11 +194,11 @@ def zeros(one: Any) -> Any:
 
 def test_a_folder_of_torchs_goes_into_a_run_and_out_of_it_as_it_was(tmp_path):
     dcp.save(NESTED, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
-    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--step", "4"]) == 0
+    assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--step", "4"]) == 0
     state = zeros(NESTED)
     load(state, tmp_path / "run")
     assert same(state, NESTED)
-    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back.dcp")]) == 0
+    assert app.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "back.dcp")]) == 0
     state = zeros(NESTED)
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "back.dcp"), no_dist=True)
     assert same(state, NESTED)
@@ -208,7 +208,7 @@ def test_a_folder_of_torchs_goes_into_a_run_and_out_of_it_as_it_was(tmp_path):
 
 def test_a_folder_that_several_ranks_wrote_is_put_together(tmp_path):
     whole = world(2, dcp_of_torch, "fsdp", tmp_path / "theirs")[0]
-    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--under", "old"]) == 0
+    assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--under", "old"]) == 0
     state = {f"old.{name}": torch.zeros(torch.tensor(value).shape) for name, value in whole.items()}
     load(state, tmp_path / "run")
     assert {name.removeprefix("old."): one.tolist() for name, one in state.items()} == whole
@@ -217,7 +217,7 @@ def test_a_folder_that_several_ranks_wrote_is_put_together(tmp_path):
 def test_what_a_checkpointer_saved_goes_to_torch_by_its_names(tmp_path):
     net = nn.Linear(4, 2)
     lastgood.save(tmp_path / "run", {"net": net})
-    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "net.dcp"), "--only", "net"]) == 0
+    assert app.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "net.dcp"), "--only", "net"]) == 0
     state = {"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "net.dcp"), no_dist=True)
     assert torch.equal(state["weight"], net.weight) and torch.equal(state["bias"], net.bias)
@@ -290,7 +290,7 @@ def test_a_folder_that_is_not_what_it_says_is_refused_and_nothing_in_it_runs(tmp
     dcp.save({"w": torch.ones(5), "n": 1}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     spoil(tmp_path / "theirs")
     capsys.readouterr()
-    assert cli.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run")]) in (3, 4)
+    assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run")]) in (3, 4)
     out, err = capsys.readouterr()
     assert re.search(told, err) and "run\n" not in out
     assert not (tmp_path / "run").exists() or not lastgood.open(tmp_path / "run").generations()

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 
 import lastgood
-from lastgood.edges import cli, dcp_values
+from lastgood.cli import app
+from lastgood.convert import dcp_values
 from lastgood.errors import ManifestInvalid, Refused
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked_dcp import little, uneven_through_a_checkpointer, uneven_through_dcp, with_kept_plans
 from test_dcp import load, save
 
@@ -156,8 +157,8 @@ def test_what_torchs_own_writer_takes_as_a_value_comes_back(tmp_path):
     state = dict.fromkeys(VALUES)
     load(state, tmp_path)
     assert {name: plain(one) for name, one in state.items()} == {name: plain(one) for name, one in VALUES.items()}
-    assert cli.main(["show", str(tmp_path)]) == 0
-    assert cli.main(["export", str(tmp_path), "--to", str(tmp_path / "theirs.dcp")]) == 0
+    assert app.main(["show", str(tmp_path)]) == 0
+    assert app.main(["export", str(tmp_path), "--to", str(tmp_path / "theirs.dcp")]) == 0
     theirs: dict[str, Any] = dict.fromkeys(VALUES)
     dcp.load(theirs, storage_reader=dcp.FileSystemReader(tmp_path / "theirs.dcp"), no_dist=True)
     assert plain(theirs["BytesIO"]) == plain(VALUES["BytesIO"])

@@ -25,7 +25,7 @@ import lastgood
 from lastgood.errors import ManifestInvalid, Refused, StateMismatch, Unstorable
 from lastgood.format import encodings
 from lastgood.format.values import decode, encode
-from lastgood.train.state import Stored, capture, match
+from lastgood.state.rules import Stored, capture, match
 
 
 def resumed(path, saved, live):

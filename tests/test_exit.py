@@ -12,8 +12,8 @@ import torch
 import lastgood
 from harness import reported, reports, steps
 from lastgood import errors
-from lastgood.plan.cadence import Every
-from lastgood.rawio.files import PosixFile
+from lastgood.io.files import PosixFile
+from lastgood.policy.cadence import Every
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
 

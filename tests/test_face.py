@@ -79,7 +79,7 @@ def test_the_face_takes_these_arguments(face: object, signature: str) -> None:
 
 
 def test_reading_a_run_does_not_import_torch() -> None:
-    program = "import sys, lastgood, lastgood.edges.cli, lastgood.run.writer; sys.exit('torch' in sys.modules)"
+    program = "import sys, lastgood, lastgood.cli.app, lastgood.run.writer; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

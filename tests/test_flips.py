@@ -14,14 +14,14 @@ import pytest
 
 from harness import State, load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError
 from lastgood.format.commit import survey
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 SEED = 20261121
 WORKERS = Inline()

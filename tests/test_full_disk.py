@@ -16,14 +16,14 @@ import torch
 import lastgood
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace
 from lastgood.format import commit
-from lastgood.plan.retention import Keep, under_pressure
-from lastgood.rawio.files import PosixFile, PosixFiles
-from lastgood.run import room
+from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.policy.retention import Keep, under_pressure
+from lastgood.run import disk_space
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from test_plan import at, generation
 
 STATE_BYTES = 20_000
@@ -204,14 +204,14 @@ def test_a_training_run_on_a_disk_for_two_states_goes_on_and_says_so(small_disk,
 )
 def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text):
     """ "takes at most 35.1 MB" was printed beside 12 MB of free space, and nobody compared the two."""
-    room.compare("/run", 10 * MB, 7, held, free)
+    disk_space.compare("/run", 10 * MB, 7, held, free)
     assert [one.levelname for one in caplog.records] == ([level] if level else [])
     assert text in caplog.text
 
 
 def test_the_bound_is_compared_with_what_is_free_at_the_first_step(tmp_path, monkeypatch, caplog) -> None:
     """A disk that was too small was reported at the first save only: five minutes after the start, or hours."""
-    monkeypatch.setattr(room, "free_bytes", lambda _: 30_000)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 30_000)
     state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header
     with lastgood.Checkpointer(tmp_path, state, exclude=["rng"], save_on_exit=False) as ckpt:
         ckpt.step(1)
@@ -226,7 +226,7 @@ def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: 
     run = opened(tmp_path, Keep(last=5), 10)
     for step in range(1, 6):
         saved(run, step)
-    monkeypatch.setattr(room, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 0)
     assert not run.relieve(100 * STATE_BYTES)
     assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
     assert run.relieve(STATE_BYTES), "what may fit is made room for"

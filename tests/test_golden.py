@@ -16,7 +16,7 @@ import torch
 
 import lastgood
 from harness import digests
-from lastgood.edges import cli
+from lastgood.cli import app
 
 DATA = Path(__file__).parent / "data"
 NEWEST = {"slots": 3, "parity": 3, "ranks": 4}
@@ -71,7 +71,7 @@ def test_the_parity_of_a_golden_run_rebuilds_what_is_damaged(copied) -> None:
     whole = file.read_bytes()
     file.write_bytes(whole[:5000] + bytes(100) + whole[5100:])
     assert not lastgood.open(path).verify(3).good
-    assert cli.main(["repair", path]) == 0
+    assert app.main(["repair", path]) == 0
     assert file.read_bytes() == whole
 
 

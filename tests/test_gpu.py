@@ -8,7 +8,7 @@ from torch import nn
 
 import lastgood
 from harness import reported
-from lastgood.train import staging
+from lastgood.snapshot import staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +30,7 @@ def train(state: dict[str, object]) -> None:
 
 
 def picture(state: dict[str, object]) -> dict[str, torch.Tensor]:
-    return {name: one.cpu().clone() for name, one in lastgood.train.state.capture(state).tensors.items()}
+    return {name: one.cpu().clone() for name, one in lastgood.state.rules.capture(state).tensors.items()}
 
 
 @pytest.mark.parametrize("memory", [None, 2 << 20])

@@ -14,16 +14,16 @@ import lastgood
 from harness import State, load, reported, reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.finite import not_finite
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NotFinite, NothingGood
 from lastgood.format import layout
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
-from lastgood.train.tensors import TORCH_DTYPES
+from lastgood.state.tensors import TORCH_DTYPES
+from lastgood.storage.directory import Disk
 
 CHUNK = 4096
 STATE: State = {"bias": b"four", "weight": bytes(range(250)) * 40}

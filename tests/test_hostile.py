@@ -23,18 +23,18 @@ import pytest
 
 from harness import State, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, TierDown, UnknownFormat
 from lastgood.format import layout
 from lastgood.format.commit import survey
 from lastgood.format.values import decode
-from lastgood.plan.retention import Keep
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
 from lastgood.run.reader import RunReader, newest_good, opened
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 OLD: State = {"a": bytes(5000), "b": b"older" * 60, "c": b"old" * 100}
 NEW: State = {"a": bytes(range(250)) * 20, "b": b"newer" * 60, "c": b"new" * 100}

@@ -14,11 +14,12 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.format import commit
-from lastgood.rawio.files import PosixFile, PosixFiles
-from lastgood.run.background import Background, Save
-from lastgood.train import cutting, staging
-from lastgood.train.cutting import Cutter
-from lastgood.train.staging import Snapshot
+from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.loop import save_planner
+from lastgood.loop.save_planner import Cutter
+from lastgood.run.pipeline import Background, Save
+from lastgood.snapshot import staging
+from lastgood.snapshot.staging import Snapshot
 
 EACH = lastgood.Every(steps=1)
 
@@ -129,7 +130,7 @@ def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, monkeypatch):
 
 
 def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_hangs(tmp_path, doors, monkeypatch):
-    monkeypatch.setattr(cutting, "SMALL_BYTES", 0)
+    monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     model = torch.nn.Linear(1024, 1024)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
     door, waits = doors(1, "reserve"), threading.Event()

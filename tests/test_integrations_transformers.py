@@ -20,7 +20,7 @@ DIGEST = (
     "[trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict(),"
     " [one for one in trainer.state.log_history if 'loss' in one]]"
 )
-zygote = zygote_of("transformers.trainer", "transformers.models.bert.modeling_bert", "lastgood.train.access")
+zygote = zygote_of("transformers.trainer", "transformers.models.bert.modeling_bert", "lastgood.loop.oneshot")
 
 
 def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):

@@ -8,15 +8,15 @@ import pytest
 
 from harness import continued
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace, NoSuchStep
 from lastgood.format import commit
-from lastgood.lab.plain import load, save
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
+from lastgood_lab.plain import load, save
 
 CHUNK_BYTES = 8192
 

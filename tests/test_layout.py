@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 
 from harness import load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.contents import Contents
-from lastgood.engine.inline import Inline
+from lastgood.engine.content_digest import Contents
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import ManifestInvalid, SumMismatch, UnknownFormat
 from lastgood.format import layout, values
 from lastgood.format.commit import read_manifest, survey
 from lastgood.format.layout import DTYPES, PAGE_BYTES, Tensor
-from lastgood.plan.restore import lineage
-from lastgood.rawio.checksum import ALGORITHMS, digest
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.checksum import ALGORITHMS, digest
+from lastgood.io.files import PosixFiles
+from lastgood.policy.restore import lineage
 from lastgood.records import (
     Blob,
     Commit,
@@ -43,7 +43,7 @@ from lastgood.records import (
 )
 from lastgood.run.reader import opened
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 NUMPY = [
     "bool",

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from torch import nn, optim
 
 import lastgood
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 from lastgood.errors import ManifestInvalid
+from lastgood.policy.merge_values import merged
 from lastgood.records import Manifest
-from lastgood.train.filling import Place
-from lastgood.train.merging import merged
-from lastgood.train.state import Capture, Stored, as_bytes, capture, dtype_name, match
-from lastgood.train.tensors import TORCH_DTYPES, from_buffer, order, strides, write
+from lastgood.state.rules import Capture, Stored, as_bytes, capture, dtype_name, match
+from lastgood.state.tensor_sink import Place
+from lastgood.state.tensors import TORCH_DTYPES, from_buffer, order, strides, write
 
 State = dict[str, Any]
 

@@ -18,8 +18,8 @@ from torch import nn, optim
 
 import lastgood
 from lastgood import errors
-from lastgood.edges import cli
-from lastgood.lab.worlds import world
+from lastgood.cli import app
+from lastgood_lab.worlds import world
 from ranked import made, trained
 
 Tree = dict[str, object]
@@ -257,7 +257,7 @@ def test_tensors_that_no_object_owns_are_in_the_dict_by_their_names(tmp_path: Pa
     """Of an imported file, and of a state that torch.distributed.checkpoint wrote, the dict was empty."""
     weights = {"model.0.weight": torch.arange(4.0), "model.0.bias": torch.ones(2), "alone": torch.zeros(1)}
     safetensors.torch.save_file(weights, tmp_path / "x.safetensors")
-    assert cli.main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "imported")]) == 0
+    assert app.main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "imported")]) == 0
     found = lastgood.load(tmp_path / "imported")
     own = {"0.weight": weights["model.0.weight"], "0.bias": weights["model.0.bias"]}
     assert equal(found["model"], own) and equal(found["alone"], weights["alone"])

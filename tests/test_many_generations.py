@@ -9,12 +9,12 @@ import torch
 import lastgood
 from harness import reports, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
-from lastgood.run.background import DELETIONS_AHEAD
+from lastgood.engine.inline_executor import Inline
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
+from lastgood.run.pipeline import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 MANY = 30
 

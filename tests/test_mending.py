@@ -1,19 +1,17 @@
-"""`lastgood scrub`, `repair` and `report`: what they say, what they leave, and with which code they end."""
+"""`lastgood scrub` and `repair`: what they say, what they leave, and with which code they end."""
 
 from __future__ import annotations
 
-import base64
-import re
 from pathlib import Path
 
 import pytest
 
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import layout
-from lastgood.plan.retention import Keep
-from lastgood.run import places
+from lastgood.policy.retention import Keep
+from lastgood.run import access
 from lastgood.run.writer import RunWriter
 from test_cli import asked, call, contents, flip  # noqa: F401 - two of them are fixtures
 
@@ -25,7 +23,7 @@ NAN = b"\x00\x00\xc0\x7f"
 def run(tmp_path: Path) -> Path:
     """Steps 1 to 3, all verified and protected; 4 holds NaN."""
     root = tmp_path / "run"
-    with places.for_writing(root, "atomic_dirsync") as tier:
+    with access.for_writing(root, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=9), parity="4+2")
         for step in (1, 2, 3, 4):
             data = NAN * 5000 if step == 4 else bytes([step]) * 20_000
@@ -57,7 +55,7 @@ def test_scrub_reads_everything_rebuilds_what_it_can_and_says_what_it_found(run,
 
 def test_scrub_deletes_nothing_whatever_the_trainer_keeps(run, asked):  # noqa: F811
     """It once cleaned up by the default of Keep, which knew nothing of the trainer's."""
-    with places.for_writing(run, "atomic_dirsync") as tier:
+    with access.for_writing(run, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=99))
         writer.begin(max(writer.survey.generations))
         for step in (5, 6, 7, 8):
@@ -96,40 +94,3 @@ def test_what_is_beyond_repair_is_said_and_left_alone(run, asked, call):  # noqa
     call("scrub", run)
     code, out, _ = call("repair", run)
     assert code == 4 and "BEYOND REPAIR" in out
-
-
-# ---- report --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> list[Path]:
-    lab, bench = tmp_path / "lab", tmp_path / "bench"
-    lab.mkdir()
-    bench.mkdir()
-    (lab / "report.md").write_text("# Killed & <b>left</b>\n\n| mode | usable |\n|---|---|\n| unsafe | 3 of 4 |\n")
-    (lab / "usable.svg").write_text("<svg>lab</svg>")
-    (bench / "size-2026-2core.md").write_text("# Size\n\nText.\n")
-    (bench / "size-2026-2core-seconds.svg").write_text("<svg>bench</svg>")
-    (bench / "other.svg").write_text("<svg>of another bench</svg>")
-    return [lab, bench]
-
-
-def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(folders, tmp_path, asked):  # noqa: F811
-    out = tmp_path / "page.html"
-    code, told = asked("report", *folders, "--out", out)
-    text = out.read_text()
-    assert code == 0 and told["bytes"] == len(text.encode())
-    assert "<td>3 of 4</td>" in text and "Killed &amp; &lt;b&gt;left&lt;/b&gt;" in text, "markup is shown, not obeyed"
-    drawn = [base64.b64decode(one).decode() for one in re.findall(r"base64,([^\"]+)", text)]
-    assert drawn == ["<svg>lab</svg>", "<svg>bench</svg>"]
-    assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text
-
-
-def test_a_folder_without_a_report_is_refused_and_the_old_page_stays(folders, tmp_path, call):  # noqa: F811
-    out = tmp_path / "page.html"
-    out.write_text("old")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    code, _, err = call("report", folders[0], empty, "--out", out)
-    assert code == 3 and "holds no report" in err and out.read_text() == "old"
-    assert call("report", folders[0], "--out", tmp_path / "nowhere" / "page.html")[0] == 3

@@ -11,9 +11,9 @@ import pytest
 
 from harness import load, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import TierDown
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.writer import RunWriter
 
 STATE = {"w": bytes(20_000)}
@@ -24,7 +24,7 @@ STATE = {"w": bytes(20_000)}
 def test_a_run_that_goes_away_is_said_to_and_goes_on_once_it_is_back(tmp_path, name, deleted):
     """Each save warned of a missing r00000.safetensors, without what is safe and what to do, until a restart."""
     root = tmp_path / "run"
-    with places.for_writing(root, "atomic_dirsync") as tier:
+    with access.for_writing(root, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
         run.begin(None)
         save(run, 1, STATE)
@@ -49,12 +49,12 @@ def test_files_and_folders_have_the_rights_that_the_umask_leaves(tmp_path, umask
     """Files were 0644 in folders of 0775, `.lock` too: with umask 002 a colleague of the group could not resume."""
     before = os.umask(umask)
     try:
-        with places.for_writing(tmp_path / "run", "atomic_dirsync") as tier:
+        with access.for_writing(tmp_path / "run", "atomic_dirsync") as tier:
             run = RunWriter(tier, Inline())
             run.begin(None)
             save(run, 1, STATE)
             run.verify(Arena(3 * 8192, 8192))
-        with places.for_writing(f"slots://{tmp_path}/slots", "atomic_dirsync") as tier:
+        with access.for_writing(f"slots://{tmp_path}/slots", "atomic_dirsync") as tier:
             run = RunWriter(tier, Inline())
             run.begin(None)
             save(run, 1, STATE)
@@ -63,4 +63,4 @@ def test_files_and_folders_have_the_rights_that_the_umask_leaves(tmp_path, umask
     modes = {one: stat.S_IMODE(one.lstat().st_mode) for one in tmp_path.rglob("*") if not one.is_symlink()}
     assert {mode for one, mode in modes.items() if one.is_file()} == {file_mode}
     assert {mode for one, mode in modes.items() if one.is_dir()} == {folder_mode}
-    assert Path(tmp_path / "run" / places.LOCK) in modes
+    assert Path(tmp_path / "run" / access.LOCK) in modes

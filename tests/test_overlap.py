@@ -22,8 +22,9 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.errors import NoSpace
-from lastgood.tiers.slots import Slots
-from lastgood.train import cutting, staging
+from lastgood.loop import save_planner
+from lastgood.snapshot import staging
+from lastgood.storage.slots import Slots
 
 
 class Net(nn.Module):
@@ -55,7 +56,7 @@ class Loop:
             one.zero_grad()
 
     def picture(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.clone() for name, tensor in lastgood.train.state.capture(self.state).tensors.items()}
+        return {name: tensor.clone() for name, tensor in lastgood.state.rules.capture(self.state).tensors.items()}
 
 
 def adamw(**options: Any) -> Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]:
@@ -70,7 +71,7 @@ def same(run: Path, step: int, picture: dict[str, torch.Tensor]) -> bool:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copies begin only once it is set. The fence sets it too: whoever waits there must not wait for ever."""
-    monkeypatch.setattr(cutting, "SMALL_BYTES", 0)
+    monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     opened = threading.Event()
     fill, hold = staging.Snapshot.fill, staging.Snapshot.hold
 
@@ -487,14 +488,14 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
     elif what == "a large buffer":
         monkeypatch.setattr(staging, "SIDE_BYTES", 1000)
     elif what == "a small state":
-        monkeypatch.setattr(cutting, "SMALL_BYTES", 1 << 20)
+        monkeypatch.setattr(save_planner, "SMALL_BYTES", 1 << 20)
     elif what == "a large parameter that is kept twice":
         monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
         loop.state["weight"] = loop.net.one.weight.data  # whoever put it there may change it whenever they like
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
-    monkeypatch.setattr(cutting.Cutter, "begun", lambda *_: pytest.fail("it was left to the fence"))
+    monkeypatch.setattr(save_planner.Cutter, "begun", lambda *_: pytest.fail("it was left to the fence"))
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 

@@ -7,8 +7,8 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused
-from lastgood.plan.tune import Auto
-from lastgood.train.pacing import Pace
+from lastgood.loop.adaptive_interval import Pace
+from lastgood.policy.tune import Auto
 
 
 class Flown:

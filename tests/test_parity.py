@@ -14,18 +14,18 @@ from msgspec import structs
 from harness import State, load, save
 from lastgood.engine import parity
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
-from lastgood.format import layout, stripes
+from lastgood.format import layout, parity_layout
 from lastgood.format.commit import read_manifest
-from lastgood.rawio import isal
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.erasure import Code
-from lastgood.rawio.files import PosixFiles
+from lastgood.io import isal
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFiles
+from lastgood.io.reed_solomon import Code
 from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
 from lastgood.run.reader import RunReader, newest_good, read_all
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 CHUNK = 8192
 UPKEEP = Arena(3 * CHUNK, CHUNK)
@@ -165,7 +165,7 @@ def mended_in_vain(root: Path, kind: type[LastgoodError]) -> tuple[RunWriter, di
 def test_damage_beyond_the_budget_is_refused_and_nothing_is_touched(root, damage):
     damage(home(root))
     _, before, after = mended_in_vain(root, BeyondRepair)
-    if any(stripes.is_record(name) for name in before):  # else nobody has looked
+    if any(parity_layout.is_record(name) for name in before):  # else nobody has looked
         assert layout.VERIFIED not in after and layout.DAMAGED in after, "it counts for nothing any more"
     marks = (layout.VERIFIED, layout.DAMAGED)
     assert all(after.get(name) == data for name, data in before.items() if name not in marks)
@@ -223,10 +223,10 @@ def test_a_zeroed_range_that_was_zero_before_is_no_damage(tmp_path):
 def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_way(root):
     lost("r00000.parity-0.json", "r00000.parity-1.json")(home(root))
     run = opened(root)
-    assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
+    assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
     newest = max(run.survey.generations.values(), key=lambda one: one.step)
     run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
-    assert len([name for name in contents(home(root)) if stripes.is_parity(name)]) == 4
+    assert len([name for name in contents(home(root)) if parity_layout.is_parity(name)]) == 4
 
 
 def the_newest(run: RunWriter) -> GenerationId:
@@ -343,12 +343,12 @@ def test_the_commit_is_put_back_last_so_that_nobody_takes_the_rest_for_more_than
 
 def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch):
     lost(MANIFEST)(home(root))
-    run, some = opened(root, parity=None), parity.fetch.some
+    run, some = opened(root, parity=None), parity.read_file.some
 
     def misread(tier: Disk, name: str, *rest: int) -> bytearray:
         return bytearray(b"other") if name.endswith(MANIFEST + parity.REBUILT) else some(tier, name, *rest)
 
-    monkeypatch.setattr(parity.fetch, "some", misread)
+    monkeypatch.setattr(parity.read_file, "some", misread)
     with pytest.raises(LastgoodError, match="does not read back"):
         run.mend(the_newest(run), UPKEEP)
     assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
@@ -371,7 +371,7 @@ def test_parity_that_is_given_up_half_way_leaves_nothing(root):
     parity.clear(run.tier, layout.folder(generation.id))
     with pytest.raises(Cancelled):
         parity.protect(run.tier, generation, manifest, spare.code, cells, Inline(), lambda: True)
-    assert not [name for name in contents(home(root)) if stripes.is_parity(name)]
+    assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
 
 
 # ---- records that were made to harm ------------------------------------------------------------------------------
@@ -379,7 +379,7 @@ def test_parity_that_is_given_up_half_way_leaves_nothing(root):
 
 def forged(folder: Path, fields: Callable[[Parity], dict[str, object]], *indices: int) -> None:
     for index in indices:
-        path = folder / stripes.record_name(0, index)
+        path = folder / parity_layout.record_name(0, index)
         record = layout.decode(path.read_bytes(), Parity, path.name)
         path.write_bytes(layout.encode(structs.replace(record, **fields(record)), record.digest))
 
@@ -553,11 +553,17 @@ def test_a_cell_longer_than_isal_can_count_is_refused(monkeypatch):
 
 
 def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different_rows():
-    for length in (4096, 40960, 10 * stripes.CELL_BYTES, 10 * stripes.CELL_BYTES + 1, 77 * stripes.CELL_BYTES - 4095):
+    for length in (
+        4096,
+        40960,
+        10 * parity_layout.CELL_BYTES,
+        10 * parity_layout.CELL_BYTES + 1,
+        77 * parity_layout.CELL_BYTES - 4095,
+    ):
         blobs = [
             Blob(name=name, length=size, chunk_bytes=CHUNK, chunks=[]) for name, size in (("a", length), ("b", 4096))
         ]
-        cut = stripes.stripes(blobs, 10, 2)
+        cut = parity_layout.stripes(blobs, 10, 2)
         for blob in blobs:
             mine = [cell for cell in cut.cells if cell.blob == blob.name]
             ends = [cell.offset + cell.length for cell in mine]

@@ -10,7 +10,7 @@ import torch
 
 import lastgood
 from lastgood import errors
-from lastgood.edges import cli
+from lastgood.cli import app
 from lastgood.run import paths
 
 MISTYPED = {
@@ -78,20 +78,20 @@ def run(tmp_path: Path, monkeypatch) -> Path:
 def test_files_of_the_command_line_follow_the_rules_of_paths(run: Path, capsys, target: str) -> None:
     """`lastgood export RUN --to s3://bucket/model.pt` looked for a folder named `s3:`."""
     for command in (["export", str(run), "--to", target], ["import", target, str(run / "other")]):
-        assert cli.main(command) == 3
+        assert app.main(command) == 3
         assert "URL" in (text := capsys.readouterr().err) or "not expanded" in text
     assert [one.name for one in run.parent.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show", "gc", "scrub", "repair"])
 def test_every_command_refuses_a_variable_that_was_not_expanded(run: Path, capsys, command: str) -> None:
-    assert cli.main([command, "$HOME/run"]) == 3
+    assert app.main([command, "$HOME/run"]) == 3
     assert "$HOME, which was not expanded" in capsys.readouterr().err
 
 
 def test_a_tilde_is_the_home_directory_in_export_and_import(run: Path, capsys) -> None:
     """bash leaves the tilde of `--to=~/model.pt` alone."""
-    assert cli.main(["export", "~/run", "--to=~/model.safetensors"]) == 0
-    assert cli.main(["import", "~/model.safetensors", "~/again", "--json"]) == 0
+    assert app.main(["export", "~/run", "--to=~/model.safetensors"]) == 0
+    assert app.main(["import", "~/model.safetensors", "~/again", "--json"]) == 0
     assert f'"place": "{run.parent}/again"' in capsys.readouterr().out
     assert sorted(one.name for one in run.parent.iterdir()) == ["again", "model.safetensors", "run"]

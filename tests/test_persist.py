@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lastgood.engine import persist
+from lastgood.engine import write_file
 from lastgood.engine.arena import Arena
 from lastgood.errors import NoSpace
 from lastgood.format import layout
@@ -58,7 +58,7 @@ class Tier:
         return self.uploads[-1]
 
 
-def chunks(arena: Arena, said: list[str], breaks: int = -1) -> Iterator[persist.Chunk]:
+def chunks(arena: Arena, said: list[str], breaks: int = -1) -> Iterator[write_file.Chunk]:
     for number in range(100):
         if number == breaks:
             raise KeyError("the source broke")
@@ -70,7 +70,7 @@ def chunks(arena: Arena, said: list[str], breaks: int = -1) -> Iterator[persist.
 
 def write(tier: Tier, arena: Arena, breaks: int = -1) -> None:
     with ThreadPoolExecutor(3) as writers:
-        persist.write(
+        write_file.write(
             tier,
             "home",
             IMAGE,
@@ -104,7 +104,7 @@ def test_space_is_had_before_the_first_chunk_is_asked_for():
 def test_every_chunk_is_written_before_the_file_is_finished():
     tier, arena = Tier(), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
     source = chunks(arena, tier.said)
-    persist.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=Later())
+    write_file.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=Later())
     assert tier.said.count("write") == tier.said.count("chunk") == 11
     assert tier.said[-1] == "finish" and arena.idle
 
@@ -131,7 +131,7 @@ def test_a_chunk_that_no_writer_took_comes_back():
     writers.shutdown()
     source = chunks(arena, tier.said)
     with pytest.raises(RuntimeError):
-        persist.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=writers)
+        write_file.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=writers)
     assert tier.said[-1] == "abort" and arena.idle
 
 

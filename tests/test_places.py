@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from harness import load, save
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refused, RunLocked, UnknownFormat
 from lastgood.format import commit, layout
 from lastgood.format.commit import survey
+from lastgood.io.checksum import digest
+from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.ports import OpenMode
-from lastgood.rawio.checksum import digest
-from lastgood.rawio.files import PosixFile, PosixFiles
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 
@@ -31,7 +31,7 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a
 
 
 def write(path: Path, step: int = 10, state: dict[str, bytes] = STATE) -> None:
-    with places.for_writing(path, "atomic_dirsync") as tier:
+    with access.for_writing(path, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
         newest = next(iter(writer.lineage()), None)
         writer.begin(newest.id if newest else None)
@@ -39,14 +39,14 @@ def write(path: Path, step: int = 10, state: dict[str, bytes] = STATE) -> None:
 
 
 def read(path: Path) -> dict[str, bytes]:
-    return load(places.for_reading(path))[1]
+    return load(access.for_reading(path))[1]
 
 
 def opening(path: Path, verb: str) -> None:
     if verb == "read":
-        places.for_reading(path)
+        access.for_reading(path)
     else:
-        with places.for_writing(path, "atomic_dirsync"):
+        with access.for_writing(path, "atomic_dirsync"):
             pass
 
 
@@ -112,9 +112,9 @@ def test_a_directory_of_somebody_else_is_no_run_and_is_untouched(tmp_path, verb,
 
 def test_nothing_at_all_is_no_run_to_read(tmp_path):
     with pytest.raises(NotARun, match="there is nothing at"):
-        places.for_reading(tmp_path / "missing" / "run")
+        access.for_reading(tmp_path / "missing" / "run")
     with pytest.raises(NotARun, match="is not a run"):
-        places.for_reading(tmp_path)
+        access.for_reading(tmp_path)
     assert not os.listdir(tmp_path)
 
 
@@ -148,10 +148,10 @@ def test_a_new_run_is_made_with_the_folders_above_it(tmp_path):
 def test_the_names_of_a_new_run_and_of_the_folders_above_it_are_durable(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(PosixFiles, "sync_dir", lambda self, path: synced.append(path))
-    with places.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
+    with access.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
         assert synced == [str(tmp_path), str(tmp_path / "deep")]
     synced.clear()
-    with places.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
+    with access.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
         assert synced == [str(tmp_path / "deep")], "whoever made it may have died before its name was durable"
 
 
@@ -196,19 +196,19 @@ def test_a_run_whose_header_is_lost_or_damaged_still_opens_and_is_mended(tmp_pat
     assert read(tmp_path) == STATE, "reading needs no header, and mends nothing"
     write(tmp_path, 20, {"weight": b"second"})
     assert header.read_bytes() == good and not header.is_symlink(), "the commits say which run it is"
-    assert [one.step for one in RunReader(places.for_reading(tmp_path)).lineage()] == [20, 10]
+    assert [one.step for one in RunReader(access.for_reading(tmp_path)).lineage()] == [20, 10]
 
 
 def test_a_header_of_another_run_disowns_the_generations_and_deletes_none(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b")
     (tmp_path / "a" / layout.HEADER).write_bytes((tmp_path / "b" / layout.HEADER).read_bytes())
-    found = survey(places.for_reading(tmp_path / "a"))
+    found = survey(access.for_reading(tmp_path / "a"))
     assert not found.generations and len(found.broken) == 1
     assert "belongs to run" in str(next(iter(found.broken.values())))
-    with places.for_writing(tmp_path / "a", "atomic_dirsync") as tier:
+    with access.for_writing(tmp_path / "a", "atomic_dirsync") as tier:
         RunWriter(tier, Inline())
-    assert len(survey(places.for_reading(tmp_path / "a")).broken) == 1
+    assert len(survey(access.for_reading(tmp_path / "a")).broken) == 1
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_a_run_of_a_newer_version_is_refused_and_untouched(tmp_path, name):
     newer = b'{"digest":"xxh3_128:%s","record":%s}\n' % (digest("xxh3_128", body).encode(), body)
     (tmp_path / name.format(id=ident)).write_bytes(newer)
     before = picture(tmp_path)
-    tier = places.for_reading(tmp_path)
+    tier = access.for_reading(tmp_path)
     for attempt in (lambda: survey(tier), lambda: RunWriter(tier, Inline()), lambda: load(tier)):
         with pytest.raises(UnknownFormat, match="newer lastgood"):
             attempt()
@@ -234,8 +234,8 @@ def test_a_run_of_a_newer_version_is_refused_and_untouched(tmp_path, name):
 
 def test_a_run_has_one_writer_and_any_number_of_readers(tmp_path):
     write(tmp_path)
-    with places.for_writing(tmp_path, "atomic_dirsync"):
-        with pytest.raises(RunLocked, match="in this process already"), places.for_writing(tmp_path, "atomic_dirsync"):
+    with access.for_writing(tmp_path, "atomic_dirsync"):
+        with pytest.raises(RunLocked, match="in this process already"), access.for_writing(tmp_path, "atomic_dirsync"):
             pass
         assert read(tmp_path) == STATE
     write(tmp_path, 20)
@@ -244,8 +244,8 @@ def test_a_run_has_one_writer_and_any_number_of_readers(tmp_path):
 def test_the_lock_dies_with_its_process(tmp_path):
     write(tmp_path)
     code = (
-        "import os, sys\nfrom lastgood.run import places\n"
-        "context = places.for_writing(sys.argv[1], 'atomic_dirsync')\ncontext.__enter__()\n"
+        "import os, sys\nfrom lastgood.run import access\n"
+        "context = access.for_writing(sys.argv[1], 'atomic_dirsync')\ncontext.__enter__()\n"
         "print('held', flush=True)\nos.read(0, 1)\nos._exit(9)\n"
     )
     holder = subprocess.Popen(
@@ -253,7 +253,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
     )
     try:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(RunLocked), places.for_writing(tmp_path, "atomic_dirsync"):
+        with pytest.raises(RunLocked), access.for_writing(tmp_path, "atomic_dirsync"):
             pass
         holder.communicate(b"x")
     finally:
@@ -265,7 +265,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
 def test_a_forked_worker_that_outlives_the_writer_does_not_hold_the_run(tmp_path):
     """flock belongs to the open file, and a data-loader worker inherits it."""
     ready, done = os.pipe(), os.pipe()
-    with places.for_writing(tmp_path, "atomic_dirsync"):
+    with access.for_writing(tmp_path, "atomic_dirsync"):
         worker = os.fork()
         if worker == 0:
             os.close(done[1])
@@ -284,8 +284,8 @@ def test_a_forked_worker_that_outlives_the_writer_does_not_hold_the_run(tmp_path
 def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "theirs").write_bytes(b"theirs")
-    (tmp_path / "run" / places.LOCK).symlink_to("../theirs")
-    with pytest.raises(NotWritable), places.for_writing(tmp_path / "run", "atomic_dirsync"):
+    (tmp_path / "run" / access.LOCK).symlink_to("../theirs")
+    with pytest.raises(NotWritable), access.for_writing(tmp_path / "run", "atomic_dirsync"):
         pass
 
 
@@ -385,7 +385,7 @@ def test_reading_leaves_no_trace(tmp_path):
     write(tmp_path)
     before = picture(tmp_path)
     read(tmp_path)
-    RunReader(places.for_reading(tmp_path)).verify()
+    RunReader(access.for_reading(tmp_path)).verify()
     assert picture(tmp_path).keys() == before.keys()
     assert {path: seen[3] for path, seen in picture(tmp_path).items()} == {
         path: seen[3] for path, seen in before.items()
@@ -399,13 +399,13 @@ def test_what_somebody_died_over_is_cleared_at_the_next_opening_and_nothing_else
     staged = ["LASTGOOD.json.1-2.tmp", "lastgood.json.1-2.tmp", "latest_ok.tmp", ".probe-7", "incarnations/x.1-2.tmp"]
     for name in [*staged, f"gen/{generation.name}/COMMIT.json.1-2.tmp", "notes.tmp"]:
         (tmp_path / name).write_bytes(b"half")
-    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
         RunWriter(tier, Inline())
     assert {*tmp_path.rglob("*")} == kept | {tmp_path / "notes.tmp"}
 
 
 def test_what_lies_where_a_save_would_go_is_not_the_saves_to_delete(tmp_path):
-    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
         writer.begin(None)
         taken = tmp_path / layout.folder(writer.admit(10)) / layout.blob_name(0)
@@ -418,7 +418,7 @@ def test_what_lies_where_a_save_would_go_is_not_the_saves_to_delete(tmp_path):
 
 def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_continues(tmp_path):
     write(tmp_path)
-    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
         with pytest.raises(NotRestored):
             writer.admit(11)
@@ -436,18 +436,18 @@ def test_on_a_full_disk_a_generation_goes_without_its_reason(tmp_path, monkeypat
             raise OSError(errno.ENOSPC, "full", path)
         return real(self, path, mode, direct=direct, fresh=fresh)
 
-    with places.for_writing(tmp_path, "atomic_dirsync") as tier:
+    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
         monkeypatch.setattr(PosixFiles, "open", full)
         commit.retire(tier, min(commit.survey(tier).generations))
-    assert [at.step for at in commit.survey(places.for_reading(tmp_path)).generations] == [11]
+    assert [at.step for at in commit.survey(access.for_reading(tmp_path)).generations] == [11]
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------
 
 HOLDER = """
 import os, sys, time
-from lastgood.run import places
-with places.for_writing(sys.argv[1], "atomic_dirsync"):
+from lastgood.run import access
+with access.for_writing(sys.argv[1], "atomic_dirsync"):
     if os.fork() == 0:  # what fork does in the child is done when it speaks
         os.write(1, b"%d\\n" % os.getpid())
     time.sleep(600)
@@ -472,7 +472,7 @@ def test_a_run_that_is_open_elsewhere_is_refused_and_untouched(held: subprocess.
     before = PosixFiles().list(str(tmp_path / "run"))
     with (
         pytest.raises(RunLocked, match=r"for writing in (process \d+|another process)"),
-        places.for_writing(tmp_path / "run", "atomic_dirsync"),
+        access.for_writing(tmp_path / "run", "atomic_dirsync"),
     ):
         raise AssertionError("two writers")
     assert PosixFiles().list(str(tmp_path / "run")) == before
@@ -492,7 +492,7 @@ def test_a_process_that_is_just_being_started_does_not_keep_the_run_locked(tmp_p
     """Between fork and exec a child of another thread has a copy of the lock's file, and no hook of Python runs in it:
     a run that was closed and opened again in that instant was said to be open in another process."""
     run = tmp_path / "run"
-    with places.for_writing(run, "atomic_dirsync"):
+    with access.for_writing(run, "atomic_dirsync"):
         files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
         (held,) = [int(one.name) for one in files if one.readlink() == run / ".lock"]
         copy = os.dup(held)

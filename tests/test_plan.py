@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lastgood.errors import ManifestInvalid, NoSuchStep, Refused
 from lastgood.format.commit import Survey
-from lastgood.plan.cadence import Every
-from lastgood.plan.restore import choose, lineage
-from lastgood.plan.retention import Keep, stale_incarnations, surplus, unverified_ahead
+from lastgood.policy.cadence import Every
+from lastgood.policy.restore import choose, lineage
+from lastgood.policy.retention import Keep, stale_incarnations, surplus, unverified_ahead
 from lastgood.records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, World
 
 DAMAGE = [Finding(kind="SumMismatch", what="chunk 3 differs")]

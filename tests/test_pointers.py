@@ -14,12 +14,12 @@ import pytest
 from harness import continued, load, save
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.records import Incarnation
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 V1 = Path(__file__).parent / "data" / "v1"
 
@@ -102,7 +102,7 @@ def test_a_second_copy_with_links_followed_is_kept_beside_the_first(tmp_path):
 def test_no_two_names_of_the_format_differ_only_in_case():
     """`lastgood.json` and `LASTGOOD.json` were one file on APFS, SMB and exFAT."""
     incarnation = layout.incarnation_name(Incarnation(format=1, order=1, id="0a0a0a0a", parent=None))
-    root = [layout.HEADER, layout.POINTER, layout.LINK, places.LOCK, "gen", "incarnations", "slots", incarnation]
+    root = [layout.HEADER, layout.POINTER, layout.LINK, access.LOCK, "gen", "incarnations", "slots", incarnation]
     inside = [layout.COMMIT, layout.VERIFIED, layout.DAMAGED, layout.UNFIT, layout.GOING]
     inside += [layout.manifest_name(0), layout.blob_name(0), layout.blob_name(0, 1), "r00000.parity-0"]
     for names in (root, inside):
@@ -189,7 +189,7 @@ def case_blind_folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_run_lives_on_a_disk_that_ignores_case(case_blind_folder):
-    with places.for_writing(case_blind_folder / "run", "atomic_dirsync") as tier:
+    with access.for_writing(case_blind_folder / "run", "atomic_dirsync") as tier:
         saved(opened(tier), 1, 2)
         seen = commit.survey(tier)
         assert seen.run is not None and seen.pointer is not None and seen.pointer.step == 2

@@ -15,8 +15,8 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused, TornSnapshot
-from lastgood.run import places
-from lastgood.train.preemption import EXIT_CODE, Asked, Preempted, Preemption
+from lastgood.loop.preemption import EXIT_CODE, Asked, Preempted, Preemption
+from lastgood.run import access
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def handlers() -> Iterator[None]:
 
 LOOP = """
 import sys, torch, lastgood
-from lastgood.train import preemption
+from lastgood.loop import preemption
 preemption.SAME_SECONDS = 0.0
 root, stuck = sys.argv[1], sys.argv[2] == "stuck"
 net = torch.nn.Linear(4, 4)
@@ -186,7 +186,7 @@ def test_outside_of_the_main_thread_it_is_refused_and_the_run_is_let_go(tmp_path
     thread.start()
     thread.join()
     assert "main thread" in str(found[0])
-    with places.for_writing(tmp_path / "run", "atomic_dirsync"):
+    with access.for_writing(tmp_path / "run", "atomic_dirsync"):
         pass
 
 
@@ -229,7 +229,7 @@ def test_a_save_that_could_not_be_durable_in_time_is_not_begun(tmp_path):
 
 HANGS = """
 import os, signal, sys, threading, torch, lastgood
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
 root, where, when_full, in_flight = sys.argv[1:]
 wish = lastgood.Preemption(grace_seconds=1.0)
 ckpt = lastgood.Checkpointer(root, {"w": torch.zeros(2)}, cadence=lastgood.Every(steps=10**6), on_error="raise",

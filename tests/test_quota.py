@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lastgood.rawio import files, quota
-from lastgood.rawio.quota import GETQUOTA, GROUP, USER, Quota, ask_kernel
+from lastgood.io import files, quota
+from lastgood.io.quota import GETQUOTA, GROUP, USER, Quota, ask_kernel
 
 USER_ID, GROUP_ID, TEAM_ID = 1000, 2000, 3000
 

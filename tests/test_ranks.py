@@ -13,11 +13,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 
 
 import lastgood
-from lastgood.lab.ranks import replicas
-from lastgood.lab.worlds import world
+from lastgood.policy.merge_values import homeless, merged
 from lastgood.records import Manifest
 from lastgood.run.content import Content
-from lastgood.train.merging import homeless, merged
+from lastgood_lab.ranks import replicas
+from lastgood_lab.worlds import world
 from ranked import (
     Pipeline,
     made,

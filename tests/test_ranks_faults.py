@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 import ranks as faults
 
 import lastgood
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked import (
     PATIENCE,
     STEPS_OF_A_SAVE,

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from harness import State, save
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, NoSuchTensor
 from lastgood.format import layout
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.records import Finding, Mark
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 STATE: State = {"weight": bytes(range(200)), "bias": b"four"}
 

@@ -15,7 +15,7 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.errors import Cancelled, Damaged, NoSpace, NothingDurable, Overtaken, TierDown, TornSnapshot
-from lastgood.rawio.files import PosixFile
+from lastgood.io.files import PosixFile
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.writer import RunWriter
 

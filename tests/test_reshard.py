@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lastgood.engine.scatter import Scatter, Target
 from lastgood.errors import ManifestInvalid
 from lastgood.format.boxes import Box, everything, overlap, run_of
-from lastgood.plan import reshard
-from lastgood.plan.reshard import Held, shares
+from lastgood.policy import reshard
+from lastgood.policy.reshard import Held, shares
 from lastgood.records import Extent, Manifest, Piece
 
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)

@@ -20,18 +20,18 @@ import harness
 import lastgood
 from harness import reported
 from lastgood import errors
-from lastgood.engine import fetch
+from lastgood.engine import read_file
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
 from lastgood.format.layout import Image
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.loop.load import Request, load_into
 from lastgood.records import Generation
 from lastgood.run import reader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
-from lastgood.train.filling import Filling, Place
-from lastgood.train.loading import Request, load_into
+from lastgood.state.tensor_sink import Filling, Place
+from lastgood.storage.directory import Disk
 
 CHUNK_BYTES = 1 << 18
 COUNT = 16 * CHUNK_BYTES // 4
@@ -104,15 +104,15 @@ def test_a_damaged_chunk_is_copied_nowhere_and_every_other_one_is_right(tmp_path
 
 def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_path: Path, monkeypatch) -> None:
     """What is written between content digest and chunk digest is wrong with every chunk digest right."""
-    real = fetch.Contents.see
+    real = read_file.Contents.see
 
-    def flipping(self: fetch.Contents, buffer: memoryview) -> None:
+    def flipping(self: read_file.Contents, buffer: memoryview) -> None:
         real(self, buffer)
         if len(buffer) > 5000:
             buffer[5000] ^= 1
 
     with monkeypatch.context() as patch:
-        patch.setattr(fetch.Contents, "see", flipping)
+        patch.setattr(read_file.Contents, "see", flipping)
         with reported("memory changed it"):
             saved(tmp_path, 5)
     state = blank()

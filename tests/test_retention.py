@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lastgood.plan.restore import lineage, never_committed
-from lastgood.plan.retention import Keep, stale_incarnations, surplus
+from lastgood.policy.restore import lineage, never_committed
+from lastgood.policy.retention import Keep, stale_incarnations, surplus
 from test_plan import History, at, generation
 
 

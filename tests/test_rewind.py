@@ -10,9 +10,9 @@ import torch
 
 import lastgood
 from lastgood import errors
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFile
-from lastgood.tiers.disk import Disk
+from lastgood.io.files import PosixFile
+from lastgood.policy.retention import Keep
+from lastgood.storage.directory import Disk
 
 
 def trained(path: Path) -> dict[str, torch.Tensor]:

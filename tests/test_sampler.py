@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from harness import place
+from lastgood.data.audit import Audit
+from lastgood.data.sampler import ResumableSampler
 from lastgood.errors import Refused
-from lastgood.train.audit import Audit
-from lastgood.train.sampler import ResumableSampler
 
 
 class Plain(Dataset):

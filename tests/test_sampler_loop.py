@@ -17,8 +17,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import lastgood
 from harness import place
 from lastgood import ResumableSampler
+from lastgood.data.step_counting import count_step
 from lastgood.errors import Refused
-from lastgood.train.counting import count_step
 
 DATA = torch.arange(40)
 

@@ -16,13 +16,13 @@ from harness import reported, steps
 from lastgood import errors
 from lastgood.format import commit
 from lastgood.format.layout import label_number
-from lastgood.plan.cadence import Every
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFile
+from lastgood.io.files import PosixFile
+from lastgood.loop.metrics import numbers
+from lastgood.policy.cadence import Every
+from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.writer import RunWriter
-from lastgood.train.metrics import numbers
 
 
 def test_a_milestone_at_the_end_of_an_epoch_is_added_to_what_the_cadence_saved(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_labels_add_up_and_one_that_is_damaged_or_of_another_commit_is_ignored(t
     other.write_bytes(labels[1].read_bytes())
     found = lastgood.open(tmp_path).generation(1)
     assert (found.commit.metrics, found.commit.milestone) == ({"a": 1.0}, True)
-    (generation,) = commit.survey(places.for_reading(tmp_path)).generations.values()
+    (generation,) = commit.survey(access.for_reading(tmp_path)).generations.values()
     assert lastgood.open(tmp_path).verify(1).good and generation.root == found.root
 
 

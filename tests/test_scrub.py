@@ -16,18 +16,18 @@ from torch import nn
 import lastgood
 from harness import State, load, reported, reports, save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Cancelled, Refused, Unreadable
 from lastgood.format import commit, layout
-from lastgood.plan.retention import Keep
-from lastgood.plan.scrub import Scrub, next_to_read
-from lastgood.rawio import isal
-from lastgood.rawio.files import PosixFile, PosixFiles
+from lastgood.io import isal
+from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.policy.retention import Keep
+from lastgood.policy.scrub import Scrub, next_to_read
 from lastgood.records import Finding
 from lastgood.run.reader import RunReader
-from lastgood.run.upkeep import Scrubber
+from lastgood.run.scrubber import Scrubber
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 from test_plan import at, generation
 
 CHUNK = 8192

@@ -8,10 +8,10 @@ import random
 
 import pytest
 
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 from lastgood.errors import Refused
-from lastgood.plan import sizing
-from lastgood.plan.sizing import Job
+from lastgood.policy import sizing
+from lastgood.policy.sizing import Job
 
 CHAPTER = Job(mtbf=sizing.mtbf_seconds(180, 2048), stall=120)
 """2,048 GPUs that fail every 180 days each; a checkpoint that takes two minutes of training"""

@@ -19,9 +19,9 @@ import torch
 
 import lastgood
 from harness import State, flip, load, save
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import (
     CommitUnknown,
     ManifestInvalid,
@@ -37,21 +37,21 @@ from lastgood.errors import (
 )
 from lastgood.format import layout
 from lastgood.format.commit import survey
-from lastgood.lab.hostile import ROOT, HostileDisk
-from lastgood.lab.noting import NotingFiles
-from lastgood.plan.retention import Keep
-from lastgood.rawio import files as rawio
-from lastgood.rawio import mapped
-from lastgood.rawio.files import PosixFiles, takes_direct
-from lastgood.rawio.mapped import MappedFiles
+from lastgood.io import files as posix_files
+from lastgood.io import mapped
+from lastgood.io.files import PosixFiles, takes_direct
+from lastgood.io.mapped import MappedFiles
+from lastgood.policy.retention import Keep
 from lastgood.records import Extent, Finding
-from lastgood.run import places
+from lastgood.run import access
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
-from lastgood.tiers import table as tables
-from lastgood.tiers.slots import Slots
-from lastgood.tiers.table import Table
-from lastgood.tiers.tablefile import AREA_BYTES, aligned
+from lastgood.storage import slot_table as tables
+from lastgood.storage.slot_file import AREA_BYTES, aligned
+from lastgood.storage.slot_table import Table
+from lastgood.storage.slots import Slots
+from lastgood_lab.hostile import ROOT, HostileDisk
+from lastgood_lab.noting import NotingFiles
 from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)
@@ -84,7 +84,7 @@ class Trainer:
     """One opening of a run in slots for writing."""
 
     def __init__(self, root: Path, files: PosixFiles | None = None, in_flight: int = 1, **options) -> None:
-        self.tier = places.slots(files or PosixFiles(), str(root), in_flight=in_flight, **options)
+        self.tier = access.slots(files or PosixFiles(), str(root), in_flight=in_flight, **options)
         ids = (f"{number:08x}" for number in range(len(list(root.glob("incarnations/*"))) * 2 + 1, 1000))
         self.run = RunWriter(self.tier, Inline(), keep=Keep(last=2), new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
         found, _ = load(self.tier, workers=Inline())
@@ -112,7 +112,7 @@ def lengths(root: Path) -> dict[str, int]:
 
 def restored(root: Path) -> tuple[int | None, list[int]]:
     """What the next process loads, bit for bit as it was saved, and what it steps over."""
-    found, loaded = load(places.slots(PosixFiles(), str(root)), workers=Inline())
+    found, loaded = load(access.slots(PosixFiles(), str(root)), workers=Inline())
     if found.generation is None:
         return None, []
     assert loaded == state(found.generation.step, len(loaded["w"]))
@@ -176,7 +176,7 @@ def test_a_pointer_costs_no_write_and_is_there_when_the_run_is_closed(tmp_path):
 
 
 def pointed(root: Path) -> int | None:
-    found = survey(places.slots(PosixFiles(), str(root))).pointer
+    found = survey(access.slots(PosixFiles(), str(root))).pointer
     return found.step if found else None
 
 
@@ -218,7 +218,7 @@ def test_more_saves_in_flight_than_were_announced_are_refused_and_harm_nothing(t
     trainer.save(4)
     assert restored(tmp_path) == (4, [])
     with pytest.raises(Refused):
-        places.slots(PosixFiles(), str(tmp_path), in_flight=99)
+        access.slots(PosixFiles(), str(tmp_path), in_flight=99)
 
 
 def test_a_slot_that_a_restore_may_need_is_never_written(tmp_path):
@@ -227,7 +227,7 @@ def test_a_slot_that_a_restore_may_need_is_never_written(tmp_path):
 
     def rule(call: str, name: str) -> None:
         if call == "write" and name.isdecimal():
-            named = slots_named(places.slots(PosixFiles(), str(tmp_path)))
+            named = slots_named(access.slots(PosixFiles(), str(tmp_path)))
             assert int(name) not in named.values()
 
     files.rule = rule
@@ -402,7 +402,7 @@ def test_a_commit_that_is_tried_again_names_what_it_was_made_for(tmp_path):
     files.rule = lambda *_: None
     trainer.tier.put_new(f"{home}/COMMIT.json", b"commit")
     found = memoryview(bytearray(14))
-    places.slots(PosixFiles(), str(tmp_path)).read_into(Extent(blob=f"{home}/{BLOB}", offset=0, length=14), found)
+    access.slots(PosixFiles(), str(tmp_path)).read_into(Extent(blob=f"{home}/{BLOB}", offset=0, length=14), found)
     assert found == b"what was saved"
 
 
@@ -416,7 +416,7 @@ def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
     before = (tmp_path / "slots/table").stat().st_ino
     trainer.tier.put_new("gen/000000000009-0000000a/COMMIT.json", b"x")
     assert (tmp_path / "slots/table").stat().st_ino != before
-    assert "000000000009-0000000a" in places.slots(PosixFiles(), str(tmp_path)).list("gen")
+    assert "000000000009-0000000a" in access.slots(PosixFiles(), str(tmp_path)).list("gen")
 
 
 @pytest.mark.parametrize("call", ["sync", "write"])
@@ -517,24 +517,24 @@ def test_what_is_marked_as_damaged_is_no_spare(tmp_path):
 
 
 def test_a_pointer_goes_with_what_it_names(tmp_path):
-    tier = places.slots(PosixFiles(), str(tmp_path))
+    tier = access.slots(PosixFiles(), str(tmp_path))
     home = "gen/000000000009-0000000a"
     tier.put_new(f"{home}/COMMIT.json", b"x")
     tier.point("LASTGOOD.json", b"pointer", home)
     assert dict(tier.list("")) == {"gen": None, "LASTGOOD.json": 7}
     tier.delete(f"{home}/COMMIT.json")
-    assert dict(tier.list("")) == {} == dict(places.slots(PosixFiles(), str(tmp_path)).list(""))
+    assert dict(tier.list("")) == {} == dict(access.slots(PosixFiles(), str(tmp_path)).list(""))
 
 
 def test_the_table_is_read_as_the_medium_has_it(tmp_path):
     """Through the cache a record looks whole that the disk never got, or has lost."""
     disk = HostileDisk()
-    run = RunWriter(places.slots(disk, ROOT), Inline())
+    run = RunWriter(access.slots(disk, ROOT), Inline())
     for step in (1, 2):
         save(run, step, state(step))
     sequences = [tables.whole(_area(disk, at)).sequence for at in (0, AREA_BYTES)]
     disk.rot(f"{ROOT}/slots/table", (AREA_BYTES if sequences[1] > sequences[0] else 0) + 60)
-    found, _ = load(places.slots(disk, ROOT), workers=Inline())
+    found, _ = load(access.slots(disk, ROOT), workers=Inline())
     assert found.generation.step == 1
 
 
@@ -546,13 +546,13 @@ def _area(disk: HostileDisk, at: int) -> bytes:
 def test_a_file_that_is_overwritten_is_flushed_without_the_journal(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(bytes(4096))
     flushed: list[str] = []
-    monkeypatch.setattr(rawio.os, "fdatasync", lambda fd: flushed.append("content"))
-    monkeypatch.setattr(rawio.os, "fsync", lambda fd: flushed.append("all"))
+    monkeypatch.setattr(posix_files.os, "fdatasync", lambda fd: flushed.append("content"))
+    monkeypatch.setattr(posix_files.os, "fsync", lambda fd: flushed.append("all"))
     for name, mode in (("x", "write"), ("y", "new")):
         file = PosixFiles().open(str(tmp_path / name), mode)
         file.sync()
         file.close()
-    assert flushed == (["content", "all"] if rawio._FULLFSYNC is None else [])
+    assert flushed == (["content", "all"] if posix_files._FULLFSYNC is None else [])
 
 
 def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
@@ -657,7 +657,7 @@ def test_a_record_longer_than_an_area_makes_a_longer_table(tmp_path):
     assert restored(tmp_path) == (1, [2])
     trainer.save(3)
     assert restored(tmp_path) == (3, [])
-    assert len(RunReader(places.slots(PosixFiles(), str(tmp_path))).generations()) == 2
+    assert len(RunReader(access.slots(PosixFiles(), str(tmp_path))).generations()) == 2
 
 
 def forged(root: Path, body: object, version: int = 1, sequence: int = 1 << 40) -> None:
@@ -707,7 +707,7 @@ def test_a_hostile_table_is_refused_by_what_is_wrong_with_it(tmp_path, body):
 def test_lengths_that_a_table_claims_are_held_against_the_slot(tmp_path):
     Trainer(tmp_path).steps(1)
     forged(tmp_path, kept(extents={"x": [1 << 40, 1 << 50], "y": [4096, 1 << 50]}))
-    tier = places.slots(PosixFiles(), str(tmp_path))
+    tier = access.slots(PosixFiles(), str(tmp_path))
     home, there = "gen/000000000009-0000000a", lengths(tmp_path)["00"]
     assert tier.list(home) == {"COMMIT.json": 1, "x": 0, "y": there - 4096}
     for name in ("x", "y"):
@@ -721,7 +721,7 @@ def test_names_in_a_table_never_reach_the_file_system(tmp_path):
     run = tmp_path / "run"
     Trainer(run).steps(1)
     forged(run, kept(folder="../../../secret", extents={"../x": [0, 10], "/etc/passwd": [4096, 10]}))
-    tier = places.slots(PosixFiles(), str(run))
+    tier = access.slots(PosixFiles(), str(run))
     assert [*tier.list("gen")] == ["../../../secret"]
     assert RunReader(tier).generations() == [], "no name of a generation"
     for name in ("gen/../../../secret", "../secret", "gen/000000000009-0000000a/../x", "slots/00", "gen/x"):
@@ -746,7 +746,7 @@ def test_a_reader_beside_a_writer_gets_what_was_saved_or_an_error(tmp_path):
     """The slot that a reader has found is overwritten before it reads it."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
-    tier = places.slots(PosixFiles(), str(tmp_path))
+    tier = access.slots(PosixFiles(), str(tmp_path))
     reader = RunReader(tier)
     old = reader.generation(2)
     trainer.steps(3, 4, 5)
@@ -881,12 +881,12 @@ def test_stores_past_the_caches_leave_the_same_bytes(libpmem, in_memory, monkeyp
 @pytest.mark.parametrize("persist", ["direct", "mmap"])
 def test_a_run_in_slots_is_opened_by_its_path(tmp_path, persist):
     path = f"slots://{tmp_path}/run"
-    with places.for_writing(path, "atomic_dirsync", in_flight=2, persist=persist) as tier:
+    with access.for_writing(path, "atomic_dirsync", in_flight=2, persist=persist) as tier:
         run = RunWriter(tier, Inline())
         save(run, 1, state(1))
         run.verify(UPKEEP)
         run.clean()
-    reader = RunReader(places.for_reading(path))
+    reader = RunReader(access.for_reading(path))
     assert reader.generation().verified and reader.verify().good and reader.tier.place == path
     assert bytes(reader.bytes_of("w")[1]) == state(1)["w"]
     assert lengths(tmp_path / "run").keys() == {"table", "00", "01", "02", "03"}
@@ -894,7 +894,7 @@ def test_a_run_in_slots_is_opened_by_its_path(tmp_path, persist):
 
 def test_the_command_line_takes_a_run_in_slots(tmp_path, capsys):
     path = f"slots://{tmp_path}/run"
-    with places.for_writing(path, "atomic_dirsync") as tier:
+    with access.for_writing(path, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
         for step in (1, 2):
             save(run, step, state(step))
@@ -909,20 +909,20 @@ def test_the_command_line_takes_a_run_in_slots(tmp_path, capsys):
 def test_a_run_in_slots_and_one_in_directories_are_not_taken_for_each_other(tmp_path):
     in_slots, in_directories = tmp_path / "slots", tmp_path / "directories"
     for path, root in ((f"slots://{in_slots}", in_slots), (str(in_directories), in_directories)):
-        with places.for_writing(path, "atomic_dirsync") as tier:
+        with access.for_writing(path, "atomic_dirsync") as tier:
             save(RunWriter(tier, Inline()), 1, state(1))
         assert root.is_dir()
     for path, right in ((str(in_slots), "slots://"), (f"slots://{in_directories}", "directories")):
         with pytest.raises(NotARun, match=f"Open it as .*{right}"):
-            places.for_reading(path)
-        with pytest.raises(NotARun, match=f"Open it as .*{right}"), places.for_writing(path, "atomic_dirsync"):
+            access.for_reading(path)
+        with pytest.raises(NotARun, match=f"Open it as .*{right}"), access.for_writing(path, "atomic_dirsync"):
             pass
 
 
 def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_same(tmp_path):
     """The pointers that closing writes once failed without a word."""
     path = f"slots://{tmp_path}"
-    with pytest.raises(TierDown, match="injected"), places.for_writing(path, "atomic_dirsync") as tier:
+    with pytest.raises(TierDown, match="injected"), access.for_writing(path, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
         save(run, 1, state(1))
         run.verify(UPKEEP)
@@ -931,7 +931,7 @@ def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_sam
             raise OSError(errno.EIO, "injected")
 
         tier._tables._overwrite = write
-    with pytest.raises(KeyError), places.for_writing(path, "atomic_dirsync") as tier:
+    with pytest.raises(KeyError), access.for_writing(path, "atomic_dirsync") as tier:
         tier.point("LASTGOOD.json", b"x", f"gen/{next(iter(tier.list('gen')))}")
         tier._tables._overwrite = write
         raise KeyError("what ended it")
@@ -939,12 +939,12 @@ def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_sam
 
 
 def test_what_is_for_directories_is_refused_for_slots(tmp_path):
-    with pytest.raises(Refused, match="write_mode"), places.for_writing(f"slots://{tmp_path}", "unsafe"):
+    with pytest.raises(Refused, match="write_mode"), access.for_writing(f"slots://{tmp_path}", "unsafe"):
         pass
-    with pytest.raises(Refused, match="persist"), places.for_writing(tmp_path, "atomic_dirsync", persist="mmap"):
+    with pytest.raises(Refused, match="persist"), access.for_writing(tmp_path, "atomic_dirsync", persist="mmap"):
         pass
     with pytest.raises(NotARun, match="absolute"):
-        places.for_reading("slots://runs/here")
+        access.for_reading("slots://runs/here")
     assert not os.listdir(tmp_path)
 
 

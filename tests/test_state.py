@@ -21,8 +21,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lastgood.errors import ManifestInvalid, Refused, StateMismatch, Unstorable
 from lastgood.format.layout import DTYPES
-from lastgood.train.state import Stored, as_bytes, capture, dtype_name, from_bytes, match
-from lastgood.train.tensors import TORCH_DTYPES
+from lastgood.state.rules import Stored, as_bytes, capture, dtype_name, from_bytes, match
+from lastgood.state.tensors import TORCH_DTYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 writer = msgspec.json.Encoder(order="deterministic")

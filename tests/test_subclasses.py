@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import lastgood
 from lastgood.errors import ManifestInvalid, StateMismatch, Unstorable
-from lastgood.train import behind
-from lastgood.train.state import Stored, capture, match
+from lastgood.snapshot import overlap
+from lastgood.state.rules import Stored, capture, match
 
 
 class Scaled(torch.Tensor):
@@ -230,7 +230,7 @@ def test_state_in_subclass_tensors_is_copied_behind_the_next_forward_and_backwar
     trained_state = state(0)
     trained(trained_state, 1, 0)
     captured = capture(trained_state, exclude=["rng"])
-    found = behind.find(trained_state, captured)
+    found = overlap.find(trained_state, captured)
     inner = [f"optimizer.state.{name}.moment.{part}" for name in ("weight", "bias") for part in ("codes", "scale")]
     assert set(inner) <= set(found.trained) and found.beside_trained_bytes == 0
 

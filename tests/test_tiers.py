@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 
 from lastgood.errors import CommitUnknown, MissingBlob, NameTaken, NoSpace, NotWritable, TierDown, Truncated
+from lastgood.io import files as posix_files
+from lastgood.io.files import PosixFiles, round_up, takes_direct
+from lastgood.io.mapped import MappedFiles
 from lastgood.ports import Tier
-from lastgood.rawio import files as rawio
-from lastgood.rawio.files import PosixFiles, round_up, takes_direct
-from lastgood.rawio.mapped import MappedFiles
 from lastgood.records import Extent
-from lastgood.run import places
-from lastgood.tiers.disk import Disk
-from lastgood.tiers.slots import Slots
+from lastgood.run import access
+from lastgood.storage.directory import Disk
+from lastgood.storage.slots import Slots
 
 HOME = "gen/000000000001-0a0b0c0d"
 BLOB = f"{HOME}/r00000.safetensors"
@@ -41,9 +41,9 @@ TIERS: dict[str, Callable[[str], Tier]] = {
     "disk direct": lambda root: disk(root, direct=takes_direct(root)),
     "disk nodirsync": lambda root: disk(root, mode="atomic_nodirsync"),
     "disk unsafe": lambda root: disk(root, mode="unsafe"),
-    "slots": lambda root: places.slots(PosixFiles(), root),
-    "slots direct": lambda root: places.slots(PosixFiles(), root, direct=takes_direct(root)),
-    "slots mmap": lambda root: places.slots(MappedFiles(root), root, direct=takes_direct(root)),
+    "slots": lambda root: access.slots(PosixFiles(), root),
+    "slots direct": lambda root: access.slots(PosixFiles(), root, direct=takes_direct(root)),
+    "slots mmap": lambda root: access.slots(MappedFiles(root), root, direct=takes_direct(root)),
 }
 MANY_WRITERS = [kind for kind in TIERS if kind.startswith("disk")]
 """slots have one, who holds the lock of the run: a second one would overwrite what the first one wrote"""
@@ -491,7 +491,7 @@ def test_space_is_reserved_before_the_first_byte(tmp_path):
 
 
 def upload_or_abort(tier: Tier, data: bytes) -> None:
-    """As engine/persist.py does."""
+    """As engine/write_file.py does."""
     blob = tier.create(BLOB, len(data))
     try:
         blob.write_at(padded(data), 0)
@@ -562,12 +562,12 @@ def test_the_first_failed_fsync_of_a_file_is_final(tmp_path, monkeypatch):
         if len(calls) == 1:
             raise OSError(errno.EIO, "lost")
 
-    monkeypatch.setattr(rawio.os, "fsync", fsync)
+    monkeypatch.setattr(posix_files.os, "fsync", fsync)
     for _ in range(3):
         with pytest.raises(OSError) as caught:
             file.sync()
         assert caught.value.errno == errno.EIO
-    assert len(calls) == (0 if rawio._FULLFSYNC else 1)
+    assert len(calls) == (0 if posix_files._FULLFSYNC else 1)
     file.close()
 
 
@@ -580,7 +580,7 @@ def test_what_finish_cannot_sync_is_an_error(tmp_path):
 
 def test_a_folder_is_synced_through_its_own_descriptor(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(rawio, "_flush", lambda fd: synced.append(os.fstat(fd).st_ino))
+    monkeypatch.setattr(posix_files, "_flush", lambda fd: synced.append(os.fstat(fd).st_ino))
     PosixFiles().sync_dir(str(tmp_path))
     assert synced == [tmp_path.stat().st_ino]
 
@@ -714,7 +714,7 @@ def test_a_file_that_vanishes_while_its_folder_is_listed_takes_no_other_with_it(
         def __exit__(self, *_):
             pass
 
-    monkeypatch.setattr(rawio.os, "scandir", scandir)
+    monkeypatch.setattr(posix_files.os, "scandir", scandir)
     assert PosixFiles().list(str(tmp_path)) == {"COMMIT.json": 6}
 
 

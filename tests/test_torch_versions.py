@@ -9,7 +9,7 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused
-from lastgood.train import tensors
+from lastgood.state import tensors
 
 
 @pytest.fixture

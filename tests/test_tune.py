@@ -19,12 +19,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lastgood.edges import cli, tuning
+from lastgood.cli import app, tuning
 from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
-from lastgood.plan import tune
-from lastgood.plan.tune import Auto, Measured, Setting, adapt, choose, interval_steps
-from lastgood.run import measure, places
-from lastgood.tiers.disk import Disk, DiskUpload
+from lastgood.policy import tune
+from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
+from lastgood.run import access, measure
+from lastgood.storage.directory import Disk, DiskUpload
 
 SECONDS = st.floats(1e-4, 1e4)
 OVERHEADS = st.floats(0.001, 1.0)
@@ -300,7 +300,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(measure, "QUICK", EFFORT)
 
     def run_it(*args: object) -> tuple[int, str, str]:
-        code = cli.main(["tune", *map(str, args)])
+        code = app.main(["tune", *map(str, args)])
         return code, *capsys.readouterr()
 
     return run_it
@@ -361,7 +361,7 @@ def test_a_disk_without_room_for_the_samples_is_refused_before_a_byte_is_written
 ) -> None:
     free = tuning.shutil.disk_usage(tmp_path)._replace(free=3_000_000)
     monkeypatch.setattr("shutil.disk_usage", lambda _: free)
-    monkeypatch.setattr(places, "for_writing", None)
+    monkeypatch.setattr(access, "for_writing", None)
     code, out, err = call(tmp_path / "run", *SMALL)
     assert code == 5 and out == "" and "free are 3,000,000" in err and os.listdir(tmp_path) == []
 
@@ -522,7 +522,7 @@ def test_a_tune_that_was_killed_leaves_only_a_scratch_directory_and_the_next_one
 ) -> None:
     code = f"""
 import os, pathlib, signal
-from lastgood.plan import tune
+from lastgood.policy import tune
 from lastgood.run import measure
 def seen(_):
     if any(pathlib.Path({str(tmp_path)!r}).rglob("*.safetensors")):
@@ -547,7 +547,7 @@ def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_
     generation.mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "run.tune-01234567").symlink_to(tmp_path / "empty")
-    with places.for_writing(tmp_path / "run.tune-11111111", "atomic_dirsync"):
+    with access.for_writing(tmp_path / "run.tune-11111111", "atomic_dirsync"):
         before = sorted(tmp_path.rglob("*"))
         assert measure.clear(str(tmp_path / "run")) == [] and sorted(tmp_path.rglob("*")) == before
     assert measure.clear(str(tmp_path / "run")) == ["run.tune-11111111"]
@@ -555,7 +555,7 @@ def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_
 
 def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
     run = tmp_path / "run"
-    with places.for_writing(run, "atomic_dirsync") as tier:
+    with access.for_writing(run, "atomic_dirsync") as tier:
         tier.put_new("lastgood.json", b"{}")
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
         assert call(run, *SMALL)[0] == 0  # beside a trainer that has it open, too
@@ -592,7 +592,7 @@ def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
 def test_tune_needs_no_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
-from lastgood.edges.cli import main
+from lastgood.cli.app import main
 print(main(["tune", {str(tmp_path / "run")!r}, *{SMALL!r}]), "torch" in sys.modules)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

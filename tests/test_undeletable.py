@@ -13,17 +13,17 @@ import torch
 
 import lastgood
 from harness import continued, load, save
-from lastgood.edges import cli
+from lastgood.cli import app
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
-from lastgood.plan import restore
-from lastgood.plan.retention import Keep
+from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.policy import restore
+from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode
-from lastgood.rawio.files import PosixFile, PosixFiles
-from lastgood.run import places
-from lastgood.run.deletion import RETRY_CLEANINGS
+from lastgood.run import access
+from lastgood.run.retire import RETRY_CLEANINGS
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 
 class Sticky(PosixFiles):
@@ -155,9 +155,9 @@ def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three
 
 def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three, monkeypatch, capsys):
     name = one_folder(run_of_three, 1)
-    monkeypatch.setattr(places, "PosixFiles", lambda: Sticky(f"{name}/{layout.blob_name(0)}"))
+    monkeypatch.setattr(access, "PosixFiles", lambda: Sticky(f"{name}/{layout.blob_name(0)}"))
     for _ in range(2):  # the second time its COMMIT is gone already
-        assert cli.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
+        assert app.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
         assert "step 1" in capsys.readouterr().out
     assert steps_in(run_of_three) == [3]
 
@@ -166,11 +166,11 @@ def test_gc_does_not_count_a_folder_that_stays_as_deleted(run_of_three, capsys):
     """It said "deleted 2 generations" of a folder with a folder of somebody else in it, at each call."""
     (run_of_three / "gen" / one_folder(run_of_three, 1) / "plots").mkdir()
     for wanted in (["--keep-last", "1"], []):
-        assert cli.main(["gc", str(run_of_three), *wanted]) == 5
+        assert app.main(["gc", str(run_of_three), *wanted]) == 5
         told = " ".join(capsys.readouterr().out.split())
         assert f"deleted {len(wanted) // 2} generation" in told and "could not be deleted" in told
         assert "its folder stays, with plots" in told and "crash" not in told
-    assert cli.main(["ls", str(run_of_three)]) == 0
+    assert app.main(["ls", str(run_of_three)]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "a deletion that did not end" in told and "crash" not in told
 
@@ -189,7 +189,7 @@ def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path, monkeyp
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
     (mark,) = (tmp_path / "run").glob(f"gen/*/{layout.VERIFIED}")
     mark.unlink()
-    monkeypatch.setattr(places, "PosixFiles", Unmarkable)
+    monkeypatch.setattr(access, "PosixFiles", Unmarkable)
     state = {"w": torch.zeros(4)}
     with lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
         assert ckpt.restore().step == 3

@@ -8,10 +8,10 @@ from torch import nn
 
 import lastgood
 from lastgood.errors import StateMismatch
-from lastgood.train import behind
-from lastgood.train.capture import Capture
-from lastgood.train.state import Stored, capture, match
-from lastgood.train.wrappers import Wrappers
+from lastgood.snapshot import overlap
+from lastgood.state.capture import Capture
+from lastgood.state.rules import Stored, capture, match
+from lastgood.state.wrappers import Wrappers
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -164,7 +164,7 @@ def test_a_wrapped_optimizer_overlaps_as_the_bare_one_does(wrap):
     found.register_step_pre_hook(lambda *_: stepped.append(1))
     one["optimizer"].step()
     assert stepped
-    assert behind.find(one, captured).beside_trained_bytes == 0
+    assert overlap.find(one, captured).beside_trained_bytes == 0
 
 
 def test_a_wrapper_with_data_of_its_own_is_an_object_and_keeps_it(tmp_path):

@@ -9,13 +9,13 @@ import pytest
 
 from harness import save
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken
 from lastgood.format import commit, layout
-from lastgood.plan.retention import Keep
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 
 def writer(root: Path) -> RunWriter:

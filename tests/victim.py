@@ -29,17 +29,17 @@ from typing import Any
 from harness import State, save
 from lastgood import reporting
 from lastgood.engine.arena import Arena
-from lastgood.engine.inline import Inline
+from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError, NotARun
 from lastgood.format import commit, layout
-from lastgood.plan.restore import lineage
-from lastgood.plan.retention import Keep
+from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
+from lastgood.policy.restore import lineage
+from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
-from lastgood.rawio.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.records import Event, Generation, GenerationId, Manifest
-from lastgood.run import paths, places, reader
+from lastgood.run import access, paths, reader
 from lastgood.run.writer import FULL, RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 TIERS = ("directory", "slots", "mmap")
 """how a run may live at its path; mmap: slots, written through a mapping"""
@@ -117,11 +117,11 @@ def live(argv: list[str], say: Callable[[str], None]) -> int:
     pool: Executor = ThreadPoolExecutor(options.threads) if options.threads else Inline()
     with pool, warnings_to(say), telling("-"):
         if options.mode == "restore":
-            tier = places.for_reading(path(options.run, options.tier))
+            tier = access.for_reading(path(options.run, options.tier))
             restored(tier, commit.survey(tier), pool, say)
         else:
             persist = "mmap" if options.tier == "mmap" else "direct"
-            with places.for_writing(path(options.run, options.tier), "atomic_dirsync", persist=persist) as tier:
+            with access.for_writing(path(options.run, options.tier), "atomic_dirsync", persist=persist) as tier:
                 _write(tier, pool, options, say, telling)
     say("done")
     return codes[0] if codes else 0
@@ -147,7 +147,7 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
     say("opening")
     if options.buffered or options.short:
         files = ShortFiles(random.Random(options.seed)) if options.short else PosixFiles()
-        kind = Disk if options.tier == "directory" else places.slots
+        kind = Disk if options.tier == "directory" else access.slots
         tier = kind(files, os.path.abspath(options.run), direct=options.short and not options.buffered)
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 
@@ -310,7 +310,7 @@ class Ledger:
     def judge(self, run: str) -> None:
         """Look at the disk as it was left, changing nothing: the promises, as far as it can show them."""
         try:
-            tier = places.for_reading(path(run, self.tier))
+            tier = access.for_reading(path(run, self.tier))
         except NotARun:
             if self.durable:
                 self._wrong("the run is gone")

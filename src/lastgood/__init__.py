@@ -1,6 +1,7 @@
 """lastgood: checkpoints that cannot lose a training run. The face: these names, and nothing else, are public.
 
-Names that need torch are imported when they are first asked for, so that reading a run costs no second of start-up.
+A name is imported when it is first used. So a run is read without torch (`lastgood.open`), and a name that needs torch
+raises NotInstalled where torch is not installed.
 """
 
 from __future__ import annotations
@@ -9,40 +10,42 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from .plan.cadence import Every
-from .plan.retention import Keep
-from .plan.scrub import Scrub
+from .extras import needed
+from .policy.cadence import Every
+from .policy.retention import Keep
+from .policy.scrub import Scrub
 from .records import Event, Finding, Generation, Verdict
 
 if TYPE_CHECKING:
-    from .edges import dcp
-    from .run.background import Save
-    from .train.access import Loaded, Run
-    from .train.access import load_once as load
-    from .train.access import open_run as open
-    from .train.access import save_once as save
-    from .train.audit import Audit
-    from .train.checkpointer import Checkpointer
-    from .train.loading import Restored
-    from .train.preemption import Preempted, Preemption
-    from .train.sampler import ResumableSampler
+    from .convert import dcp
+    from .data.audit import Audit
+    from .data.sampler import ResumableSampler
+    from .loop.checkpointer import Checkpointer
+    from .loop.load import Restored
+    from .loop.oneshot import Loaded
+    from .loop.oneshot import load_once as load
+    from .loop.oneshot import save_once as save
+    from .loop.opened import Run
+    from .loop.opened import open_run as open
+    from .loop.preemption import Preempted, Preemption
+    from .run.pipeline import Save
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "Audit": ("train.audit", "Audit"),
-    "Checkpointer": ("train.checkpointer", "Checkpointer"),
-    "Loaded": ("train.access", "Loaded"),
-    "Preempted": ("train.preemption", "Preempted"),
-    "Preemption": ("train.preemption", "Preemption"),
-    "ResumableSampler": ("train.sampler", "ResumableSampler"),
-    "Restored": ("train.loading", "Restored"),
-    "Run": ("train.access", "Run"),
-    "Save": ("run.background", "Save"),
-    "dcp": ("edges.dcp", ""),
-    "load": ("train.access", "load_once"),
-    "open": ("train.access", "open_run"),
-    "save": ("train.access", "save_once"),
+    "Audit": ("data.audit", "Audit"),
+    "Checkpointer": ("loop.checkpointer", "Checkpointer"),
+    "Loaded": ("loop.oneshot", "Loaded"),
+    "Preempted": ("loop.preemption", "Preempted"),
+    "Preemption": ("loop.preemption", "Preemption"),
+    "ResumableSampler": ("data.sampler", "ResumableSampler"),
+    "Restored": ("loop.load", "Restored"),
+    "Run": ("loop.opened", "Run"),
+    "Save": ("run.pipeline", "Save"),
+    "dcp": ("convert.dcp", ""),
+    "load": ("loop.oneshot", "load_once"),
+    "open": ("loop.opened", "open_run"),
+    "save": ("loop.oneshot", "save_once"),
 }
 
 __all__ = [
@@ -74,7 +77,8 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'lastgood' has no attribute {name!r}")
     room, attribute = _LAZY[name]
-    found = importlib.import_module(f".{room}", __name__)
+    with needed("torch", f"lastgood.{name}"):
+        found = importlib.import_module(f".{room}", __name__)
     return getattr(found, attribute) if attribute else found
 
 

@@ -3,7 +3,7 @@
     LastgoodError
     |- Refused       the request was wrong; nothing was touched            do not retry          exit 3
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
-    |    NotARun  NotWritable  NotRestored  NameTaken
+    |    NotARun  NotWritable  NotRestored  NameTaken  NotInstalled
     |- Damaged       bytes are not what was committed                      an older generation   exit 4
     |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood
     |    HalfLoaded (LoadFailed)
@@ -111,6 +111,18 @@ class NotRestored(Refused):
 
 class NameTaken(Refused):
     """A blob of that name exists with other bytes; it is untouched."""
+
+
+class NotInstalled(Refused):
+    """A part of lastgood was asked for that needs a package which is not installed. `command` installs it."""
+
+    def __init__(self, what: str, package: str, command: str) -> None:
+        self.package, self.command = package, command
+        super().__init__(
+            f"{what} needs the package {package}, which is not installed",
+            safe="Nothing was touched.",
+            todo=f"Install it: {command}",
+        )
 
 
 class Damaged(LastgoodError):

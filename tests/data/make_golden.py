@@ -19,7 +19,7 @@ import torch
 
 import lastgood
 from harness import digests
-from lastgood.lab.worlds import world
+from lastgood_lab.worlds import world
 from ranked import trained
 
 

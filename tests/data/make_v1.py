@@ -13,10 +13,10 @@ from collections import OrderedDict
 from harness import Inline, filled
 from lastgood.engine.arena import Arena
 from lastgood.format import layout, values
-from lastgood.rawio.files import PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.records import Generation, GenerationId
 from lastgood.run.writer import RunWriter
-from lastgood.tiers.disk import Disk
+from lastgood.storage.directory import Disk
 
 TENSORS = {  # name -> dtype, shape, bytes; the last byte of each is the step
     "model.weight": ("float32", (2, 3), bytes(range(23))),

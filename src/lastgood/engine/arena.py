@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from ..rawio.files import round_up
+from ..io.files import round_up
 
 MADV_WIPEONFORK = 18
 """of Linux since 4.14; Python's mmap has no name for it"""

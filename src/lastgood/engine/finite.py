@@ -26,7 +26,7 @@ class _Pattern(NamedTuple):
     single: bool = False
 
 
-_PATTERNS = {
+_PATTERNS = {  # guard: nan-pattern-of-float32
     "float64": _Pattern("u8", 0x7FFF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000),
     "float32": _Pattern("u4", 0x7FFF_FFFF, 0x7F80_0000),
     "float16": _Pattern("u2", 0x7FFF, 0x7C00),
@@ -57,8 +57,8 @@ def not_finite(dtype: str, data: memoryview) -> bool:
     room = np.empty(min(step, len(elements)), dtype=pattern.kind)
     for start in range(0, len(elements), step):
         block = elements[start : start + step]
-        seen = np.bitwise_and(block, mask, out=room[: len(block)])
-        if (seen == least).any() if pattern.single else seen.max() >= least:
+        seen = np.bitwise_and(block, mask, out=room[: len(block)])  # guard: non-finite-ignores-sign
+        if (seen == least).any() if pattern.single else seen.max() >= least:  # guard: single-pattern-formats
             return True
     return False
 

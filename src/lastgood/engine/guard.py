@@ -26,10 +26,10 @@ from ..errors import (
     Unreadable,
 )
 from ..format import commit, layout
+from ..io.checksum import ALGORITHMS
 from ..ports import Tier
-from ..rawio.checksum import ALGORITHMS
 from ..records import Blob, Finding, Generation, Manifest, Piece, Seal
-from . import fetch
+from . import read_file
 from .finite import not_finite, not_finite_error
 
 BLOCK_BYTES = 1 << 20
@@ -58,9 +58,9 @@ class Examination:
         self._there: commit.Listing = {}
 
     def _tell(self, layer: str, error: LastgoodError) -> None:
-        if isinstance(error, Unreadable):
+        if isinstance(error, Unreadable):  # guard: unreadable-is-no-evidence
             raise error  # it may be read again later: no evidence of what the bytes are
-        if layer in self._layers:
+        if layer in self._layers:  # guard: only-requested-layers-reported
             self.findings.append(finding(error, layer))
 
     # ---- records -------------------------------------------------------------------------------------------
@@ -68,6 +68,7 @@ class Examination:
     def open(self) -> list[Manifest]:
         """The records, but for manifests that cannot be read at all. One that is damaged shows more all the same."""
         try:
+            # guard: verify-rereads-commit
             self._generation = commit.read_generation(self._tier, self._generation.id, self._generation.commit.run)
         except Damaged as error:
             self._tell(layer_of(error), error)
@@ -89,7 +90,7 @@ class Examination:
         if length is None or not 0 <= length <= layout.MANIFEST_LIMIT_BYTES:
             return None
         try:
-            data = fetch.some(self._tier, name, length)
+            data = read_file.some(self._tier, name, length)
             manifest = layout.decode(bytes(data), Manifest, name, believe=True)
             ranks = self._generation.commit.world.ranks
             layout.validate_manifest(manifest, self._generation.id, seal.rank, ranks)
@@ -106,30 +107,31 @@ class Examination:
         name = f"{self._home}/{blob.name}"
         length = self._there.get(blob.name)
         if length is None or length < 0:
+            # guard: missing-blob-reported
             self._tell("structure", MissingBlob(f"{name} is gone, or no file", blob=blob.name))
             return
         look = _Look(manifest, blob, length, self._layers, self._tell)
-        if length != blob.length:
+        if length != blob.length:  # guard: longer-blob-reported
             what = f"{name} has {length:,} bytes, committed were {blob.length:,}"
             self._tell("digests", Truncated(what, blob=blob.name, offset=min(length, blob.length)))
         if length < blob.length:
-            look.shorter(self._tier, name)
+            look.shorter(self._tier, name)  # guard: shorter-blob-reported
             return
-        with lend(fetch.buffer_bytes([blob])) as buffers:
-            chunks = fetch.unverified(self._tier, self._home, blob, buffers, readers)
+        with lend(read_file.buffer_bytes([blob])) as buffers:
+            chunks = read_file.unverified(self._tier, self._home, blob, buffers, readers)
             with contextlib.closing(chunks):
                 for index, (data, error) in enumerate(chunks):
                     yield
                     if error is not None:
-                        self._tell("digests", error)
+                        self._tell("digests", error)  # guard: unreadable-chunk-reported
                         data[:] = bytes(len(data))
                     found = look.look(data, self._also)
-                    if error is None and found and found != blob.chunks[index]:
-                        self._tell("digests", fetch.chunk_error(self._home, manifest, blob, index, data))
+                    if error is None and found and found != blob.chunks[index]:  # guard: chunk-digest-on-verify
+                        self._tell("digests", read_file.chunk_error(self._home, manifest, blob, index, data))
                     look.tell(data, damaged=any(one.layer == "digests" for one in self.findings))
 
 
-class _Look(fetch.Check):
+class _Look(read_file.Check):
     """What the chunks of one tensor file show beside their own digests: told, layer by layer, and never raised."""
 
     def __init__(self, manifest: Manifest, blob: Blob, length: int, layers: Collection[str], tell: Tell) -> None:
@@ -144,7 +146,7 @@ class _Look(fetch.Check):
 
     def shorter(self, tier: Tier, name: str) -> None:
         """The file ends before its time: its header, and the first tensor that is not all there."""
-        self.validate(bytes(fetch.some(tier, name, min(self.header_bytes, self._length))))
+        self.validate(bytes(read_file.some(tier, name, min(self.header_bytes, self._length))))
         cut = next((one for one in self.pieces if one.extent.offset + one.extent.length > self._length), None)
         if cut is not None:
             what = f"{name} ends within tensor {cut.name}, or before it"
@@ -162,7 +164,8 @@ class _Look(fetch.Check):
                 self.see_contents(block)
             while place < len(parts):
                 tensor, _, at, length = parts[place]
-                part = data[max(at, low) : min(at + length, high)]
+                part = data[max(at, low) : min(at + length, high)]  # guard: finite-check-covers-blocks
+                # guard: finite-check-on-verify
                 if tensor in self._finite and not_finite(self.pieces[tensor].dtype, part):
                     self._finite.discard(tensor)
                     self._not_finite.append(self.pieces[tensor])
@@ -178,7 +181,7 @@ class _Look(fetch.Check):
         for piece in self._not_finite:
             self._tell("finite", not_finite_error(piece.name))
         for piece in self._differing:
-            self._tell("contents", self.content_error(piece, self._as_written))
+            self._tell("contents", self.content_error(piece, self._as_written))  # guard: contents-checked-on-verify
         self._not_finite, self._differing = [], []
 
     def differs(self, piece: Piece) -> None:
@@ -186,13 +189,13 @@ class _Look(fetch.Check):
 
     def validate(self, header: bytes) -> None:
         try:
-            layout.validate_file(header, self._length, self.blob.name)
+            layout.validate_file(header, self._length, self.blob.name)  # guard: header-valid-by-itself
         except ManifestInvalid as error:
             self._tell("structure", error)
         try:
             super().validate(header)
         except ManifestInvalid as error:
-            self._tell("agreement", error)
+            self._tell("agreement", error)  # guard: header-agrees-with-manifest
 
 
 def layer_of(error: LastgoodError) -> str:

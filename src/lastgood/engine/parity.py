@@ -18,14 +18,14 @@ import msgspec
 
 from ..errors import BeyondRepair, Cancelled, Damaged, MissingBlob, SumMismatch
 from ..format import commit, layout
-from ..format import stripes as striping
-from ..format.stripes import Stripes
+from ..format import parity_layout as striping
+from ..format.parity_layout import Stripes
+from ..io.checksum import ALGORITHMS, digest
+from ..io.files import round_up
+from ..io.reed_solomon import Code
 from ..ports import Mendable, Tier, Upload
-from ..rawio.checksum import ALGORITHMS, digest
-from ..rawio.erasure import Code
-from ..rawio.files import round_up
 from ..records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Parity
-from . import fetch
+from . import read_file
 from .arena import Arena
 
 REBUILT = ".rebuilt.tmp"
@@ -71,11 +71,11 @@ def protect(
     left then.
     """
     home, algorithm = layout.folder(generation.id), manifest.digest
-    clear(tier, home)
+    clear(tier, home)  # guard: old-parity-cleared-first
     cut = striping.stripes(manifest.blobs, code.data, code.parity)
     seal = generation.commit.seals[0]
-    copy = fetch.some(tier, f"{home}/{seal.manifest}", seal.length)
-    told = fetch.some(tier, f"{home}/{layout.COMMIT}", tier.list(home).get(layout.COMMIT) or 0)
+    copy = read_file.some(tier, f"{home}/{seal.manifest}", seal.length)
+    told = read_file.some(tier, f"{home}/{layout.COMMIT}", tier.list(home).get(layout.COMMIT) or 0)
     sums: list[list[str]] = [[] for _ in range(code.parity)]
     size = cut.file_bytes + len(copy)
     spare = Arena(cut.cell_bytes, cut.cell_bytes).whole()  # what is written must be page-aligned
@@ -83,23 +83,23 @@ def protect(
         uploads: list[Upload] = []
         for index in range(code.parity):
             uploads.append(tier.create(f"{home}/{striping.parity_name(0, index)}", size))
-            undo.callback(uploads[index].abort)
+            undo.callback(uploads[index].abort)  # guard: failed-parity-aborted
         with contextlib.closing(_rows(tier, home, cut, algorithm, cells, readers)) as rows:
             for row, there in rows:
-                if stop():
+                if stop():  # guard: parity-can-be-cancelled
                     raise Cancelled("parity was given up")
                 whole = [one for one in there if one is not None]
                 if len(whole) < len(there):
                     raise SumMismatch(f"{home} does not read back as it did a moment ago")
                 for upload, digests, cell in zip(uploads, sums, code.encode(whole), strict=True):
-                    digests.append(digest(algorithm, cell))
+                    digests.append(digest(algorithm, cell))  # guard: parity-cell-digests
                     spare[:] = cell
                     upload.write_at(spare, row * cut.cell_bytes)
         tail = Arena(len(copy), len(copy)).whole()
-        tail[: len(copy)] = copy
+        tail[: len(copy)] = copy  # guard: parity-carries-manifest-copy
         for upload in uploads:
             upload.write_at(tail, cut.file_bytes)
-            upload.finish()
+            upload.finish()  # guard: parity-durable
         for index, digests in enumerate(sums):
             record = Parity(
                 format=layout.FORMAT,
@@ -121,6 +121,7 @@ def protect(
 
 def clear(tier: Tier, home: str) -> None:
     """Remove the parity of a generation, its records first."""
+    # guard: parity-records-deleted-first
     for name in sorted(tier.list(home), key=lambda one: not one.endswith(".json")):
         if striping.is_parity(name):
             tier.delete(f"{home}/{name}")
@@ -176,23 +177,23 @@ def find(tier: Tier, at: GenerationId) -> Spare | None:
         if not striping.is_record(name) or length is None or not 0 <= length <= layout.RECORD_LIMIT_BYTES:
             continue
         with contextlib.suppress(Damaged):
-            record = layout.decode(bytes(fetch.some(tier, f"{home}/{name}", length)), Parity, name)
+            record = layout.decode(bytes(read_file.some(tier, f"{home}/{name}", length)), Parity, name)
             striping.validate(record, name)
             text = record.commit.encode()
             layout.validate_commit(layout.decode(text, Commit, name), at, None)
-            if layout.root_of(text) == record.root:
+            if layout.root_of(text) == record.root:  # guard: parity-record-of-this-generation
                 found.setdefault(record.root, []).append(record)
     with contextlib.suppress(Damaged):
         root = commit.read_generation(tier, at, None).root
-        found = {root: found[root]} if root in found else {}
+        found = {root: found[root]} if root in found else {}  # guard: existing-commit-preferred
     if not found:
         return None
     first, *others = max(found.values(), key=len)
     text = first.commit.encode()
     told = layout.decode(text, Commit, home)
-    if len(told.seals) != 1 or told.seals[0].length != first.manifest_bytes:
+    if len(told.seals) != 1 or told.seals[0].length != first.manifest_bytes:  # guard: seal-matches-manifest-copy
         return None
-    records = [first, *(one for one in others if one.alike(first))]
+    records = [first, *(one for one in others if one.alike(first))]  # guard: only-agreeing-parity-records
     return Spare(Generation(commit=told, root=first.root), text, sorted(records, key=lambda one: one.index))
 
 
@@ -205,14 +206,14 @@ def rebuild(tier: Mendable, spare: Spare, readers: Executor, stop: Callable[[], 
     """
     generation, home = spare.generation, layout.folder(spare.generation.id)
     seal = generation.commit.seals[0]
-    records = {seal.manifest: _manifest(tier, spare), layout.COMMIT: spare.commit}
+    records = {seal.manifest: _manifest(tier, spare), layout.COMMIT: spare.commit}  # guard: repair-writes-commit-last
     manifest = layout.decode(records[seal.manifest], Manifest, f"{home}/{seal.manifest}")
     layout.validate_manifest(manifest, generation.id, 0)
     lost = _lost(tier, generation, manifest, spare, readers, stop)
     done = _write(tier, generation, manifest, lost, readers) if lost is not None else []
     for name, data in records.items():
         if tier.list(home).get(name) != len(data) or _stored(tier, home, name, len(data)) != data:
-            _put_back(tier, home, name, data)
+            _put_back(tier, home, name, data)  # guard: repair-restores-records
             done.append(name)
     return done
 
@@ -221,10 +222,11 @@ def _manifest(tier: Tier, spare: Spare) -> bytes:
     """The manifest that was sealed: its file, or a copy."""
     home, seal = layout.folder(spare.generation.id), spare.generation.commit.seals[0]
     places = [(seal.manifest, 0)]
+    # guard: manifest-copies-in-parity
     places += [(striping.parity_name(0, one.index), len(one.sums) * one.cell_bytes) for one in spare.records]
     for name, offset in places:
         data = _stored(tier, home, name, seal.length, offset)
-        if digest(spare.records[0].digest, data) == seal.digest:
+        if digest(spare.records[0].digest, data) == seal.digest:  # guard: repaired-manifest-matches-seal
             return data
     raise BeyondRepair(
         f"{home}/{seal.manifest} and all {len(spare.records)} copies of it are damaged", safe="Nothing was changed."
@@ -258,20 +260,21 @@ def _lost(
     rows: dict[int, list[int]] = {}
     with contextlib.closing(_rows(tier, home, cut, manifest.digest, first.cells, readers)) as all_rows:
         for row, there in all_rows:
-            if stop():
+            if stop():  # guard: repair-scan-can-be-cancelled
                 raise Cancelled("repair was given up")
             missing = [number for number, cell in zip(cut.row(row), there, strict=True) if cell is None]
             if missing:
                 rows[row] = missing
     lengths = tier.list(home)
     damaged = {cut.cells[number].blob for missing in rows.values() for number in missing}
+    # guard: wrong-length-files-rebuilt
     blobs = [one for one in manifest.blobs if one.name in damaged or lengths.get(one.name) != one.length]
     if not blobs:
         return None
     short: dict[int, int] = {}
     for row, missing in rows.items():
         left = sum(1 for record in records if _parity_cell(tier, home, record, row) is not None)
-        if left < len(missing):
+        if left < len(missing):  # guard: damage-beyond-parity-refused
             short[row] = len(missing) - left
     if short:
         worst = max(short, key=short.__getitem__)
@@ -291,9 +294,10 @@ def _write(tier: Mendable, generation: Generation, manifest: Manifest, lost: _Lo
     with contextlib.ExitStack() as undo:
         uploads: dict[str, Upload] = {}
         for blob in lost.blobs:
+            # guard: stale-rebuild-removed
             tier.delete(f"{home}/{blob.name}{REBUILT}")  # somebody may have died over it
             uploads[blob.name] = tier.create(f"{home}/{blob.name}{REBUILT}", blob.length)
-            undo.callback(uploads[blob.name].abort)
+            undo.callback(uploads[blob.name].abort)  # guard: failed-rebuild-aborted
         spare = Arena(cut.cell_bytes, cut.cell_bytes).whole()
         with contextlib.closing(_rows(tier, home, cut, manifest.digest, lost.cells, readers)) as rows:
             for row, there in rows:
@@ -302,13 +306,13 @@ def _write(tier: Mendable, generation: Generation, manifest: Manifest, lost: _Lo
                         extent = cut.cells[number]
                         spare[:] = cell
                         uploads[extent.blob].write_at(spare[: round_up(extent.length)], extent.offset)
-        for upload in uploads.values():
+        for upload in uploads.values():  # guard: rebuild-durable-before-replace
             upload.finish()
         for blob in lost.blobs:
-            _need_good(tier, home, manifest, blob, readers)
+            _need_good(tier, home, manifest, blob, readers)  # guard: rebuild-read-back
         undo.pop_all()
     for blob in lost.blobs:
-        tier.replace(f"{home}/{blob.name}", f"{home}/{blob.name}{REBUILT}")
+        tier.replace(f"{home}/{blob.name}", f"{home}/{blob.name}{REBUILT}")  # guard: rebuild-replaces-damaged
     return [blob.name for blob in lost.blobs]
 
 
@@ -329,10 +333,10 @@ def _whole(tier: Tier, home: str, lost: _Lost, row: int, there: Sequence[memoryv
 def _need_good(tier: Tier, home: str, manifest: Manifest, blob: Blob, readers: Executor) -> None:
     """What was rebuilt must agree with every digest of the manifest. Raises SumMismatch."""
     copy = msgspec.structs.replace(blob, name=blob.name + REBUILT)
-    size = fetch.buffer_bytes([blob])
+    size = read_file.buffer_bytes([blob])
     memory = Arena(2 * size, size).whole()
     with contextlib.closing(
-        fetch.chunks(tier, home, manifest, copy, [memory[:size], memory[size:]], readers)
+        read_file.chunks(tier, home, manifest, copy, [memory[:size], memory[size:]], readers)
     ) as chunks:
         for _ in chunks:
             pass
@@ -379,7 +383,7 @@ def _cell(
     tier: Tier, home: str, cut: Stripes, algorithm: str, digests: Sequence[str], number: int, view: memoryview
 ) -> memoryview | None:
     if number >= len(cut.cells):
-        view[:] = bytes(len(view))
+        view[:] = bytes(len(view))  # guard: absent-cells-are-zero
         return view
     extent = cut.cells[number]
     place = Extent(blob=f"{home}/{extent.blob}", offset=extent.offset, length=extent.length)
@@ -387,14 +391,15 @@ def _cell(
         tier.read_into(place, view, fresh=True)
     except Damaged:
         return None
-    view[extent.length :] = bytes(len(view) - extent.length)
+    view[extent.length :] = bytes(len(view) - extent.length)  # guard: cell-padding-is-zero
+    # guard: only-verified-cells-used
     return view if digest(algorithm, view[: extent.length]) == digests[number] else None
 
 
 def _parity_cell(tier: Tier, home: str, record: Parity, row: int) -> bytes | None:
     name = striping.parity_name(0, record.index)
     data = _stored(tier, home, name, record.cell_bytes, row * record.cell_bytes)
-    return data if data and digest(record.digest, data) == record.sums[row] else None
+    return data if data and digest(record.digest, data) == record.sums[row] else None  # guard: damaged-parity-unused
 
 
 def _stored(tier: Tier, home: str, name: str, length: int, offset: int = 0) -> bytes:
@@ -402,23 +407,23 @@ def _stored(tier: Tier, home: str, name: str, length: int, offset: int = 0) -> b
     if (tier.list(home).get(name) or 0) < offset + length:
         return b""
     try:
-        return bytes(fetch.some(tier, f"{home}/{name}", length, offset))
+        return bytes(read_file.some(tier, f"{home}/{name}", length, offset))
     except Damaged:
         return b""
 
 
 def _put_back(tier: Mendable, home: str, name: str, data: bytes) -> None:
     """A record in place of what is there: durable under another name first."""
-    tier.delete(f"{home}/{name}{REBUILT}")
+    tier.delete(f"{home}/{name}{REBUILT}")  # guard: stale-record-rebuild-removed
     upload = tier.create(f"{home}/{name}{REBUILT}", len(data))
     try:
         page = Arena(len(data), len(data)).whole()
         page[: len(data)] = data
         upload.write_at(page, 0)
         upload.finish()
-        if fetch.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:
+        if read_file.some(tier, f"{home}/{name}{REBUILT}", len(data)) != data:  # guard: repaired-record-read-back
             raise MissingBlob(f"{home}/{name}{REBUILT} does not read back", blob=name)
     except BaseException:
-        upload.abort()
+        upload.abort()  # guard: failed-record-rebuild-aborted
         raise
     tier.replace(f"{home}/{name}", f"{home}/{name}{REBUILT}")

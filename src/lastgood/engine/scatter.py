@@ -2,7 +2,7 @@
 
 Where a part is one run of bytes on both sides it goes straight through. Where the source is not, its piece is gathered
 first; where the target is not, its memory is written row by row, or a box is gathered where nobody hands that out.
-Decides nothing: which piece goes where is a plan (plan/reshard.py). Torch-free.
+Decides nothing: which piece goes where is a plan (policy/reshard.py). Torch-free.
 """
 
 from __future__ import annotations

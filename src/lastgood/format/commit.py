@@ -33,8 +33,8 @@ from ..errors import (
     SumMismatch,
     Truncated,
 )
+from ..io.checksum import digest
 from ..ports import Tier
-from ..rawio.checksum import digest
 from ..records import (
     Commit,
     Extent,
@@ -50,7 +50,7 @@ from ..records import (
     Seal,
     intact,
 )
-from . import layout, stripes
+from . import layout, parity_layout
 
 MARKS = {layout.VERIFIED, layout.DAMAGED, layout.UNFIT}
 FINDINGS_LIMIT = 1000
@@ -62,7 +62,7 @@ def seal(tier: Tier, manifest: Manifest) -> Seal:
     at = GenerationId(step=manifest.step, incarnation=manifest.incarnation)
     data = layout.encode(manifest, manifest.digest)
     name = layout.manifest_name(manifest.rank)
-    tier.put_new(f"{layout.folder(at)}/{name}", data)
+    tier.put_new(f"{layout.folder(at)}/{name}", data)  # guard: manifest-before-commit  # gap: after_blobs
     return Seal(rank=manifest.rank, manifest=name, length=len(data), digest=digest(manifest.digest, data))
 
 
@@ -70,6 +70,7 @@ def publish(tier: Tier, commit: Commit, algorithm: str) -> Generation:
     """Bring the generation into being. Raises CommitUnknown when nobody can say whether it exists."""
     layout.validate_commit(commit, commit.id, commit.run)  # refuses before anything is touched
     data = layout.encode(commit, algorithm)
+    # gap: after_seal
     tier.put_new(f"{layout.folder(commit.id)}/{layout.COMMIT}", data)  # <- the generation exists after this line
     return Generation(commit=commit, root=layout.root_of(data))
 
@@ -98,22 +99,28 @@ def retire(tier: Tier, at: GenerationId) -> None:
     home = layout.folder(at)
     there = tier.list(home)
     if layout.COMMIT in there:
-        if layout.GOING in there:
+        if layout.GOING in there:  # guard: torn-going-record-replaced
             tier.delete(f"{home}/{layout.GOING}")  # somebody died over it: where there are no links it may be torn
         # On a full disk it goes without its reason: what a crash right here leaves is then taken for a lost COMMIT.
-        with contextlib.suppress(NoSpace):
+        with contextlib.suppress(NoSpace):  # guard: full-disk-skips-going-record
+            # guard: going-record-before-uncommit
+            # gap: before_retire
             tier.put_new(f"{home}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
     # Also when it is gone: whoever removed it may have died before that was durable.
+    # guard: uncommit-before-delete
+    # gap: before_uncommit
     tier.delete(f"{home}/{layout.COMMIT}")  # <- the generation is gone after this line
     first: LastgoodError | None = None
-    for name, length in sorted(tier.list(home).items()):
+    for name, length in sorted(tier.list(home).items()):  # gap: before_blobs_go
+        # guard: going-record-deleted-last
         if name != layout.GOING and length is not None:  # a folder is nobody's of this house, and stays
             try:
                 tier.delete(f"{home}/{name}")
             except LastgoodError as error:
-                first = first or error
+                first = first or error  # guard: delete-continues-past-failure
     if first is not None:
         raise first
+    # guard: going-record-stays-with-leftovers
     if tier.list(home).keys() <= {layout.GOING}:  # NFS keeps a file that somebody has open, under another name
         tier.delete(f"{home}/{layout.GOING}")  # the reason goes last, and an empty folder with it
 
@@ -127,7 +134,7 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
     there = tier.list(home)
     data = _read(tier, f"{home}/{layout.COMMIT}", there.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{home}/{layout.COMMIT}")
-    layout.validate_commit(commit, at, run)
+    layout.validate_commit(commit, at, run)  # guard: commit-record-validated
     root = layout.root_of(data)
     damage = _mark(tier, home, layout.DAMAGED, root, there)
     unfit = _mark(tier, home, layout.UNFIT, root, there)
@@ -163,14 +170,14 @@ def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int, there: 
     """As `read_manifest`, of a generation that may still be committed."""
     home = layout.folder(at)
     name = f"{home}/{one.manifest}"
-    _need_length(name, there.get(one.manifest), one.length)
+    _need_length(name, there.get(one.manifest), one.length)  # guard: manifest-length-checked
     data = _read(tier, name, one.length, limit=one.length)
     manifest = layout.decode(data, Manifest, name)
-    layout.validate_manifest(manifest, at, one.rank, ranks)
-    if digest(manifest.digest, data) != one.digest:
+    layout.validate_manifest(manifest, at, one.rank, ranks)  # guard: manifest-record-validated
+    if digest(manifest.digest, data) != one.digest:  # guard: manifest-matches-seal
         raise SumMismatch(f"{name} is not the manifest that was sealed", blob=name)
     for blob in manifest.blobs:
-        _need_length(f"{home}/{blob.name}", there.get(blob.name), blob.length)
+        _need_length(f"{home}/{blob.name}", there.get(blob.name), blob.length)  # guard: blob-length-checked
     return manifest
 
 
@@ -220,6 +227,7 @@ def survey(tier: Tier) -> Survey:
     found = Survey(run=header.run if header else None, pointer=pointer)
     for name, length in sorted(tier.list("gen").items()):
         at = layout.parse_folder(name)
+        # guard: generation-folder-is-no-link
         if at is None or length is not None:  # a link would lead out of the run
             continue
         there = tier.list(f"gen/{name}")
@@ -227,23 +235,25 @@ def survey(tier: Tier) -> Survey:
             try:
                 found.generations[at] = read_generation(tier, at, found.run)
             except Damaged as error:
-                found.broken[at] = error
+                found.broken[at] = error  # guard: broken-commit-recorded
+        # guard: unfinished-deletion-is-no-loss
         elif layout.GOING in there or not there:  # an empty folder is the last that an ending leaves
             found.going.add(at)
         else:
             found.incomplete.add(at)
-            if any(one in MARKS or stripes.is_record(one) or layout.label_number(one) for one in there):
+            if any(one in MARKS or parity_layout.is_record(one) or layout.label_number(one) for one in there):
                 found.witnessed.add(at)
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)
-        if named is None or length is None or length < 0:
+        if named is None or length is None or length < 0:  # guard: incarnation-record-is-file
             continue
         found.order = max(found.order, named.order)
+        # guard: incarnation-matches-its-name
         if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # else it was moved here
             found.incarnations[named.id] = named
     for at, generation in found.generations.items():
         found.order = max(found.order, generation.commit.order)
-        if at.incarnation not in found.incarnations:
+        if at.incarnation not in found.incarnations:  # guard: commits-imply-incarnations
             one = generation.commit
             found.incarnations[at.incarnation] = Incarnation(
                 format=layout.FORMAT, order=one.order, id=at.incarnation, parent=one.continues
@@ -264,9 +274,9 @@ def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     record = Mark(format=layout.FORMAT, root=generation.root, findings=findings[:FINDINGS_LIMIT])
     if name in tier.list(home):
         tier.delete(f"{home}/{name}")
-    tier.put_new(f"{home}/{name}", layout.encode(record))
+    tier.put_new(f"{home}/{name}", layout.encode(record))  # gap: before_mark
     for old in MARKS & set(tier.list(home)) - {name}:  # last: on a full disk the old evidence stays
-        tier.delete(f"{home}/{old}")
+        tier.delete(f"{home}/{old}")  # guard: old-mark-deleted
 
 
 def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[str, float]) -> Generation:
@@ -292,7 +302,7 @@ def _with(commit: Commit, label: Label) -> Commit:
 
 def _mark(tier: Tier, home: str, name: str, root: str, there: Mapping[str, int | None]) -> Mark | None:
     found = _hint(tier, f"{home}/{name}", there.get(name), Mark)
-    return found if found and found.root == root else None
+    return found if found and found.root == root else None  # guard: mark-belongs-to-commit
 
 
 def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> layout.T | None:
@@ -302,14 +312,15 @@ def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> la
     try:
         return layout.decode(_read(tier, name, length), kind, name)
     except Damaged:
-        return None
+        return None  # guard: damaged-hint-ignored
 
 
 def _read(tier: Tier, name: str, length: int | None, limit: int = layout.RECORD_LIMIT_BYTES) -> bytes:
     if length is None:
         raise MissingBlob(f"{name} is gone", blob=name)
-    if not 0 <= length <= limit:
+    if not 0 <= length <= limit:  # guard: record-length-limit
         raise ManifestInvalid(f"{name} is no file of a record's length", blob=name)
     buffer = bytearray(length)
+    # guard: record-read-bypasses-cache
     tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer), fresh=True)
     return bytes(buffer)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
-from ..rawio.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
+from ..io.checksum import ALGORITHMS, HEX_LENGTH, Hasher, digest
 from ..records import Blob, Commit, Extent, GenerationId, Incarnation, Manifest, Piece, Record
 
 FORMAT = 1
@@ -160,14 +160,14 @@ def decode(data: bytes, kind: type[T], where: str, *, believe: bool = False) -> 
     Raises SumMismatch, ManifestInvalid, or UnknownFormat when it was written by a newer version.
     """
     found = _ENVELOPE.match(data)
-    if not found or not data.endswith(b"}\n") or found[1].decode() not in ALGORITHMS:
+    if not found or not data.endswith(b"}\n") or found[1].decode() not in ALGORITHMS:  # guard: record-envelope-form
         raise SumMismatch(f"{where} is not a record of this package", blob=where)
     body = data[found.end() : -2]
-    if not believe and digest(found[1].decode(), body) != found[2].decode():
+    if not believe and digest(found[1].decode(), body) != found[2].decode():  # guard: record-digest-checked
         raise SumMismatch(f"{where} differs from its own digest", blob=where)
     try:
         version = msgspec.json.decode(body, type=_Version).format
-        if version > FORMAT:
+        if version > FORMAT:  # guard: newer-format-refused
             raise UnknownFormat(
                 f"{where} has format {version}; this version reads up to {FORMAT}",
                 safe="Nothing was changed.",
@@ -312,7 +312,7 @@ def segments(image: Image, chunk_bytes: int) -> Iterator[list[Segment]]:
 
 def content_preamble(dtype: str, shape: Sequence[int]) -> bytes:
     """What a content digest covers before the bytes."""
-    return f"{dtype}{list(shape)}\n".encode()
+    return f"{dtype}{list(shape)}\n".encode()  # guard: digest-covers-dtype-and-shape
 
 
 def content_hasher(algorithm: str, dtype: str, shape: Sequence[int]) -> Hasher:
@@ -328,15 +328,16 @@ def content_hasher(algorithm: str, dtype: str, shape: Sequence[int]) -> Hasher:
 def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
     """A commit must speak of the folder it lies in, of this run, and of every rank once. Raises ManifestInvalid."""
     where = f"{folder(at)}/{COMMIT}"
-    if commit.id != at:
+    if commit.id != at:  # guard: commit-matches-folder
         raise ManifestInvalid(f"{where} speaks of {commit.id}", blob=where)
-    if run is not None and commit.run != run:
+    if run is not None and commit.run != run:  # guard: commit-matches-run
         raise ManifestInvalid(f"{where} belongs to run {commit.run}, not to {run}", blob=where)
-    if not 0 < commit.world.ranks == len(commit.seals) or any(
+    if not 0 < commit.world.ranks == len(commit.seals) or any(  # guard: one-seal-per-rank
         seal.rank != rank for rank, seal in enumerate(commit.seals)
     ):
         raise ManifestInvalid(f"{where} has {len(commit.seals)} seals for {commit.world.ranks} ranks", blob=where)
     for seal in commit.seals:
+        # guard: seal-names-rank-manifest
         if seal.manifest != manifest_name(seal.rank) or not 0 <= seal.length <= MANIFEST_LIMIT_BYTES:
             raise ManifestInvalid(
                 f"{where} seals {seal.manifest!r} with {seal.length:,} bytes as manifest of rank {seal.rank}",
@@ -347,7 +348,7 @@ def validate_commit(commit: Commit, at: GenerationId, run: str | None) -> None:
 def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: int = 1) -> None:
     """Names, counts, shapes, lengths and places must fit together. Raises ManifestInvalid.
 
-    With several `ranks` what one of them refers to may be with another: that is asked of all of them (plan/reshard.py).
+    With several `ranks`, one may refer to what another holds: policy/reshard.py checks that over all of them.
     """
     where = f"{folder(at)}/{manifest_name(rank)}"
 
@@ -355,20 +356,23 @@ def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: in
         if not holds:
             raise ManifestInvalid(f"{where}: {what}", blob=where)
 
+    # guard: manifest-matches-folder
     need((manifest.step, manifest.incarnation, manifest.rank) == (at.step, at.incarnation, rank), "is of another place")
     need(manifest.digest in ALGORITHMS, f"unknown digest {manifest.digest!r}")
     hex_length = HEX_LENGTH[manifest.digest]
     blobs: dict[str, Blob] = {}
     for part, blob in enumerate(manifest.blobs):
-        need(blob.name == blob_name(rank, part), f"{blob.name!r} is no name of a blob here")
+        need(blob.name == blob_name(rank, part), f"{blob.name!r} is no name of a blob here")  # guard: blob-name-checked
         need(blob.chunk_bytes % PAGE_BYTES == 0, f"chunks of {blob.chunk_bytes:,} bytes")
+        # guard: chunk-bytes-in-range
         need(PAGE_BYTES <= blob.chunk_bytes <= CHUNK_LIMIT_BYTES, f"chunks of {blob.chunk_bytes:,} bytes")
+        # guard: chunk-count-matches-length
         need(len(blob.chunks) == -(-blob.length // blob.chunk_bytes) > 0, f"{blob.name} has a wrong count of chunks")
         need(all(len(one) == hex_length for one in blob.chunks), f"{blob.name} has a malformed digest")
         blobs[blob.name] = blob
     names, ends = set(manifest.aliases), dict.fromkeys(blobs, -1)
     for piece in manifest.pieces:
-        need(piece.key not in names, f"{piece.key!r} stands twice")
+        need(piece.key not in names, f"{piece.key!r} stands twice")  # guard: tensor-name-unique
         names.add(piece.key)
         need(piece.dtype in DTYPES, f"{piece.name} has unknown dtype {piece.dtype!r}")
         need(len(piece.shape) <= DIMENSION_LIMIT, f"{piece.name} has {len(piece.shape):,} dimensions")
@@ -376,17 +380,22 @@ def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: in
         need(_is_part(piece) or not (piece.offsets or piece.whole), f"{piece.name} is no part of {piece.whole}")
         extent, length = piece.extent, Tensor(piece.name, piece.dtype, tuple(piece.shape)).length
         need(extent.offset % (DTYPES[piece.dtype][0] // 8) == 0, f"{piece.name} is not aligned to its elements")
+        # guard: extent-length-matches-shape
         need(extent.length == length, f"{piece.name} has {extent.length} bytes, its shape says {length}")
+        # guard: extent-in-own-blob
         need(extent.blob in blobs, f"{piece.name} rests in {extent.blob!r}, which is not of this manifest")
         if ends[extent.blob] < 0:  # the first of its blob stands right after the header
             need(0 < extent.offset <= HEADER_LIMIT_BYTES and extent.offset % PAGE_BYTES == 0, f"{piece.name}: offset")
         else:
+            # guard: no-hole-or-overlap
             need(extent.offset == ends[extent.blob], f"{piece.name} leaves a hole, or overlaps")
         ends[extent.blob] = extent.offset + length
     for blob in manifest.blobs:
         end = ends[blob.name] if ends[blob.name] >= 0 else min(blob.length, HEADER_LIMIT_BYTES)  # a header alone
+        # guard: blob-ends-with-last-piece
         need(end == blob.length, f"{blob.name} has {blob.length:,} bytes, its pieces end elsewhere")
     stored = names - manifest.aliases.keys()
+    # guard: alias-target-exists
     need(ranks > 1 or all(name in stored for name in manifest.aliases.values()), "an alias of nothing")
     need(ranks > 1 or not any(piece.offsets or piece.own for piece in manifest.pieces), "a part, in a world of one")
 

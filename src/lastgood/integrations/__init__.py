@@ -1,1 +1,9 @@
-"""Checkpointing inside training frameworks. Each module imports its framework; import the one that you use."""
+"""Checkpointing inside training frameworks. Each module imports its framework; import the one that you use.
+
+All of them need torch. Raises NotInstalled where it is missing.
+"""
+
+from ..extras import needed
+
+with needed("torch", "lastgood.integrations"):
+    import torch  # noqa: F401 - imported here only so that a missing torch is reported by name

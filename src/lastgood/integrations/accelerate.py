@@ -20,8 +20,8 @@ from typing import Any
 from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderShard
 
-from ..run.background import Save
-from ..train import checkpointer
+from ..loop import checkpointer
+from ..run.pipeline import Save
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
 

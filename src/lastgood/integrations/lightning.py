@@ -21,9 +21,9 @@ except ImportError:  # the same library under its older name; the trainers of bo
     from pytorch_lightning import Callback
 
 from .. import reporting
-from ..train.adapters import adapters_entry
-from ..train.checkpointer import Checkpointer
-from ..train.objects import load_rng, read_rng
+from ..loop.checkpointer import Checkpointer
+from ..state.adapters import adapters_entry
+from ..state.objects import load_rng, read_rng
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import NotARun, Refused
-from ..plan.cadence import Every
+from ..loop.checkpointer import Checkpointer
+from ..loop.opened import open_run
+from ..policy.cadence import Every
 from ..run import paths
-from ..train.access import open_run
-from ..train.checkpointer import Checkpointer
 
 _OWN = ("self", "path", "state")
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..train.adapters import Adapters
+from ..state.adapters import Adapters
 
 __all__ = ["Adapters"]

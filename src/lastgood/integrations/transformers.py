@@ -20,9 +20,9 @@ from accelerate.data_loader import DataLoaderShard
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..train.adapters import adapters_entry
-from ..train.checkpointer import Checkpointer
-from ..train.objects import load_rng, read_rng
+from ..loop.checkpointer import Checkpointer
+from ..state.adapters import adapters_entry
+from ..state.objects import load_rng, read_rng
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from ..engine import fetch
+from ..engine import read_file
 from ..engine.scatter import Scatter, Target
 from ..errors import NoSuchTensor
 from ..format import commit, layout
 from ..format.boxes import Stored, everything
-from ..plan import reshard
-from ..plan.reshard import Tensor
+from ..io.checksum import digest
+from ..policy import reshard
+from ..policy.reshard import Tensor
 from ..ports import Tier
-from ..rawio.checksum import digest
 from ..records import Generation
 
 
@@ -65,7 +65,7 @@ class Content:
 
     def piece(self, one: Stored) -> bytearray:
         """The bytes of one piece, checked. Raises Damaged."""
-        return fetch.tensor(self._tier, self._home, self._manifests[one.rank], one.piece)
+        return read_file.tensor(self._tier, self._home, self._manifests[one.rank], one.piece)
 
     def parts(self, name: str, part_bytes: int) -> Iterator[memoryview]:
         """The bytes of one tensor in order, some at a time, checked when they have all come out; then Damaged.
@@ -78,7 +78,7 @@ class Content:
             yield from _in_parts(memoryview(self._read(tensor)), part_bytes)
             return
         for one in stored:
-            yield from fetch.parts(self._tier, self._home, self._manifests[one.rank], one.piece, part_bytes)
+            yield from read_file.parts(self._tier, self._home, self._manifests[one.rank], one.piece, part_bytes)
 
     def _read(self, tensor: Tensor) -> bytearray:
         if len(tensor.stored) == 1:

@@ -5,7 +5,7 @@ Invariants
   2. A process that is killed leaves that directory; the next measurement of the same RUN removes it, and nothing that
      is locked or holds anything a scratch run does not.
   3. The disk has room for all of it before the first byte; what will be written is known before (`Bounds`).
-Decides nothing: plan/tune.py says what to try and what to choose.
+Decides nothing: policy/tune.py says what to try and what to choose.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from statistics import median
 
 import numpy as np
 
-from ..engine import persist
+from ..engine import write_file
 from ..engine.arena import Arena, Lease
 from ..errors import Damaged, NoSpace, NotARun, NotWritable, Refused, RunLocked, TierDown
 from ..format import commit, layout
-from ..plan import restore, tune
-from ..plan.tune import Measured, Setting
+from ..io.files import round_up
+from ..policy import restore, tune
+from ..policy.tune import Measured, Setting
 from ..ports import Tier
-from ..rawio.files import round_up
 from ..records import Commit, Generation, GenerationId, Manifest, World
-from . import places
+from . import access
 from .reader import WORKERS, read_all
 
 ALGORITHM = "xxh3_128"
@@ -119,7 +119,7 @@ def beside(run: str) -> str:
     """
     path = os.path.realpath(run)
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
-        places.for_reading(path)
+        access.for_reading(path)
     above = os.path.dirname(path)
     while not os.path.lexists(above):
         above = os.path.dirname(above)
@@ -144,7 +144,7 @@ def clear(run: str) -> list[str]:
             continue
         if os.path.islink(path) or not os.path.isdir(path) or not _is_scratch(path):
             continue
-        with contextlib.suppress(RunLocked), places.for_writing(path, "atomic_dirsync"):
+        with contextlib.suppress(RunLocked), access.for_writing(path, "atomic_dirsync"):
             _remove(path)
             cleared.append(other)
     return cleared
@@ -178,7 +178,7 @@ def figures(
 def _scratch(path: str) -> Iterator[Tier]:
     path = f"{path}.tune-{os.urandom(4).hex()}"
     try:
-        with places.for_writing(path, "atomic_dirsync") as tier:
+        with access.for_writing(path, "atomic_dirsync") as tier:
             yield tier
     finally:
         _remove(path)
@@ -202,7 +202,7 @@ def _is_scratch(path: str) -> bool:
     """A run that somebody may want has a header or an incarnation, and neither is ever written here."""
     names = {name for name in os.listdir(path) if not name.startswith(".probe-")}
     inside = os.listdir(os.path.join(path, "gen")) if "gen" in names else []
-    return names <= {places.LOCK, "gen"} and all(name.endswith("-" + NOBODY) for name in inside)
+    return names <= {access.LOCK, "gen"} and all(name.endswith("-" + NOBODY) for name in inside)
 
 
 class _Bench:
@@ -340,7 +340,7 @@ class _Bench:
 
     def _save(self, at: GenerationId, image: layout.Image, chunks: Iterator[Lease], writers: Executor) -> Generation:
         """A save as the run's writer makes it, from its chunks to its commit."""
-        blob, pieces = persist.write(
+        blob, pieces = write_file.write(
             self._tier,
             layout.folder(at),
             image,

@@ -97,7 +97,7 @@ class Outcomes:
                 continue
             if isinstance(error, Overtaken):
                 self.overtaken_saves += 1
-                continue
+                continue  # guard: overtaken-is-no-failure
             if step is not None:
                 self._count_failure(step, error)
             if raises and first is None:
@@ -174,7 +174,7 @@ class Outcomes:
     def _end_row(self, step: int) -> None:
         if self.row:
             reporting.info(f"{self._place}: step {step} is durable, after {_counted(self.row, 'save')} that failed")
-        self.row = self.torn_row = 0
+        self.row = self.torn_row = 0  # guard: durable-save-resets-counts
         self._unsaved_since = None
         self._newest = max(step, self._newest or 0)
 
@@ -186,7 +186,7 @@ class Outcomes:
         self.last_failure = _first_line(error)
 
     def _report_failure(self, step: int, error: BaseException) -> None:
-        if _is_power_of_two(self.row):
+        if _is_power_of_two(self.row):  # guard: failure-reports-thin-out
             row = f" (failed save {self.row} in a row; the next report comes with failure {2 * self.row})"
             reporting.threat(f"{self._place}: step {step} was not saved{row if self.row > 1 else ''}: {_words(error)}")
 

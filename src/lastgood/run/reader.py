@@ -8,7 +8,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, cast
 
-from ..engine import fetch, guard
+from ..engine import guard, read_file
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..engine.scatter import Scatter
@@ -24,15 +24,15 @@ from ..errors import (
 )
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..plan import reshard, restore
-from ..plan.arguments import require
+from ..policy import reshard, restore
+from ..policy.arguments import require
 from ..ports import Tier
 from ..records import LAYERS, Blob, Finding, Generation, GenerationId, Manifest, Verdict, intact
 from .content import Content
 
 WORKERS = 3
 """threads that write or read a run's bytes"""
-BUFFERS = fetch.READS + 2
+BUFFERS = read_file.READS + 2
 """chunks in memory while a run is read: those that are being read, and one that is looked at and copied. Few, so that
 they stay in the processor's cache from the digest to the copy"""
 
@@ -96,7 +96,7 @@ def newest_good(
                     findings = examine(generation) if examine else None
                     misread = str(error) if findings == [] else ""
                 except Unreadable:
-                    if not mend(generation):
+                    if not mend(generation):  # guard: mended-generation-retried
                         raise
                     findings = []
                 if findings is not None and (findings == [] or (not intact(findings) and mend(generation))):
@@ -112,7 +112,7 @@ def newest_good(
         except (Damaged, NotFinite) as error:
             if isinstance(error, NotFinite):
                 unfit[at.step] = [error.tensor]
-            if again or (step is not None and at == choice.candidates[-1]):
+            if again or (step is not None and at == choice.candidates[-1]):  # guard: next-older-after-damage
                 raise
             over.append((at.step, str(error)))
     if not over:
@@ -153,15 +153,15 @@ def _blobs(manifests: Sequence[Manifest]) -> list[Blob]:
 def reading_bytes(manifests: Sequence[Manifest]) -> tuple[int, int]:
     """Memory in which a generation is read: all of it, and one buffer's."""
     blobs = _blobs(manifests)
-    buffer = max(fetch.buffer_bytes(blobs), 1)
+    buffer = max(read_file.buffer_bytes(blobs), 1)
     return buffer * min(BUFFERS, sum(len(blob.chunks) for blob in blobs)), buffer
 
 
 def headers_agree(tier: Tier, generation: Generation, manifests: Sequence[Manifest], arena: Arena) -> bool:
     """Whether each tensor file begins as its manifest says; little else is read. Raises Damaged or Unavailable."""
     home = layout.folder(generation.id)
-    with borrowed(arena, fetch.buffer_bytes(_blobs(manifests))) as buffers:
-        return all(fetch.headers_agree(tier, home, manifest, buffers[0]) for manifest in manifests)
+    with borrowed(arena, read_file.buffer_bytes(_blobs(manifests))) as buffers:
+        return all(read_file.headers_agree(tier, home, manifest, buffers[0]) for manifest in manifests)
 
 
 def stream(
@@ -170,7 +170,7 @@ def stream(
     manifest: Manifest,
     arena: Arena,
     workers: Executor,
-    sink: fetch.Sink,
+    sink: read_file.Sink,
     *,
     unfit: Callable[[str], None] | None = None,
 ) -> None:
@@ -178,8 +178,8 @@ def stream(
 
     `unfit` hears which tensors must be finite and are not.
     """
-    with borrowed(arena, fetch.buffer_bytes(manifest.blobs)) as buffers:
-        fetch.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink, unfit=unfit)
+    with borrowed(arena, read_file.buffer_bytes(manifest.blobs)) as buffers:
+        read_file.stream(tier, layout.folder(generation.id), manifest, buffers, workers, sink, unfit=unfit)
 
 
 def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor) -> Fetch:
@@ -190,7 +190,7 @@ def opened(tier: Tier, generation: Generation, manifest: Manifest, arena: Arena,
 
 
 class _Whole:
-    """`fetch.Sink` into memory of its own."""
+    """`read_file.Sink` into memory of its own."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {piece.key: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}
@@ -215,15 +215,15 @@ def scatter(
 ) -> None:
     """Hand what is wanted of a generation to where it belongs; chunks of which nobody wants anything are not read.
 
-    Raises Damaged or Unavailable. `unfit` as in `stream`, `fresh` as in `fetch.stream`.
+    Raises Damaged or Unavailable. `unfit` as in `stream`, `fresh` as in `read_file.stream`.
     """
     home = layout.folder(generation.id)
-    with borrowed(arena, fetch.buffer_bytes(_blobs(manifests))) as buffers:
+    with borrowed(arena, read_file.buffer_bytes(_blobs(manifests))) as buffers:
         for manifest in manifests:
             wanted = into.wanted(manifest.rank)
             if wanted:
                 sink = into.sink(manifest.rank)
-                fetch.stream(tier, home, manifest, buffers, workers, sink, unfit=unfit, wanted=wanted, fresh=fresh)
+                read_file.stream(tier, home, manifest, buffers, workers, sink, unfit=unfit, wanted=wanted, fresh=fresh)
     into.end()
 
 
@@ -272,7 +272,7 @@ def disagreeing(tier: Tier, generation: Generation, manifests: Sequence[Manifest
 
 def read_on(one: Reading, stop: Callable[[], bool]) -> list[Finding]:
     """To the end of a reading. Raises Cancelled when `stop()`: it stands where it was; and what a reading raises."""
-    while not stop():
+    while not stop():  # guard: reading-can-be-cancelled
         try:
             next(one)
         except StopIteration as end:

@@ -24,7 +24,8 @@ from typing import Any, cast
 import msgspec
 
 from .. import reporting
-from ..engine import guard, parity, persist
+from ..coordination.rounds import Topic
+from ..engine import guard, parity, write_file
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import (
@@ -47,12 +48,12 @@ from ..errors import (
     Unreadable,
 )
 from ..format import commit, layout
-from ..format import stripes as striping
+from ..format import parity_layout as striping
 from ..format.layout import Image
-from ..plan import restore
-from ..plan.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
+from ..io.reed_solomon import Code
+from ..policy import restore
+from ..policy.retention import KEEP, Keep, stale_incarnations, surplus, under_pressure, unverified_ahead, wanted
 from ..ports import Mendable, Tier
-from ..rawio.erasure import Code
 from ..records import (
     Commit,
     Event,
@@ -68,12 +69,11 @@ from ..records import (
     intact,
     judged,
 )
-from . import reader, room, sharing
-from .deletion import Deletions
-from .ranks import Topic
+from . import disk_space, rank_part, reader
+from .disk_space import Roomy
+from .rank_part import Approve, Files, Share, nothing_more
 from .reader import Reading, read_all, read_on
-from .room import Roomy
-from .sharing import Approve, Files, Share, nothing_more
+from .retire import Deletions
 
 MANY = 10
 """deletions that take long enough to be reported before they begin"""
@@ -151,21 +151,23 @@ class RunWriter:
             ident = newest.commit.run if newest else self._new_id()
             for name in self.tier.list(""):
                 if name.lower() == layout.HEADER:  # damaged, or where case does not count the old pointer in its place
+                    # guard: damaged-run-header-replaced
                     self.tier.delete(name)  # the commits say which run this is
+            # guard: run-header-written
             self.tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=ident)))
         self._run = ident
         kept = [*self.survey.generations, *self.survey.broken, *self.survey.incomplete]
         for home in ("", "incarnations", *map(layout.folder, kept)):
             for name, length in self.tier.list(home).items():
                 if length is not None and layout.is_litter(home, name):
-                    self._deletions.remove(f"{home}/{name}".lstrip("/"))
+                    self._deletions.remove(f"{home}/{name}".lstrip("/"))  # guard: litter-removed-at-opening
             for name in striping.unfinished(self.tier.list(home)):
                 self._deletions.remove(f"{home}/{name}")
         if {layout.HEADER, layout.OLD_POINTER} <= self.tier.list("").keys():  # two files: this disk minds case
             self._deletions.remove(layout.OLD_POINTER)
         self._complete()
         for at in sorted(self.survey.going | restore.never_committed(self.survey)):
-            if self._deletions.delete(at):
+            if self._deletions.delete(at):  # guard: unfinished-removed-at-opening
                 self.survey.going.discard(at)
                 self.survey.incomplete.discard(at)
 
@@ -174,12 +176,13 @@ class RunWriter:
         recorded = self.tier.list("incarnations")
         for record in self.survey.incarnations.values():
             name = layout.incarnation_name(record)
+            # guard: missing-incarnation-record-written
             if name.partition("/")[2] not in recorded:  # only its COMMITs say the same, and they may go
                 with contextlib.suppress(LastgoodError):  # the next opening tries again
                     self.tier.put_new(name, layout.encode(record))
         for at, one in self.survey.generations.items():
             if one.commit.milestone or one.commit.metrics or one.label_unread:
-                commit.confirm_labels(self.tier, at)
+                commit.confirm_labels(self.tier, at)  # guard: labels-durable-before-use
 
     def begin(self, parent: GenerationId | None) -> None:
         """Open an incarnation that continues `parent` (None: from scratch), in this process only.
@@ -188,8 +191,8 @@ class RunWriter:
         go by what was there before; this process goes by `view`.
         """
         if parent is not None:
-            commit.confirm(self.tier, parent)
-        order = self.survey.order + 1
+            commit.confirm(self.tier, parent)  # guard: parent-durable-before-continuing
+        order = self.survey.order + 1  # guard: incarnation-order-ascends
         record = Incarnation(format=layout.FORMAT, order=order, id=self._new_id(), parent=parent)
         self._incarnation, self._last, self.survey.order = record, parent, order
 
@@ -199,7 +202,7 @@ class RunWriter:
         assert record is not None
         name = layout.incarnation_name(record)
         if name.partition("/")[2] not in self.tier.list("incarnations"):
-            self.tier.put_new(name, layout.encode(record))
+            self.tier.put_new(name, layout.encode(record))  # guard: incarnation-record-written
         self.survey.incarnations[record.id], self._recorded = record, record.id
         for stale in stale_incarnations(self.survey):
             if self._deletions.remove(layout.incarnation_name(stale)):
@@ -215,6 +218,7 @@ class RunWriter:
 
     def require_restored(self) -> None:
         """Raises NotRestored where the run holds generations, and no restore has said which of them is continued."""
+        # guard: unrestored-run-refused
         if self._incarnation is None and (self.survey.generations or self.survey.broken):
             newest = max([*self.survey.generations, *self.survey.broken])
             raise NotRestored(
@@ -230,7 +234,7 @@ class RunWriter:
             self.begin(None)
         assert self._incarnation is not None
         last = self._last if self._last and self._last.incarnation == self._incarnation.id else None
-        if (last and step <= last.step) or not 0 <= step < layout.STEP_LIMIT:
+        if (last and step <= last.step) or not 0 <= step < layout.STEP_LIMIT:  # guard: step-ascends
             raise StepTaken(
                 f"step {step} cannot follow {last or 'nothing'} in this incarnation",
                 safe="Nothing was written.",
@@ -244,7 +248,7 @@ class RunWriter:
         self,
         at: GenerationId,
         images: Sequence[Image],
-        chunks: Iterator[persist.Chunk],
+        chunks: Iterator[write_file.Chunk],
         *,
         chunk_bytes: int = layout.CHUNK_BYTES,
         aliases: Mapping[str, str],
@@ -266,7 +270,7 @@ class RunWriter:
         with together.failing() if together is not None else contextlib.nullcontext(), self.turn:
             self._require_newest(at, pinned)
         try:
-            if together is not None and together.again:
+            if together is not None and together.again:  # guard: retry-waits-for-first-try
                 together.agree(None, lambda _: None)  # by now rank 0 has cleared away what the last try has left
             share = self.share(
                 at,
@@ -284,15 +288,17 @@ class RunWriter:
                 generation = self._committed(
                     together, at, share, lambda shares: self.publish(at, shares, pinned, milestone, metrics)
                 )
-        except CommitUnknown as error:
+        except CommitUnknown as error:  # guard: unknown-commit-deletes-nothing
             if together is not None:
                 together.fail(error)
             with self.turn:
+                # guard: unknown-commit-takes-step
                 self._note_tried(at)  # this step may exist: it is not written again
             raise
         except BaseException as error:
             if together is not None:
                 together.fail(error)  # from here on nobody writes to it
+            # guard: taken-name-deletes-nothing
             if not isinstance(error, NameTaken):  # what lies there is not of this save
                 self._clear(at)
             if together is not None and isinstance(error, NoSpace):
@@ -312,7 +318,7 @@ class RunWriter:
         self,
         at: GenerationId,
         images: Sequence[Image],
-        chunks: Iterator[persist.Chunk],
+        chunks: Iterator[write_file.Chunk],
         *,
         chunk_bytes: int,
         aliases: Mapping[str, str],
@@ -320,7 +326,7 @@ class RunWriter:
         approve: Approve,
         writers: Executor | None,
     ) -> Share:
-        """This rank's files and its manifest, durable and sealed; see `sharing.share`."""
+        """This rank's files and its manifest, durable and sealed; see `rank_part.share`."""
         begun = self._monotonic()
 
         def written(pieces: Sequence[Piece]) -> Files:
@@ -329,7 +335,7 @@ class RunWriter:
             self._tell(self._event("written", at, seconds, size))
             return more
 
-        return sharing.share(
+        return rank_part.share(
             self._roomy,
             at,
             self.rank,
@@ -354,7 +360,7 @@ class RunWriter:
         """Commit what every rank has sealed. Raises Overtaken, CommitUnknown."""
         assert self._incarnation is not None
         with self.turn:
-            self._require_newest(at, pinned)
+            self._require_newest(at, pinned)  # guard: overtaken-save-not-committed
             record = Commit(
                 format=layout.FORMAT,
                 run=self._run,
@@ -370,6 +376,7 @@ class RunWriter:
                 metrics=dict(metrics or {}),
             )
             size = sum(one.bytes for one in shares)
+            # guard: publish-writes-commit
             generation = msgspec.structs.replace(commit.publish(self.tier, record, self._algorithm), bytes=size)
             self._note_tried(at)
             self._take_in(generation)
@@ -386,7 +393,7 @@ class RunWriter:
         published: list[Generation] = []
 
         def decide(told: list[Any]) -> Any:
-            if len({folder for folder, _ in told}) > 1:
+            if len({folder for folder, _ in told}) > 1:  # guard: ranks-seal-one-generation
                 raise StepDiffers(f"ranks have sealed {', '.join(sorted({folder for folder, _ in told}))}")
             published.append(publish([msgspec.convert(one, Share) for _, one in told]))
             return msgspec.to_builtins(published[0])
@@ -395,23 +402,24 @@ class RunWriter:
             mine = layout.folder(at), msgspec.to_builtins(share)
             return msgspec.convert(together.agree(mine, decide), Generation)
         except TierDown:
-            if not published:
+            if not published:  # guard: published-survives-lost-store
                 raise
             return published[0]  # it is there, whoever could not be told
 
     def _clear(self, at: GenerationId) -> None:
         """What cannot be removed now is litter without a COMMIT, and the next opening removes it."""
-        with contextlib.suppress(LastgoodError):
+        with contextlib.suppress(LastgoodError):  # guard: failed-save-cleared
             commit.retire(self.tier, at)
 
     def _require_newest(self, at: GenerationId, pinned: bool) -> None:
         newest = max((one for one in self.survey.generations if one.incarnation == at.incarnation), default=at)
-        if newest.step > at.step and not pinned and at not in self.pinned:
+        if newest.step > at.step and not pinned and at not in self.pinned:  # guard: older-save-abandoned
             raise Overtaken(f"step {newest.step} was committed before step {at.step}", safe="Nothing is lost by it.")
 
     def _before(self, at: GenerationId) -> GenerationId | None:
         """The newest generation before this one: what its commit names."""
         assert self._incarnation is not None
+        # guard: commit-names-predecessor
         mine = (one for one in self.survey.generations if one.incarnation == at.incarnation and one.step < at.step)
         return max(mine, default=self._incarnation.parent)
 
@@ -450,7 +458,7 @@ class RunWriter:
             try:
                 cells = self._cells(generation)
                 also = cells.see if cells else _unseen
-                findings = self._read(generation, arena, stop, also)
+                findings = self._read(generation, arena, stop, also)  # guard: verify-before-mark  # gap: after_commit
             except (Cancelled, Unavailable, Unreadable):
                 if problem:
                     break  # what was found already must be told
@@ -470,10 +478,11 @@ class RunWriter:
             if not findings:
                 known = cells.digests if cells else None
                 break
-            problem = problem or _problem(generation.step, findings)
-        if problem:
+            problem = problem or _problem(generation.step, findings)  # guard: verify-continues-past-damage
+        if problem:  # guard: damage-raised-after-verify
             raise problem
         newest = self.newest_verified()
+        # guard: parity-after-verify
         if self._code is not None and newest is not None and newest.id not in self._protected:
             self._protected.add(newest.id)  # an error is told once: scrub tries again
             try:
@@ -511,9 +520,9 @@ class RunWriter:
 
         Raises Cancelled when `stop()`, and what kept it from that.
         """
-        manifest = commit.read_manifest(self.tier, generation)
+        manifest = commit.read_manifest(self.tier, generation)  # guard: parity-only-of-verified-content
         if known is None:
-            if parity.whole(self.tier, generation, manifest, code, stop):
+            if parity.whole(self.tier, generation, manifest, code, stop):  # guard: whole-parity-kept
                 return
             cells = parity.Cells(striping.stripes(manifest.blobs, code.data, code.parity), manifest.digest)
             if read_all(self.tier, generation, arena, self._workers, stop, also=cells.see):
@@ -534,20 +543,20 @@ class RunWriter:
             names = parity.rebuild(cast(Mendable, self.tier), spare, self._workers, stop)
         except BeyondRepair:
             if (known := self.survey.generations.get(at)) is not None:  # the evidence stays, and it counts for nothing
-                self.conclude(known, read_all(self.tier, known, arena, self._workers))
+                self.conclude(known, read_all(self.tier, known, arena, self._workers))  # guard: irreparable-is-marked
             raise
         generation = commit.read_generation(self.tier, at, self._run)
-        findings = read_all(self.tier, generation, arena, self._workers)
+        findings = read_all(self.tier, generation, arena, self._workers)  # guard: repair-rereads-everything
         with self.turn:
             self.conclude(generation, findings)
-            self.survey.broken.pop(at, None)
+            self.survey.broken.pop(at, None)  # guard: repaired-is-not-broken
             self.survey.incomplete.discard(at)
             self.survey.witnessed.discard(at)
-        if not intact(findings):
+        if not intact(findings):  # guard: failed-repair-raised
             raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.told(findings)}")
         if names:
             self.mended[at] = names
-            self._tell(self._event("repaired", at, detail=", ".join(names)))
+            self._tell(self._event("repaired", at, detail=", ".join(names)))  # guard: repair-reported
         try:
             self._protect(generation, spare.code, arena, stop)
         except LastgoodError as error:
@@ -563,6 +572,7 @@ class RunWriter:
         except Cancelled:
             raise
         except LastgoodError as error:
+            # guard: repair-failure-reported
             self._tell(self._event("not_repaired", at, detail=f"{type(error).__name__}: {error.what}"))
             return False
         return True
@@ -575,7 +585,7 @@ class RunWriter:
         mended = False
         for at in (*astray, *known):
             one = self.survey.generations.get(at)
-            if one is not None and not one.damaged:
+            if one is not None and not one.damaged:  # guard: good-generation-not-mended
                 if step is None and not one.unfit:
                     break
                 continue
@@ -583,6 +593,7 @@ class RunWriter:
                 mended |= self.try_to_mend(at, arena)
         if mended:
             with self.turn:
+                # guard: survey-after-mend
                 self.survey = commit.survey(self.tier)  # what came back may speak of incarnations, and of what is lost
 
     def _age(self, at: GenerationId) -> tuple[int, int]:
@@ -610,21 +621,21 @@ class RunWriter:
         try:
             findings = read_on(begun, stop)
         except Unreadable as error:
-            if self.try_to_mend(generation.id, arena, stop):
+            if self.try_to_mend(generation.id, arena, stop):  # guard: unreadable-is-mended
                 return [guard.finding(error)], True
             raise
-        if generation != judged(generation, findings):
+        if generation != judged(generation, findings):  # guard: scrub-findings-marked
             with self.turn:
                 if generation.id not in self.survey.generations:
                     raise Cancelled("it was let go while it was read")
                 self.conclude(generation, findings)
         if not intact(findings):
-            return findings, self.try_to_mend(generation.id, arena, stop)
+            return findings, self.try_to_mend(generation.id, arena, stop)  # guard: scrub-damage-mended
         spare = None if self.tier.newest_only else parity.find(self.tier, generation.id)
         code = self._code or (spare.code if spare else None)
         if code is not None and not findings:
             with contextlib.suppress(Cancelled):  # it was read to its end; its parity has its turn again with it
-                self._protect(generation, code, arena, stop)
+                self._protect(generation, code, arena, stop)  # guard: scrub-restores-parity
         return findings, False
 
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
@@ -649,7 +660,7 @@ class RunWriter:
             generation = self.survey.generations.get(at)
             if generation is None:
                 raise restore.no_such_step(f"{at} has been deleted: nothing can be added to it", self.survey)
-            if at in self._deleting:
+            if at in self._deleting:  # guard: no-label-during-deletion
                 raise NoSuchStep(
                     f"{at} is being deleted: nothing can be added to it",
                     safe="Nothing was changed.",
@@ -668,12 +679,12 @@ class RunWriter:
                 generation = msgspec.structs.replace(generation, commit=known.commit)
             if findings:  # it counts for nothing any more, also where that cannot be written down
                 self._take_in(judged(generation, findings))
-            commit.mark(self.tier, generation, findings)
+            commit.mark(self.tier, generation, findings)  # guard: mark-before-pointer
             self._take_in(judged(generation, findings))
             if intact(findings):
                 self._unread = unverified_ahead(self.lineage())
             if not findings:
-                self.point()
+                self.point()  # guard: verified-is-pointed-at
 
     def point(self) -> None:
         """Let POINTER.json and latest_ok name the newest verified generation of the lineage, as it is durable.
@@ -681,7 +692,7 @@ class RunWriter:
         Both are hints: where they cannot be written that is reported once, and every later call tries again.
         """
         with self.turn:
-            chain = restore.lineage(self.survey).chain
+            chain = restore.lineage(self.survey).chain  # guard: pointer-follows-durable-lineage
             there = self.survey.generations
             newest = next((there[at] for at in chain if at in there and there[at].good), None)
             if newest is None:
@@ -692,7 +703,7 @@ class RunWriter:
             if pointer == self._pointed:
                 return
             try:
-                self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))
+                self.tier.point(layout.POINTER, layout.encode(pointer), layout.folder(newest.id))  # gap: before_pointer
             except LastgoodError as error:
                 if not self._pointing_failed:
                     reporting.warning(
@@ -710,7 +721,7 @@ class RunWriter:
         At most `most` generations, and none after `stop()`; some at a time, so that they share the waits for the disk.
         What cannot be deleted is skipped and tried again later.
         """
-        self.point()
+        self.point()  # guard: point-before-clean
         self._deletions.next_cleaning()
         flying = deque[Future[bool]]()
         with self.turn:
@@ -735,7 +746,7 @@ class RunWriter:
         """
         with self.turn:
             going = {at: self._commit_of(at) for at in self._deletable(under_pressure)}
-        if not room.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
+        if not disk_space.may_fit(self.tier.place, needed_bytes, sum(self._bytes_of(at) for at in going)):
             return False
         for at, decided in going.items():
             if self._delete(at, decided, FULL):
@@ -765,12 +776,12 @@ class RunWriter:
         the next decision.
         """
         with self.turn:
-            if at in self._labelling or self._commit_of(at) != decided:
+            if at in self._labelling or self._commit_of(at) != decided:  # guard: labelled-generation-not-deleted
                 return False
             self._deleting.add(at)
         try:
-            gone = self._deletions.delete(at)
-            if not gone and self._deletions.committed(at):
+            gone = self._deletions.delete(at)  # guard: deleted-before-forgotten
+            if not gone and self._deletions.committed(at):  # guard: uncommitted-counts-as-deleted
                 return False
             with self.turn:
                 known = self.survey.generations.pop(at, None)
@@ -800,11 +811,12 @@ class RunWriter:
             going = [*sorted(self.survey.going), *decide(self._keep, chain, abandoned)]
             named = self.survey.pointer
             pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
+            # guard: pointed-generation-kept
             return [at for at in going if at != pointed and not self._deletions.postponed(at)]
 
     def newest_verified(self) -> Generation | None:
         """The newest verified generation of the lineage."""
-        return next((one for one in self.lineage() if one.good), None)
+        return next((one for one in self.lineage() if one.good), None)  # guard: pointer-names-verified
 
     def resumes_at(self, at: GenerationId) -> bool:
         """Whether the next process resumes at this generation: nothing newer and good is durable in the lineage."""

@@ -1,0 +1,389 @@
+"""The commands `lastgood bench NAME`, `lastgood lab NAME` and `lastgood report`: arguments and answers.
+
+They are entry points of the group "lastgood.commands". Every command of lastgood imports this module, because the help
+lists them; so torch and matplotlib are imported only when a benchmark runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from rich.text import Text
+
+from lastgood.cli.app import Answer
+from lastgood.errors import Refused
+from lastgood.run import paths
+from lastgood.units import size as size_text
+
+app = typer.Typer(
+    help="Measure: side by side with others, on this machine. Long runs show progress and resume where they stopped.",
+    no_args_is_help=True,
+)
+Out = Annotated[Path, typer.Option(metavar="DIR", help="Where journal, tables and figures go.", show_default=False)]
+Place = Annotated[
+    Path | None,
+    typer.Option("--place", metavar="DIR", help="Where to save, on the disk to measure (default: --out)."),
+]
+Rounds = Annotated[int, typer.Option(min=1, help="Each measures everything once, in turns.")]
+Scale = Annotated[float, typer.Option(min=0.001, max=1, help="Share of the networks' parameters.")]
+Work = Annotated[float, typer.Option(min=0.001, max=4, help="Share of the usual batch: shorter or longer steps.")]
+Writers = Annotated[int, typer.Option(min=1, help="Writer threads (of each save).")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+
+class Benchmark(Protocol):
+    """What a module of this package that is a benchmark has: measure, and make a report of what was measured."""
+
+    def run(self, options: Any, say: Any) -> Sequence[Any]: ...
+    def report(self, rows: Any, options: Any) -> Any: ...
+
+
+@app.command()
+def durable(
+    out: Out,
+    place: Place = None,
+    only: Annotated[list[str], typer.Option(help="A contender; may be given several times.")] = [],  # noqa: B006
+    scale: Scale = 1.0,
+    rounds: Rounds = 5,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> Answer:
+    """Durable write of one large state, and the caller's wait, beside raw direct I/O, torch.save, DCP and more."""
+    from . import durable as bench
+
+    _require_known(only, bench.CONTENDERS, "--only")
+    return _measured(bench, bench.Options(out, place, only, scale, rounds, device), out)
+
+
+@app.command()
+def interval(
+    out: Out,
+    place: Place = None,
+    models: Annotated[str, typer.Option(help="Comma-separated; `all` for all five.")] = "gpt2-124m",
+    policies: Annotated[str, typer.Option(help="Comma-separated; `all` for all.")] = "all",
+    intervals: Annotated[str, typer.Option(help="Steps between saves.")] = "1,10,25,50,100",
+    scale: Scale = 1.0,
+    work: Work = 1.0,
+    rounds: Rounds = 5,
+    least_steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement, at least.")] = 10,
+    kills: Annotated[
+        int, typer.Option(min=0, help="Kills for each policy and interval (of the first model); 0: no recovery.")
+    ] = 3,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (PCcheck's N, and ours).")] = 2,
+    writers: Writers = 2,
+    chunk_mib: Annotated[int, typer.Option(min=1, help="Chunk of the policies' copies.")] = 8,
+    memory_mib: Annotated[int, typer.Option(min=0, help="Bound of the arena; 0: the state's size.")] = 0,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> Answer:
+    """Training throughput and recovery time against the interval, policy by policy."""
+    from . import interval as bench
+    from .models import MODELS
+    from .policies import POLICIES, Settings
+
+    options = bench.Options(
+        out,
+        place,
+        _chosen(models, list(MODELS), "--models"),
+        _chosen(policies, list(POLICIES), "--policies"),
+        tuple(_whole(one, "--intervals") for one in intervals.split(",")),
+        scale,
+        work,
+        rounds,
+        least_steps,
+        kills,
+        device,
+        Settings(in_flight, writers, chunk_mib << 20, memory_mib << 20),
+    )
+    return _measured(bench, options, out)
+
+
+@app.command()
+def goodput(
+    out: Out,
+    trace: Annotated[list[Path], typer.Option(metavar="FILE", help="A spot trace; may be given several times.")],
+    journal: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Of `bench interval` (default: the one in --out)."),
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose measurements in the journal.")] = "gpt2-124m",
+    scale: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
+    work: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
+    policy: Annotated[str, typer.Option(help="Name of given costs; decides the published formula.")] = "lastgood",
+    intervals: Annotated[str, typer.Option(help="Steps between saves, for given costs.")] = "1,10,25,50,100",
+    step_seconds: Annotated[float, typer.Option(min=0, help="t; with it costs are given, not read.")] = 0.0,
+    stall_seconds: Annotated[float, typer.Option(min=0, help="What a save adds to the loop.")] = 0.0,
+    save_seconds: Annotated[float, typer.Option(min=0, help="Tw: until a save is durable.")] = 0.0,
+    load_seconds: Annotated[float, typer.Option(min=0, help="l.")] = 0.0,
+    restart_seconds: Annotated[float, typer.Option(min=0, help="From a failure until loading begins.")] = 0.0,
+    in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    as_json: Json = False,
+) -> Answer:
+    """Goodput against the interval when a spot trace is replayed, and by the published formula."""
+    from . import goodput as bench
+    from .replay import Costs
+
+    given = [
+        Costs(
+            policy,
+            _whole(one, "--intervals"),
+            step_seconds,
+            stall_seconds,
+            save_seconds,
+            load_seconds,
+            restart_seconds,
+            in_flight,
+        )
+        for one in intervals.split(",")
+        if step_seconds
+    ]
+    source = journal or (None if given else out / "interval.journal.jsonl")
+    return _measured(bench, bench.Options(out, trace, source, model, given, scale, work), out)
+
+
+@app.command()
+def size(
+    out: Out,
+    place: Place = None,
+    sizes_mib: Annotated[str, typer.Option(help="Sizes of the state, MiB.")] = "1,4,16,64,256,1024,4096",
+    knob_mib: Annotated[int, typer.Option(min=0, help="Size whose knobs are turned, MiB; 0: none.")] = 512,
+    burst: Annotated[int, typer.Option(min=1, help="Saves in a row when knobs are turned.")] = 6,
+    rounds: Rounds = 5,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> Answer:
+    """Time of a save against the size of the state, and against each knob."""
+    from . import size as bench
+
+    sizes = tuple(_whole(one, "--sizes-mib") for one in sizes_mib.split(","))
+    return _measured(bench, bench.Options(out, place, sizes, knob_mib, burst, rounds, device), out)
+
+
+@app.command()
+def restore(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Restore of one large state, verified, beside a raw direct read, torch.load and dcp.load."""
+    from . import restore as bench
+
+    return _measured(bench, bench.Options(out, place, scale, rounds), out)
+
+
+@app.command()
+def tensors(
+    out: Out,
+    place: Place = None,
+    counts: Annotated[str, typer.Option(help="Tensors of the state.")] = "10,100,1000,10000,100000",
+    rounds: Rounds = 5,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight when memory is weighed.")] = 2,
+    as_json: Json = False,
+) -> Answer:
+    """Time, metadata and memory of a save as the number of tensors grows."""
+    from . import tensors as bench
+
+    return _measured(
+        bench,
+        bench.Options(out, place, tuple(_whole(one, "--counts") for one in counts.split(",")), rounds, in_flight),
+        out,
+    )
+
+
+@app.command()
+def guard(
+    out: Out,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the state, MiB.")] = 1024,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> Answer:
+    """What verification costs against the reading of memory, and what parity costs."""
+    from . import guard as bench
+
+    return _measured(bench, bench.Options(out, mib, rounds), out)
+
+
+@app.command()
+def ranks(
+    out: Out,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the state, all ranks together, MiB.")] = 768,
+    rounds: Rounds = 5,
+    place: Place = None,
+    as_json: Json = False,
+) -> Answer:
+    """Saves and loads by several processes, beside torch.distributed.checkpoint."""
+    from . import ranks as bench
+
+    return _measured(bench, bench.Options(out, mib, rounds=rounds, place=place), out)
+
+
+@app.command()
+def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
+    """What eight minutes on a machine with a GPU can tell: durable write and interval on CUDA, a short table last."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise Refused(
+            "torch.cuda.is_available() is false here", safe="Nothing was measured.", todo="Run it on a CUDA machine."
+        )
+    from . import gpu as bench
+
+    return _measured(bench, bench.Options(out, place), out)
+
+
+def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
+    """Run a benchmark, write its report, and say it."""
+    from .report import command_line, today
+
+    out.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP says it at every save
+        found = bench.report(bench.run(options, _say), options)
+    command = command_line()
+    files = found.write(out, command, today())
+    text = found.markdown(command, today())
+    told = "\n".join(f"wrote {path}" for path in files)
+    data = {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}
+    return Answer(data, Text(f"{text}\n{told}"))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
+    names = tuple(known) if text == "all" else tuple(text.split(","))
+    _require_known(names, known, option)
+    return names
+
+
+def _require_known(names: Sequence[str], known: Any, option: str) -> None:
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}.")
+
+
+def _whole(text: str, option: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"{option}: {text!r} is no whole number >= 1.")
+    return int(text)
+
+
+# ---- lab -------------------------------------------------------------------------------------------------------
+
+lab = typer.Typer(
+    help="Experiments: what is promised, tried on purpose, many times. They resume where they stopped.",
+    no_args_is_help=True,
+)
+Trials = Annotated[int, typer.Option(min=1, help="Of each kind.")]
+Seed = Annotated[int, typer.Option(min=0, help="Every trial follows from it.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes.")]
+
+
+@lab.command()
+def corrupt(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """Committed bytes changed on purpose: found by which layer, rebuilt or rolled back, never a wrong load."""
+    from . import corrupt as experiment
+    from .trials import Options
+
+    return _tried(experiment, Options(out, trials, seed, jobs), out)
+
+
+@lab.command()
+def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """A process killed at every step of the protocol, in all three write modes: what is left, and is it usable."""
+    from . import crash as experiment
+    from .trials import Options
+
+    return _tried(experiment, Options(out, trials, seed, jobs), out)
+
+
+@lab.command()
+def latency(out: Out, trials: Trials = 400, seed: Seed = 0, place: Place = None, as_json: Json = False) -> Answer:
+    """How long a save takes until it is done, in the three write modes, from 192 KB to 1 GB."""
+    from . import latency as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, place=place), out)
+
+
+@lab.command()
+def timeline(
+    out: Out,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 20.0,
+    place: Place = None,
+    as_json: Json = False,
+) -> Answer:
+    """What the disk does under the events of saves; a figure, and a trace file for Perfetto."""
+    from . import timeline as experiment
+
+    return _tried(experiment, experiment.Options(out, seconds, place=place), out)
+
+
+@lab.command()
+def peers(out: Out, trials: Trials = 200, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
+    """The same damage, kills and failing writes for torch.save, DCP and this project, side by side."""
+    from . import peers as experiment
+    from .trials import Options
+
+    return _tried(experiment, Options(out, trials, seed, jobs), out)
+
+
+@lab.command()
+def powerloss(
+    out: Out,
+    trials: Annotated[int, typer.Option(min=1, help="Of each trouble, file system and write mode.")] = 40,
+    seed: Seed = 0,
+    jobs: Jobs = 2,
+    plays: Annotated[int, typer.Option(min=1, help="Of each scenario of the crash model, in each write mode.")] = 3,
+    as_json: Json = False,
+) -> Answer:
+    """Every state that a crash may leave in a model of a disk; then, as root, ext4, xfs and btrfs in image files."""
+    from . import powerloss as experiment
+
+    return _tried(experiment, experiment.Options(out, trials, seed, jobs, plays), out)
+
+
+@lab.command()
+def scale(out: Out, place: Place = None, as_json: Json = False) -> Answer:
+    """What the records of a save cost with up to 16,384 ranks and a million pieces."""
+    from . import scale as experiment
+
+    return _tried(experiment, experiment.Options(out, place=place), out)
+
+
+def _tried(experiment: Any, options: Any, out: Path) -> Answer:
+    """Run an experiment, write what came of it, and say it."""
+    from . import trials
+    from .report import command_line, today
+
+    out.mkdir(parents=True, exist_ok=True)
+    rows = experiment.run(options, _say)
+    found = experiment.report(rows, options)
+    summary = experiment.summary(rows)
+    files = trials.write(found, summary, out, command_line(), today())
+    told = "\n".join(f"wrote {path}" for path in files)
+    data = {"lab": found.name, "files": [str(path) for path in files], **summary}
+    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{told}"))
+
+
+# ---- report ----------------------------------------------------------------------------------------------------
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="What bench and lab wrote.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its heading.")] = "lastgood: what was measured",
+    as_json: Json = False,
+) -> Answer:
+    """One self-contained page with the tables and plots of every bench and lab in these folders."""
+    from . import page
+
+    folders = [Path(paths.local(str(one), "DIR")) for one in folders]
+    out = Path(paths.local(str(out), "--out"))
+    length = page.write(folders, out, title)
+    data = {"file": str(out), "bytes": length, "folders": [str(one) for one in folders]}
+    return Answer(data, Text(f"{out}: {size_text(length)}"))

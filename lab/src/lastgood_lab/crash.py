@@ -1,0 +1,368 @@
+"""`lastgood lab crash`: a process is killed at every step of the protocol, in all three write modes; what is left.
+
+Two things are judged. The *group being written* is complete, absent or torn: the study's question. The *run* is usable
+or not: whether a restore brings back, to the bit, the newest state whose save was acknowledged, or the one that was
+being written. A kill leaves what was written in the page cache, so it is the mild crash. One more arm writes the way
+the study's unsafe mode did: in place, under the final names, one group for ever.
+
+Each trial is a fork of a process that holds a run of one verified generation, saves the next, and kills itself with
+SIGKILL just before one call to the file system, or half way through one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import LastgoodError
+from lastgood.format import layout
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
+from lastgood.ports import File
+from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk, WriteMode
+
+from . import trials
+from .journal import Journal
+from .noting import NotingFiles
+from .plain import State, load, save
+from .report import Report, Say, Table
+from .trials import Options, Row, error_bars, share
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODES: tuple[WriteMode, ...] = ("atomic_dirsync", "atomic_nodirsync", "unsafe")
+IN_PLACE = "in place, as the study"
+CHUNK_BYTES = 16 << 10
+MODEL_BYTES, OPTIMIZER_BYTES, RNG_BYTES = 64 << 10, 128 << 10, 5 << 10
+"""192 KB, as the study's group"""
+MAIN = ("after_model", "before_manifest", "manifest_partial", "before_commit")
+"""the study's four"""
+MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
+
+
+# ---- the calls of a save -----------------------------------------------------------------------------------------
+
+
+class KillingFiles(NotingFiles):
+    """Kills its own process before one of the calls that change something, or half way through a write."""
+
+    def __init__(self, root: Path, at: int = -1, half: bool = False) -> None:
+        self.calls: list[str] = []
+        self._root, self._at, self._half = str(root), at, half
+
+    def note(self, call: str, path: str) -> None:
+        self.calls.append(f"{call} {_told(path.removeprefix(self._root))}")
+        if len(self.calls) - 1 == self._at and not self._half:
+            die()
+
+    def write(self, file: File, path: str, mv: memoryview, offset: int) -> int:
+        half = self._half and len(self.calls) == self._at
+        taken = super().write(file, path, mv[: len(mv) // 2] if half else mv, offset)
+        if half:
+            die()
+        return taken
+
+
+def _told(path: str) -> str:
+    """What a path means: the same in every trial."""
+    name = re.sub(r"\.json\.[0-9]+-[0-9]+\.tmp$", ".json.tmp", os.path.basename(path))
+    if not path:
+        return "the run"
+    if path.startswith("/incarnations/"):
+        return "the incarnation" + (".tmp" if name.endswith(".tmp") else "")
+    return "the folder" if layout.parse_folder(name) else name
+
+
+def die() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
+
+
+# ---- what is saved -----------------------------------------------------------------------------------------------
+
+
+def content(step: int, seed: int) -> State:
+    """Tensors of the group; the widths of their names put the model first in the file."""
+
+    def some(name: str, size: int) -> bytes:
+        return hashlib.shake_256(f"{step} {seed} {name}".encode()).digest(size)
+
+    return {
+        "a_model": some("model", MODEL_BYTES),
+        "b_optimizer": some("optimizer", OPTIMIZER_BYTES),
+        "c_rng": some("rng", RNG_BYTES),
+    }
+
+
+def _opened(root: Path, mode: WriteMode, files: PosixFiles) -> RunWriter:
+    return RunWriter(Disk(files, str(root), mode=mode), Inline(), keep=Keep(last=1))
+
+
+def _upkeep(run: RunWriter) -> None:
+    run.verify(Arena(3 * CHUNK_BYTES, CHUNK_BYTES))
+    run.clean()
+
+
+def _begin_run(root: Path, mode: WriteMode, seed: int) -> None:
+    run = _opened(root, mode, PosixFiles())
+    save(run, 10, content(10, seed), chunk_bytes=CHUNK_BYTES)
+    _upkeep(run)
+
+
+def _go_on(
+    root: Path, mode: WriteMode, seed: int, files: PosixFiles, acknowledged: Callable[[], object] = lambda: None
+) -> None:
+    """The life that is killed: open, continue, save, verify, point, clean."""
+    run = _opened(root, mode, files)
+    newest = run.lineage()[0]
+    run.begin(newest.id)
+    save(run, 20, content(20, seed), chunk_bytes=CHUNK_BYTES)
+    acknowledged()
+    _upkeep(run)
+
+
+def calls_of(mode: WriteMode) -> list[str]:
+    """Every call of that life that changes something, by name, in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        _begin_run(root, mode, 0)
+        files = KillingFiles(root)
+        _go_on(root, mode, 0, files)
+        return files.calls
+
+
+def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
+    """(name, call, half way) of each place to be killed at: the study's four, then before every call."""
+    calls = calls_of(mode)
+    writes = [at for at, call in enumerate(calls) if call == f"write {DATA}"]
+    manifest = [at for at, call in enumerate(calls) if MANIFEST in call]
+    page_of_model = (layout.PAGE_BYTES + MODEL_BYTES) // CHUNK_BYTES
+    partly = next(at for at in manifest if calls[at].startswith("write"))
+    commit = next(at for at, call in enumerate(calls) if layout.COMMIT in call and at > partly)
+    main = [
+        ("after_model", writes[page_of_model], False),
+        ("before_manifest", manifest[0], False),
+        ("manifest_partial", partly, True),
+        ("before_commit", commit, False),
+    ]
+    return main + [(f"{at:02d} {call}", at, False) for at, call in enumerate(calls)]
+
+
+# ---- the study's form --------------------------------------------------------------------------------------------
+
+_PARTS = {"model": "a_model", "optimizer": "b_optimizer", "rng": "c_rng"}
+
+
+def _write_in_place(home: Path, step: int, seed: int, stop: str) -> None:
+    """Every file under its final name, nothing synced; killed at `stop`, or never."""
+    state, sums = content(step, seed), {}
+    for name, part in _PARTS.items():
+        (home / f"{name}.bin").write_bytes(state[part])
+        sums[name] = hashlib.sha256(state[part]).hexdigest()
+        if stop == "after_model" and name == "model":
+            die()
+    text = json.dumps({"step": step, "sums": sums})
+    if stop == "before_manifest":
+        die()
+    with (home / "MANIFEST.json").open("w") as file:
+        file.write(text[: len(text) // 2])
+        file.flush()
+        if stop == "manifest_partial":
+            die()
+        file.write(text[len(text) // 2 :])
+    if stop == "before_commit":
+        die()
+    (home / "COMMIT.json").write_text(json.dumps({"manifest": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def _read_in_place(home: Path, seed: int) -> tuple[str, str]:
+    """The group, and why it is not complete."""
+    try:
+        text = (home / "MANIFEST.json").read_bytes()
+        manifest = json.loads(text)
+        commit = json.loads((home / "COMMIT.json").read_text())
+    except (OSError, ValueError) as error:
+        return "torn", type(error).__name__
+    if commit["manifest"] != hashlib.sha256(text).hexdigest():
+        return "torn", "commit and manifest disagree"
+    for name in _PARTS:
+        if hashlib.sha256((home / f"{name}.bin").read_bytes()).hexdigest() != manifest["sums"][name]:
+            return "torn", f"{name} and manifest disagree"
+    return ("complete", "") if manifest["step"] == 20 else ("absent", "")
+
+
+# ---- one trial ---------------------------------------------------------------------------------------------------
+
+
+def one(key: Row) -> Row:
+    """One trial: a life that is killed, and what it left."""
+    mode, seed = key["mode"], random.Random(str(sorted(key.items()))).getrandbits(40)
+    with tempfile.TemporaryDirectory(prefix="lastgood-crash-", dir=trials.memory()) as folder:
+        root = Path(folder)
+        if mode == IN_PLACE:
+            _write_in_place(root, 10, seed, "")
+            status, _ = in_a_fork(lambda _: _write_in_place(root, 20, seed, key["point"]))
+            group, why = _read_in_place(root, seed)
+            told = {"killed": status, "acknowledged": False, "group": group, "usable": group != "torn"}
+            return {**told, "restored": 0, "why": why}
+        _begin_run(root, mode, seed)
+        files = KillingFiles(root, key["call"], key["half"])
+        status, said = in_a_fork(lambda say: _go_on(root, mode, seed, files, lambda: say("durable")))
+        return {"killed": status, **_left(root, mode, seed, bool(said))}
+
+
+def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
+    """Run a life in a fork: whether it was killed, and what it said before. Raises RuntimeError where it ends badly."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            life(lambda text: os.write(send, text.encode()))
+            status = 0
+        except Exception:  # noqa: BLE001 - told, and raised by the parent
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        said = pipe.read()
+    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if ended not in (0, -signal.SIGKILL):
+        raise RuntimeError(f"a fork ended with status {ended}, after it said {said!r}")
+    return ended < 0, said
+
+
+def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
+    tier = Disk(PosixFiles(), str(root), mode=mode)
+    group, why = "absent", ""
+    for home in root.glob("gen/000000000020-*"):
+        if (home / layout.COMMIT).exists():
+            try:
+                _, state = load(tier, 20, Inline())
+                group = "complete" if state == content(20, seed) else "torn"
+            except LastgoodError as error:
+                group, why = "torn", type(error).__name__
+    try:
+        found, state = load(tier, workers=Inline())
+        step = found.generation.step if found.generation else 0
+        right = step in (10, 20) and state == content(step, seed)
+        usable = right and (step == 20 or not (acknowledged or group == "complete"))
+    except LastgoodError as error:
+        step, usable, why = -1, False, type(error).__name__
+    return {"acknowledged": acknowledged, "group": group, "usable": usable, "restored": step, "why": why}
+
+
+# ---- all of them -------------------------------------------------------------------------------------------------
+
+REST = 10
+"""one in so many trials at the points that are not the study's"""
+
+
+def run(options: Options, say: Say) -> list[Row]:
+    keys = [
+        {"mode": mode, "point": name, "call": call, "half": half, "trial": trial, "seed": options.seed}
+        for mode in MODES
+        for name, call, half in points(mode)
+        for trial in range(options.trials if name in MAIN else max(1, options.trials // REST))
+    ]
+    keys += [
+        {"mode": IN_PLACE, "point": name, "call": -1, "half": False, "trial": trial, "seed": options.seed}
+        for name in MAIN
+        for trial in range(options.trials)
+    ]
+    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, say)
+
+
+def report(rows: Sequence[Row], options: Options) -> Report:
+    arms = [*MODES, IN_PLACE]
+    lines: list[list[str]] = []
+    every: list[list[str]] = []
+    for mode in arms:
+        mine = [row for row in rows if row["mode"] == mode]
+        for point in dict.fromkeys(row["point"] for row in mine):
+            here = [row for row in mine if row["point"] == point]
+            line = [mode, point, str(len(here)), *(str(sum(row["group"] == one for row in here)) for one in GROUPS)]
+            line += [share(here, itemgetter("usable")).told(), _why(here)]
+            (lines if point in MAIN else every).append(line)
+    head = ["mode", "killed", "trials", *GROUPS, "run usable (Wilson 95 %)", "reasons"]
+    totals = [[mode, share([row for row in rows if row["mode"] == mode], itemgetter("usable")).told()] for mode in arms]
+    return Report(
+        name="crash",
+        title="Killed at every step of the protocol",
+        about="A run of one verified generation saves the next and is killed. The group being written is complete, "
+        "absent or torn; the run is usable when a restore brings back, to the bit, that group or the one before; the "
+        "one before only while the save had not been acknowledged.",
+        tables=[
+            Table("The study's four points", head, lines),
+            Table("All points together", ["mode", "run usable (Wilson 95 %)"], totals),
+            Table("Before every other call", head, every),
+        ],
+        rows=rows,
+        notes=[
+            f"Killed as planned: {share(rows, itemgetter('killed')).told()}.",
+            "A kill does not empty the page cache: it tells no mode from another but the one that writes in place.",
+            "Intervals are Wilson's; the study's are Clopper-Pearson.",
+        ],
+        figures={"usable": lambda: _figure(rows)},
+    )
+
+
+GROUPS = ("complete", "absent", "torn")
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """For summary.json."""
+    arms = {mode: [row for row in rows if row["mode"] == mode] for mode in (*MODES, IN_PLACE)}
+    return {
+        "trials": len(rows),
+        "usable": {mode: share(mine, itemgetter("usable")).record() for mode, mine in arms.items()},
+        "torn": {mode: share(mine, lambda row: row["group"] == "torn").record() for mode, mine in arms.items()},
+        "main_points": {
+            f"{mode}, {point}": share([row for row in mine if row["point"] == point], itemgetter("usable")).record()
+            for mode, mine in arms.items()
+            for point in MAIN
+        },
+    }
+
+
+def _why(rows: Sequence[Row]) -> str:
+    reasons = [row["why"] for row in rows if row["why"]]
+    return ", ".join(f"{reasons.count(one)} {one}" for one in sorted(set(reasons)))
+
+
+def _figure(rows: Sequence[Row]) -> Figure:
+    """Usable after a crash, by mode and main point (the study's figures 3 and 4)."""
+    from .figures import panels
+
+    figure, (axes,) = panels(1, columns=1, wide=7.0, high=3.4)
+    arms, wide = [*MODES, IN_PLACE], 0.2
+    for at, mode in enumerate(arms):
+        shares = [
+            share([row for row in rows if (row["mode"], row["point"]) == (mode, point)], itemgetter("usable"))
+            for point in MAIN
+        ]
+        heights = [one.value for one in shares]
+        places = [place + at * wide for place in range(len(MAIN))]
+        axes.bar(places, heights, wide, yerr=error_bars(shares), label=mode, error_kw={"linewidth": 0.6})
+    axes.set_xticks([place + 1.5 * wide for place in range(len(MAIN))], MAIN)
+    axes.set_ylabel("share of runs usable after the kill")
+    axes.set_ylim(0, 1.05)
+    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure

@@ -1,0 +1,215 @@
+"""Goodput against the interval when a spot trace is replayed, from costs that were measured or are given.
+
+All computing is in replay.py; here traces and journals are read, and tables and figures made.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood.errors import Refused
+
+from . import journal as journals
+from .replay import COUNTS, Costs, Trace, artifact_count, ideal, parse, published, replay
+from .report import Report, Say, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """`journal`: of the interval bench; or `given`, one policy's costs for each interval.
+
+    `scale` and `work` say which of the journal's measurements of the model are meant, where there are several.
+    """
+
+    out: Path
+    traces: Sequence[Path]
+    journal: Path | None = None
+    model: str = "gpt2-124m"
+    given: Sequence[Costs] = ()
+    scale: float | None = None
+    work: float | None = None
+
+
+def run(options: Options, say: Say) -> list[Row]:
+    """One row for each trace, way of counting failures, policy and interval. Raises Refused without costs."""
+    costs = [*options.given, *(measured(options) if options.journal else ())]
+    if not costs:
+        raise Refused("no costs to replay with", todo="Run `lastgood bench interval` first, or give --step-seconds.")
+    costs += [ideal(one) for one in {one.interval: one for one in costs}.values()]
+    rows: list[Row] = []
+    for path in options.traces:
+        trace = read(path)
+        for count, failures in COUNTS.items():
+            times = failures(trace)
+            for one in costs:
+                found = replay(times, trace.seconds, one)
+                formula = published(len(times), trace.seconds, one)
+                rows.append(
+                    {
+                        "trace": path.stem,
+                        "count": count,
+                        "failures": len(times),
+                        "trace_seconds": trace.seconds,
+                        "policy": one.policy,
+                        "interval": one.interval,
+                        "steps": found.steps,
+                        "redone": found.redone,
+                        "goodput": found.goodput,
+                        "published": formula,
+                    }
+                )
+        say(f"{path.stem}: {told(path, trace)}")
+    return rows
+
+
+def read(path: Path) -> Trace:
+    """A trace file. Raises Refused for what is none."""
+    try:
+        return parse(path.read_text())
+    except (OSError, ValueError) as error:
+        raise Refused(f"{path} is no trace: {error}", todo="Give a CSV file as docs/bench.md describes it.") from error
+
+
+def told(path: Path, trace: Trace) -> str:
+    """How many failures a trace has, by each way to count; for samples the artifact's way too."""
+    text = f"{trace.seconds:,.0f} s, {len(trace.drops())} drops, {len(trace.changes())} drops and rises"
+    rows = list(csv.reader(path.read_text().splitlines()))
+    if rows[0][1:] == ["Time", "GPUs"]:
+        text += f"; sum(|change| // 4) from 0, with the tear-down: {artifact_count([int(row[2]) for row in rows[1:]])}"
+    return text
+
+
+def measured(options: Options) -> list[Costs]:
+    """The costs that a journal of the interval bench holds. A slowdown below 0 costs nothing.
+
+    Raises Refused where they were measured in more than one way.
+    """
+    medians, flights = _medians(options)
+    plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])
+    return [
+        Costs(
+            policy=policy,
+            interval=interval,
+            step_seconds=plain,
+            stall_seconds=max(0.0, one["slowdown"]) * plain * interval,
+            save_seconds=one["save_seconds"],
+            load_seconds=one.get("load_seconds", 0.0),
+            restart_seconds=one.get("restart_seconds", 0.0),
+            in_flight=flights[policy],
+        )
+        for (policy, interval), one in medians.items()
+    ]
+
+
+def clamped(options: Options) -> list[str]:
+    """The slowdowns in the journal that are below 0, which the replay takes as 0."""
+    if options.journal is None:
+        return []
+    medians, _ = _medians(options)
+    below = {at: one["slowdown"] for at, one in medians.items() if one["slowdown"] < 0}
+    return [f"{policy} every {interval}: {100 * slowdown:.1f} %" for (policy, interval), slowdown in below.items()]
+
+
+def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]], dict[str, int]]:
+    """(policy, interval) -> each measured value, its median over rounds and kills; policy -> saves in flight."""
+    assert options.journal is not None
+    found: dict[tuple[str, int], dict[str, list[float]]] = {}
+    flights: dict[str, int] = {}
+    ways = set()
+    for entry in journals.entries(options.journal):
+        key, values = entry["key"], entry["found"]
+        wanted = options.scale in (None, key["scale"]) and options.work in (None, key["work"])
+        if key["model"] != options.model or key["policy"] == "no saves" or not wanted:
+            continue
+        ways.add(f"{key['hardware']}, scale {key['scale']}, work {key['work']}, {key['device']}, {key['settings']}")
+        lists = found.setdefault((key["policy"], key["interval"]), {})
+        flights[key["policy"]] = key["settings"][0]
+        for name in ("plain_step_seconds", "slowdown", "save_seconds", "load_seconds", "restart_seconds"):
+            if name in values:
+                lists.setdefault(name, []).append(values[name])
+    if len(ways) > 1:
+        listed = "\n".join(sorted(ways))
+        what = f"the journal holds {options.model} in more than one way:\n{listed}"
+        raise Refused(what, todo="\nChoose with --scale and --work.")
+    medians = {at: {name: statistics.median(values) for name, values in lists.items()} for at, lists in found.items()}
+    return medians, flights
+
+
+# ---- the report ------------------------------------------------------------------------------------------------
+
+
+def report(rows: Sequence[Row], options: Options) -> Report:
+    below = clamped(options)
+    intervals = sorted({row["interval"] for row in rows})
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    tables = []
+    for trace in dict.fromkeys(row["trace"] for row in rows):
+        for count in COUNTS:
+            some = [row for row in rows if (row["trace"], row["count"]) == (trace, count)]
+            lines = []
+            for policy in policies:
+                mine = {row["interval"]: row for row in some if row["policy"] == policy}
+                cells = [
+                    f"{100 * mine[one]['goodput']:.1f} ({100 * mine[one]['published']:.1f})" if one in mine else "-"
+                    for one in intervals
+                ]
+                best = max(mine.values(), key=lambda row: row["goodput"])
+                lines.append([policy, *cells, f"{100 * best['goodput']:.1f} at {best['interval']}"])
+            title = f"{trace}: {count}, {some[0]['failures']} failures in {some[0]['trace_seconds']:,.0f} s"
+            tables.append(Table(title, ["policy", *(f"every {one}" for one in intervals), "peak"], lines))
+    return Report(
+        name="goodput",
+        title="Goodput against the interval when spot traces are replayed",
+        about=(
+            "Useful steps as per cent of what the time could have held without failures and without saves: event by "
+            "event, and in brackets by the published formula."
+        ),
+        tables=tables,
+        rows=rows,
+        notes=[
+            "event by event: each failure at its time in the trace; back to the newest step that was durable by then, "
+            "then restart and loading; failures of one moment are one",
+            "published formula (PCcheck, ASPLOS'25, and its artifact): every failure costs its average: l + f t / 2 "
+            "where the loop stops, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 "
+            "for PCcheck and lastgood; the restart is added here",
+            "Gemini's saves count as durable: the peer that holds them is taken to survive",
+            *(["slowdowns measured below 0 (noise) count as 0: " + "; ".join(below)] if below else []),
+            *(f"{path.stem}: {told(path, read(path))}" for path in options.traces),
+        ],
+        figures={
+            f"replay-{trace}": lambda trace=trace: _draw([row for row in rows if row["trace"] == trace])  # type: ignore[misc]
+            for trace in dict.fromkeys(row["trace"] for row in rows)
+        },
+    )
+
+
+def _draw(rows: Sequence[Row]) -> Figure:
+    from .figures import legend_below, look, panels, steps_axis
+
+    intervals = sorted({row["interval"] for row in rows})
+    figure, axes = panels(len(COUNTS), wide=4.2)
+    for count, one in zip(COUNTS, axes, strict=True):
+        some = [row for row in rows if row["count"] == count]
+        for at, policy in enumerate(dict.fromkeys(row["policy"] for row in some)):
+            mine = sorted((row for row in some if row["policy"] == policy), key=lambda row: row["interval"])
+            where = [row["interval"] for row in mine]
+            style = {**look(policy, at), "color": "#999999", "marker": ""} if policy == "ideal" else look(policy, at)
+            one.plot(where, [100 * row["goodput"] for row in mine], **style)
+            thin = {"color": style["color"], "linestyle": ":", "linewidth": 0.9}
+            one.plot(where, [100 * row["published"] for row in mine], **thin)
+        one.plot([], [], color="#777777", linestyle=":", linewidth=0.9, label="dotted: published formula")
+        steps_axis(one, intervals)
+        one.set_title(f"{count}: {some[0]['failures']} failures")
+        one.set_ylabel("goodput, % of no failures, no saves")
+    legend_below(figure, axes[0])
+    return figure

@@ -1,0 +1,456 @@
+"""Training throughput against the interval between saves, without failures; then kills, and how long recovery took.
+
+A measurement is a pair: a few steps without saves, the timed steps with them, a few without again, in one process on
+one workload; what counts is their ratio. Policies and intervals take turns in rounds, so that a drift of the machine
+meets all of them. Timed steps begin with a save and end just before the next one is due, with as much under way at the
+end as at the beginning.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lastgood.units import size
+
+from . import recovery
+from .journal import Journal
+from .models import Workload
+from .policies import POLICIES, Nothing, Policy, Settings, bound_seconds
+from .report import Report, Say, Table, hardware, percent, quantile, spread
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PLAIN_STEPS = 4
+"""steps without saves before and after the timed ones"""
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure. `scale` shrinks the networks, `work` their batches; `least_steps` are timed at least.
+
+    `kills` of the first model, for each policy and interval.
+    """
+
+    out: Path
+    place: Path | None = None
+    models: Sequence[str] = ("gpt2-124m",)
+    policies: Sequence[str] = tuple(POLICIES)
+    intervals: Sequence[int] = (1, 10, 25, 50, 100)
+    scale: float = 1.0
+    work: float = 1.0
+    rounds: int = 5
+    least_steps: int = 10
+    kills: int = 3
+    device: str = "cpu"
+    settings: Settings = field(default_factory=Settings)
+
+    def key(self, model: str, policy: str, interval: int) -> dict[str, Any]:
+        settings = list(self.settings)
+        named = {"model": model, "policy": policy, "interval": interval, "scale": self.scale, "work": self.work}
+        return {**named, "least_steps": self.least_steps, "device": self.device, "settings": settings}
+
+
+def run(options: Options, say: Say) -> list[Row]:
+    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    journal = Journal(options.out / "interval.journal.jsonl", {"hardware": hardware()})
+    rows: list[Row] = []
+    for model in options.models:
+        rows += _throughput(options, model, journal, say)
+    if options.kills:
+        rows += _recovery(options, options.models[0], journal, say, rows)
+    return rows
+
+
+# ---- throughput ------------------------------------------------------------------------------------------------
+
+
+def _throughput(options: Options, model: str, journal: Journal, say: Say) -> list[Row]:
+    rows: list[Row] = []
+    names = ["no saves", *options.policies]
+    workload: Workload | None = None
+    total, done = options.rounds * len(names) * len(options.intervals), 0
+    for number in range(options.rounds):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            keys = [{**options.key(model, name, one), "round": number} for one in options.intervals]
+            known = [journal.get(kind="throughput", **key) for key in keys]
+            if None in known:
+                if workload is None:
+                    workload = Workload(model, options.scale, options.work, options.device)
+                    for _ in range(PLAIN_STEPS):
+                        _plain_step(workload)  # the first ones touch memory for the first time
+                with working_place(options) as place:
+                    before = resident_bytes()
+                    policy = _opened(name, workload, place, options.settings)
+                    step = 0
+                    for at, key in enumerate(keys):
+                        if known[at] is None:
+                            found = _segment(
+                                workload, policy, key["interval"], options.least_steps, step, place, before
+                            )
+                            step = found.pop("last_step")
+                            known[at] = journal.put(found, kind="throughput", **key)
+                            slow = 100 * found["slowdown"]
+                            what = f"{model}, {name}, every {key['interval']}"
+                            say(f"[{done + at + 1}/{total}] {what}: {slow:+.1f} %, save {found['save_seconds']:.2f} s")
+                    policy.close()
+            done += len(keys)
+            rows += [{**key, "kind": "throughput", **one} for key, one in zip(keys, known, strict=True) if one]
+    return rows
+
+
+def _opened(name: str, workload: Workload, place: Path, settings: Settings) -> Policy:
+    return Nothing() if name == "no saves" else POLICIES[name](workload, place, settings, None)
+
+
+def _segment(
+    workload: Workload, policy: Policy, interval: int, least: int, step: int, place: Path, memory_before: int
+) -> dict[str, Any]:
+    """One pair of measurements; `step` is the last step that was saved."""
+    policy.wait()
+    before = [_plain_step(workload) for _ in range(PLAIN_STEPS)]
+    begun, step = time.perf_counter(), step + 1
+    policy.save(step)
+    policy.fence()
+    policy.wait()
+    alone = time.perf_counter() - begun  # a save, and what it leaves behind, with nothing beside it
+
+    filling = 0 if alone < interval * statistics.median(before) else policy.in_flight + 1
+    for _ in range(filling):
+        step = _period(workload, policy, interval, step, [], [], [], lambda: None)
+    steps: list[float] = []
+    waits: list[float] = []
+    fences: list[float] = []
+    spent = _behind_seconds()
+    already, memory, stored = len(policy.saved), 0, 0
+
+    def weigh() -> None:
+        nonlocal memory, stored
+        memory, stored = max(memory, resident_bytes(policy.processes())), max(stored, stored_bytes(place))
+
+    for _ in range(max(1, math.ceil(least / interval))):
+        step = _period(workload, policy, interval, step, steps, waits, fences, weigh)
+    policy.wait()
+    saves = [one.seconds for one in policy.saved[already:]]
+    behind = {name: (now - spent.get(name, 0.0)) / len(waits) for name, now in _behind_seconds().items()}
+    after = [_plain_step(workload) for _ in range(PLAIN_STEPS)]
+    plain = statistics.mean(before + after)
+    with_saves = sum(steps) / (len(waits) * interval)
+    return {
+        "plain_step_seconds": plain,
+        "step_seconds": with_saves,
+        "slowdown": with_saves / plain - 1,
+        "stall_seconds": max(0.0, (with_saves - plain) * interval),
+        "wait_seconds": waits,
+        "fence_seconds": fences,
+        "save_seconds": statistics.median(saves or [alone]),
+        "saves": len(saves),
+        "alone_seconds": alone,
+        "behind_seconds": {name: one for name, one in behind.items() if one > 0.001},
+        "memory_bytes": max(0, memory - memory_before),
+        "stored_bytes": stored,
+        "last_step": step,
+    }
+
+
+def _period(
+    workload: Workload,
+    policy: Policy,
+    interval: int,
+    step: int,
+    steps: list[float],
+    waits: list[float],
+    fences: list[float],
+    weigh: Callable[[], None],
+) -> int:
+    """A save and the steps until the next one; what each took is added to the lists, `weigh` runs off the clock."""
+
+    def fence() -> None:
+        at = time.perf_counter()
+        policy.fence()
+        fences.append(time.perf_counter() - at)
+
+    step += interval
+    begun = time.perf_counter()
+    policy.save(step)
+    waits.append(time.perf_counter() - begun)
+    for _ in range(interval):
+        workload.step(fence)
+        steps.append(time.perf_counter() - begun)
+        weigh()
+        begun = time.perf_counter()
+    return step
+
+
+def _behind_seconds() -> dict[str, float]:
+    """Processor time of the threads that Python has started beside this one, by name."""
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.ident is not None:
+            name = thread.name.partition("_")[0]
+            seconds = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def _plain_step(workload: Workload) -> float:
+    begun = time.perf_counter()
+    workload.step(lambda: None)
+    return time.perf_counter() - begun
+
+
+@contextmanager
+def working_place(options: Any) -> Iterator[Path]:
+    """A directory to save into, gone afterwards."""
+    place = Path(tempfile.mkdtemp(prefix="bench-", dir=options.place or options.out))
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+def resident_bytes(others: Sequence[int] = ()) -> int:
+    """Memory of this process, and of others, that is not a copy of a file: anonymous and shared."""
+    total = 0
+    for process in ("self", *others):
+        with open(f"/proc/{process}/status") as status:
+            for line in status:
+                if line.startswith(("RssAnon", "RssShmem")):
+                    total += 1024 * int(line.split()[1])
+    return total
+
+
+def stored_bytes(place: Path) -> int:
+    """What lies below a directory takes on the disk."""
+    total = 0
+    for folder, _, files in os.walk(place):
+        for name in files:
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
+    return total
+
+
+# ---- recovery --------------------------------------------------------------------------------------------------
+
+
+def _recovery(options: Options, model: str, journal: Journal, say: Say, measured: Sequence[Row]) -> list[Row]:
+    rows: list[Row] = []
+    total, done = options.kills * len(options.policies) * len(options.intervals), 0
+    for number in range(options.kills):
+        for name in options.policies:
+            for interval in options.intervals:
+                done += 1
+                key = {**options.key(model, name, interval), "kill": number}
+                known = journal.get(kind="recovery", **key)
+                if known is None:
+                    with working_place(options) as place:
+                        spec = recovery.Spec(
+                            model,
+                            options.scale,
+                            options.work,
+                            options.device,
+                            name,
+                            interval,
+                            str(place),
+                            options.settings,
+                        )
+                        save = _median(measured, model, name, interval, "save_seconds")
+                        step = _median(measured, model, name, interval, "plain_step_seconds")
+                        found = recovery.killed_and_restarted(spec, number, save / step)
+                    limit = bound_seconds(name, interval, step, save, found["load_seconds"], options.settings.in_flight)
+                    known = journal.put({**found, "bound_seconds": limit}, kind="recovery", **key)
+                    took = f"{known['recovery_seconds']:.2f} s (at most {limit:.2f})"
+                    say(f"[{done}/{total}] {model}, {name}, every {interval}: recovered in {took}")
+                rows.append({**key, "kind": "recovery", **known})
+    return rows
+
+
+def _median(rows: Sequence[Row], model: str, policy: str, interval: int, value: str) -> float:
+    return statistics.median(row[value] for row in select(rows, model=model, policy=policy, interval=interval))
+
+
+# ---- the report ------------------------------------------------------------------------------------------------
+
+
+def select(rows: Sequence[Row], kind: str = "throughput", **wanted: Any) -> list[Row]:
+    """Rows of a kind with these values."""
+    return [row for row in rows if row["kind"] == kind and all(row[name] == one for name, one in wanted.items())]
+
+
+def report(rows: Sequence[Row], options: Options) -> Report:
+    tables, notes, figures = [], [], {}
+    for model in options.models:
+        tables += _tables(rows, options, model)
+    figures["throughput"] = lambda: _draw_throughput(rows, options)
+    if options.kills:
+        tables.append(_recovery_table(rows, options, options.models[0]))
+        figures["recovery"] = lambda: _draw_recovery(rows, options, options.models[0])
+    notes.append(
+        "slowdown: seconds of a step with saves / without, minus 1, both from one process and one minute; "
+        "`no saves` shows what the machine does to that ratio by itself"
+    )
+    notes.append(
+        "processor: seconds of one core that the threads behind a save take (verification and deletion included): "
+        + "; ".join(_parts(rows, name) for name in options.policies)
+    )
+    notes.append("memory: anonymous and shared pages beyond the training loop's, the peer's included; no page cache")
+    if options.kills:
+        notes.append(
+            "recovery: loading and the steps done again until the step of the kill; starting Python, torch and the "
+            "network is not in it (told as restart). The bound takes the medians of t and Tw measured here"
+        )
+    settings = options.settings
+    return Report(
+        name="interval" if options.device == "cpu" else "interval-gpu",
+        title="Training throughput against the interval between saves",
+        about=(
+            f"Medians of {options.rounds} interleaved rounds, (least-most). Scale {options.scale:g} of the parameters, "
+            f"{options.work:g} of the batch; {settings.in_flight} saves in flight, {settings.writers} writers each, "
+            f"chunks of {settings.chunk_bytes >> 20} MiB."
+        ),
+        tables=tables,
+        rows=rows,
+        notes=notes,
+        figures=figures,
+    )
+
+
+def _tables(rows: Sequence[Row], options: Options, model: str) -> list[Table]:
+    of_model = select(rows, model=model)
+    plain = spread([row["plain_step_seconds"] for row in of_model])
+    names = ["no saves", *options.policies]
+    slow = [
+        [
+            name,
+            *(
+                percent([row["slowdown"] for row in select(rows, model=model, policy=name, interval=one)])
+                for one in options.intervals
+            ),
+        ]
+        for name in names
+    ]
+    head = ["policy", *(f"every {one}" for one in options.intervals)]
+    costs = []
+    for name in options.policies:
+        mine = select(rows, model=model, policy=name)
+        waits = [one for row in mine for one in row["wait_seconds"]]
+        fences = [one for row in mine for one in row["fence_seconds"]]
+        costs.append(
+            [
+                name,
+                f"{1000 * statistics.median(waits):.1f} / {1000 * quantile(waits, 0.99):.1f}",
+                f"{1000 * quantile(fences, 0.99):.1f}",
+                spread([row["save_seconds"] for row in mine]),
+                spread([sum(row["behind_seconds"].values()) for row in mine], ".2f"),
+                size(max(row["memory_bytes"] for row in mine)),
+                size(max(row["stored_bytes"] for row in mine)),
+            ]
+        )
+    return [
+        Table(f"{model}: slowdown (a step without saves: {plain} s)", head, slow),
+        Table(
+            f"{model}: what a save costs",
+            [
+                "policy",
+                "call, ms: median / p99",
+                "fence, ms: p99",
+                "until durable, s",
+                "processor, s",
+                "memory",
+                "storage",
+            ],
+            costs,
+        ),
+    ]
+
+
+def _parts(rows: Sequence[Row], policy: str) -> str:
+    """What the threads of a policy take for a save, by their names; those of nameless pools together."""
+    found: dict[str, list[float]] = {}
+    mine = select(rows, policy=policy)
+    for row in mine:
+        of_row = Counter[str]()
+        for name, seconds in row["behind_seconds"].items():
+            of_row[re.sub(r"^ThreadPoolExecutor-\d+$", "pools", name).removeprefix("lastgood-")] += seconds
+        for name, total in of_row.items():
+            found.setdefault(name, []).append(total)
+    parts = [f"{name} {sum(seconds) / len(mine):.2f}" for name, seconds in sorted(found.items())]
+    return f"{policy}: {', '.join(parts) or 'none in Python'}"
+
+
+def _recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
+    lines = []
+    for name in options.policies:
+        cells = [name]
+        for one in options.intervals:
+            found = select(rows, "recovery", model=model, policy=name, interval=one)
+            seconds = spread([row["recovery_seconds"] for row in found], ".2f")
+            cells.append(f"{seconds} of {max(row['bound_seconds'] for row in found):.2f}")
+        found = select(rows, "recovery", model=model, policy=name)
+        cells += [spread([row[value] for row in found], ".2f") for value in ("load_seconds", "restart_seconds")]
+        lines.append(cells)
+    head = ["policy", *(f"every {one}" for one in options.intervals), "loading, s", "restart, s"]
+    return Table(f"{model}: recovery after a kill, seconds of the bound's", head, lines)
+
+
+def _draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
+    from .figures import legend_below, look, panels, steps_axis
+
+    figure, axes = panels(len(options.models), wide=5.0 if len(options.models) == 1 else 3.6)
+    for model, one in zip(options.models, axes, strict=True):
+        for at, name in enumerate(options.policies):
+            groups = [
+                [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy=name, interval=interval)]
+                for interval in options.intervals
+            ]
+            one.plot(options.intervals, [statistics.median(group) for group in groups], **look(name, at))
+        noise = [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy="no saves")]
+        one.axhspan(min(noise), max(noise), color="#eeeeee", zorder=0)
+        one.axhline(1, color="#999999", linestyle="--", linewidth=1, label="no saves (grey: spread)")
+        steps_axis(one, options.intervals)
+        one.set_ylim(bottom=0)
+        one.set_title(model)
+        one.set_ylabel("throughput / without saves")
+    legend_below(figure, axes[0])
+    return figure
+
+
+def _draw_recovery(rows: Sequence[Row], options: Options, model: str) -> Figure:
+    from .figures import legend_below, look, panels, steps_axis
+
+    figure, axes = panels(len(options.policies), columns=4, wide=2.8, high=2.5)
+    step = statistics.median(row["plain_step_seconds"] for row in select(rows, model=model))
+    every = select(rows, "recovery", model=model)
+    least = min(row["recovery_seconds"] for row in every)
+    most = max(max(row["bound_seconds"], row["recovery_seconds"]) for row in every)
+    for at, (name, one) in enumerate(zip(options.policies, axes, strict=True)):
+        found = select(rows, "recovery", model=model, policy=name)
+        by_interval = [[row for row in found if row["interval"] == interval] for interval in options.intervals]
+        dots = {**look(name, at), "label": "measured"}
+        one.plot([row["interval"] for row in found], [row["recovery_seconds"] for row in found], linestyle="", **dots)
+        limits = [max(row["bound_seconds"] for row in group) for group in by_interval]
+        one.plot(options.intervals, limits, color="#D55E00", label="bound")
+        loads = [statistics.median(row["load_seconds"] for row in group) for group in by_interval]
+        ideal = [load + interval * step / 2 for load, interval in zip(loads, options.intervals, strict=True)]
+        one.plot(options.intervals, ideal, color="#999999", linestyle="--", label="ideal on average: l + f t / 2")
+        steps_axis(one, options.intervals)
+        one.set_yscale("log")
+        one.set_ylim(least / 1.5, most * 1.5)
+        one.set_title(name)
+        one.set_ylabel("recovery, s")
+    legend_below(figure, axes[0])
+    return figure

@@ -1,0 +1,74 @@
+"""What labels add to generations after their commit, as the crash model expects to find it.
+
+A label that is under way, or whose outcome is unknown, may or may not be found; one that was acknowledged must be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from lastgood.records import Generation, GenerationId
+
+LOSS = "loss"
+"""the metric that every label sets"""
+
+
+@dataclass
+class Labels:
+    """The expected labels of each generation. Every label sets the metric `LOSS`, and some set a milestone."""
+
+    losses: dict[GenerationId, tuple[float | None, ...]] = field(default_factory=dict)
+    """the values that may be found: the one acknowledged last (None: no value), then those requested after it"""
+    milestones: dict[GenerationId, bool] = field(default_factory=dict)
+    """generations for which a milestone was requested, and whether one was acknowledged"""
+
+    def copied(self) -> Labels:
+        return Labels(dict(self.losses), dict(self.milestones))
+
+    @property
+    def asked(self) -> set[GenerationId]:
+        """Generations for which a label was requested."""
+        return set(self.losses)
+
+    def key(self) -> int:
+        """Two of the same key accept the same labels."""
+        return hash((frozenset(self.losses.items()), frozenset(self.milestones.items())))
+
+    def ask(self, at: GenerationId, loss: float, milestone: bool) -> None:
+        """A label is about to be written."""
+        self.losses[at] = (*self.losses.get(at, (None,)), loss)
+        if milestone:
+            self.milestones.setdefault(at, False)
+
+    def acknowledge(self, at: GenerationId, loss: float, milestone: bool) -> None:
+        """The label was written, and reported as durable."""
+        self.losses[at] = (loss,)
+        if milestone:
+            self.milestones[at] = True
+
+    def settle(self, generations: Iterable[Generation]) -> None:
+        """A process has opened the run: from now on the labels that it read are durable, and no others exist."""
+        for one in generations:
+            if one.id in self.losses:
+                self.losses[one.id] = (one.commit.metrics.get(LOSS),)
+            if one.id in self.milestones:
+                self.milestones[one.id] = one.commit.milestone
+
+    def problem(self, generation: Generation) -> str:
+        """How the labels of a generation differ from what may be found; empty where they do not."""
+        at, found = generation.id, generation.commit
+        expected = self.losses.get(at, (None,))
+        if found.metrics.get(LOSS) not in expected:
+            return f"has the metrics {found.metrics}, and not one of {expected}"
+        if self.milestones.get(at) and not found.milestone:
+            return "has lost its milestone"
+        if found.milestone and at not in self.milestones:
+            return "is a milestone, which nobody requested"
+        return ""
+
+    def beaten(self, at: GenerationId, rivals: Iterable[GenerationId]) -> bool:
+        """Whether one of `rivals` may have a loss as low as that of `at`, or `at` may have none."""
+        mine = self.losses.get(at, (None,))
+        others = [loss for one in rivals for loss in self.losses.get(one, ()) if loss is not None]
+        return any(loss is None or any(other <= loss for other in others) for loss in mine)

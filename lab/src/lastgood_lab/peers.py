@@ -1,0 +1,329 @@
+"""`lastgood lab peers`: the same damage, kills and failing writes for this project and for what people use instead.
+
+The state is the group of `corrupt`; each contender keeps two saves of it, as it is commonly used. Then: bytes of the
+newest are changed; or the process is killed at a random moment of the next save; or the next save's files may not grow
+beyond a random length, so that a write fails in the middle. What counts is what a resume would find: the right state,
+an older right one, an error, or wrong values without a word. Only what was run is told.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from lastgood.loop.checkpointer import Checkpointer
+from lastgood.policy.retention import Keep
+
+from . import trials
+from .corrupt import KINDS, advance, group, tensors_of
+from .crash import in_a_fork
+from .journal import Journal
+from .report import Report, Say, Table
+from .trials import Options, Row, share
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STEPS = (10, 20, 30)
+"""the last is the save that is killed, or fails"""
+DAMAGE = ("bitflip", "zerorange", "truncate", "garbage page", "swapped blocks", "lost file")
+OUTCOMES = ("right", "older", "error", "wrong")
+"""what a resume finds: the newest state, an older one as it was saved, an error, or values that were never saved"""
+
+
+# ---- contenders --------------------------------------------------------------------------------------------------
+
+
+class Contender(NamedTuple):
+    """`save(home, step, state)` as commonly used; `load(home, state)` what a resume does; both raise as they are."""
+
+    save: Callable[[Path, int, dict[str, Any]], None]
+    load: Callable[[Path, dict[str, Any]], None]
+    largest: Callable[[Path], Path]
+    """the file of the newest save that holds its tensors"""
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {"model": state["model"].state_dict(), "optimizer": state["optimizer"].state_dict()}
+
+
+def _put(state: dict[str, Any], found: dict[str, Any]) -> None:
+    state["model"].load_state_dict(found["model"])
+    state["optimizer"].load_state_dict(found["optimizer"])
+
+
+def _torch_save(home: Path, step: int, state: dict[str, Any]) -> None:
+    staged = home / "saving.tmp"
+    torch.save(_plain(state), staged)
+    staged.rename(home / f"{step:06d}.pt")
+
+
+def _torch_load(home: Path, state: dict[str, Any]) -> None:
+    _put(state, torch.load(max(home.glob("*.pt")), weights_only=True))
+
+
+def _dcp_save(home: Path, step: int, state: dict[str, Any]) -> None:
+    dcp.save(_plain(state), storage_writer=dcp.FileSystemWriter(str(home / f"{step:06d}")), no_dist=True)
+
+
+def _dcp_load(home: Path, state: dict[str, Any]) -> None:
+    found = _plain(state)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(str(max(home.iterdir()))), no_dist=True)
+    _put(state, found)
+
+
+def _lastgood_save(home: Path, step: int, state: dict[str, Any]) -> None:
+    with Checkpointer(home, state, retention=Keep(last=9), on_error="raise") as ckpt:
+        if step > STEPS[0]:
+            held = [one.detach().clone() for one in tensors_of(state)]
+            ckpt.restore()
+            with torch.no_grad():
+                for one, value in zip(tensors_of(state), held, strict=True):
+                    one.copy_(value)
+        ckpt.save(step).result()
+
+
+def _lastgood_load(home: Path, state: dict[str, Any]) -> None:
+    with Checkpointer(home, state, retention=Keep(last=9)) as ckpt:
+        ckpt.restore()
+
+
+def _of_folder(home: Path) -> Path:
+    newest = max(path for path in home.iterdir() if path.is_dir())
+    return max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+CONTENDERS = {
+    "lastgood": Contender(
+        _lastgood_save, _lastgood_load, lambda home: max((home / "gen").iterdir()) / "r00000.safetensors"
+    ),
+    "torch.save + rename": Contender(_torch_save, _torch_load, lambda home: max(home.glob("*.pt"))),
+    "DCP": Contender(_dcp_save, _dcp_load, _of_folder),
+}
+
+
+# ---- one trial ---------------------------------------------------------------------------------------------------
+
+
+def one(key: Row) -> Row:
+    """One trial: two saves in a process that ends, trouble, and a resume in another."""
+    contender, chance = CONTENDERS[key["contender"]], random.Random(str(sorted(key.items())))
+    seed = chance.getrandbits(30)
+    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as folder:
+        home = Path(folder)
+        for step in STEPS[:2]:
+            _save(contender, home, step, made(seed, step))
+        told = ""
+        if key["trouble"] in DAMAGE:
+            path = contender.largest(home)
+            _damage(path, key["trouble"], chance)
+        elif key["trouble"] == "killed":
+            told = _kill(contender, home, seed, chance)
+        else:
+            told = _fail(contender, home, seed, chance)
+        said = in_a_fork(lambda say: say(_resumed(contender, home, seed)))[1]
+    if not said.isdecimal():
+        return {"outcome": "error", "found": -1, "told": said, "acknowledged": told == "returned"}
+    found = int(said)
+    newest = STEPS[2] if told == "returned" else STEPS[1]
+    outcome = "wrong" if not found else "right" if found >= newest else "older"
+    return {"outcome": outcome, "found": found, "told": told, "acknowledged": told == "returned"}
+
+
+def _resumed(contender: Contender, home: Path, seed: int) -> str:
+    """The step whose state a resume found, "0" for none of them; or the name of its error."""
+    state = made(seed, 0)
+    try:
+        with _silence():
+            contender.load(home, state)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - what its user would see
+        return type(error).__name__
+    return str(next((step for step in STEPS[::-1] if _same(state, made(seed, step))), 0))
+
+
+def made(seed: int, step: int) -> dict[str, Any]:
+    """The state after so many steps."""
+    state = group(seed)
+    for _ in range(step // 10):
+        advance(state)
+    return state
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(map(torch.equal, tensors_of(one), tensors_of(other)))
+
+
+def _damage(path: Path, kind: str, chance: random.Random) -> None:
+    if kind == "lost file":
+        path.unlink()
+        return
+    staged = path.parent / "r00000.safetensors"
+    path.rename(staged)
+    KINDS[kind](path.parent, chance)
+    staged.rename(path)
+
+
+def _kill(contender: Contender, home: Path, seed: int, chance: random.Random) -> str:
+    """What the save had said when it was killed: "returned", or nothing."""
+    state = made(seed, STEPS[2])
+    after = chance.uniform(0.0, 0.03)
+
+    def life(say: Callable[[str], object]) -> None:
+        timer = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        timer.start()
+        with _silence():
+            contender.save(home, STEPS[2], state)
+        say("returned")
+        timer.join()
+
+    return in_a_fork(life)[1]
+
+
+def _fail(contender: Contender, home: Path, seed: int, chance: random.Random) -> str:
+    """What the save said: the name of its error, or "returned"."""
+    state = made(seed, STEPS[2])
+    limit = chance.randrange(1, contender.largest(home).stat().st_size)
+
+    def life(say: Callable[[str], object]) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # python ignores the signal of it
+        try:
+            with _silence():
+                contender.save(home, STEPS[2], state)
+        except BaseException as error:  # noqa: BLE001 - told
+            say(type(error).__name__)
+        else:
+            say("returned")
+
+    return in_a_fork(life)[1]
+
+
+def _save(contender: Contender, home: Path, step: int, state: dict[str, Any]) -> None:
+    """A save without trouble, in a process that ends."""
+
+    def life(say: Callable[[str], object]) -> None:
+        with _silence():
+            contender.save(home, step, state)
+
+    in_a_fork(life)
+
+
+def _silence() -> redirect_stderr[io.StringIO]:
+    """What the contenders print, thousands of times; what they raise is heard."""
+    return redirect_stderr(io.StringIO())
+
+
+# ---- all of them -------------------------------------------------------------------------------------------------
+
+TROUBLES = (*DAMAGE, "killed", "a file that may not grow")
+
+
+def begin() -> None:
+    torch.set_num_threads(1)
+
+
+def run(options: Options, say: Say) -> list[Row]:
+    keys = [
+        {"contender": name, "trouble": trouble, "trial": trial, "seed": options.seed}
+        for trouble in TROUBLES
+        for trial in range(options.trials)
+        for name in CONTENDERS
+    ]
+    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, say, begin)
+
+
+def report(rows: Sequence[Row], options: Options) -> Report:
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = []
+    for trouble in TROUBLES:
+        for name in names:
+            mine = [row for row in rows if (row["contender"], row["trouble"]) == (name, trouble)]
+            counts = [str(sum(row["outcome"] == one for row in mine)) for one in OUTCOMES]
+            lines.append([trouble, name, str(len(mine)), *counts, str(sum(map(_swallowed, mine)))])
+    head = [
+        "trouble",
+        "contender",
+        "trials",
+        "newest, right",
+        "older, right",
+        "error",
+        "wrong values",
+        "error swallowed",
+    ]
+    notes = [
+        f"{name}: wrong values without a word {share(_of(rows, name), _wrong).told()}; a resume that ends in an error "
+        f"{share(_of(rows, name), lambda row: row['outcome'] == 'error').told()}."
+        for name in names
+    ]
+    return Report(
+        name="peers",
+        title="The same trouble for this project and for what people use instead",
+        about="Two saves, trouble, and a resume in a fresh process. An error swallowed: the save returned, and what it "
+        "saved is not there.",
+        tables=[Table("", head, lines)],
+        rows=rows,
+        notes=notes,
+        figures={"outcomes": lambda: _figure(rows)},
+    )
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """For summary.json."""
+    names = dict.fromkeys(row["contender"] for row in rows)
+    return {
+        "trials": len(rows),
+        "wrong_values": {name: share(_of(rows, name), _wrong).record() for name in names},
+        "resume_fails": {
+            name: share(_of(rows, name), lambda row: row["outcome"] == "error").record() for name in names
+        },
+        "errors_swallowed": {name: share(_of(rows, name), _swallowed).record() for name in names},
+    }
+
+
+def _of(rows: Sequence[Row], name: str) -> list[Row]:
+    return [row for row in rows if row["contender"] == name]
+
+
+def _wrong(row: Mapping[str, Any]) -> bool:
+    return bool(row["outcome"] == "wrong")
+
+
+def _swallowed(row: Mapping[str, Any]) -> bool:
+    return bool(row["acknowledged"]) and row["found"] != STEPS[2]
+
+
+def _share_of(rows: Sequence[Row], name: str, trouble: str, outcome: str) -> float:
+    mine = [row for row in _of(rows, name) if row["trouble"] == trouble]
+    return share(mine, lambda row: row["outcome"] == outcome).value
+
+
+def _figure(rows: Sequence[Row]) -> Figure:
+    from .figures import panels
+
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    figure, all_axes = panels(len(names), columns=len(names), wide=3.4, high=3.6)
+    colors = ("#009E73", "#56B4E9", "#E69F00", "#D55E00")
+    for axes, name in zip(all_axes, names, strict=True):
+        left = [0.0] * len(TROUBLES)
+        for outcome, color in zip(OUTCOMES, colors, strict=True):
+            shares = [_share_of(rows, name, trouble, outcome) for trouble in TROUBLES]
+            axes.barh(range(len(TROUBLES)), shares, left=left, color=color, label=outcome)
+            left = [before + more for before, more in zip(left, shares, strict=True)]
+        axes.set_title(name)
+        axes.set_yticks(range(len(TROUBLES)), TROUBLES if axes is all_axes[0] else [""] * len(TROUBLES))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    return figure

@@ -1,0 +1,126 @@
+"""A training process that is killed and started again: how long until it is back at the step where it died.
+
+The child trains and tells of each step on its standard output; the parent kills it between two steps that a seed
+chooses, starts it again and waits until the step of the kill has been done again. A peer process outlives both lives.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .policies import POLICIES, Settings, Snapshot
+from .stores import end_peer, start_peer
+
+
+class Spec(NamedTuple):
+    """One life's task."""
+
+    model: str
+    scale: float
+    work: float
+    device: str
+    policy: str
+    interval: int
+    place: str
+    settings: Settings
+
+
+def killed_and_restarted(spec: Spec, seed: int, save_steps: float) -> dict[str, Any]:
+    """Kill a run in its third interval or later, `save_steps` (Tw / t) allowed for, and recover. Seconds and steps."""
+    chance = random.Random(f"{seed} {spec.policy} {spec.interval}")
+    first = max(2 * spec.interval, math.ceil(1.5 * save_steps) + spec.interval)
+    fatal = first + chance.randrange(spec.interval)
+    peer = _peer(spec) if spec.policy == "Gemini" else None
+    try:
+        with _life(spec) as process:
+            for word, step, seconds in _told(process):
+                if word == "step" and step == fatal:
+                    time.sleep(chance.random() * seconds)  # anywhere in the step after it
+                    break
+            process.send_signal(signal.SIGKILL)
+            reached = max([fatal, *(step for word, step, _ in _told(process) if word == "step")])
+        begun = time.perf_counter()
+        restart = load = redone_seconds = 0.0
+        resumed = 0
+        with _life(spec) as process:
+            for word, step, seconds in _told(process):
+                if word == "ready":
+                    restart = time.perf_counter() - begun
+                elif word == "loaded":
+                    resumed, load, since = step, seconds, time.perf_counter()
+                    if resumed >= reached:
+                        break
+                elif step >= reached:
+                    redone_seconds = time.perf_counter() - since
+                    break
+            process.send_signal(signal.SIGKILL)
+    finally:
+        if peer is not None:
+            end_peer(peer)
+    return {
+        "killed_after": reached,
+        "resumed_from": resumed,
+        "load_seconds": load,
+        "restart_seconds": restart,
+        "recovery_seconds": load + redone_seconds,
+    }
+
+
+def _peer(spec: Spec) -> subprocess.Popen[bytes]:
+    from .models import Workload
+
+    length = Snapshot(Workload(spec.model, spec.scale, spec.work, "cpu"), spec.settings.chunk_bytes).slot_bytes
+    return start_peer(Path(spec.place) / "peer", length)
+
+
+def _life(spec: Spec) -> subprocess.Popen[bytes]:
+    program = [sys.executable, "-m", "lastgood_lab.recovery", json.dumps(spec._asdict())]
+    return subprocess.Popen(program, stdout=subprocess.PIPE, env={**os.environ, "PYTHONWARNINGS": "ignore"})
+
+
+def _told(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, int, float]]:
+    """What a life says, whole lines only, until it ends."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.endswith(b"\n"):
+            word, step, seconds = line.split()
+            yield word.decode(), int(step), float(seconds)
+
+
+def live(spec: Spec) -> None:
+    """Load, then train and save until killed."""
+    from .models import Workload
+
+    workload = Workload(spec.model, spec.scale, spec.work, spec.device)
+    place = Path(spec.place)
+    policy = POLICIES[spec.policy](workload, place, spec.settings, place / "peer")
+    _tell("ready", 0, 0.0)
+    begun = time.perf_counter()
+    step = policy.load()
+    _tell("loaded", step, time.perf_counter() - begun)
+    while True:
+        begun = time.perf_counter()
+        workload.step(policy.fence)
+        step += 1
+        if step % spec.interval == 0:
+            policy.save(step)
+        _tell("step", step, time.perf_counter() - begun)
+
+
+def _tell(word: str, step: int, seconds: float) -> None:
+    print(word, step, f"{seconds:.6f}", flush=True)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    live(Spec(**{**given, "settings": Settings(*given["settings"])}))

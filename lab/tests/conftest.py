@@ -1,0 +1,16 @@
+"""The lab's commands, as its pyproject.toml registers them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from commands import registered
+
+
+@pytest.fixture(autouse=True)
+def _commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    registered(monkeypatch, dict(re.findall(r'^(\w+) = "(lastgood_lab\.[\w.]+:\w+)"$', text, re.M)))

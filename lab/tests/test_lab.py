@@ -1,0 +1,222 @@
+"""The lab: its shares, its trials, and a seeded slice of each experiment. The campaigns: `lastgood lab NAME`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from lastgood.errors import Refused
+from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials
+from lastgood_lab.journal import Journal
+from lastgood_lab.trials import Share
+
+
+@pytest.mark.parametrize(
+    ("hits", "total", "low", "high"),
+    [
+        (0, 430, 0.0, 0.00885),
+        (400, 400, 0.99049, 1.0),
+        (1, 2, 0.09453, 0.90547),
+        (0, 0, 0.0, 1.0),
+        (10, 10, 0.72247, 1),
+    ],
+)
+def test_intervals_are_wilsons(hits, total, low, high):
+    assert Share(hits, total).interval == pytest.approx((low, high), abs=1e-5)
+
+
+def double(key: trials.Row) -> trials.Row:
+    return {"twice": 2 * key["number"]}
+
+
+def test_trials_that_were_done_are_not_done_again(tmp_path):
+    keys = [{"number": number} for number in range(5)]
+    journal = Journal(tmp_path / "trials.jsonl")
+    journal.put({"twice": -1}, number=3)
+    told: list[str] = []
+    rows = trials.run(keys, double, journal, 1, told.append)
+    assert [row["twice"] for row in rows] == [0, 2, 4, -1, 8] and told == ["5 of 5 trials"]
+    assert trials.run(keys, pytest.fail, Journal(tmp_path / "trials.jsonl"), 1, told.append) == rows
+
+
+def test_corruption_is_found_by_the_layers_that_are_there_for_it_and_never_loaded(tmp_path):
+    corrupt.begin(tmp_path)
+    expected = {
+        "none": set(),
+        "bitflip": {"digests"},
+        "truncate": {"structure", "contents", "digests"},
+        "stale version": {"contents", "digests"},
+        "lost file": {"structure"},
+        "appended tail": {"structure", "digests"},
+        "lost commit": {"structure"},
+        "bitflip in commit": {"digests"},
+        "bitflip in pointer": {"pointer"},
+    }
+    for kind in corrupt.KINDS:
+        for parity in corrupt.PARITIES:
+            row = corrupt.one({"kind": kind, "parity": parity, "trial": 0, "seed": 0})
+            assert not row["wrong"] and row["detected"] == row["changed"] == (kind != "none"), kind
+            assert {layer for layer in (*corrupt.LAYERS, "pointer") if row[layer]} >= expected.get(kind, set()), kind
+            untouched = kind in ("none", "bitflip in pointer")
+            assert (row["restored"] == corrupt.NEWER) >= untouched
+            if parity == "10+2" and kind in ("bitflip", "lost manifest", "lost commit", "bitflip in commit"):
+                assert row["restored"] == corrupt.NEWER and row["whole"], kind
+
+
+def test_a_killed_save_leaves_the_group_whole_or_absent_and_the_run_usable(tmp_path):
+    for mode in crash.MODES:
+        for name, call, half in crash.points(mode)[:4] + crash.points(mode)[30:60:6]:
+            row = crash.one({"mode": mode, "point": name, "call": call, "half": half, "trial": 0, "seed": 0})
+            assert row["killed"] and row["usable"], (mode, name)
+            assert row["group"] != "torn" or mode == "unsafe"
+    for point in crash.MAIN:
+        row = crash.one({"mode": crash.IN_PLACE, "point": point, "call": -1, "half": False, "trial": 0, "seed": 0})
+        assert row["killed"] and row["group"] == "torn", "written in place, nothing survives"
+
+
+def test_an_experiment_leaves_its_trials_its_summary_and_its_figures(tmp_path):
+    key = {"mode": "unsafe", "point": "after_model", "call": 3, "half": False, "trial": 0, "seed": 0}
+    found = {"killed": True, "acknowledged": False, "group": "absent", "usable": True, "restored": 10, "why": ""}
+    rows = [{**key, **found}]
+    options = trials.Options(tmp_path)
+    files = trials.write(crash.report(rows, options), crash.summary(rows), tmp_path, "lastgood lab crash", "2026-11-21")
+    assert {path.name for path in files} == {"report.md", "trials.csv", "summary.json", "usable.png", "usable.svg"}
+    with (tmp_path / "trials.csv").open() as file:
+        assert [row["group"] for row in csv.DictReader(file)] == ["absent"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["usable"]["unsafe"] == {"hits": 1, "total": 1, "wilson_low": 0.206549, "wilson_high": 1.0}
+    assert "1 of 1 (20.7 to 100.0 %)" in (tmp_path / "report.md").read_text()
+
+
+def test_latency_times_every_mode_at_every_size_and_goes_on_where_it_stopped(tmp_path):
+    options = latency.Options(tmp_path, trials=1, sizes=(latency.GROUP_BYTES, 1_000_000))
+    rows = latency.run(options, lambda _: None)
+    assert len(rows) == 2 * len(latency.MODES) * latency.LEAST and all(row["seconds"] > 0 for row in rows)
+    assert latency.run(options, pytest.fail) == rows, "nothing is left to do"
+    summary, files = latency.summary(rows), latency.report(rows, options).draw(tmp_path)
+    assert set(summary["seconds"]) == {f"{size} bytes, {mode}" for size in options.sizes for mode in latency.MODES}
+    assert {path.name for path in files} == {"cdf.png", "cdf.svg", "sizes.png", "sizes.svg"}
+
+
+def test_a_timeline_puts_the_disk_beside_the_events_and_makes_a_trace_that_others_can_read(tmp_path):
+    options = timeline.Options(tmp_path, seconds=1.0, width=64, every=2)
+    try:
+        rows = timeline.run(options, lambda _: None)
+    except Refused as error:
+        pytest.skip(f"{error}")  # the folder of the tests lies in memory
+    assert {"disk", "staged", "written", "durable"} <= {row["kind"] for row in rows}
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    saved = [one["name"] for one in events if one.get("cat") == "durable"]
+    *periodic, _at_the_end = sorted(int(name.removeprefix("step ")) for name in saved)
+    assert periodic and all(step % 2 == 0 for step in periodic), "the save at the end is of any step"
+    assert all(one["dur"] > 0 for one in events if one["ph"] == "X")
+    assert timeline.summary(rows)["events"]["durable"] == len(saved)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="needs /dev/shm")
+def test_a_timeline_of_no_disk_is_refused(tmp_path):
+    with pytest.raises(Refused, match="block device"):
+        timeline.run(timeline.Options(tmp_path, place="/dev/shm"), lambda _: None)
+
+
+@pytest.fixture
+def one_thread():
+    """A fork has none of the threads that torch computes with."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("trouble", ["bitflip", "lost file", "killed", "a file that may not grow"])
+def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_values_nor_hides_an_error(trouble):
+    for name in peers.CONTENDERS:
+        row = peers.one({"contender": name, "trouble": trouble, "trial": 0, "seed": 0})
+        assert row["outcome"] in peers.OUTCOMES
+        if name == "lastgood":
+            assert row["outcome"] == ("right" if trouble not in peers.DAMAGE else "older")
+            assert not row["acknowledged"] or row["found"] == peers.STEPS[2]
+
+
+def test_what_records_cost_is_measured_on_real_ones_and_told_with_what_the_calls_wait_for(tmp_path):
+    options = scale.Options(tmp_path, ranks=(2, 8), pieces=(4, 16))
+    rows = scale.run(options, lambda _: None)
+    assert [(row["ranks"], row["pieces"]) for row in rows] == [(0, 0), (2, 4), (2, 16), (8, 16)]
+    for row in rows[1:]:
+        assert row["parts"] == 2 * (row["pieces"] // row["ranks"]), "a rank of half as many reads two parts of each"
+        assert row["read_calls"] == row["ranks"] and row["delete_calls"] >= 2 * row["ranks"] + 1
+    told = scale.report(rows, options).markdown("lastgood lab scale", "2026-11-22")
+    assert "| 8 | 16 |" in told and "The coordinator needs at most" in told
+    assert scale.summary(rows)["sizes"] == 3
+    assert scale.run(options, pytest.fail) == rows, "nothing is left to do"
+
+
+PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A mounted xfs, which can clone what lies in it."""
+    folder = tmp_path_factory.mktemp("powerloss")
+    try:
+        powerloss.here()
+        powerloss.make("xfs", folder / "holder.img", 1024)
+        with powerloss.mounted(folder / "holder.img", folder / "images") as at:
+            yield at
+    except Refused as error:
+        pytest.skip(f"{error}")
+
+
+def test_the_model_counts_its_states_by_the_call_that_a_crash_came_before(tmp_path, monkeypatch):
+    chosen = [one for one in powerloss.SCENARIOS if one.name in ("first_save", "first_save_on_slots")]
+    monkeypatch.setattr(powerloss, "SCENARIOS", chosen)
+    monkeypatch.setattr(powerloss, "here", lambda: (_ for _ in ()).throw(Refused("no root")))
+    said: list[str] = []
+    options = powerloss.Options(tmp_path, plays=1, jobs=1)
+    rows = powerloss.run(options, said.append)
+    assert {(row["scenario"], row["mode"]) for row in rows} == {
+        ("first_save_on_slots", "atomic_dirsync"),
+        *(("first_save", mode) for mode in powerloss.MODES),
+    }
+    steps = {row["step"] for row in rows if row["states"]}
+    assert {"sync gen/*/COMMIT.json", "sync_dir gen/*", "write slots/table", "at the end"} <= steps, steps
+    assert not any(row["violations"] for row in rows) and said[-1] == "real file systems are left out: no root."
+    told = powerloss.report(rows, options).markdown("lastgood lab powerloss", "2026-11-22")
+    assert f"| all | {sum(row['states'] for row in rows if row['mode'] == 'atomic_dirsync'):,} | 0 |" in told
+    assert powerloss.summary(rows)["model_states"] == sum(row["states"] for row in rows)
+
+
+@pytest.mark.parametrize("trouble", powerloss.TROUBLES)
+@pytest.mark.parametrize("kind", powerloss.KINDS)
+def test_what_was_durable_is_there_after_trouble_on_a_real_file_system(images, kind, trouble):
+    if not shutil.which(f"mkfs.{kind}"):
+        pytest.skip(f"needs mkfs.{kind}: apt-get install {PACKAGES[kind]}")
+    row = powerloss.one({"fs": kind, "mode": "atomic_dirsync", "trouble": trouble, "trial": 0, "seed": 0}, images)
+    assert row["kept"] and row["goes_on"] and not row["why"], row
+
+
+def test_the_bench_of_ranks_takes_turns_with_dcp_and_tells_bytes_balance_and_agreement(tmp_path):
+    options = ranks.Options(tmp_path, mib=24, ranks=(2,), rounds=1)
+    rows = ranks.run(options, lambda _: None)
+    speed, replicas, agreeing, planning = rows
+    assert all(len(speed[f"{who} {verb}"]) == 1 for who in (ranks.OURS, ranks.THEIRS) for verb in ("save", "load"))
+    assert replicas["written"] == replicas["unique"] == sum(replicas["by_rank"])
+    assert len(agreeing["seconds"]) == len(planning["seconds"]) == ranks.AGREEMENTS
+    told = ranks.report(rows, options).markdown("lastgood bench ranks", "2026-11-22")
+    assert "| 2 | save |" in told and "2 ranks of DDP: 1.0000 bytes written" in told
+    assert ranks.run(options, pytest.fail) == rows, "nothing is left to do"
+
+
+def test_the_bench_of_the_guard_measures_looking_and_parity_and_says_what_bounds_them(tmp_path):
+    options = guard.Options(tmp_path, mib=8, rounds=1)
+    rows = guard.run(options, lambda _: None)
+    assert [row["contender"] for row in rows] == list(guard.NAMES)
+    told = guard.report(rows, options).markdown("lastgood bench guard", "2026-11-21")
+    assert f"{guard.VERIFY} / {guard.FILE}, round by round" in told and "Parity takes 0.2" in told
+    assert guard.run(options, pytest.fail) == rows, "nothing is left to do"

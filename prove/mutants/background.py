@@ -1,0 +1,107 @@
+"""Safeguards of saves that run behind the training loop, and of their snapshots."""
+
+from __future__ import annotations
+
+from .change import AfterNext, Always, Instead, Never, Remove, Swap
+from .record import Mutant, table
+from .selection import LOOP, core
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "in flight",
+        LOOP,
+        ("place is free again after a save", "finished-save-frees-place", Remove()),
+        ("place is free again where nothing began", "unstarted-save-frees-place", Remove()),
+        ("place is free before the outcome is told", "place-freed-before-outcome", AfterNext()),
+        ("earlier try of a step has ended", "earlier-attempt-ended-first", Remove()),
+        ("threads are there before they are needed", "threads-started-ahead", Remove()),
+        ("older saves are overtaken", "older-saves-overtaken", Instead("older = []")),
+        ("newer saves are not overtaken", "older-saves-overtaken", Swap("<", "!=")),
+        ("what retention wants is not overtaken", "older-saves-overtaken", Swap(" and not one.pinned", "")),
+        ("overtaken one is not committed", "overtaken-save-not-committed", Remove()),
+        ("its parent is older", "commit-names-predecessor", Swap(" and one.step < at.step", "")),
+        (
+            "the copier learns that nobody wants it",
+            "copier-stops-when-unwanted",
+            Swap("flight.chunks.unwanted", "False"),
+        ),
+        ("whoever waits for memory is woken", "memory-waiters-woken", Remove()),
+        ("chunks of a failed save come home", "failed-save-drains-chunks", Remove()),
+        ("failed copy is told to the lane", "failed-copy-fails-save", Swap("failed", "None")),
+        (
+            "failed copy lets the loop go on",
+            "failed-copy-unblocks-loop",
+            Swap("flight.save", "if failed is None: flight.save"),
+        ),
+        ("what the copier found out last stops the commit", "copier-finished-before-commit", Remove()),
+        ("failure is told in the loop", "save-failure-raised-in-loop", Remove()),
+        ("overtaken one is no failure", "overtaken-is-no-failure", Remove()),
+        (
+            "failures are reported at growing intervals",
+            "failure-reports-thin-out",
+            Swap("_is_power_of_two(self.row)", "self.row == 1"),
+        ),
+        ("a row of failures ends with a durable save", "durable-save-resets-counts", Swap("self.row = ", "")),
+        ("the newest step is saved on a clean exit", "newest-step-saved-on-exit", Remove()),
+        ("due save is skipped", "due-save-skipped-when-full", Swap("skips or ", "")),
+        ("save by hand is not skipped", "manual-save-not-skipped", Swap(" and not must", "")),
+        ("upkeep gives way to saves", "upkeep-yields-to-saves", Instead("return False")),
+        ("verifying goes before the next save", "verify-before-next-save", Never()),
+        ("deleting goes before the next save", "delete-before-next-save", Never()),
+        ("few deletions go before a save", "few-deletions-before-save", Swap("most=DELETIONS_AHEAD", "")),
+        ("a full disk is relieved", "full-disk-relieved", Always()),
+    ),
+    *table(
+        "fence",
+        LOOP,
+        ("update waits", "update-waits-for-copy", Remove()),
+        ("fence ends when the copy fails", "failed-copy-releases-update", Remove()),
+        ("hook before each step", "hook-before-each-step", Swap("register_step_pre_hook", "register_step_post_hook")),
+        ("hooks go at the end", "hooks-removed-at-close", Remove()),
+        ("hooks of what left the state go", "stale-hooks-removed", Remove()),
+        ("older copy is waited for when hooks go", "unhook-waits-for-copy", Remove()),
+        ("a fork waits for no copy", "fork-waits-for-no-copy", Swap(" or self._process != os.getpid()", "")),
+        ("snapshot holds the next update", "snapshot-holds-update", Remove()),
+        ("what forward may change is cloned", "forward-buffers-cloned", Swap("tensors.keys() - bearers.keys", "")),
+        ("blocking waits for the copy", "blocking-save-waits-for-copy", Instead("here = False")),
+        ("no hook, no overlap", "no-hook-no-overlap", Never()),
+        ("Ctrl-C in a copy is raised", "interrupt-in-copy-raised", Remove()),
+        ("FSDP1 waits for the copy", "fsdp1-waits-for-copy", Remove()),
+        ("large average is not cloned", "large-averages-not-cloned", Instead("return found.trained")),
+        ("average by hand is cloned", "averages-cloned", Remove()),
+        (
+            "what an object says itself is cloned",
+            "objects-own-tensors-cloned",
+            Swap(" or captured.origins[name] is Origin.OTHER", ""),
+        ),
+        (
+            "bearers are found anew",
+            "stale-bearers-refreshed",
+            Swap(" or plan.found_in is not captured.origins or not plan.behind.holds(captured)", ""),
+        ),
+        (
+            "layout is made anew",
+            "stale-layout-rebuilt",
+            Swap(" or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division", ""),
+        ),
+        ("torn: identity and version", "replaced-tensors-are-torn", Remove()),
+        (
+            "torn: another tensor hangs there",
+            "bearer-moved-or-changed",
+            Swap("container.get(key) is not tensor or ", ""),
+        ),
+        ("torn: it lies elsewhere", "bearer-moved-or-changed", Swap(" or tensor.data_ptr() != address", "")),
+        ("torn: its version", "bearer-moved-or-changed", Swap(" or tensor._version != version", "")),
+        ("torn: moved before it was read", "moved-before-read-is-torn", Remove()),
+        ("torn: samples after the copy", "samples-compared-after-copy", Remove()),
+        ("torn: samples in the copy", "samples-compared-during-copy", Remove()),
+        ("torn save is dropped", "torn-save-dropped", Remove()),
+        ("full check compares", "full-check-compares", Remove()),
+        ("twice torn, then blocking", "repeated-tears-block", Swap("outcomes.torn_row >= TORN_LIMIT", "False")),
+    ),
+    *table(
+        "fence",
+        core(),
+        ("torn in a row", "durable-save-resets-counts", Swap(" = self.torn_row", "")),
+    ),
+)

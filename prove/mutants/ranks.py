@@ -1,0 +1,103 @@
+"""Safeguards of the agreement between several ranks."""
+
+from __future__ import annotations
+
+from .change import AfterNext, Always, Instead, Never, Remove, Swap
+from .record import Mutant, table
+from .selection import RANKS
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "ranks",
+        RANKS,
+        ("a rank that comes after one that died is looked for", "late-rank-awaited", Remove()),
+        ("who is here hears who is not", "absent-ranks-published", Remove()),
+        ("no meeting has the name of another", "unique-rendezvous-name", Instead('name = "0"')),
+        (
+            "a topic of a step has its name from the step",
+            "topic-named-by-step",
+            Swap("step}/{begun.count(step)}", "len(begun)}/1"),
+        ),
+        ("a second try is another topic", "topic-named-by-step", Swap("{begun.count(step)}", "1")),
+        ("a rewind leaves what was said", "rewind-starts-new-topics", Remove()),
+        (
+            "who is elsewhere is not waited for, by rank 0",
+            "rank-in-other-step-detected",
+            Swap("self._elsewhere(rank)", '""'),
+        ),
+        (
+            "who is elsewhere is not waited for, by others",
+            "coordinator-in-other-step-detected",
+            Instead('elsewhere = ""'),
+        ),
+        ("who may still come is waited for", "slow-rank-still-awaited", Swap(" or max(begun) < self._begun[-1]", "")),
+        ("an error of one is an error of all", "one-failure-fails-all", Never()),
+        ("who failed is named", "failed-rank-named", Instead("return post")),
+        ("a verdict that fails is told", "verdict-failure-posted", Remove()),
+        ("what keeps a rank from its answer is posted", "rank-failure-posted", Remove()),
+        ("posts are deleted", "read-posts-deleted", Remove()),
+        ("verdicts are deleted", "old-verdicts-deleted", Remove()),
+        ("what could not be asked is asked again", "failed-end-request-repeated", AfterNext()),
+        ("a store that is down is asked ever more rarely", "store-down-backoff", Remove()),
+        ("told ahead", "announced-ahead-of-step", Swap("max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)", "1")),
+        ("taken once", "announcement-taken-once", Remove()),
+        ("what was missed by time fails", "missed-timed-save-fails", Remove()),
+        ("what was missed by an interval fails", "missed-interval-save-fails", Remove()),
+        (
+            "an interval holds from its step",
+            "interval-holds-from-its-step",
+            Swap(", self._from = one.value, one.step", " = one.value"),
+        ),
+        ("the end of a save is told", "save-end-announced", Swap("(save is None or save.ended())", "False")),
+        (
+            "the end of a save is not taken before it is told to all",
+            "unannounced-end-counts-in-flight",
+            Swap("len(self._flying)", "sum(not (one and one.ended()) for one in self._flying.values())"),
+        ),
+        ("a follower calls bad what is bad", "follower-reports-findings", Swap("not findings", "True")),
+        ("of whom nothing is heard the files are read", "unconfirmed-ranks-read", Remove()),
+        ("rank 0 reads its own", "rank-zero-reads-own-files", Instead("findings = []")),
+        (
+            "nobody reads all",
+            "only-unconfirmed-ranks-reread",
+            Swap("self._reader(one.rank) not in good", "one.rank != self.rank"),
+        ),
+        ("a stale plan is never used", "stale-plan-refused", Remove()),
+        ("ranks know the same of each other", "equal-knowledge-required", Remove()),
+        ("a second try waits for the end of the first", "retry-waits-for-first-try", Never()),
+        ("a folder that was removed is made again", "removed-folder-made-again", Remove()),
+        ("what is not finite anywhere is not good", "non-finite-on-any-rank", Remove()),
+        ("a load that was given up half way is not mixed", "half-loaded-state-not-mixed", Never()),
+        (
+            "a restore is counted by rank 0",
+            "restore-counted-by-coordinator",
+            Instead("topic.agree(ranks.rewound, lambda told: 1 + max(told)); ranks.rewind(ranks.rewound + 1)"),
+        ),
+        ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("see(seen)", "look()")),
+        ("what is tied is told", "aliases-in-structure", Remove()),
+        ("a structure is found out when it has changed", "changed-structure-exchanged", Remove()),
+        ("replicas are compared", "replicas-compared", Instead("return SAME")),
+        ("weights that differ are refused", "differing-weights-refused", Never()),
+        ("what differs each rank writes from then on", "differing-state-own-from-then-on", Remove()),
+        ("what differs each rank writes at once", "differing-state-own-at-once", Instead("return ()")),
+        ("a name means one thing", "name-means-one-thing", Never()),
+        (
+            "random number generators are each rank's own",
+            "random-generators-per-rank",
+            Swap('name == "rng" or name.startswith("rng.") or ', ""),
+        ),
+        ("ranks seal one generation", "ranks-seal-one-generation", Never()),
+        ("what was committed stays where nobody could be told", "published-survives-lost-store", Always()),
+        ("all ranks load, or none", "all-ranks-load-or-none", Remove()),
+        ("all ranks load one generation", "ranks-load-one-generation", Never()),
+        ("what several want is read once", "shared-content-read-once", Instead("return             False")),
+        ("what no rank has a place for is refused", "unplaced-names-refused", Instead("return []")),
+        ("pieces without a hole", "pieces-leave-no-hole", Remove()),
+        ("pieces without an overlap", "pieces-do-not-overlap", Remove()),
+        (
+            "a rank's own comes before what others hold",
+            "own-piece-preferred",
+            Swap("tensor.own.get((rank, one.box), one)", "one"),
+        ),
+    ),
+)

@@ -1,0 +1,40 @@
+"""The record of a mutant: a safeguard, what is changed about it, and the tests of which one must fail."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .change import Change, Statement
+
+
+class Mutant(NamedTuple):
+    """A safeguard that is taken out of the source."""
+
+    kind: str
+    what: str
+    guard: str
+    """the name that marks the statement in the source"""
+    change: Change
+    tests: tuple[str, ...]
+    """the test files that are run on it, in this order, relative to the repository"""
+    equivalent: str = ""
+    """why no test can find it"""
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}: {self.what}"
+
+    def apply(self, source: str) -> str:
+        """`source`, the text of the file that holds the guard, without the safeguard. Raises Unfit."""
+        return self.change.apply(Statement.of(source, self.guard))
+
+
+Row = tuple[str, str, Change] | tuple[str, str, Change, str]
+
+
+def table(kind: str, tests: tuple[str, ...], *rows: Row) -> tuple[Mutant, ...]:
+    """Mutants of one kind from rows of (what, guard, change) or (what, guard, change, why no test can find it)."""
+    return tuple(
+        Mutant(kind, what, guard, change, tuple(f"tests/test_{name}.py" for name in tests), *why)
+        for what, guard, change, *why in rows
+    )

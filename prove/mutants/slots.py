@@ -1,0 +1,92 @@
+"""Safeguards of the tier that keeps generations in a fixed set of slots."""
+
+from __future__ import annotations
+
+from .change import Always, Instead, Never, Remove, Swap
+from .record import Mutant, table
+from .selection import core
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "slots",
+        core("slots"),
+        ("flush 1 before flush 2", "content-synced-before-table", Remove()),
+        ("flush of a record", "slot-record-synced", Remove()),
+        ("flush of the table", "table-content-synced", Remove()),
+        ("flush of the table's name", "table-name-synced", Remove()),
+        ("flush of a new slot", "new-slot-synced", Remove()),
+        ("flush of the slots' names", "slot-names-synced", Remove()),
+        ("failed sync spoils a slot", "failed-sync-spoils-slot", Swap("with self._spoiling(slot)", "if True")),
+        ("spoiled slot is not synced again", "spoiled-slot-not-synced", Remove()),
+        ("slot that could not be made is spoiled", "failed-growth-spoils-slot", Remove()),
+        ("spoiled slot is a new file", "spoiled-slot-replaced", Never()),
+        ("unknown outcome of the table is unknown", "table-outcome-unknown", Never()),
+        (
+            "half a write of the table is of unknown outcome",
+            "partial-table-write-unknown",
+            Instead("_write_all(file, page, at)"),
+        ),
+        ("sync without space says nothing", "sync-without-space-is-unknown", Instead("raise")),
+        ("overwritten table may come up", "overwritten-table-possible", Remove()),
+        ("replaced table may come up", "replaced-table-possible", Remove()),
+        ("only while one is possible", "table-area-is-safe", Swap("len(self.possible) == 1 and ", "")),
+        ("area that fits", "table-area-is-safe", Swap("len(data) <= self._area_bytes", "self._area_bytes > 0")),
+        ("areas take turns", "table-areas-alternate", Remove()),
+        ("area after a new file", "new-table-file-next-area", Swap("1", "0")),
+        ("records ascend", "table-sequence-ascends", Remove()),
+        (
+            "goes on from the number that was found",
+            "table-sequence-continues",
+            Swap("self._sequence, self.newest = found.sequence,", "self.newest ="),
+        ),
+        ("newest whole record", "newest-table-record-wins", Swap("max", "min")),
+        ("what was found is made durable", "found-table-made-durable", Remove()),
+        ("table without a record is damage", "damaged-table-refused", Instead("return None")),
+        ("table gone beside slots is damage", "missing-table-is-damage", Never()),
+        (
+            "slots that a crash may need",
+            "possible-tables-hold-slots",
+            Swap("table in self._tables.possible for one in table.kept", "one in self._tables.newest.kept"),
+        ),
+        ("slots under way", "drafts-hold-slots", Remove()),
+        ("newest verified one stays", "newest-verified-slot-kept", Instead("return tuple(good[-1:])")),
+        ("one that is not damaged stays", "undamaged-slot-kept", Instead("good = [*kept]")),
+        ("doubt is settled where no slot is free", "doubt-settled-when-full", Remove()),
+        ("doubtful slot is free again", "doubtful-slot-freed", Remove()),
+        ("failed commit keeps its slot", "failed-commit-keeps-slot", Instead("self._drop(folder)")),
+        ("a name is taken once", "draft-name-unique", Never()),
+        ("same name, same bytes", "same-name-same-bytes", Always()),
+        ("aborted file leaves its slot", "aborted-file-forgotten", Remove()),
+        ("failed record leaves its slot", "failed-record-forgotten", Remove()),
+        ("failed write spoils a slot", "failed-write-spoils-slot", Swap("with self._spoiling(slot)", "if True")),
+        ("what cannot be cleared is doubtful", "uncleared-commit-is-doubtful", Remove()),
+        ("pointer goes with what it names", "pointer-deleted-with-target", Swap("if one.to in there", "")),
+        ("pointers are written at the end", "pointers-written-at-close", Remove()),
+        ("end of a file in a slot", "read-within-file-length", Never()),
+        (
+            "slot cut short is a short file",
+            "truncated-slot-shortens-file",
+            Swap("max(0, min(length, there - start))", "length"),
+        ),
+        ("zeros before use", "slot-zeroed-before-use", Remove()),
+        ("reservation of a slot", "slot-space-reserved", Remove()),
+        ("slots that could not be grown go back", "failed-growth-undone", Remove()),
+        ("verified mark is written at once", "verified-mark-written-at-once", Remove()),
+        ("deleted commit is gone at once", "deleted-commit-gone-at-once", Remove()),
+    ),
+    *table(
+        "slots",
+        core(),
+        ("digest of a record", "table-record-digest", Never()),
+        (
+            "length of a record",
+            "table-record-length",
+            Swap(" and length <= min(room - ENVELOPE.size, RECORD_LIMIT_BYTES)", ""),
+        ),
+        ("version of the table", "newer-table-version-refused", Never()),
+        ("folder stands once", "table-folder-unique", Remove()),
+        ("slot is given once", "table-slot-unique", Remove()),
+        ("file stands once", "table-file-unique", Remove()),
+        ("offsets and lengths of the table", "table-extents-in-range", Remove()),
+    ),
+)

@@ -1,0 +1,1 @@
+"""The command line: one page a command, and the terminal they print to. Makes no rule."""

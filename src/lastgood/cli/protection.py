@@ -1,0 +1,32 @@
+"""Which generations lack parity that others of the same run have."""
+
+from __future__ import annotations
+
+from ..format import layout, parity_layout
+from ..format.commit import Survey
+from ..policy import restore
+from ..ports import Tier
+from ..records import GenerationId
+
+
+def unprotected(tier: Tier, survey: Survey) -> dict[GenerationId, str]:
+    """Verified generations of the lineage with fewer parity files than another of them has, and what to say of each.
+
+    A run does not record that parity was asked for, so the others stand for it: after parity was switched on or off,
+    the older or newer generations are among these.
+    """
+    chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
+    files = {one.id: _parity_files(tier, one.id) for one in chain if one.good}
+    most = max(files.values(), default=0)
+    return {at: _text(count, most) for at, count in files.items() if count < most}
+
+
+def _parity_files(tier: Tier, at: GenerationId) -> int:
+    """How many parity files are there with their records; nothing is read."""
+    there = tier.list(layout.folder(at))
+    return sum(1 for name in there if parity_layout.is_record(name) and name.removesuffix(".json") in there)
+
+
+def _text(count: int, most: int) -> str:
+    has = f"has {count} of {most} parity files" if count else "has no parity"
+    return f"{has}, unlike others of this run; Checkpointer(parity=..., scrub=...) writes it"

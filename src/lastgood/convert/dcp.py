@@ -1,0 +1,429 @@
+"""torch.distributed.checkpoint with this storage under it: a StorageWriter and a StorageReader. torch's planners plan.
+
+    dcp.save(state_dict, storage_writer=lastgood.dcp.Writer("runs/gpt"))
+    dcp.load(state_dict, storage_reader=lastgood.dcp.Reader("runs/gpt"))
+
+Each save is a generation of the run: every rank writes and seals its own files, the coordinator commits when torch has
+gathered that all have. Until then the older generations are what a reader finds. `checkpoint_id` is a step: a number,
+or text that ends in one; without it a save takes the next step, and a load the newest that is not known to be damaged.
+
+torch may keep a plan for later saves (`enable_plan_caching`), so the generation that the coordinator sends with a plan
+is used once. A rank whose plan was kept reads it from the run, where the coordinator records the incarnation that it
+begins for each save.
+
+What torch would pickle is stored as typed values (convert/dcp_values.py). Nothing is unpickled on load.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..engine.arena import Arena
+from ..errors import ManifestInvalid, MissingBlob, NotARun, Refused, StepDiffers, TimedOut
+from ..format import commit, layout
+from ..format.boxes import Box, Stored
+from ..format.layout import Tensor
+from ..policy import reshard
+from ..ports import Tier
+from ..records import GenerationId, Incarnation, Seal
+from ..run import access, rank_part
+from ..run.content import Content
+from ..run.rank_part import Share
+from ..run.reader import WORKERS, RunReader
+from ..run.writer import RunWriter
+from ..snapshot import staging
+from ..state import tensors
+from . import dcp_values
+
+VALUES, PATHS = "dcp", "dcp.paths"
+"""entries of a manifest's values: by name what torch would pickle; by name its place in nested dicts"""
+DCP_VERSION: str | None = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+"""of the metadata, as torch's own writer gives it; older versions of torch have none"""
+_SEAL = "lastgood.seal"
+RECORD_SECONDS = 90.0
+"""for which a rank with a kept plan waits for the coordinator's record: NFS clients cache a listing for up to 60"""
+POLL_SECONDS = 0.05
+
+
+@dataclass
+class _Place:
+    """Where a rank writes. torch may keep the plan that carries it, but `at` is valid for one save only."""
+
+    at: GenerationId | None
+    rank: int
+    ranks: int
+
+    def take(self) -> GenerationId | None:
+        """The generation, at the first call; None afterwards, when the plan has been kept from an earlier save."""
+        at, self.at = self.at, None  # guard: plan-generation-used-once
+        return at
+
+
+class Writer(StorageWriter):
+    """Saves of torch.distributed.checkpoint as generations of the run at `path`, which all ranks must see.
+
+    `digest`: the algorithm of the digests of chunks and tensors, default "xxh3_128".
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
+        self.path, self._digest = access.directory(path), digest
+        self.checkpoint_id: str | os.PathLike[str] | None = None
+        self.save_id: str | None = None
+        """of the last save: the incarnation that it began, which a load of it reports too"""
+        self._at: GenerationId | None = None
+        """at the coordinator: the generation of this save"""
+        self._order = 0
+        """of the newest incarnation when this save began"""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        _step(checkpoint_id)
+        self.checkpoint_id, self.save_id = checkpoint_id, None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("use_collectives") is False:
+            raise Refused("a save without collectives, which nobody commits", todo="Leave use_collectives alone.")
+        self._at = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        newest = _newest_incarnation(self.path)
+        self._order = newest.order if newest else 0  # guard: cached-plan-awaits-this-save
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """At the coordinator: the run is opened, and the generation of this save is sent to all ranks."""
+        with _opened(self.path, self._digest) as run:
+            chain = run.lineage()
+            run.begin(chain[0].id if chain else None)
+            wanted = _step(self.checkpoint_id)
+            self._at = run.admit(wanted if wanted is not None else chain[0].step + 1 if chain else 0)
+            run.record_incarnation()  # the opening that commits finds it there
+        return [replace(plan, storage_data=_Place(self._at, rank, len(plans))) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        place = plan.storage_data
+        if not isinstance(place, _Place):
+            raise Refused(
+                "torch kept this plan from a save to another storage",
+                safe="Nothing was committed; every committed generation is untouched.",
+                todo="torch keeps plans by the class of the planner: give this storage a subclass of the planner.",
+            )
+        sent = place.take()
+        at = self._at or sent or self._recorded()
+        self.save_id = at.incarnation
+        items: dict[str, tuple[WriteItem, Tensor, torch.Tensor]] = {}
+        stored: dict[str, Any] = {}
+        results: list[WriteResult] = []
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                stored[item.index.fqn] = dcp_values.of_item(item, planner)
+                results.append(WriteResult(item.index, 0, None))
+                continue
+            live = planner.resolve_data(item)
+            assert isinstance(live, torch.Tensor)
+            tensor = _tensor(item, live, place.ranks)
+            if tensor is not None:
+                items[tensor.key] = item, tensor, live.detach()
+            results.append(WriteResult(item.index, tensor.length if tensor else 0, None))
+        share = self._share(at, place.rank, items, stored, plan.planner_data)
+        results.append(WriteResult(dcp.MetadataIndex(_SEAL), share.bytes, (at, share)))
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _share(
+        self,
+        at: GenerationId,
+        rank: int,
+        items: dict[str, tuple[WriteItem, Tensor, torch.Tensor]],
+        stored: dict[str, Any],
+        paths: Any,
+    ) -> Share:
+        """This rank's files and its manifest, durable and sealed."""
+        images = layout.images((tensor for _, tensor, _ in items.values()), rank)
+        content = {key: live for key, (_, _, live) in items.items()}
+        arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        with (
+            ThreadPoolExecutor(WORKERS, "lastgood-write") as writers,
+            access.for_sharing(self.path, "atomic_dirsync") as tier,
+        ):
+            snapshot = staging.Snapshot(
+                staging.in_chunks(images, arena.chunk_bytes), content, staging.devices(content), arena
+            )
+            return rank_part.share(
+                tier,
+                at,
+                rank,
+                images,
+                snapshot.fill(),
+                chunk_bytes=arena.chunk_bytes,
+                algorithm=self._digest,
+                aliases={},
+                values={VALUES: stored, PATHS: dcp_values.of_paths(paths)},
+                writers=writers,
+            )
+
+    def _recorded(self) -> GenerationId:
+        """The generation that the coordinator has begun for this save, from its record in the run. Raises TimedOut."""
+        until = time.monotonic() + RECORD_SECONDS
+        newest = _newest_incarnation(self.path)
+        while newest is None or newest.order <= self._order:
+            if time.monotonic() > until:
+                raise TimedOut(
+                    f"{self.path} does not list here what the coordinator has recorded in it {RECORD_SECONDS:.0f} "
+                    "seconds ago",
+                    safe="Nothing was committed; every committed generation is untouched.",
+                    todo="All ranks must see the same directory; or save without enable_plan_caching.",
+                )
+            time.sleep(POLL_SECONDS)
+            newest = _newest_incarnation(self.path)
+        step = _step(self.checkpoint_id)
+        if step is None:
+            step = newest.parent.step + 1 if newest.parent else 0
+        return GenerationId(step=step, incarnation=newest.id)
+
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
+        """At the coordinator: every rank has sealed. Raises what keeps the generation from being committed."""
+        assert self._at is not None
+        sealed: list[tuple[GenerationId, Share]] = [of_rank[-1].storage_data for of_rank in results]
+        others = sorted({str(at) for at, _ in sealed if at != self._at})
+        if others:  # guard: commit-after-all-ranks-wrote
+            raise StepDiffers(
+                f"ranks have written {', '.join(others)} where {self._at} is saved",
+                safe="Nothing was committed; every committed generation is untouched.",
+                todo="Give every rank the same path and the same checkpoint_id.",
+            )
+        shares = [share for _, share in sealed]
+        with _opened(self.path, self._digest, under_way=self._at) as run:
+            _require_whole(run.tier, self._at, [share.seal for share in shares], metadata)
+            run.publish(self._at, shares, True, False, None)
+        metadata.storage_meta, metadata.version = self.storage_meta(), DCP_VERSION
+
+    def storage_meta(self) -> dcp.StorageMeta:
+        """The ids of this save. Without a `checkpoint_id` it is the path of the run."""
+        return dcp.StorageMeta(self.checkpoint_id or self.path, save_id=self.save_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _DIGITS.search(os.fspath(checkpoint_id)) is not None
+
+
+class Reader(StorageReader):
+    """Loads of torch.distributed.checkpoint from the run at `path`, whoever wrote it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = access.directory(path)
+        self.checkpoint_id: str | os.PathLike[str] | None = None
+        self.load_id = uuid.uuid4().hex
+        self._content: _Content | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        _step(checkpoint_id)
+        self.checkpoint_id, self._content = checkpoint_id, None
+        self.load_id = uuid.uuid4().hex
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """torch's metadata of the generation; its `storage_meta` holds the ids of the save and of this load."""
+        self._content = _Content(access.for_reading(self.path), _step(self.checkpoint_id))
+        found = self._content.metadata()
+        save_id = self._content.content.generation.id.incarnation
+        found.storage_meta = dcp.StorageMeta(self.checkpoint_id or self.path, save_id, self.load_id)
+        found.version = DCP_VERSION
+        return found
+
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Everything is known from `read_metadata`."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        assert self._content is not None
+        root = self._content.content.generation.root
+        return [replace(plan, storage_data=root) for plan in plans]
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert self._content is not None
+        if plan.storage_data != self._content.content.generation.root:
+            raise StepDiffers(
+                "a newer generation was committed while the ranks looked for the newest",
+                safe="Nothing was loaded.",
+                todo="Load again, or name the step: checkpoint_id=...",
+            )
+        self._content.read(plan.items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return _DIGITS.search(os.fspath(checkpoint_id)) is not None
+
+
+class _Content:
+    """A generation, in torch's words."""
+
+    def __init__(self, tier: Tier, step: int | None) -> None:
+        self.content = RunReader(tier).content(step)
+        self._tensors = self.content.names()
+        self._values, self._paths = kept_values(self.content)
+
+    def metadata(self) -> dcp.Metadata:
+        told: dict[str, Any] = {}
+        for name, tensor in self._tensors.items():
+            chunks = [
+                dcp.ChunkStorageMetadata(torch.Size(one.box.offsets), torch.Size(one.box.shape))
+                for one in tensor.stored
+            ]
+            properties = dcp.TensorProperties(dtype=tensors.dtype_of(tensor.dtype))
+            told[name] = dcp.TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        told |= {name: dcp.BytesStorageMetadata() for name in self._values}
+        return dcp.Metadata(told, planner_data=self._paths or {name: (name,) for name in told})
+
+    def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        wanted: dict[tuple[int, str], tuple[Stored, list[ReadItem]]] = {}
+        for item in items:
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._bytes(item.storage_index.fqn))
+                continue
+            one = self._stored(item.storage_index)
+            wanted.setdefault((one.rank, one.piece.key), (one, []))[1].append(item)
+        with ThreadPoolExecutor(WORKERS, "lastgood-read") as readers:
+            pieces = list(wanted.values())
+            for (one, of_piece), data in zip(
+                pieces, readers.map(self.content.piece, [one for one, _ in pieces]), strict=True
+            ):
+                for item in of_piece:
+                    _fill(planner, item, one, data)
+
+    def _stored(self, index: dcp.MetadataIndex) -> Stored:
+        stored = self._tensors[index.fqn].stored
+        offset = tuple(index.offset) if index.offset is not None else stored[0].box.offsets
+        return next(one for one in stored if one.box.offsets == offset)
+
+    def _bytes(self, name: str) -> io.BytesIO:
+        file = io.BytesIO()
+        torch.save(self._values[name], file)
+        file.seek(0)
+        return file
+
+
+def kept_values(content: Content) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """By name what torch would have pickled, and by name its place in nested dicts, of all ranks."""
+    kept: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for rank in range(content.generation.commit.world.ranks):
+        of_rank = content.values(rank)
+        kept |= {name: dcp_values.decoded(tree) for name, tree in of_rank.get(VALUES, {}).items()}
+        paths |= {name: dcp_values.decoded(tree) for name, tree in of_rank.get(PATHS, {}).items()}
+    return kept, paths
+
+
+def _fill(planner: LoadPlanner, item: ReadItem, one: Stored, data: bytearray) -> None:
+    source = tensors.from_buffer(data, one.piece.dtype, one.piece.shape)
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        source = source.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    tensors.write(target, source.to(target.dtype))
+    planner.commit_tensor(item, target)
+
+
+_DIGITS = re.compile(r"(\d+)\D*$")
+
+
+def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
+    """The step that an id means. Raises Refused."""
+    if checkpoint_id is None:
+        return None
+    found = _DIGITS.search(str(checkpoint_id))
+    if found is None:
+        raise Refused(
+            f"checkpoint_id={checkpoint_id!r} names no step",
+            safe="Nothing was touched.",
+            todo="Give a number, or text that ends in one: 'step-100'. The run's directory goes to Writer and Reader.",
+        )
+    return int(found[1])
+
+
+@contextmanager
+def _opened(path: str, digest: str, under_way: GenerationId | None = None) -> Iterator[RunWriter]:
+    """The run, open for writing; what is `under_way` is not taken for what a crash left."""
+    with (
+        access.for_writing(path, "atomic_dirsync") as tier,
+        ThreadPoolExecutor(WORKERS, "lastgood-write") as workers,
+    ):
+        yield RunWriter(tier, workers, algorithm=digest, resumes=under_way)
+
+
+def _newest_incarnation(path: str) -> Incarnation | None:
+    """The newest that is recorded in the run; None where there is no run."""
+    try:
+        return commit.newest_incarnation(access.for_reading(path))
+    except NotARun:
+        return None
+
+
+def _require_whole(tier: Tier, at: GenerationId, seals: list[Seal], metadata: dcp.Metadata) -> None:
+    """All that torch planned must be there, and make whole tensors. Raises MissingBlob, ManifestInvalid."""
+    there = tier.list(layout.folder(at))
+    gone = [seal.manifest for seal in seals if there.get(seal.manifest) != seal.length]
+    if gone:
+        raise MissingBlob(
+            f"{layout.folder(at)} lacks {', '.join(gone[:3])}, which a rank had sealed",
+            safe="Nothing was committed; every committed generation is untouched.",
+            todo="All ranks must see the same directory, and nobody else may write this run meanwhile.",
+        )
+    manifests = [commit.sealed_manifest(tier, at, seal, len(seals), there) for seal in seals]
+    written = set(reshard.tensors(manifests)).union(*(one.values[VALUES] for one in manifests))
+    lacking = sorted(metadata.state_dict_metadata.keys() - written)
+    if lacking:  # guard: all-planned-items-written
+        raise ManifestInvalid(
+            f"{', '.join(lacking[:3])} is in the plan of this save, and no rank has written it",
+            safe="Nothing was committed; every committed generation is untouched.",
+            todo="Give every rank the same plan: a planner that keeps plans must keep them on all ranks.",
+        )
+
+
+def _tensor(item: WriteItem, live: torch.Tensor, ranks: int) -> Tensor | None:
+    """What is stored of a write item: nothing for a part without elements, unless the whole tensor has none."""
+    data = item.tensor_data
+    assert data is not None
+    tensors.require_storable(live, item.index.fqn)
+    whole, box = tuple(data.size), Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    if tuple(live.shape) != box.shape:
+        raise ManifestInvalid(f"{item.index.fqn}: the planner speaks of {box.shape} and gave {tuple(live.shape)}")
+    if not box.elements and (0 not in whole or any(box.offsets)):  # guard: empty-shard-not-stored
+        return None
+    some = box.shape != whole and 0 not in whole
+    if some and ranks == 1:
+        raise Refused(
+            f"{item.index.fqn} is a part of a tensor, and nobody else saves the rest",
+            safe="Nothing was committed.",
+            todo="Save in the process group, not with no_dist.",
+        )
+    place = (box.offsets, whole) if some else ((), ())
+    return Tensor(item.index.fqn, tensors.dtype_name(live.dtype), box.shape if some else whole, False, *place)

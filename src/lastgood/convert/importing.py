@@ -1,0 +1,250 @@
+"""A new generation from a `.safetensors`, a `.pt`, or a folder of torch.distributed.checkpoint or of Hugging Face.
+
+Checks what a file says of itself before it is believed. torch is imported for a `.pt` and for a folder of
+torch.distributed.checkpoint only; a `.pt` is read with `weights_only=True`: nothing in it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ..engine.arena import Arena, Lease
+from ..errors import ManifestInvalid, StepTaken, Truncated, Unstorable
+from ..extras import needed
+from ..format import layout
+from ..format.layout import Tensor
+from ..io.files import PosixFiles, round_up
+from ..policy import restore
+from ..ports import File
+from ..records import Generation
+from ..run import access
+from ..run.reader import WORKERS
+from ..run.watched import Seen, Watched
+from ..run.writer import RunWriter
+from .exporting import HF_FILE, HF_INDEX, telling
+
+DCP_METADATA = ".metadata"
+"""in every folder of torch.distributed.checkpoint"""
+_NATIVE = {there: ours for ours, (_, there) in layout.DTYPES.items() if there}
+
+Read = Callable[[str, int, memoryview], None]
+"""name of a tensor, first byte of it that is wanted, buffer to fill"""
+
+
+def is_known_folder(path: str) -> bool:
+    """Whether `path` is a folder of torch.distributed.checkpoint or of Hugging Face."""
+    return any(os.path.exists(os.path.join(path, name)) for name in (DCP_METADATA, HF_FILE, HF_INDEX))
+
+
+class Foreign:
+    """What a file holds, under the names that it will have. `read` fills a buffer with bytes of a tensor."""
+
+    def __init__(self, read: Read) -> None:
+        self.read = read
+        self.names: set[str] = set()
+        self.tensors: list[Tensor] = []
+        self.aliases: dict[str, str] = {}
+        self.values: dict[str, Any] = {"rng": {}}
+        """it keeps no state of any generator, and says so: a strict load would miss it"""
+
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], same_as: str = "") -> None:
+        """`same_as`: the name of the tensor that this one is a further name of."""
+        if not name or name == layout.METADATA or name in self.names:
+            why = "stands twice" if name in self.names else "cannot be stored"
+            raise Unstorable(f"a tensor of the name {name!r} {why}", safe="Nothing was touched.")
+        self.names.add(name)
+        if same_as in ("", name):
+            self.tensors.append(Tensor(name, dtype, shape))
+        else:
+            self.aliases[name] = same_as
+
+
+def bring(source: Foreign, run: str, step: int, seen: Seen) -> Generation:
+    """Make a generation of it, durable and verified; it continues the newest one. `seen` hears of every byte twice.
+
+    Raises StepTaken where the run is at that step already, and what opening and saving raise.
+    """
+    with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
+        writer = RunWriter(Watched(disk, seen), workers)
+        chain, lost = restore.lineage(writer.survey)
+        newest = max([*chain, *lost], default=None)
+        if newest is not None and newest.step >= step:
+            raise StepTaken(
+                f"{disk.place} is at step {newest.step} already, so step {step} would hide what it holds",
+                safe="Nothing was written.",
+                todo=f"Import into another run, or as a later step: --step {newest.step + 1}.",
+            )
+        parent = next(iter(writer.lineage()), None)
+        writer.begin(parent.id if parent else None)
+        images = layout.images(source.tensors)
+        chunk_bytes = min(layout.CHUNK_BYTES, round_up(max(image.length for image in images)))
+        arena = Arena(2 * WORKERS * chunk_bytes, chunk_bytes)
+        chunks = (lease for image in images for lease in _filled(image, source.read, arena, seen))
+        generation = writer.save(
+            writer.admit(step),
+            images,
+            chunks,
+            chunk_bytes=arena.chunk_bytes,
+            aliases=source.aliases,
+            values=source.values,
+        )
+        writer.verify(arena)
+        return writer.survey.generations[generation.id]
+
+
+def _filled(image: layout.Image, read: Read, arena: Arena, seen: Seen) -> Iterator[Lease]:
+    for parts in layout.segments(image, arena.chunk_bytes):
+        lease = arena.take()
+        assert lease is not None
+        try:
+            for place, start, at, length in parts:
+                if place < 0:
+                    lease.buffer[at : at + length] = image.header[start : start + length]
+                elif length:
+                    read(image.tensors[place][0].name, start, lease.buffer[at : at + length])
+                seen(length)
+        except BaseException:
+            lease.release()
+            raise
+        yield lease
+
+
+@contextlib.contextmanager
+def opened(path: str, under: str) -> Iterator[Foreign]:
+    """A file or folder, checked. Raises Refused, Unstorable, ManifestInvalid, Truncated."""
+    prefix = under.rstrip(".") + "." if under else ""
+    with telling(path):
+        if os.path.isdir(path) and not os.path.exists(os.path.join(path, DCP_METADATA)):
+            from . import hf_folder
+
+            with hf_folder.opened(path, prefix) as source:
+                yield source
+        elif os.path.isdir(path):
+            with needed("torch", "`lastgood import` of a folder of torch.distributed.checkpoint"):
+                from . import dcp_folder
+
+            yield dcp_folder.opened(path, prefix)
+        elif path.endswith(".safetensors"):
+            file = PosixFiles().open(os.path.realpath(path), "read")
+            try:
+                yield safetensors(file, path, prefix)
+            finally:
+                file.close()
+        else:
+            yield _pt(path, prefix)
+
+
+def safetensors(file: File, path: str, prefix: str) -> Foreign:
+    """What a `.safetensors` file holds; its header is checked against its length."""
+
+    def need(holds: bool, what: str) -> None:
+        if not holds:
+            raise ManifestInvalid(f"{path} is no valid .safetensors file: {what}", safe="Nothing was touched.")
+
+    def read(offset: int, mv: memoryview) -> None:
+        got = 0
+        while got < len(mv):
+            count = file.read_into(mv[got:], offset + got)
+            if not count:
+                raise Truncated(f"{path} ends at {offset + got:,} bytes", safe="Nothing was committed.")
+            got += count
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        need(len(dict(pairs)) == len(pairs), "a name stands twice in its header")
+        return dict(pairs)
+
+    length, head = file.size(), bytearray(8)
+    need(length >= 8, f"{length} bytes")
+    read(0, memoryview(head))
+    count = int.from_bytes(head, "little")
+    need(count <= min(length - 8, layout.HEADER_LIMIT_BYTES), f"a header of {count:,} bytes in a file of {length:,}")
+    text = bytearray(count)
+    read(8, memoryview(text))
+    try:
+        header = json.loads(bytes(text).decode(), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise ManifestInvalid(f"{path} is no valid .safetensors file: {error}", safe="Nothing was touched.") from error
+    need(isinstance(header, dict), "its header is no object")
+    header.pop(layout.METADATA, None)
+    starts: dict[str, int] = {}
+    found = Foreign(lambda name, start, mv: read(8 + count + starts[name] + start, mv))
+    spans = []
+    for name, entry in header.items():
+        need(isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}, f"its entry {name!r}")
+        shape, span, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+        for numbers in (shape, span):
+            need(
+                isinstance(numbers, list) and all(type(n) is int and 0 <= n < 2**63 for n in numbers),
+                f"{name!r}: {numbers}",
+            )
+        if dtype not in _NATIVE:
+            raise Unstorable(
+                f"{path}: tensor {name} has type {dtype!r}, which is not known here", safe="Nothing was touched."
+            )
+        found.add(prefix + name, _NATIVE[dtype], tuple(shape))
+        need(len(span) == 2 and span[1] - span[0] == found.tensors[-1].length, f"{name!r} of shape {shape} at {span}")
+        starts[prefix + name] = span[0]
+        spans.append(span)
+    end = 0
+    for start, stop in sorted(spans):
+        need(start == end, f"a hole or an overlap at byte {end:,}")
+        end = stop
+    need(8 + count + end == length, f"{length:,} bytes, its header speaks of {8 + count + end:,}")
+    return found
+
+
+def _pt(path: str, prefix: str) -> Foreign:
+    import pickle
+    import zipfile
+
+    with needed("torch", "`lastgood import` of a .pt file"):
+        import torch
+
+        from ..state import tensors as live
+        from ..state.capture import capture
+
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise Unstorable(
+            f"{path} holds more than tensors and plain values, or is no file of torch.save",
+            safe="Nothing in it was run, and nothing was touched.",
+            todo="Save a state_dict() instead, and import that.",
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
+        told = str(error).partition("\n")[0]
+        raise ManifestInvalid(f"{path} cannot be read: {told}", safe="Nothing was touched.") from error
+    kept: dict[str, torch.Tensor] = {}
+    regions: dict[Any, str] = {}
+
+    def has_tensor(value: Any) -> bool:
+        if isinstance(value, dict | list | tuple):
+            return any(map(has_tensor, value.values() if isinstance(value, dict) else value))
+        return isinstance(value, torch.Tensor)
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, torch.Tensor):
+            live.require_storable(value, name)
+            region = live.region(value)
+            first = name if region is None else regions.setdefault(region, name)
+            kept[name] = value
+            found.add(name, live.dtype_name(value.dtype), tuple(value.shape), first)
+        elif has_tensor(value):
+            for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+                walk(part, f"{name}.{key}" if name else f"{prefix}{key}")
+        else:
+            (found.values[name],) = capture({name: value}, exclude=["rng"]).values.values()
+
+    def read(name: str, start: int, mv: memoryview) -> None:
+        mv[:] = live.as_bytes(kept[name])[start : start + len(mv)].numpy().data
+
+    found = Foreign(read)
+    if not has_tensor(loaded) or isinstance(loaded, torch.Tensor):
+        raise Unstorable(f"{path} holds no dict of tensors", safe="Nothing was touched.")
+    walk(loaded, "")
+    return found

@@ -1,1 +1,0 @@
-"""Edges: other people's languages. Thin."""

@@ -1,0 +1,25 @@
+"""Packages that only a part of lastgood needs, installed by an extra: `pip install 'lastgood[torch]'`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from .errors import NotInstalled
+
+PACKAGES = {"torch": ("torch",), "cli": ("typer", "rich")}
+"""extra -> the packages of it that lastgood imports"""
+
+
+@contextlib.contextmanager
+def needed(extra: str, what: str) -> Iterator[None]:
+    """Import inside of this what the packages of an extra are needed for. Raises NotInstalled if one is missing.
+
+    `what` names the part of lastgood that the user asked for, such as "lastgood.Checkpointer".
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in PACKAGES[extra]:
+            raise
+        raise NotInstalled(what, error.name, f"pip install 'lastgood[{extra}]'") from error

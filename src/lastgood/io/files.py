@@ -1,0 +1,218 @@
+"""The file system: the only fsync, rename, link, O_DIRECT and F_FULLFSYNC in the house. Holds no path of its own.
+
+Every call is one system call, or a few that belong together; nothing is retried, and an fsync that failed is never
+called again (on ext4, xfs and btrfs the second one reports success while the data is gone).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+
+from ..ports import OpenMode
+from . import quota
+
+BLOCK_BYTES = 4096
+"""what direct I/O must be aligned to: the largest logical block in common use, and a page"""
+
+_FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves data in the drive's cache
+_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+def round_up(length: int, unit: int = BLOCK_BYTES) -> int:
+    """The smallest multiple of `unit` that is >= length."""
+    return -(-length // unit) * unit
+
+
+class PosixFile:
+    """`ports.File` over a file descriptor. `in_place`: its blocks are there already."""
+
+    def __init__(self, fd: int, path: str, in_place: bool = False) -> None:
+        self._fd, self._path, self._in_place = fd, path, in_place
+        self._sync_failed = False
+
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    def read_into(self, mv: memoryview, offset: int) -> int:
+        return os.preadv(self._fd, [mv], offset)
+
+    def write_at(self, mv: memoryview, offset: int) -> int:
+        return os.pwrite(self._fd, mv, offset)
+
+    def reserve(self, length: int) -> None:
+        if length and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(self._fd, 0, length)
+
+    def resize(self, length: int) -> None:
+        os.ftruncate(self._fd, length)
+
+    def sync(self) -> None:
+        if self._sync_failed:  # guard: no-sync-after-failed-sync
+            raise OSError(errno.EIO, "an earlier fsync of this file failed", self._path)
+        try:
+            _flush(self._fd, self._in_place)
+        except OSError:
+            self._sync_failed = True  # guard: failed-sync-is-final
+            raise
+
+    def close(self) -> None:
+        _close(self._fd)
+
+
+class PosixFiles:
+    """`ports.Files` over the operating system."""
+
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile:
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | (_DIRECT if direct else 0)  # guard: open-refuses-symlinks
+        # O_NONBLOCK means nothing to a file, and a pipe that stands in its place is not waited for.
+        there = os.O_NONBLOCK | (os.O_RDWR if mode == "write" else os.O_RDONLY)
+        flags |= os.O_RDWR | os.O_CREAT | os.O_EXCL if mode == "new" else there  # guard: new-blob-is-exclusive
+        fd = os.open(path, flags, 0o666)
+        if fresh and not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # clean pages leave the cache
+        return PosixFile(fd, path, in_place=mode == "write")
+
+    def list(self, path: str) -> dict[str, int | None]:
+        found: dict[str, int | None] = {}
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    found[entry.name] = None
+                elif entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                        found[entry.name] = entry.stat(follow_symlinks=False).st_size
+                else:
+                    found[entry.name] = -1
+        return found
+
+    def make_dir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def link(self, old: str, new: str) -> None:
+        os.link(old, new)
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def symlink(self, target: str, path: str) -> None:
+        os.symlink(target, path)
+
+    def remove(self, path: str) -> None:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            os.rmdir(path)
+        else:
+            os.unlink(path)
+
+    def sync_dir(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _flush(fd)  # guard: fsync-directory
+        finally:
+            _close(fd)
+
+
+def _close(fd: int) -> None:
+    # It is closed either way, and what a close can still report, the sync before it has reported.
+    with contextlib.suppress(OSError):
+        os.close(fd)
+
+
+def _flush(fd: int, in_place: bool = False) -> None:
+    if _FULLFSYNC is not None:
+        fcntl.fcntl(fd, _FULLFSYNC)
+    elif in_place:  # content, and what is needed to find it: a file that only got newer costs no journal transaction
+        os.fdatasync(fd)
+    else:
+        os.fsync(fd)  # guard: fsync-descriptor
+
+
+def takes_direct(folder: str) -> bool:
+    """Whether this file system really takes direct I/O: written, cut to an unaligned tail, read back.
+
+    Some accept O_DIRECT at open and refuse it at write; so it is tried as it will be used. Raises OSError when the
+    folder cannot be written at all. Leaves nothing behind.
+    """
+    if not _DIRECT:
+        return False
+    path = os.path.join(folder, f".probe-{os.getpid()}")
+    page = mmap.mmap(-1, BLOCK_BYTES)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        page[:4] = b"tail"
+        direct = os.open(path, os.O_RDWR | os.O_CLOEXEC | _DIRECT)
+        try:
+            wrote = os.pwrite(direct, page, 0)
+            os.ftruncate(direct, 4)
+            return wrote == BLOCK_BYTES and os.preadv(direct, [page], 0) == 4 and page[:4] == b"tail"
+        finally:
+            os.close(direct)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP):
+            return False
+        raise
+    finally:
+        os.close(fd)
+        os.unlink(path)
+        page.close()
+
+
+def lock_holder(path: str) -> int | None:
+    """The process that holds the lock at `path`; None where the system does not say, or it is in another namespace."""
+    try:
+        of = os.stat(path)
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing itself is closed
+                if os.path.samestat(os.stat(f"/proc/self/fd/{fd}"), of):
+                    return os.getpid()
+        place = f"{os.major(of.st_dev):02x}:{os.minor(of.st_dev):02x}:{of.st_ino}"
+        with open("/proc/locks") as file:
+            found = [line.split() for line in file]
+    except OSError:
+        return None
+    for one in found:  # 1: FLOCK ADVISORY WRITE 4321 08:02:131 0 EOF
+        if len(one) > 5 and one[1] == "FLOCK" and one[5] == place and one[4].isdigit() and one[4] != "0":
+            return int(one[4])
+    return None
+
+
+class Lock:
+    """An exclusive lock on a run, held while this object is open; it dies with its process.
+
+    flock belongs to the open file, which forked data-loader workers inherit: a worker that outlives its trainer would
+    hold the run for ever. So every fork closes the copy in the child.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises BlockingIOError when somebody else holds it."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: exclusive-run-lock
+        except OSError:
+            _close(fd)
+            raise
+        self._fd: int | None = fd
+        os.register_at_fork(after_in_child=self._leave)  # guard: lock-not-inherited-by-fork
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            # A process that is just being started has a copy until it executes; this unlocks it too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            _close(fd)
+
+    def _leave(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            _close(fd)
+
+
+def free_bytes(path: str) -> int:
+    """What this user may still write on the file system of `path`, quotas included. Raises OSError."""
+    found = os.statvfs(path)
+    return min([found.f_bavail * found.f_frsize, *quota.free_bytes(path)])

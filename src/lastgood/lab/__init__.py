@@ -1,1 +1,0 @@
-"""Experiments: the bench. This room may import every other; none imports it."""

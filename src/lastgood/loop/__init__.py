@@ -1,0 +1,1 @@
+"""The training thread: when to save, what to copy, how to restore. Imports torch."""

@@ -1,0 +1,142 @@
+"""Resharding: which stored pieces fill which tensors, and who of several holders writes what. Pure: moves no byte.
+
+Saved on any mesh and wanted on any other, a target is filled by the parts that the stored pieces share with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import ManifestInvalid
+from ..format.boxes import Box, Part, Stored, everything, overlap
+from ..records import Manifest
+
+LEAST_SPLIT_BYTES = 16 << 10
+"""of a tensor that several holders write in parts: below it, parts cost more than they balance"""
+
+
+# ---- what was stored -----------------------------------------------------------------------------------------
+
+
+class Tensor(NamedTuple):
+    """A tensor of a generation: what its pieces agree on, and where they are."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    stored: list[Stored]
+    """without overlaps, and without holes"""
+    own: dict[tuple[int, Box], Stored]
+    """by rank and box: where that rank held something else"""
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.piece.extent.length for one in self.stored)
+
+
+def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
+    """Every tensor of a generation, from the manifests of its ranks.
+
+    Raises ManifestInvalid where pieces disagree about dtype or shape, overlap, or do not cover their tensor; and for
+    an alias of nothing.
+    """
+    found: dict[str, Tensor] = {}
+    for manifest in manifests:
+        for piece in manifest.pieces:
+            shape = tuple(piece.whole or piece.shape)
+            tensor = found.setdefault(piece.name, Tensor(piece.dtype, shape, [], {}))
+            _need((piece.dtype, shape) == tensor[:2], f"{piece.name} has two dtypes or shapes")
+            box = Box(tuple(piece.offsets), tuple(piece.shape)) if piece.offsets else everything(shape)
+            one = Stored(manifest.rank, piece, box)
+            if piece.own:
+                tensor.own[manifest.rank, box] = one
+            else:
+                tensor.stored.append(one)
+    for name, tensor in found.items():
+        if len(tensor.stored) == 1 and not (tensor.own or tensor.stored[0].piece.offsets):
+            continue  # all of it in one piece, as everything is in a world of one
+        boxes = [one.box for one in tensor.stored]
+        _need(not overlapping(boxes), f"{name} is stored twice in part")  # guard: pieces-do-not-overlap
+        whole = boxes and sum(box.elements for box in boxes) == math.prod(tensor.shape)
+        _need(bool(whole), f"the pieces of {name} leave a hole")  # guard: pieces-leave-no-hole
+        _need({box for _, box in tensor.own} <= set(boxes), f"{name}: what a rank holds itself is no piece")
+    for manifest in manifests:
+        for alias, name in manifest.aliases.items():
+            _need(name in found and alias not in found, f"{alias!r} is an alias of {name!r}")
+    return found
+
+
+def aliases(manifests: Sequence[Manifest]) -> dict[str, str]:
+    """Further name of a tensor -> the name under which it is stored, of all ranks."""
+    return {alias: name for one in manifests for alias, name in one.aliases.items()}
+
+
+def _need(holds: bool, what: str) -> None:
+    if not holds:
+        raise ManifestInvalid(f"the manifests do not fit together: {what}")
+
+
+def overlapping(boxes: Sequence[Box]) -> bool:
+    """Whether any two share an element: those that may are next to each other along the dimension of most cuts."""
+    if len(boxes) < 2 or not boxes[0].shape:
+        return len(boxes) > 1
+    along = max(range(len(boxes[0].shape)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
+    open_now: list[Box] = []
+    for box in sorted(boxes, key=lambda one: one.offsets[along]):
+        start = box.offsets[along]
+        open_now = [one for one in open_now if one.offsets[along] + one.shape[along] > start]
+        if any(overlap(one, box) for one in open_now):
+            return True
+        open_now.append(box)
+    return False
+
+
+def parts(tensor: Tensor, target: Box, rank: int) -> list[Part]:
+    """What fills `target`, each element once, for whoever takes the place of `rank`: its own where it had its own."""
+    shared = ((one, overlap(one.box, target)) for one in tensor.stored)
+    # guard: own-piece-preferred
+    return [Part(tensor.own.get((rank, one.box), one), box) for one, box in shared if box is not None]
+
+
+# ---- who writes what -----------------------------------------------------------------------------------------
+
+
+class Held(NamedTuple):
+    """A box of a tensor that several ranks hold alike."""
+
+    name: str
+    box: Box
+    element_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.box.elements * self.element_bytes
+
+
+def shares(held: Sequence[Held], ways: int) -> list[list[Held]]:
+    """Who of `ways` holders writes which rows of what: runs of about the same number of bytes, in the order given.
+
+    Every holder comes to the same answer by itself. A tensor is cut between rows, a small one not at all.
+    """
+    total = sum(one.bytes for one in held)
+    found: list[list[Held]] = [[] for _ in range(ways)]
+    begin = 0
+    for one in held:
+        turn = min(begin * ways // total, ways - 1) if total else 0
+        height = one.box.shape[0] if one.box.shape and one.bytes >= LEAST_SPLIT_BYTES else 1
+        row = 0
+        while row < height:
+            rest = total * (turn + 1) - begin * ways  # bytes up to the end of this turn, times `ways`
+            upto = height if rest >= one.bytes * ways else rest * height // (one.bytes * ways)
+            if upto > row:
+                found[turn].append(one if upto - row == height else _rows(one, row, upto))
+            row, turn = upto, turn + 1
+        begin += one.bytes
+    return found
+
+
+def _rows(one: Held, first: int, last: int) -> Held:
+    box = one.box
+    offsets = box.offsets[0] + first, *box.offsets[1:]
+    return one._replace(box=Box(offsets, (last - first, *box.shape[1:])))

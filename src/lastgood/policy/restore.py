@@ -1,0 +1,121 @@
+"""Which generation: the lineage of a run, and the order in which to try. Pure: works on a survey, reads nothing."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import NoSuchStep
+from ..format.commit import Survey
+from ..records import Finding, GenerationId
+from .arguments import is_whole
+
+
+class Lineage(NamedTuple):
+    """The chain of generations that the current state descends from, newest first."""
+
+    chain: list[GenerationId]
+    """their COMMIT is there, whether or not it can be believed"""
+    lost: list[GenerationId]
+    """named by the chain, and their COMMIT is gone although nobody retired them"""
+
+
+class Choice(NamedTuple):
+    """What to try, in this order, and what is passed over without reading it again."""
+
+    candidates: list[GenerationId]
+    passed_over: list[tuple[GenerationId, str]]
+
+
+def lineage(survey: Survey) -> Lineage:
+    """Walk the newest incarnation's generations, newest first, then those of the generation that it continues.
+
+    What an incarnation abandoned (steps after the one it continues) is not on the way.
+    """
+    committed = survey.generations.keys() | survey.broken.keys()
+    chain: list[GenerationId] = []
+    on_the_way: set[GenerationId] = set()
+    # guard: newest-incarnation-first
+    current = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
+    bound: int | None = None
+    while current is not None:
+        # guard: lineage-bounded-by-rewind
+        mine = [at for at in committed if at.incarnation == current.id and (bound is None or at.step <= bound)]
+        chain += sorted(mine, reverse=True)  # guard: newest-step-first
+        witnessed = {one for one in survey.witnessed if one.incarnation == current.id}
+        on_the_way |= {one for one in witnessed if bound is None or one.step <= bound}
+        parent = current.parent
+        if parent is None:
+            break
+        on_the_way.add(parent)
+        bound, older = parent.step, survey.incarnations.get(parent.incarnation)
+        if older is None:
+            # Its record and every readable commit are gone; what is left of it can still be seen to be broken.
+            chain += sorted((at for at in committed if at.incarnation == parent.incarnation), reverse=True)
+        # guard: lineage-continues-with-parent
+        current = older if older is not None and older.order < current.order else None
+    for at in chain:
+        if at in survey.generations and (before := survey.generations[at].commit.parent):
+            on_the_way.add(before)
+    if survey.pointer:
+        on_the_way.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    return Lineage(chain, sorted((on_the_way & survey.incomplete) - set(chain), reverse=True))
+
+
+def never_committed(survey: Survey) -> set[GenerationId]:
+    """What has no COMMIT and, by every record, never had one: litter.
+
+    A commit that cannot be believed may have named anything before it, so that stays.
+    """
+    named = {one.parent for one in survey.incarnations.values()} | survey.witnessed
+    for generation in survey.generations.values():
+        named |= {generation.commit.parent, generation.commit.continues}
+    if survey.pointer:
+        named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    unsure = max((at.step for at in survey.broken), default=0)
+    return {at for at in survey.incomplete - named if at.step >= unsure}  # guard: lost-commits-kept
+
+
+def choose(survey: Survey, step: int | None) -> Choice:
+    """Candidates for a restore: of the lineage, newest first; or every generation of `step`, the lineage's first.
+
+    Raises NoSuchStep when `step` was never committed or is gone, or is no whole number.
+    """
+    chain, lost = lineage(survey)
+    if step is not None:
+        if not is_whole(step, 0):
+            raise no_such_step(f"step={step!r} is not a whole number, nor None for the newest good one", survey)
+        order = {one.id: one.order for one in survey.incarnations.values()}
+        others = sorted(survey.generations, key=lambda at: -order.get(at.incarnation, 0))
+        mine = [at for at in chain if at.step == step]
+        wanted = mine or [at for at in others if at.step == step][:1]  # an abandoned one only where it is the only one
+        if not wanted:
+            raise no_such_step(f"no generation of step {step}", survey)
+        return Choice(wanted, [])
+    passed = [(at, "its COMMIT is gone") for at in lost]  # guard: lost-commits-reported
+    # Nothing readable speaks of their incarnation, so nobody can say that they are not the newest.
+    astray = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
+    passed += [(at, str(survey.broken[at])) for at in astray]
+    candidates = []
+    for at in chain:
+        if at in survey.broken:
+            passed.append((at, str(survey.broken[at])))
+        elif survey.generations[at].damaged:
+            passed.append((at, told(survey.generations[at].damaged)))  # guard: damaged-generations-skipped
+        elif survey.generations[at].unfit:
+            passed.append((at, f"intact, and not good: {told(survey.generations[at].unfit)}"))
+        else:
+            candidates.append(at)
+    return Choice(candidates, sorted(passed, reverse=True))
+
+
+def no_such_step(what: str, survey: Survey) -> NoSuchStep:
+    """The error for a step that the run does not hold; it lists those that it holds."""
+    there = ", ".join(map(str, sorted({at.step for at in survey.generations}))) or "none"
+    return NoSuchStep(what, safe="Nothing was touched.", todo=f"Steps that are there: {there}.")
+
+
+def told(findings: list[Finding]) -> str:
+    """Findings in one line."""
+    return "; ".join(one.what for one in findings[:3]) + (
+        f"; and {len(findings) - 3} more" if len(findings) > 3 else ""
+    )

@@ -1,0 +1,1 @@
+"""Copies of live tensors, taken behind the training loop, and the check that none was torn. Imports torch."""

@@ -1,0 +1,72 @@
+"""Whether the live state is still what a generation holds: asked where a step is saved twice. Writes nothing.
+
+Everything is read: version counters miss what fused optimizers change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..errors import StepTaken
+from ..records import Manifest, Piece
+from ..state.capture import Captured, Origin
+from .staging import content_digest
+
+_TRAINED = {Origin.PARAMETER, Origin.STEPPED}
+_LISTED = 3
+"""names of changed tensors in the error"""
+_RANDOM = "rng"
+"""random number generators: whatever runs between two saves draws from them"""
+
+
+def changed(captured: Captured, manifest: Manifest) -> list[str]:
+    """Names of the parameters and optimizer states of a rank's manifest that this rank does not hold any more.
+
+    Buffers, random numbers and values may differ, because an evaluation changes them too.
+    """
+    trained = (piece for piece in manifest.pieces if captured.origins.get(piece.name) in _TRAINED)
+    return [piece.name for piece in trained if not _holds(captured, piece, manifest.digest)]
+
+
+def require_unchanged(step: int, names: Sequence[str]) -> None:
+    """Raises StepTaken where there are `names` of tensors that have changed since `step` was saved."""
+    if names:
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        raise StepTaken(
+            f"step {step} is saved already, and the state has changed since: {', '.join(names[:_LISTED])}{more}",
+            safe="What was saved of this step is untouched; nothing was written.",
+            todo="Save the new state under the number of its own step.",
+        )
+
+
+def is_same(captured: Captured, manifest: Manifest) -> bool:
+    """Whether all of the live state, except the random numbers, is what the manifest of a single process holds."""
+    pieces = [piece for piece in manifest.pieces if not _is_random(piece.name)]
+    return (  # guard: unchanged-restore-compares-all
+        {piece.name for piece in pieces} == {name for name in captured.tensors if not _is_random(name)}
+        and captured.aliases == manifest.aliases
+        and _values(captured.values) == _values(manifest.values)
+        and all(_holds(captured, piece, manifest.digest) for piece in pieces)
+    )
+
+
+def _holds(captured: Captured, piece: Piece, algorithm: str) -> bool:
+    """Whether the piece, rows of what this process holds of its tensor, still has the content that was saved."""
+    held, spread = captured.tensors[piece.name], captured.sharded.get(piece.name)
+    if piece.offsets:
+        first = piece.offsets[0] - (spread.box.offsets[0] if spread else 0)
+        held = held[first : first + piece.shape[0]]
+    return content_digest(held, algorithm) == piece.digest
+
+
+def _is_random(name: str) -> bool:
+    return name.partition(".")[0] == _RANDOM
+
+
+def _values(values: Mapping[str, Any]) -> Any:
+    """As a manifest gives them back."""
+    kept = {name: one for name, one in values.items() if name != _RANDOM}
+    return msgspec.json.decode(msgspec.json.encode(kept))

@@ -1,0 +1,265 @@
+"""Remembered: what a module, optimizer or container was found to be made of, so that the next save need not walk it.
+
+A plan names things; it never holds them: no tensor, no storage and no object of the user's outlives a save because of
+it. Every save goes through the live objects again, in tight loops, and takes what it finds there (`flat_*`); the plan
+is only asked whether that has the structure whose names and JSON it knows (`Part.take`). So a stale plan can neither
+bring back an old tensor nor name a new one wrongly: where anything differs, the object is walked anew.
+
+What cannot be said from the live objects alone is never remembered: modules with a state_dict, a hook or extra state
+of their own, optimizers with state that is no tensor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..format.values import join
+
+TENSORS = frozenset({torch.Tensor, nn.Parameter})
+"""exact types that can be plain memory"""
+
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+_NESTING_LIMIT = 20
+_BLOCK = 512
+"""tensors that are looked at again and again while the processor still has them at hand"""
+_END, _TENSOR = object(), object()  # in a signature
+
+_METHODS = (
+    "state_dict",
+    "_save_to_state_dict",
+    "get_extra_state",
+    "named_parameters",
+    "_named_members",
+    "named_modules",
+    "__getattribute__",
+)
+_ORIGINAL = {name: getattr(nn.Module, name) for name in _METHODS}
+
+_dtype, _device, _layout = map(operator.attrgetter, ("dtype", "device", "layout"))
+_shape, _nested = operator.attrgetter("shape"), operator.attrgetter("is_nested")
+_stride = torch.Tensor.stride
+_gradient = operator.attrgetter("requires_grad", "is_leaf")
+
+
+@dataclass
+class Flat:
+    """An object as found right now."""
+
+    signature: list[Any] = field(default_factory=list)
+    """keys and marks; equal ones mean the same names in the same order"""
+    slots: list[Any] = field(default_factory=list)
+    """what lies under these names, in order: live tensors, or None"""
+    told: list[torch.Tensor] = field(default_factory=list)
+    """live tensors that are stored elsewhere, and whose shapes and memory orders are stored here"""
+
+
+# ---- live objects -> flat ----------------------------------------------------------------------------------------
+
+
+def flat_module(module: nn.Module) -> Flat | None:
+    """Its tensors in the order of its state_dict(); None if only its own code knows what that is."""
+    flat = Flat()
+    return flat if _flatten_module(module, flat, {}) else None
+
+
+def _flatten_module(module: nn.Module, flat: Flat, plain: dict[type, bool]) -> bool:
+    kind, inside = type(module), module.__dict__
+    known = plain.get(kind)
+    if known is None:
+        known = plain[kind] = all(getattr(kind, name) is one for name, one in _ORIGINAL.items())
+    parameters, buffers, children = inside.get("_parameters"), inside.get("_buffers"), inside.get("_modules")
+    if not (
+        known
+        and type(parameters) is type(buffers) is type(children) is dict
+        and not inside["_state_dict_hooks"]
+        and not inside["_state_dict_pre_hooks"]
+        and inside.keys().isdisjoint(_METHODS)
+    ):
+        return False
+    signature = flat.signature
+    signature += parameters
+    signature.append(_END)
+    if buffers:
+        signature += buffers
+        if passing := inside["_non_persistent_buffers_set"]:
+            signature.append(tuple(sorted(passing)))
+        flat.slots += parameters.values()
+        flat.slots += buffers.values()
+    else:
+        flat.slots += parameters.values()
+    signature.append(_END)
+    for name, child in children.items():
+        signature.append(name)
+        if child is None:
+            signature.append(None)
+        elif not _flatten_module(child, flat, plain):
+            return False
+    signature.append(_END)
+    return True
+
+
+def module_slots(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """(name, is it stored) of each slot of `flat_module`."""
+    for name in module._parameters:
+        yield prefix + name, True
+    for name in module._buffers:
+        yield prefix + name, name not in module._non_persistent_buffers_set
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from module_slots(child, f"{prefix}{name}.")
+
+
+def flat_container(obj: Any) -> Flat | None:
+    """The tensors in dicts, lists and tuples of nothing but tensors; None for any other."""
+    flat = Flat()
+    return flat if _flatten_container(obj, flat, 0) and flat.slots else None
+
+
+def _flatten_container(obj: Any, flat: Flat, depth: int) -> bool:
+    kind, signature = type(obj), flat.signature
+    signature.append(kind)
+    if kind is dict or kind is OrderedDict:
+        if not set(map(type, obj)) <= {str, int}:
+            return False
+        signature += obj
+        values = obj.values()
+    else:
+        signature.append(len(obj))
+        values = obj
+    kinds = set(map(type, values))
+    if kinds <= TENSORS:
+        signature.append(_END)
+        flat.slots += values
+        return True
+    if not kinds <= TENSORS | _CONTAINERS or depth > _NESTING_LIMIT:
+        return False
+    for value in values:
+        if type(value) in TENSORS:
+            signature.append(_TENSOR)
+            flat.slots.append(value)
+        elif not _flatten_container(value, flat, depth + 1):
+            return False
+    return True
+
+
+def container_slots(obj: Any, path: str) -> Iterator[str]:
+    """The name of each slot of `flat_container`."""
+    mapping = type(obj) in (dict, OrderedDict)
+    for key, value in obj.items() if mapping else enumerate(obj):
+        name = join(path, key) if mapping else f"{path}.{key}"
+        if type(value) in TENSORS:
+            yield name
+        else:
+            yield from container_slots(value, name)
+
+
+class Owners:
+    """The parameters of all modules of a state, by place: what decides the names of an optimizer's parameters.
+
+    `version` changes when a module comes, goes or changes its structure, or when parameters become one or two.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._known: tuple[Any, ...] = ()
+        self._places: dict[int, int] = {}
+
+    def look(self, modules: dict[str, nn.Module], flats: Sequence[Flat | None]) -> bool:
+        """Go through them as they are now; False if only their own code knows their parameters."""
+        self._places = {}
+        if any(flat is None for flat in flats):
+            return False
+        slots = list(map(id, chain.from_iterable(flat.slots for flat in flats if flat)))
+        self._places = dict(zip(reversed(slots), range(len(slots) - 1, -1, -1), strict=True))
+        known = (
+            list(modules),
+            [flat.signature for flat in flats if flat],
+            list(map(self._places.__getitem__, slots)),  # which of them are one
+        )
+        if known != self._known:
+            self.version += 1
+            self._known = known
+        return True
+
+    def flat_optimizer(self, optimizer: Optimizer, hooked: bool) -> Flat | None:
+        """The tensors of its state, parameter by parameter; None if there is more in it than tensors."""
+        state: Any = optimizer.state
+        groups = [group["params"] for group in optimizer.param_groups]
+        parameters = list(chain.from_iterable(groups))
+        if type(state) not in (dict, defaultdict) or not set(map(type, parameters)) <= TENSORS:
+            return None
+        ids = list(map(id, parameters))
+        held = dict(zip(map(id, state), state.values(), strict=True))
+        if not held.keys() <= set(ids) or not set(map(type, held.values())) <= {dict}:
+            return None
+        flat = Flat([self.version, hooked, list(map(len, groups)), list(map(self._places.get, ids))])
+        flat.told = parameters
+        signature, slots = flat.signature, flat.slots
+        for entry in map(held.get, ids):
+            if entry is None:
+                signature.append(None)
+            else:
+                signature += entry
+                signature.append(_END)
+                slots += entry.values()
+        return flat if set(map(type, slots)) <= TENSORS else None
+
+
+# ---- remembered --------------------------------------------------------------------------------------------------
+
+
+class Part:
+    """The names and the JSON of one object, and the structure for which they hold.
+
+    `names`: one for each slot, empty for what is not stored; `origins`: one for each that is. `tree` is shared by all
+    saves and never changed. `refers`: whether it refers to each tensor, and so says which of them want a gradient, and
+    in which order their dimensions lie in memory.
+    """
+
+    def __init__(self, flat: Flat, names: Sequence[str], tree: Any, origins: Sequence[Any], refers: bool) -> None:
+        self._kept = None if all(names) else list(map(bool, names))
+        kept = list(compress(flat.slots, names))
+        self.names = list(filter(None, names))
+        self.origins, self.tree = origins, tree
+        one: dict[Any, Any] = {}  # equal shapes and devices are kept once
+        self._signature, self._types = flat.signature, list(map(type, flat.slots))
+        self._dtypes = list(map(_dtype, kept))
+        self._devices = [one.setdefault(device, device) for device in map(_device, kept)]
+        self._shapes = [one.setdefault(shape, shape) for shape in map(_shape, kept)]
+        self._told = [one.setdefault(shape, shape) for shape in map(_shape, flat.told)]
+        self._told_strides = [one.setdefault(stride, stride) for stride in map(_stride, flat.told)]
+        self._strides = [one.setdefault(stride, stride) for stride in map(_stride, kept)] if refers else None
+        self._grads = [one.setdefault(grad, grad) for grad in map(_gradient, kept)] if refers else None
+        self.untracked = refers and nn.Parameter not in self._types and not any(one.requires_grad for one in kept)
+        """whether all are plain tensors that want no gradient"""
+
+    def take(self, flat: Flat) -> list[torch.Tensor] | None:
+        """The live tensors, one for each of `names`; None if this is not what was remembered."""
+        if flat.signature != self._signature or list(map(type, flat.slots)) != self._types:
+            return None
+        kept = flat.slots if self._kept is None else list(compress(flat.slots, self._kept))
+        same = all(self._same(kept[at : at + _BLOCK], at) for at in range(0, len(kept), _BLOCK))
+        same = same and all(map(operator.eq, map(_shape, flat.told), self._told))
+        # guard: plan-compares-parameter-strides
+        return kept if same and all(map(operator.eq, map(_stride, flat.told), self._told_strides)) else None
+
+    def _same(self, block: list[torch.Tensor], at: int) -> bool:
+        to = slice(at, at + len(block))
+        return (  # guard: plan-compares-strides
+            not any(map(_nested, block))
+            and set(map(_layout, block)) == {torch.strided}
+            and list(map(_dtype, block)) == self._dtypes[to]
+            and list(map(_device, block)) == self._devices[to]
+            and list(map(_shape, block)) == self._shapes[to]
+            and (self._strides is None or list(map(_stride, block)) == self._strides[to])
+            and (self._grads is None or list(map(_gradient, block)) == self._grads[to])
+        )

@@ -1,1 +1,0 @@
-"""The training side: the room that imports torch."""
