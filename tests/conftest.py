@@ -6,6 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from lastgood.testing import FaultyFiles
+
+
+@pytest.fixture
+def faulty_files() -> Iterator[FaultyFiles]:
+    """The file system of every run that is opened in the test; faults are injected while it goes on."""
+    with FaultyFiles().installed() as files:
+        yield files
+
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
