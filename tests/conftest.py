@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import hypothesis
 import pytest
 
 from lastgood.testing import FaultyFiles
+
+hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
+hypothesis.settings.register_profile("check", deadline=None, max_examples=10)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not slow"`, a file that is slow as a whole is not imported: many of them import a framework."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
 
 
 @pytest.fixture

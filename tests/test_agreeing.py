@@ -130,6 +130,7 @@ def test_a_rank_that_died_since_it_was_here_is_named():
     assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
 
 
+@pytest.mark.slow
 def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
     """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
     came after one that died was not looked for."""

@@ -269,6 +269,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     lastgood.Checkpointer(tmp_path, build()).close()
 
 
+@pytest.mark.slow
 def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_path: Path) -> None:
     program = f"""
         import os, sys, time, torch, lastgood
@@ -293,6 +294,7 @@ def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_
         worker.kill()
 
 
+@pytest.mark.slow
 def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
     state = {"w": torch.zeros(20_000)}
     me = psutil.Process()
@@ -502,6 +504,7 @@ def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, faulty_f
         assert restored(tmp_path, state).step == 3
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_saves_all_the_same_and_is_told_what_failed(tmp_path: Path) -> None:
     """Saves queued when a script ended were lost without a word."""
     program = f"""

@@ -483,6 +483,7 @@ def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_pa
         assert (code, told["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.slow
 def test_an_export_onto_a_full_disk_says_so_and_leaves_no_file(run: Path, tmp_path: Path) -> None:
     """torch.save hid the disk's error behind its own about the archive that it then could not close."""
     (tmp_path / "full").mkdir()
@@ -662,6 +663,7 @@ def test_the_package_runs_as_the_command_with_its_exit_codes(tmp_path: Path) -> 
     assert done.returncode == 3 and done.stderr.startswith("lastgood: ") and "is not a run" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_of_ours(run: Path) -> None:
     """`lastgood show RUN | head -1`"""
     for command in (["show", run], ["ls", run, "--json"]):

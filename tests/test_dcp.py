@@ -22,6 +22,8 @@ from lastgood.cli import app
 from lastgood_lab.worlds import world
 from ranked import dcp_loaded, dcp_of_torch, dcp_saved
 
+pytestmark = pytest.mark.slow
+
 
 def save(state: dict[str, Any], root: Path, **options: Any) -> None:
     dcp.save(state, storage_writer=lastgood.dcp.Writer(root), no_dist=True, **options)

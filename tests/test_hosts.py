@@ -15,6 +15,8 @@ import pytest
 
 import lastgood
 
+pytestmark = pytest.mark.slow
+
 PATIENCE = 3.0
 PORT = 29411
 HOST = Path(__file__).parent / "host.py"

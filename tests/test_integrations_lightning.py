@@ -14,6 +14,8 @@ from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.lightning import LastgoodCallback
 from zygote import kill_and_compare, zygote_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lightning_fit.py"
 VALIDATING = Path(__file__).parent / "scripts" / "lightning_validating.py"
 DIGEST = (

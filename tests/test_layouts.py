@@ -134,6 +134,7 @@ def contents(state: State) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("layout", "kind", "options"), [*cases()])
+@pytest.mark.slow
 def test_an_optimizer_resumes_exactly_whatever_the_layout(
     tmp_path: Path, layout: str, kind: type[optim.Optimizer], options: dict[str, Any]
 ) -> None:

@@ -135,6 +135,7 @@ def test_the_fence_is_for_updates_elsewhere(tmp_path, gate):
 
 
 @pytest.mark.parametrize("memory", [1 << 20, None])
+@pytest.mark.slow
 def test_with_less_memory_than_state_the_update_waits_until_all_of_it_is_read(tmp_path, memory):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
@@ -166,6 +167,7 @@ def test_a_scaler_and_accumulated_gradients_change_nothing(tmp_path, gate):
     assert same(tmp_path, 2, picture)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_copied_behind_the_fence_too(tmp_path, gate):
     loop = Loop(adamw())
     loop.net.embed.max_norm = None

@@ -13,6 +13,8 @@ from lastgood.errors import Refused, StateMismatch, Unstorable
 from lastgood.integrations.peft import Adapters
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
 
+pytestmark = pytest.mark.slow
+
 
 def lora(**options):
     plain = {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}

@@ -19,6 +19,8 @@ from lastgood.loop.preemption import EXIT_CODE, Asked, Preempted, Preemption
 from lastgood.run import access
 from lastgood.testing import Clock
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:

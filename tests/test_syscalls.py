@@ -22,6 +22,8 @@ import syscalls
 
 from victim import Ledger, litter, live
 
+pytestmark = pytest.mark.slow
+
 SEED = 1
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 

@@ -15,6 +15,8 @@ from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks
 from lastgood_lab.journal import Journal
 from lastgood_lab.trials import Share
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("hits", "total", "low", "high"),
