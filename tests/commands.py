@@ -16,7 +16,7 @@ def registered(monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]) -> Non
     `commands`: name -> `module:object`, as an entry point in a pyproject.toml has it.
     """
     entries = [EntryPoint(name, value, app.GUESTS) for name, value in commands.items()]
-    own = [one for one in app.app.registered_commands if one.callback.__module__ == app.__name__]
+    own = [one for one in app.app.registered_commands if one.callback.__module__.startswith("lastgood.cli.")]
     own = [one for one in own if one.name not in app.LAB]
     monkeypatch.setattr(app.importlib.metadata, "entry_points", lambda group: entries if group == app.GUESTS else [])
     monkeypatch.setattr(app.app, "registered_groups", [])

@@ -270,7 +270,7 @@ STEPS_OF_A_SAVE = {
     "digests": "lastgood.ranks.replica_check._sums",
     "seal": "lastgood.format.commit.seal",
     "commit": "lastgood.format.commit.publish",
-    "after the commit": "lastgood.run.writer.RunWriter._take_in",
+    "after the commit": "lastgood.run.known.KnownRun.record",
 }
 
 
@@ -528,9 +528,9 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
             state["odd"] = object()
         if rank == 1 and where == "seal":
             once(commit, "seal", errors.TierDown("on purpose"))
-        cleared, clear = threading.Event(), RunWriter._clear
+        cleared, clear = threading.Event(), RunWriter.clear
         if rank == 0:
-            RunWriter._clear = lambda *arguments: (cleared.wait(0.3), clear(*arguments))[1]  # type: ignore[method-assign]
+            RunWriter.clear = lambda *arguments: (cleared.wait(0.3), clear(*arguments))[1]  # type: ignore[method-assign]
         first = said(lambda: ckpt.save(2).result(LIMIT_SECONDS))
         state.pop("odd", None)
         Disk.create = rank_1_first  # type: ignore[method-assign]

@@ -26,8 +26,10 @@ from lastgood.loop.schedule import TimingTogether
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
-from lastgood.run.authority import Follower, Leader
+from lastgood.run.follower import Follower
+from lastgood.run.known import Environment
 from lastgood.run.pipeline import Save
+from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.testing import Clock
 
@@ -435,14 +437,14 @@ def both(tmp_path):
     board = Meeting()
     first, second = two_on(board)
     clock = Clock()
-    options = {"monotonic_seconds": clock, "pause": clock.advance}
-    leader = Leader(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, **options)
-    follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=second)
+    environment = Environment(monotonic_seconds=clock, pause=clock.advance)
+    leader = RunWriter(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, environment=environment)
+    follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), second)
 
     def saved(run):
         run.begin(None)
         ranks = first if run is leader else second
-        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, together=ranks.at("save", 1))
+        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.at("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
         first_told, second_told = pool.map(saved, (leader, follower))
@@ -461,7 +463,7 @@ def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
     verify(follower)
     verify(leader)
     assert (leader.tier.of, follower.tier.of) == ({"r00000"}, {"r00001"})
-    assert leader.newest_verified().step == 1
+    assert leader.known.newest_verified().step == 1
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -471,17 +473,17 @@ def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both,
     verify(follower)
     with pytest.raises(Damaged, match="step 1 was committed and does not read back"):
         verify(leader)
-    assert leader.newest_verified() is None
+    assert leader.known.newest_verified() is None
     assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
 
 
 def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both, tmp_path):
     leader, follower, _ = both
-    follower._incarnation = structs.replace(follower._incarnation, id="deadbeef")
+    follower.known.incarnation = structs.replace(follower.known.incarnation, id="deadbeef")
 
     def saved(run):
         with pytest.raises(StepDiffers, match=r"ranks have sealed gen/000000000002-.*, gen/000000000002-"):
-            save(run, 2, {f"w{run.rank}": bytes(100)}, together=run._ranks.at("save", 2))
+            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.at("save", 2))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(saved, (leader, follower)))
@@ -495,7 +497,7 @@ def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
         blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
     with pytest.raises(Damaged) if broken else nullcontext():
         verify(leader)
-    assert leader.tier.of == {"r00000", "r00001"} and (leader.newest_verified() is None) == broken
+    assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
 
 
 class Deaf(Board):
@@ -510,8 +512,8 @@ class Deaf(Board):
 def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
     """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
-    writer = Leader(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))
+    writer = RunWriter(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))
     writer.begin(None)
     deaf = Deaf()
-    told = save(writer, 1, {"w": b"x" * 100}, together=Ranks(0, 1, deaf, "run").at("save", 1))
+    told = save(writer, 1, {"w": b"x" * 100}, topic=Ranks(0, 1, deaf, "run").at("save", 1))
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]

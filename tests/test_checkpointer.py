@@ -539,13 +539,13 @@ def test_a_save_from_a_signal_handler_in_the_middle_of_a_copy_is_refused_and_han
 
         before = signal.signal(signal.SIGALRM, handler)
         try:
-            take = ckpt._behind.start
+            take = ckpt._pipeline.start
 
             def start(*args: object) -> None:
                 take(*args)
                 signal.raise_signal(signal.SIGALRM)
 
-            ckpt._behind.start = start  # type: ignore[method-assign]
+            ckpt._pipeline.start = start  # type: ignore[method-assign]
             ckpt.save(1).result(timeout=30)
         finally:
             signal.signal(signal.SIGALRM, before)

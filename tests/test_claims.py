@@ -6,11 +6,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from lastgood.records import EventKind
 from lastgood_lab import provenance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,9 +76,3 @@ def test_how_we_know_numbers_the_promises_as_the_readme_does() -> None:
     known = re.findall(r"^\| (\d)\. ([\w ]+?) \|", (ROOT / "docs" / "how-we-know.md").read_text(), re.M)
     assert len(readme) == 9
     assert known == readme
-
-
-def test_the_page_on_saving_lists_every_kind_of_event() -> None:
-    """`Event.kind` named 7 kinds of 18."""
-    page = (ROOT / "docs" / "saving.md").read_text().partition("## Events")[2]
-    assert re.findall(r"^\| `(\w+)` \|", page, re.M) == list(get_args(EventKind))

@@ -737,7 +737,7 @@ def test_a_name_that_the_terminal_cannot_spell_is_shown_escaped(tmp_path: Path) 
 
 
 def test_a_bug_is_a_traceback_and_one(run: Path) -> None:
-    code = "import sys, lastgood.cli.app as app; app.commit = None; sys.exit(app.main(['ls', sys.argv[1]]))"
+    code = "import sys; from lastgood.cli import app, listing; listing.commit = None; app.main(['ls', sys.argv[1]])"
     done = python("-c", code, run, capture_output=True)
     assert done.returncode == 1 and "Traceback" in done.stderr
 

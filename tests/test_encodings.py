@@ -25,7 +25,8 @@ import lastgood
 from lastgood.errors import ManifestInvalid, Refused, StateMismatch, Unstorable
 from lastgood.format import encodings
 from lastgood.format.values import decode, encode
-from lastgood.state.rules import Stored, capture, match
+from lastgood.state.rules import Stored, capture
+from matching import Fed, match
 
 
 def resumed(path, saved, live):
@@ -84,7 +85,8 @@ def test_a_deque_and_a_defaultdict_are_refilled_in_place():
     stored = capture(saved)
     tensors = {name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in stored.tensors.items()}
     fit = match(live, Stored(1, tensors, stored.aliases, stored.values), exclude=["rng"])
-    fit.apply(lambda sink: [one for name, value in stored.tensors.items() for one in put(sink, name, value)], False)
+    feed = Fed(lambda sink: [one for name, value in stored.tensors.items() for one in put(sink, name, value)])
+    fit.apply(feed, None, False)
     assert all(live[name] is one for name, one in before.items())
     assert live["recent"][0] is kept and kept.tolist() == [1, 1] and live["recent"][1] == 5
     assert list(live["seen"]) == ["a"] and live["seen"]["other"] == "the program's own"
@@ -415,8 +417,8 @@ def labelled():
     [
         (Closing, "cannot be stored without running code"),
         (Ordered, "cannot be stored without running code"),
-        (cached, "no fields: cache"),
-        (labelled, "no fields: label"),
+        (cached, "not fields: cache"),
+        (labelled, "not fields: label"),
         (lambda: Renamed.A, "cannot be found under its name"),
         (lambda: collections.namedtuple("Local", "a")(1), "cannot be found under its name"),
         (lambda: object.__new__(Config), "without a value of its own for the field lr"),
@@ -436,7 +438,7 @@ def test_patterns_reach_the_fields_of_a_dataclass(tmp_path):
     stored = Stored(1, {}, {}, saved.values)
     with pytest.raises(StateMismatch, match=r"missing in the generation: config\.lr"):
         match(live, stored, exclude=["rng"])
-    match(live, stored, exclude=["rng", "config.lr"]).apply(lambda sink: None)
+    match(live, stored, exclude=["rng", "config.lr"]).apply(Fed(lambda sink: None), None)
     assert live["config"] == Config(0.1, ["new"])
 
 

@@ -245,7 +245,7 @@ def test_a_run_that_is_never_closed_gives_its_closing_line_at_the_end(tmp_path: 
         if n == saved:
             ckpt.save(n).result(60)
     with reports(logging.WARNING) as texts:
-        ckpt._behind._unreported()  # as the end of the process does
+        ckpt._pipeline._unreported()  # as the end of the process does
     assert "was never closed" in texts[0] and line in texts[-1]
     ckpt.close()
 
@@ -257,7 +257,7 @@ def test_ctrl_c_while_a_save_begins_ends_the_process(tmp_path: Path, monkeypatch
         lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1)) as ckpt,
     ):
         ckpt.step(1).result(60)
-        lanes = ckpt._behind._lanes
+        lanes = ckpt._pipeline._lanes
         submit = lanes.submit
 
         def interrupted(*args: object) -> None:
@@ -273,6 +273,6 @@ def test_a_half_loaded_state_cannot_start_over(tmp_path: Path) -> None:
     """restore(step=0) took the half of another step for a fresh start, and saved it as a new lineage."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.restore()
-        ckpt._half_loaded = True
+        ckpt._saver.half_loaded = True
         with pytest.raises(errors.Refused, match="half of another step"):
             ckpt.restore(step=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 import lastgood
 from lastgood import errors
+from lastgood.loop.options import EarlierKeywords, Options
 
 
 def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
@@ -24,11 +26,13 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         "Loaded",
         "Preempted",
         "Preemption",
+        "Ranks",
         "Restored",
         "ResumableSampler",
         "Run",
         "Save",
         "Scrub",
+        "Tuning",
         "Verdict",
         "dcp",
         "errors",
@@ -45,10 +49,14 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
     [
         (
             lastgood.Checkpointer,
-            "path state * cadence retention write_mode digest on_error memory include exclude on_event "
-            "staging torn_check in_flight when_full writers chunk overhead persist "
-            "parity scrub finite_also finite_except preemption patience save_on_exit durable_within_seconds",
+            "path state * cadence retention include exclude on_error on_event parity scrub finite_also finite_except "
+            "preemption save_on_exit durable_within_seconds tuning ranks earlier",
         ),
+        (
+            lastgood.Tuning,
+            "* memory in_flight writers chunk staging torn_check when_full overhead write_mode digest persist",
+        ),
+        (lastgood.Ranks, "* patience"),
         (lastgood.Checkpointer.restore, "self step strict rename"),
         (lastgood.Checkpointer.step, "self n metrics"),
         (lastgood.Checkpointer.save, "self n milestone metrics"),
@@ -104,3 +112,16 @@ def test_every_error_says_whether_to_retry_and_how_a_program_ends(kind: type) ->
         "Unfit": (8, False),
     }.get(kind.__mro__[-5].__name__ if len(kind.__mro__) > 5 else kind.__name__, (1, False))
     assert (kind.exit_code, kind.retry) == (code, retry)
+
+
+def test_each_field_of_tuning_and_ranks_is_a_keyword_of_its_own(tmp_path) -> None:
+    """Loops of version 0.1.0 give `in_flight=3`, not `tuning=Tuning(in_flight=3)`."""
+    grouped = [one.name for group in (lastgood.Tuning, lastgood.Ranks) for one in dataclasses.fields(group)]
+    assert grouped == list(EarlierKeywords.__annotations__)
+    options = Options().with_keywords({"in_flight": 3, "patience": 7.0})
+    assert (options.tuning.in_flight, options.ranks.patience) == (3, 7.0)
+    with pytest.raises(TypeError, match="'in_fligth'; did you mean 'in_flight'"):
+        lastgood.Checkpointer(tmp_path / "run", {}, in_fligth=3)
+    with pytest.raises(errors.Refused, match="in_flight is given twice"):
+        lastgood.Checkpointer(tmp_path / "run", {}, tuning=lastgood.Tuning(in_flight=4), in_flight=3)
+    assert not (tmp_path / "run").exists()

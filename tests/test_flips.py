@@ -19,6 +19,7 @@ from lastgood.errors import Damaged, LastgoodError
 from lastgood.format.commit import survey
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
+from lastgood.run.known import Environment
 from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
@@ -42,8 +43,10 @@ class Run:
         self.root, self.tier = root, Disk(PosixFiles(), str(root))
         for step, state in ((10, OLD), (20, NEW)):
             ids = iter(f"{step // 10 * 16 + n:08x}" for n in range(9))
-            writer = RunWriter(self.tier, WORKERS, new_id=lambda ids=ids: next(ids), wall_seconds=lambda: 0.0)
-            newest = writer.newest_verified()
+            writer = RunWriter(
+                self.tier, WORKERS, environment=Environment(new_id=lambda ids=ids: next(ids), wall_seconds=lambda: 0.0)
+            )
+            newest = writer.known.newest_verified()
             writer.begin(newest.id if newest else None)
             save(writer, step, state, chunk_bytes=4096, values={"epoch": step})
             writer.verify(Arena(3 * 4096, 4096))
@@ -159,7 +162,7 @@ def test_no_damage_costs_a_good_generation_when_the_run_goes_on(tmp_path):
         at = chance.randrange(len(good))
         run.write(name, chance.choice([None, good[:at], good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]]))
         found, state = load(run.tier, workers=WORKERS)
-        writer = RunWriter(run.tier, WORKERS, keep=Keep(last=2), new_id=lambda: "00000030")
+        writer = RunWriter(run.tier, WORKERS, keep=Keep(last=2), environment=Environment(new_id=lambda: "00000030"))
         assert found.generation is not None
         for generation in list(writer.survey.generations.values()):
             findings = read_all(run.tier, generation, Arena(3 * 4096, 4096), WORKERS)
@@ -176,7 +179,7 @@ def test_a_rewind_that_has_not_saved_yet_outlives_any_damage_to_its_record(tmp_p
     """Its record was once the only witness of a rewind: one bit of it, and the abandoned step was chosen again."""
     run = Run(tmp_path)
     old = next(at for at in survey(run.tier).generations if at.step == 10)
-    writer = RunWriter(run.tier, WORKERS, new_id=lambda: "00000030")
+    writer = RunWriter(run.tier, WORKERS, environment=Environment(new_id=lambda: "00000030"))
     writer.begin(old)
     writer.record_incarnation()  # as earlier versions did in begin
     record = next((tmp_path / "incarnations").glob("*-00000030-*"))

@@ -20,6 +20,7 @@ from lastgood.format import commit
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep, under_pressure
 from lastgood.run import disk_space
+from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.testing import FaultyFiles
@@ -85,7 +86,12 @@ def test_room_for_two_states_and_keep_three_saves_every_step(tmp_path, caplog):
 def test_a_deletion_for_a_full_disk_is_an_event(tmp_path):
     events: list[lastgood.Event] = []
     files = FaultyFiles(capacity_bytes=50_000)
-    run = RunWriter(Disk(files, str(tmp_path)), Inline(), keep=Keep(last=3), tell=events.append)
+    run = RunWriter(
+        Disk(files, str(tmp_path)),
+        Inline(),
+        keep=Keep(last=3),
+        environment=Environment(emit=events.append),
+    )
     run.begin(None)
     for step in (1, 2, 3):
         saved(run, step)
@@ -211,9 +217,9 @@ def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: 
     for step in range(1, 6):
         saved(run, step)
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 0)
-    assert not run.relieve(100 * STATE_BYTES)
+    assert not run.retirement.relieve(100 * STATE_BYTES)
     assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
-    assert run.relieve(STATE_BYTES), "what may fit is made room for"
+    assert run.retirement.relieve(STATE_BYTES), "what may fit is made room for"
 
 
 def test_a_milestone_on_a_full_disk_makes_room_without_holding_the_run(tmp_path: Path, monkeypatch) -> None:
@@ -227,8 +233,8 @@ def test_a_milestone_on_a_full_disk_makes_room_without_holding_the_run(tmp_path:
         return label(*args)
 
     def is_free() -> bool:
-        if taken := run.turn.acquire(blocking=False):
-            run.turn.release()
+        if taken := run.known.lock.acquire(blocking=False):
+            run.known.lock.release()
         return taken
 
     def make_room(_: int) -> bool:
@@ -236,7 +242,7 @@ def test_a_milestone_on_a_full_disk_makes_room_without_holding_the_run(tmp_path:
             free.append(other.submit(is_free).result())
         return True
 
-    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), make_room=make_room)
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), environment=Environment(make_room=make_room))
     generation = save(run, 1, {"w": bytes(STATE_BYTES)})
     monkeypatch.setattr(commit, "label", one_refused)
     assert run.label(generation.id, True, {}).commit.milestone and free == [True]

@@ -100,4 +100,4 @@ def test_the_arena_is_pinned(tmp_path):
     train(state)
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         ckpt.save(1).result()
-        assert isinstance(ckpt._cutter._pin, staging.Pin) and ckpt._cutter._pin._held
+        assert isinstance(ckpt._planner._pin, staging.Pin) and ckpt._planner._pin._held

@@ -24,15 +24,18 @@ import pytest
 from harness import State, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, TierDown, UnknownFormat
+from lastgood.errors import Damaged, LastgoodError, ManifestInvalid, NotFinite, TierDown, UnknownFormat
 from lastgood.format import layout
-from lastgood.format.commit import survey
+from lastgood.format.commit import read_manifests, survey
 from lastgood.format.values import decode
 from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Incarnation, Manifest, Pointer
-from lastgood.run.reader import RunReader, newest_good, opened
+from lastgood.run.candidates import Candidates
+from lastgood.run.content import read_rank
+from lastgood.run.known import Environment
+from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -54,7 +57,9 @@ class Hostile:
     def __init__(self, root: Path) -> None:
         self.root, self.tier = root, Disk(PosixFiles(), str(root))
         ids = iter(["00000001", "0a0a0a0a"])
-        writer = RunWriter(self.tier, Inline(), new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
+        writer = RunWriter(
+            self.tier, Inline(), environment=Environment(new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
+        )
         writer.begin(None)
         for step, state in ((10, OLD), (20, NEW)):
             save(writer, step, state, chunk_bytes=4096, aliases={"tied": "a"})
@@ -105,15 +110,16 @@ def run(tmp_path) -> Hostile:
 
 def restored(tier: Disk, step: int | None = None) -> tuple[int, State, dict[int, str]]:
     """Step, state and what was stepped over, with an arena of 16 pages."""
-    state: State = {}
-
-    def take(generation, manifests) -> None:
-        (manifest,) = manifests
-        fetch = opened(tier, generation, manifest, Arena(65536, 4096), Inline())
-        state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
-
-    found = newest_good(tier, survey(tier), step, take, lambda *_: None)
-    return (found.generation.step if found.generation else 0), state, dict(found.stepped_over)
+    candidates = Candidates(survey(tier), step)
+    for generation in candidates:
+        try:
+            (manifest,) = read_manifests(tier, generation)
+            tensors = read_rank(tier, generation, manifest, Arena(65536, 4096), Inline())
+            state = {piece.name: bytes(tensors[piece.name]) for piece in manifest.pieces}
+            return generation.step, state, dict(candidates.found(generation).stepped_over)
+        except (Damaged, NotFinite) as error:
+            candidates.failed(error)
+    return 0, {}, {}
 
 
 def contained(root: Path, job: Callable[[], Any]) -> Any:

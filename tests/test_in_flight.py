@@ -16,8 +16,9 @@ from lastgood import errors
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop import save_planner
-from lastgood.loop.save_planner import Cutter
-from lastgood.run.pipeline import Background, Save
+from lastgood.loop.save_planner import SavePlanner
+from lastgood.run.pipeline import Pipeline
+from lastgood.run.save_handle import Save
 from lastgood.snapshot import staging
 from lastgood.snapshot.staging import Snapshot
 from lastgood.testing import Fault
@@ -103,7 +104,7 @@ def test_an_older_commit_does_not_overtake_the_newer_save(tmp_path, doors):
     with lastgood.Checkpointer(tmp_path, build(), in_flight=2) as ckpt:
         older, newer = ckpt.save(1), ckpt.save(2)
         older.result(60)
-        ckpt._behind._lanes.submit(int).result(60)  # its lane has done all that it does
+        ckpt._pipeline._lanes.submit(int).result(60)  # its lane has done all that it does
         doors(2).set()
         assert newer.result(60).step == 2
 
@@ -131,7 +132,7 @@ def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_han
     wait = threading.Condition.wait
 
     def seen(self: threading.Condition, timeout: float | None = None) -> bool:
-        if self is getattr(ckpt._cutter._arena, "_changed", None):
+        if self is getattr(ckpt._planner._arena, "_changed", None):
             waits.set()
         return wait(self, timeout)
 
@@ -139,8 +140,8 @@ def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_han
         monkeypatch.setattr(threading.Condition, "wait", seen)
         save = ckpt.save(1)
         assert waits.wait(60)
-        (flight,) = ckpt._behind._flights
-        flight.give_up(errors.Cancelled("by hand"))
+        (flight,) = ckpt._pipeline._flights
+        flight.cancel(errors.Cancelled("by hand"))
         assert save._staged.wait(30)
         door.set()
         with reported("by hand"):
@@ -153,8 +154,8 @@ def test_upkeep_gives_way_to_a_save_in_flight(tmp_path, doors):
     with lastgood.Checkpointer(tmp_path, build(), in_flight=2, on_event=heard.append) as ckpt:
         ckpt.save(1)
         ckpt.save(2).result(60)
-        ckpt._behind._lanes.submit(int).result(60)  # the lane of step 2 has asked for upkeep
-        ckpt._behind._keeper.submit(int).result(60)  # and that has ended
+        ckpt._pipeline._lanes.submit(int).result(60)  # the lane of step 2 has asked for upkeep
+        ckpt._pipeline._keeper.submit(int).result(60)  # and that has ended
         assert ckpt.latest() is None
         doors(1).set()
     assert kinds(heard, "verified") == [("verified", 2)]
@@ -259,8 +260,8 @@ def test_a_full_house_is_an_error_when_asked_to_and_training_may_go_on(tmp_path,
 def test_whoever_has_the_outcome_of_a_save_may_begin_the_next_one(tmp_path, monkeypatch):
     """Its place was free a moment later: `save(1).result(); save(2)` raised InFlightFull now and then."""
     order: list[str] = []
-    end, note = Background._end, Save.note_outcome
-    monkeypatch.setattr(Background, "_end", lambda *given: (end(*given), order.append("place")))
+    end, note = Pipeline._end, Save.note_outcome
+    monkeypatch.setattr(Pipeline, "_end", lambda *given: (end(*given), order.append("place")))
     monkeypatch.setattr(Save, "note_outcome", lambda *given: (order.append("outcome"), note(*given)))
     with lastgood.Checkpointer(tmp_path, build(), in_flight=1, when_full="raise") as ckpt:
         ckpt.save(1).result(60)
@@ -287,7 +288,7 @@ def test_a_step_that_ctrl_c_cut_short_is_saved_again_only_when_nothing_of_it_is_
     monkeypatch.setattr(Save, "wait_ended", waited)
     monkeypatch.setattr(commit, "retire", slow)
     monkeypatch.setattr(Snapshot, "_copy", interrupted)
-    monkeypatch.setattr(Cutter, "interrupted", lambda self: None)  # else the next save waits for this one's memory
+    monkeypatch.setattr(SavePlanner, "interrupted", lambda self: None)  # else the next save waits for this one's memory
     with lastgood.Checkpointer(tmp_path, build(), staging="blocking") as ckpt:
         with pytest.raises(KeyboardInterrupt):
             ckpt.save(1)

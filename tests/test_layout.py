@@ -41,7 +41,7 @@ from lastgood.records import (
     Seal,
     World,
 )
-from lastgood.run.reader import opened
+from lastgood.run.content import read_rank
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -527,8 +527,8 @@ def test_every_byte_of_the_run_of_version_1_still_loads(v1):
     for at, generation in survey(v1).generations.items():
         manifest = read_manifest(v1, generation)
         arena = Arena(5 * manifest.blobs[0].chunk_bytes, manifest.blobs[0].chunk_bytes)
-        fetch = opened(v1, generation, manifest, arena, Inline())
-        loaded = {piece.name: (piece.dtype, piece.shape, bytes(fetch(piece.name)).hex()) for piece in manifest.pieces}
+        found = read_rank(v1, generation, manifest, arena, Inline())
+        loaded = {piece.name: (piece.dtype, piece.shape, bytes(found[piece.name]).hex()) for piece in manifest.pieces}
         assert loaded == v1_tensors(at.step)
         assert manifest.aliases == {"model.tied": "model.weight"}
         assert values.decode(manifest.values) == {"run": v1_values(at.step)}

@@ -24,9 +24,10 @@ from lastgood.cli.app import main
 from lastgood.errors import ManifestInvalid
 from lastgood.policy.merge_values import merged
 from lastgood.records import Manifest
-from lastgood.state.rules import Capture, Stored, as_bytes, capture, dtype_name, match
+from lastgood.state.rules import Capture, Stored, as_bytes, capture, dtype_name
 from lastgood.state.tensor_sink import Place
 from lastgood.state.tensors import TORCH_DTYPES, from_buffer, order, strides, write
+from matching import Fed, match
 
 State = dict[str, Any]
 
@@ -355,7 +356,7 @@ def test_a_sharded_moment_has_the_layout_of_its_part(process_group: None) -> Non
                 sink.put(at, 0, memoryview(as_bytes(one).numpy()))
                 sink.done(at)
 
-    found.apply(feed)
+    found.apply(Fed(feed), None)
     (found_basis,) = (entry["basis"] for entry in resumed["optimizer"].state.values())
     assert found_basis.stride() == found_basis.to_local().stride() == (1, 3)
     assert torch.equal(found_basis.to_local(), basis)

@@ -13,7 +13,7 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
-from lastgood.run.pipeline import DELETIONS_AHEAD
+from lastgood.run.upkeep import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -52,9 +52,9 @@ def test_more_go_before_each_save_than_a_save_adds(tmp_path):
     run_of_many(tmp_path)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))
     run.clean(most=DELETIONS_AHEAD)
-    assert len(run.surplus()) == MANY - 3 - DELETIONS_AHEAD
-    run.clean(stop=lambda: len(run.surplus()) == 5)
-    assert len(run.surplus()) == 5
+    assert len(run.retirement.surplus()) == MANY - 3 - DELETIONS_AHEAD
+    run.clean(stop=lambda: len(run.retirement.surplus()) == 5)
+    assert len(run.retirement.surplus()) == 5
 
 
 def test_many_deletions_are_reported_once_before_they_begin(tmp_path):
@@ -62,7 +62,7 @@ def test_many_deletions_are_reported_once_before_they_begin(tmp_path):
     run_of_many(tmp_path)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))
     with reports() as texts:
-        run.clean(stop=lambda: len(run.surplus()) == 20)
+        run.clean(stop=lambda: len(run.retirement.surplus()) == 20)
         run.clean()
     assert texts == [f"{tmp_path}: deleting {MANY - 3} generations that retention does not keep"]
     assert len([*(tmp_path / "gen").iterdir()]) == 3

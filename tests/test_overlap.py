@@ -301,13 +301,13 @@ def test_what_changes_after_its_copy_and_before_the_last_look_is_reported(tmp_pa
     loop = Loop(adamw())
     loop.backward()
     loop.update()
-    weight, look = loop.net.two.weight, staging.Snapshot._look_again
+    weight, look = loop.net.two.weight, staging.Snapshot._observe_again
 
     def late(self: staging.Snapshot) -> set[str]:
         weight.data.view(-1)[0] += 1
         return look(self)
 
-    monkeypatch.setattr(staging.Snapshot, "_look_again", late)
+    monkeypatch.setattr(staging.Snapshot, "_observe_again", late)
     with (
         reported("TornSnapshot: .*two.weight"),
         lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt,
@@ -324,13 +324,13 @@ def test_state_that_is_elsewhere_while_it_is_read_is_seen_although_it_is_back_be
     loop.backward()
     loop.update()
     moment = loop.optimizers[0].state[loop.net.two.weight]["exp_avg"]
-    home, look = moment.data, staging.Snapshot._look_again
+    home, look = moment.data, staging.Snapshot._observe_again
 
     def back(self: staging.Snapshot) -> set[str]:
         moment.data = home
         return look(self)
 
-    monkeypatch.setattr(staging.Snapshot, "_look_again", back)
+    monkeypatch.setattr(staging.Snapshot, "_observe_again", back)
     gate.clear()
     with lastgood.Checkpointer(tmp_path, loop.state, save_on_exit=False) as ckpt:
         ckpt.save(1)
@@ -497,7 +497,7 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
-    monkeypatch.setattr(save_planner.Cutter, "begun", lambda *_: pytest.fail("it was left to the fence"))
+    monkeypatch.setattr(save_planner.SavePlanner, "begun", lambda *_: pytest.fail("it was left to the fence"))
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 
@@ -527,7 +527,7 @@ def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         picture = loop.picture()
         first = ckpt.save(1, milestone=True)  # so that the second does not overtake it
-        ckpt._cutter.stop_overlapping()
+        ckpt._planner.stop_overlapping()
         ckpt.save(2)
         loop.backward()
         loop.update()

@@ -16,14 +16,17 @@ from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import BeyondRepair, Cancelled, LastgoodError, Refused, SumMismatch, TierDown, Unreadable
+from lastgood.events import Event
 from lastgood.format import layout, parity_layout
 from lastgood.format.commit import read_manifest
 from lastgood.io import isal
 from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
-from lastgood.records import Blob, Commit, Event, Finding, Generation, GenerationId, Parity
-from lastgood.run.reader import RunReader, newest_good, read_all
+from lastgood.records import Blob, Commit, Finding, Generation, GenerationId, Parity
+from lastgood.run.candidates import Candidates, ReadOnlyRun
+from lastgood.run.known import Environment
+from lastgood.run.reader import RunReader, read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -225,7 +228,7 @@ def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_w
     run = opened(root)
     assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
     newest = max(run.survey.generations.values(), key=lambda one: one.step)
-    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     assert len([name for name in contents(home(root)) if parity_layout.is_parity(name)]) == 4
 
 
@@ -251,16 +254,14 @@ def test_what_is_mended_is_restored_by_whoever_mended_it(root):
     run = opened(root)
     (at,) = run.survey.broken
     run.mend(at, UPKEEP)
-    tried: list[int] = []
-    newest_good(run.tier, run.survey, None, lambda generation, _: tried.append(generation.step))
-    assert tried == [20]
+    assert next(iter(Candidates(run.survey))).step == 20
 
 
 def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
     lost(DATA)(home(root))
     told: list[Event] = []
-    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), tell=told.append)
-    assert not run.try_to_mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
+    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), environment=Environment(emit=told.append))
+    assert not run.mender.try_to_mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
     assert [(one.kind, one.step, one.detail.partition(":")[0]) for one in told] == [
         ("not_repaired", 20, "BeyondRepair")
     ]
@@ -272,9 +273,9 @@ def test_a_restore_mends_nothing_that_is_older_than_what_it_takes(root):
     changed(DATA, flip(-1))(home(root, 10))
     run.conclude(older, read_all(run.tier, older, UPKEEP, Inline()))
     before = contents(home(root, 10))
-    run.mend_known(None, UPKEEP)
+    run.mender.mend_known(None, UPKEEP)
     assert contents(home(root, 10)) == before
-    run.mend_known(10, UPKEEP)
+    run.mender.mend_known(10, UPKEEP)
     assert contents(home(root, 10)) != before
 
 
@@ -287,23 +288,24 @@ def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_stil
     record.unlink()
     changed(COMMIT, flip(100))(home(root, 30))
     run = opened(root)
-    run.mend_known(None, UPKEEP)
+    run.mender.mend_known(None, UPKEEP)
     assert [one.step for one in run.lineage()] == [30, 20, 10]
 
 
 def test_what_cannot_be_read_and_is_rebuilt_is_loaded(root):
-    run, tried = opened(root), list[int]()
+    class Mending(ReadOnlyRun):
+        def examine(self, generation: Generation, topic: object = None) -> list[Finding]:
+            raise Unreadable("the medium does not answer")
 
-    def load(generation: Generation, _: object) -> None:
-        tried.append(generation.step)
-        if len(tried) == 1:
-            raise SumMismatch("differs")
+        def mend(self, generation: Generation) -> bool:
+            return True
 
-    def examine(_: Generation) -> list[Finding]:
-        raise Unreadable("the medium does not answer")
-
-    found = newest_good(run.tier, run.survey, None, load, examine, mend=lambda _: True)
-    assert tried == [20, 20] and found.generation is not None and found.generation.step == 20
+    run = opened(root)
+    candidates = Candidates(run.survey, None, Mending(run.tier, run.survey, Inline()))
+    tried = iter(candidates)
+    assert next(tried).step == 20
+    candidates.failed(SumMismatch("differs"))
+    assert next(tried).step == 20
 
 
 def test_what_an_earlier_repair_died_over_does_not_stand_in_the_way(root):
@@ -482,7 +484,7 @@ def test_parity_of_another_code_stands_in_for_nothing(root, tmp_path):
     other = Path(shutil.copytree(root, tmp_path / "other", symlinks=True))
     run = opened(other, parity="5+2")
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
-    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     for name in ("r00000.parity-1", "r00000.parity-1.json"):
         shutil.copy(home(other) / name, home(root) / name)
     changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(home(root))
@@ -495,7 +497,7 @@ def test_parity_that_is_whole_is_not_written_again(root):
     inodes = {path.name: path.stat().st_ino for path in home(root).iterdir()}
     run = opened(root)
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
-    run.read_again(newest, UPKEEP, run.reading(newest, UPKEEP))
+    run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     assert {path.name: path.stat().st_ino for path in home(root).iterdir()} == inodes
 
 

@@ -117,7 +117,7 @@ def test_adapters_alone_are_saved_and_loaded_onto_the_same_base(tmp_path):
 
 def test_a_pattern_that_names_no_adapter_is_refused_with_the_one_that_does(tmp_path):
     """`include=["lora"]` matched no name: every save held nothing but random numbers, and was verified as good."""
-    refused = pytest.raises(Refused, match=r"include=\['lora'\] matches no name. Near it: '\*lora\*'")
+    refused = pytest.raises(Refused, match=r"include=\['lora'\] matches no name. Similar: '\*lora\*'")
     with refused, opened(tmp_path / "run", state := job(), include=["lora"]) as ckpt:
         ckpt.restore()
         train(state, range(1), ckpt)

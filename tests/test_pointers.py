@@ -116,7 +116,7 @@ def test_a_run_of_the_old_pointer_name_is_continued_and_ends_with_one_pointer(tm
     assert old is not None and (tmp_path / "run" / layout.OLD_POINTER).exists()
     run = opened(tier)
     assert run.survey.pointer == old
-    run.point()
+    run.marks.point()
     assert commit.survey(tier).pointer == old
     assert {one.name for one in (tmp_path / "run").glob("*.json")} == {layout.HEADER, layout.POINTER}
 
@@ -162,7 +162,7 @@ def test_a_run_whose_old_pointer_replaced_its_header_opens_where_case_does_not_c
     (tmp_path / "run" / name).write_bytes(pointer)
     tier = tier_of(tmp_path / "run", CaseBlind())
     run = opened(tier)
-    run.point()
+    run.marks.point()
     seen = commit.survey(tier)
     assert seen.run == run.lineage()[0].commit.run
     assert seen.pointer is not None and seen.pointer.step == 20

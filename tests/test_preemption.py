@@ -247,7 +247,7 @@ def test_a_disk_that_hangs_does_not_outlast_the_grace_and_costs_nothing_that_was
     """Story: the last save waited for the memory of one that hung, and the end for the lock of a commit that hung."""
     arguments = [str(tmp_path / "run"), where, when_full, str(in_flight)]
     done = subprocess.run([sys.executable, "-c", HANGS, *arguments], capture_output=True, text=True, timeout=60)
-    assert done.returncode == EXIT_CODE and "the grace is over: leaving at once" in done.stderr
+    assert done.returncode == EXIT_CODE and "the grace period is over: the process ends at once" in done.stderr
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
 

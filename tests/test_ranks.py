@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 
 
 import lastgood
-from lastgood.policy.merge_values import homeless, merged
+from lastgood.policy.merge_values import merged, unplaced
 from lastgood.records import Manifest
 from lastgood.run.content import Content
 from lastgood_lab.ranks import replicas
@@ -135,7 +135,7 @@ def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
     ],
 )
 def test_a_name_that_a_rank_has_no_place_for_speaks_of_all_below_it(of_ranks, found):
-    assert homeless(of_ranks) == found
+    assert unplaced(of_ranks) == found
 
 
 HANDED = {"one process": ("app plain", 1), "two of FSDP2": ("app fsdp", 2), "three of FSDP1": ("app fsdp1", 3)}

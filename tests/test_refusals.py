@@ -14,7 +14,7 @@ from torch import nn, optim
 import lastgood
 from harness import reports
 from lastgood import errors
-from lastgood.state.patterns import LOOKS
+from lastgood.state.patterns import CHECKS
 from lastgood.state.storable import LISTED
 from lastgood_lab.worlds import world
 
@@ -86,7 +86,7 @@ def test_state_dicts_in_the_state_are_refused_by_name_before_the_run_exists(tmp_
         "scaler",
         "sampler",
     ]
-    assert "Hand in the object itself" in caught.value.todo
+    assert "Give the object itself" in caught.value.todo
     assert not (tmp_path / "run").exists()
 
 
@@ -144,11 +144,11 @@ def test_a_counter_in_a_nested_dict_that_stays_what_it_was_is_reported(tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"include": ["lora"]}, "include=['lora'] matches no name. Near it: '*lora*'"),
-        ({"include": ["Model.*lora_*"]}, "Near it: 'model'"),
-        ({"include": ["model.base.weigth"]}, "Near it: 'model.base.weight'"),
-        ({"exclude": ["modle.*"]}, "exclude=['modle.*'] matches no name. Near it: 'model'"),
-        ({"exclude": ["zzz"]}, "There is: model, optimizer, rng"),
+        ({"include": ["lora"]}, "include=['lora'] matches no name. Similar: '*lora*'"),
+        ({"include": ["Model.*lora_*"]}, "Similar: 'model'"),
+        ({"include": ["model.base.weigth"]}, "Similar: 'model.base.weight'"),
+        ({"exclude": ["modle.*"]}, "exclude=['modle.*'] matches no name. Similar: 'model'"),
+        ({"exclude": ["zzz"]}, "The state has: model, optimizer, rng"),
         ({"finite_also": ["model.mask"]}, "finite_also=['model.mask'] matches no name"),
         ({"finite_except": ["model.mask"]}, "finite_except=['model.mask'] matches no name"),
     ],
@@ -177,7 +177,7 @@ def test_patterns_that_match_a_name_or_what_lies_below_one_are_taken(tmp_path: P
     state = build()
     with lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, **options) as ckpt:
         ckpt.save(0)  # before the first step of the optimizer, which has no state yet
-        for n in range(1, 1 + LOOKS):
+        for n in range(1, 1 + CHECKS):
             train(state)
             ckpt.step(n)
 

@@ -126,7 +126,7 @@ def test_a_run_in_which_nothing_becomes_durable_for_the_stated_time_ends(tmp_pat
     state = {"w": torch.zeros(3)}
     options = {"cadence": cadence, "durable_within_seconds": 3600, "save_on_exit": False}
     with lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
-        ckpt._behind.outcomes._now = clock
+        ckpt._pipeline.outcomes._now = clock
         for n in (1, 2):  # a durable save starts the time anew
             clock.advance(3000)
             ckpt.step(n)

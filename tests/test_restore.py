@@ -20,17 +20,17 @@ import harness
 import lastgood
 from harness import reported
 from lastgood import errors
+from lastgood.coordination.single_rank import SingleRank
 from lastgood.engine import read_file
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.format import commit, layout
 from lastgood.format.layout import Image
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.loop.load import Request, load_into
-from lastgood.records import Generation
-from lastgood.run import reader
+from lastgood.loop.load import LoadRequest, load
+from lastgood.run.candidates import ReadOnlyRun
 from lastgood.run.writer import RunWriter
-from lastgood.state.tensor_sink import Filling, Place
+from lastgood.state.tensor_sink import Place, TensorSink
 from lastgood.storage.directory import Disk
 
 CHUNK_BYTES = 1 << 18
@@ -171,7 +171,9 @@ def test_nobody_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path)
     try:
         with ThreadPoolExecutor(4) as threads:
             with pytest.raises(errors.SumMismatch):
-                reader.stream(disk, generation, manifest, Arena(4 * 4096, 4096), Pool(), Late())
+                files = read_file.RankFiles(disk, layout.folder(generation.id), manifest)
+                with read_file.borrowed(Arena(4 * 4096, 4096), 4096) as buffers:
+                    read_file.stream(files, buffers, Pool(), Late())
             assert asked.is_set() and sorted(begun) == sorted(ended)
     finally:
         asked.set()
@@ -204,16 +206,14 @@ def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Pat
 def loaded(disk: Disk, state: dict, asked: list[tuple[int, int]] | None = None, **options: object) -> lastgood.Restored:
     with ThreadPoolExecutor(3) as workers:
 
-        def lent(total: int, chunk: int) -> Arena:
-            if asked is not None:
-                asked.append((total, chunk))
-            return Arena(total, chunk)
+        class Lending(ReadOnlyRun):
+            def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
+                if asked is not None:
+                    asked.append((total_bytes, chunk_bytes))
+                return super().arena(total_bytes, chunk_bytes)
 
-        def examine(generation: Generation) -> list:
-            return reader.read_all(disk, generation, Arena(3 * CHUNK_BYTES, CHUNK_BYTES), workers)
-
-        request = Request(state, exclude=("rng",), **options)
-        return load_into(request, disk, commit.survey(disk), None, lent, workers, examine)
+        request = LoadRequest(state, exclude=("rng",), **options)
+        return load(request, Lending(disk, commit.survey(disk), workers), SingleRank())
 
 
 # ---- a fault half way ------------------------------------------------------------------------------------------
@@ -377,10 +377,10 @@ def test_a_restore_that_ctrl_c_stops_half_way_is_never_saved(tmp_path: Path, mon
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.restore()
 
-        def interrupted(self: Filling, name: str) -> None:
+        def interrupted(self: TensorSink, name: str) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(Filling, "done", interrupted)
+        monkeypatch.setattr(TensorSink, "done", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.restore()
         with pytest.raises(errors.Refused, match="half of another step"):
@@ -502,21 +502,21 @@ def test_a_restore_asks_for_its_buffers_only(tmp_path: Path) -> None:
     asked: list[tuple[int, int]] = []
     state = blank()
     loaded(Disk(PosixFiles(), str(tmp_path)), state, asked)
-    assert asked == [(reader.BUFFERS * CHUNK_BYTES, CHUNK_BYTES)] and is_of(state, 3)
+    assert asked == [(read_file.BUFFERS * CHUNK_BYTES, CHUNK_BYTES)] and is_of(state, 3)
 
 
 def test_only_a_tensor_that_is_no_run_of_memory_is_gathered_and_one_at_a_time() -> None:
     shape = {name: ("float32", (1000,)) for name in "abc"}
     live = {name: torch.zeros(2000)[::2] for name in "ab"} | {"c": torch.zeros(1000)}
     assert [Place.of(one) is None for one in live.values()] == [True, True, False]
-    filling = Filling(shape, {"c": [Place(live["c"])]}, {name: [live[name].copy_] for name in "ab"}, {})
+    sink = TensorSink(shape, {"c": [Place(live["c"])]}, {name: [live[name].copy_] for name in "ab"}, {})
     held = []
     for name in "abc":
         data = torch.full((1000,), 7.0).numpy().tobytes()
         for start in (2000, 0):
-            filling.put(name, start, memoryview(data)[start : start + 2000])
-        held.append(sum(one.nbytes for one in filling._gathered.values()))
-        filling.done(name)
+            sink.put(name, start, memoryview(data)[start : start + 2000])
+        held.append(sum(one.nbytes for one in sink._gathered.values()))
+        sink.done(name)
     assert held == [4000, 4000, 0]
     assert all(one.eq(7)[:500].all() for one in live.values())
 

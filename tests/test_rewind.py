@@ -56,7 +56,7 @@ def test_the_first_save_after_a_rewind_makes_it_durable(tmp_path: Path) -> None:
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000003")
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore().step == 3
-        steps = [one.step for one in ckpt._behind.run.lineage()]
+        steps = [one.step for one in ckpt._pipeline.run.lineage()]
     assert steps == [3, 2, 1], "what came after step 2 is abandoned"
 
 
@@ -104,7 +104,7 @@ def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> 
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=1)) as ckpt:
         ckpt.restore(step=2)
-        ckpt._behind.run.clean()
+        ckpt._pipeline.run.clean()
     assert newest(tmp_path) == 5
 
 
@@ -118,7 +118,7 @@ def test_lineages_are_told_apart_after_their_commits_have_gone(tmp_path: Path) -
             ckpt.save(n).result()
             ckpt.wait()
     with lastgood.Checkpointer(tmp_path, state, retention=keep) as ckpt:
-        assert [one.step for one in ckpt._behind.run.lineage()] == [8, 1]
+        assert [one.step for one in ckpt._pipeline.run.lineage()] == [8, 1]
 
 
 def test_a_commit_stays_where_the_record_of_its_incarnation_cannot_be_written(tmp_path: Path, monkeypatch) -> None:

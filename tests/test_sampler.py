@@ -415,7 +415,7 @@ def test_worker_init_fn_reaches_the_users_dataset_and_finds_the_same_seed_after_
         ({"dataset_size": 40.0}, "dataset_size is 40.0, which is not an integer"),
         ({"global_batch": True}, "global_batch is True, which is not an integer"),
         ({"global_batch": 0}, "global_batch is 0"),
-        ({"world_size": 3}, "global_batch 4 cannot be shared equally by world_size 3"),
+        ({"world_size": 3}, "global_batch 4 cannot be divided equally by world_size 3"),
         ({"world_size": 0}, "world_size is 0"),
         ({"rank": 2, "world_size": 2}, "rank 2 is outside a world of 2"),
         ({"rank": -1}, "rank is -1"),

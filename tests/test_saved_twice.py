@@ -18,6 +18,7 @@ from lastgood.format import commit
 from lastgood.format.layout import label_number
 from lastgood.io.files import PosixFile
 from lastgood.loop.metrics import numbers
+from lastgood.loop.saver import Saver
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
@@ -113,7 +114,7 @@ def test_a_save_of_the_cadence_that_is_then_asked_for_is_not_overtaken(tmp_path:
         sync(self)
 
     monkeypatch.setattr(PosixFile, "sync", waiting)
-    monkeypatch.setattr(lastgood.Checkpointer, "_require_same_state", lambda *_: None)  # it would wait for step 1
+    monkeypatch.setattr(Saver, "_require_same_state", lambda *_: None)  # it would wait for step 1
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1), in_flight=2) as ckpt:
         older = ckpt.step(1)
         assert ckpt.save(1) is older

@@ -196,8 +196,8 @@ def looped(root: Path, scrub: Scrub, **options: object) -> list[str]:
         ckpt.restore()
         for step in range(1, 9):
             ckpt.save(step).result()
-            ckpt._behind._keeper.submit(int).result()  # upkeep is done
-            ckpt._behind._keeper.submit(int).result()  # and what it began
+            ckpt._pipeline._keeper.submit(int).result()  # upkeep is done
+            ckpt._pipeline._keeper.submit(int).result()  # and what it began
             if step == 2:
                 hit(root, 1)
     return texts
@@ -217,23 +217,23 @@ def test_nothing_is_read_again_while_a_save_is_under_way_or_somebody_waits_for_t
     with lastgood.Checkpointer(tmp_path, {"net": nn.Linear(2, 2)}, scrub=Scrub(seconds=0.0)) as ckpt:
         ckpt.save(1)
         ckpt.wait()
-        behind = ckpt._behind
-        behind._scrubbing, look = None, behind._look_after
+        pipeline, upkeep = ckpt._pipeline, ckpt._pipeline.upkeep
+        pipeline._scrubbing, after_save = None, upkeep.after_save
 
         def beside_a_save(*args: object) -> None:
-            look(*args)
-            behind._flights.append(None)
+            after_save(*args)
+            pipeline._flights.append(None)
 
-        behind._look_after = beside_a_save
-        behind._upkeep()
-        assert behind._scrubbing is None
-        behind._flights.clear()
-        behind._look_after, behind._hurried = look, 1
-        behind._upkeep()
-        assert behind._scrubbing is None
-        behind._hurried = 0
-        behind._upkeep()
-        assert behind._scrubbing is not None
+        upkeep.after_save = beside_a_save
+        pipeline._after_save()
+        assert pipeline._scrubbing is None
+        pipeline._flights.clear()
+        upkeep.after_save, pipeline._closing = after_save, 1
+        pipeline._after_save()
+        assert pipeline._scrubbing is None
+        pipeline._closing = 0
+        pipeline._after_save()
+        assert pipeline._scrubbing is not None
 
 
 def test_a_restore_rebuilds_the_newest_by_itself_and_says_so(tmp_path):
@@ -299,8 +299,8 @@ def test_a_run_with_parity_is_restored_past_damage_without_a_parity_library(tmp_
     monkeypatch.setattr(isal, "library", lambda: None)
     monkeypatch.setitem(sys.modules, "zfec", None)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
-    run.mend_known(None, Arena(3 * CHUNK, CHUNK))
-    assert not run.try_to_mend(max(run.survey.generations), Arena(3 * CHUNK, CHUNK))
+    run.mender.mend_known(None, Arena(3 * CHUNK, CHUNK))
+    assert not run.mender.try_to_mend(max(run.survey.generations), Arena(3 * CHUNK, CHUNK))
     found, loaded = load(run.tier, workers=Inline())
     assert found.generation is not None and found.generation.step == 1 and loaded == state(1)
 

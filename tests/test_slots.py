@@ -44,6 +44,7 @@ from lastgood.io.mapped import MappedFiles
 from lastgood.policy.retention import Keep
 from lastgood.records import Extent, Finding
 from lastgood.run import access
+from lastgood.run.known import Environment
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.storage import slot_table as tables
@@ -73,7 +74,12 @@ class Trainer:
     def __init__(self, root: Path, files: PosixFiles | None = None, in_flight: int = 1, **options) -> None:
         self.tier = access.slots(files or PosixFiles(), str(root), in_flight=in_flight, **options)
         ids = (f"{number:08x}" for number in range(len(list(root.glob("incarnations/*"))) * 2 + 1, 1000))
-        self.run = RunWriter(self.tier, Inline(), keep=Keep(last=2), new_id=lambda: next(ids), wall_seconds=lambda: 0.0)
+        self.run = RunWriter(
+            self.tier,
+            Inline(),
+            keep=Keep(last=2),
+            environment=Environment(new_id=lambda: next(ids), wall_seconds=lambda: 0.0),
+        )
         found, _ = load(self.tier, workers=Inline())
         self.run.begin(found.generation.id if found.generation else None)
 
@@ -153,7 +159,7 @@ def test_a_pointer_costs_no_write_and_is_there_when_the_run_is_closed(tmp_path):
     trainer.steps(1, 2)
     files.calls.clear()
     trainer.run.survey.pointer = None
-    trainer.run.point()
+    trainer.run.marks.point()
     assert calls(files) == []
     assert pointed(tmp_path) == 1, "others see it with the next record"
     trainer.tier.close()

@@ -21,8 +21,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lastgood.errors import ManifestInvalid, Refused, StateMismatch, Unstorable
 from lastgood.format.layout import DTYPES
-from lastgood.state.rules import Stored, as_bytes, capture, dtype_name, from_bytes, match
+from lastgood.state.rules import Stored, as_bytes, capture, dtype_name, from_bytes
 from lastgood.state.tensors import TORCH_DTYPES
+from matching import Fed, match
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 writer = msgspec.json.Encoder(order="deterministic")
@@ -54,7 +55,7 @@ class Generation:
                         memory[:] = b"\xee" * len(memory)
                 sink.done(name)
 
-        found.apply(feed)
+        found.apply(Fed(feed), None)
         return found
 
     def __eq__(self, other):

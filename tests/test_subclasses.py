@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 import lastgood
 from lastgood.errors import ManifestInvalid, StateMismatch, Unstorable
 from lastgood.snapshot import overlap
-from lastgood.state.rules import Stored, capture, match
+from lastgood.state.rules import Stored, capture
+from matching import match
 
 
 class Scaled(torch.Tensor):

@@ -23,7 +23,8 @@ from lastgood.cli import app, tuning
 from lastgood.errors import LastgoodError, NoSpace, NotARun, Refused, TierDown
 from lastgood.policy import tune
 from lastgood.policy.tune import Auto, Measured, Setting, adapt, choose, interval_steps
-from lastgood.run import access, measure
+from lastgood.run import access, measure, scratch
+from lastgood.run.trial_saves import TrainingLoad, TrialSaves
 from lastgood.storage.directory import Disk, DiskUpload
 
 pytestmark = pytest.mark.slow
@@ -400,20 +401,22 @@ def figures(
     state: int = 2_000_000,
     effort: measure.Effort = EFFORT,
 ) -> measure.Figures:
-    return measure.figures(str(run), tune.candidates(1 << 25, 5 * state, state), state, 1 << 25, effort, seen=seen)
+    return measure.figures(
+        str(run), tune.candidates(1 << 25, 5 * state, state), state, 1 << 25, effort, count_bytes=seen
+    )
 
 
 def test_a_sample_that_costs_no_more_than_one_page_still_stands_for_a_state_a_thousand_times_its_size(
     tmp_path: Path,
 ) -> None:
     """What one page costs was taken off; where that is all, by noise, 1 GiB came out as quick as 1 MiB."""
-    with measure._scratch(str(tmp_path / "run")) as tier:
-        bench = measure._Bench(tier, 1 << 30, 1 << 25, EFFORT, lambda _: None, time.monotonic)
-        bench._take_sample(1 << 20)
-        assert bench._whole(0.02, fixed=0.03) == pytest.approx(0.02 + 1023 * 0.01)
-        assert bench._whole(0.12, fixed=0.02) == pytest.approx(0.02 + 1024 * 0.10)
-        bench._take_sample(1 << 30)
-        assert bench._whole(0.12, fixed=0.02) == 0.12
+    with scratch.opened(str(tmp_path / "run")) as tier:
+        trials = TrialSaves(tier, 1 << 30, 1 << 25, lambda _: None, time.monotonic)
+        trials.take_sample(1 << 20)
+        assert trials.of_state(0.02, fixed_seconds=0.03) == pytest.approx(0.02 + 1023 * 0.01)
+        assert trials.of_state(0.12, fixed_seconds=0.02) == pytest.approx(0.02 + 1024 * 0.10)
+        trials.take_sample(1 << 30)
+        assert trials.of_state(0.12, fixed_seconds=0.02) == 0.12
 
 
 def test_what_is_written_stays_within_what_was_said(tmp_path: Path) -> None:
@@ -442,7 +445,7 @@ def test_figures_that_scatter_are_told_so(tmp_path: Path, call: Any, monkeypatch
     found = figures(tmp_path / "run")
     for slowest, told in ((1.4, False), (1.6, True)):
         scattered = replace(found, write_seconds_range=(1.0, slowest))
-        monkeypatch.setattr(measure, "figures", lambda *_, seen=scattered: seen)
+        monkeypatch.setattr(measure, "figures", lambda *_, found=scattered: found)
         assert ("something else" in call(tmp_path / "run", *SMALL)[1]) is told
 
 
@@ -511,12 +514,14 @@ def test_a_save_that_waits_for_chunks_that_will_not_come_ends_with_the_one_that_
 
     monkeypatch.setattr(Disk, "create", refused_late)
     monkeypatch.setattr(DiskUpload, "write_at", written_late)
-    effort = replace(EFFORT, sample_bytes=2_000_000)
-    with measure._scratch(str(tmp_path / "run")) as tier:
-        bench = measure._Bench(tier, 2_000_000, 1 << 25, effort, seen, time.monotonic)
-        bench._make_arena(Setting(2, 1, 65536), 3_000_000)
+    load = TrainingLoad(time.monotonic)
+    monkeypatch.setattr(load, "run_until", until)
+    with scratch.opened(str(tmp_path / "run")) as tier:
+        trials = TrialSaves(tier, 2_000_000, 1 << 25, seen, time.monotonic)
+        trials.take_sample(2_000_000)
+        trials.make_arena(Setting(2, 1, 65536), 3_000_000)
         with pytest.raises(NoSpace):
-            bench._saves(Setting(2, 1, 65536), bench._image, until)
+            trials.save(Setting(2, 1, 65536), trials.image, load)
 
 
 def test_a_tune_that_was_killed_leaves_only_a_scratch_directory_and_the_next_one_removes_it(
@@ -530,7 +535,7 @@ def seen(_):
     if any(pathlib.Path({str(tmp_path)!r}).rglob("*.safetensors")):
         os.kill(os.getpid(), signal.SIGKILL)
 allowed = tune.candidates(1 << 25, 10_000_000, 2_000_000)
-measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.QUICK, seen=seen)
+measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.QUICK, count_bytes=seen)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False, timeout=60).returncode == -9
@@ -551,8 +556,8 @@ def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_
     (tmp_path / "run.tune-01234567").symlink_to(tmp_path / "empty")
     with access.for_writing(tmp_path / "run.tune-11111111", "atomic_dirsync"):
         before = sorted(tmp_path.rglob("*"))
-        assert measure.clear(str(tmp_path / "run")) == [] and sorted(tmp_path.rglob("*")) == before
-    assert measure.clear(str(tmp_path / "run")) == ["run.tune-11111111"]
+        assert scratch.clear(str(tmp_path / "run")) == [] and sorted(tmp_path.rglob("*")) == before
+    assert scratch.clear(str(tmp_path / "run")) == ["run.tune-11111111"]
 
 
 def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
@@ -572,7 +577,7 @@ def test_a_place_that_no_run_can_be_at_is_refused_and_untouched(tmp_path: Path) 
             figures(tmp_path / place)
     assert os.listdir(tmp_path) == ["photos"] and os.listdir(tmp_path / "photos") == ["one.jpg"]
     (tmp_path / "empty").mkdir()
-    assert measure.beside(str(tmp_path / "empty")) == str(tmp_path)
+    assert scratch.beside(str(tmp_path / "empty")) == str(tmp_path)
 
 
 def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
@@ -587,8 +592,8 @@ def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
     (tmp_path / "mounted").mkdir()
     monkeypatch.setattr(os, "stat", stat)
     with pytest.raises(Refused, match="disk of its own"):
-        measure.beside(str(tmp_path / "mounted"))
-    assert measure.beside(str(tmp_path / "mounted" / "run")) == str(tmp_path / "mounted")
+        scratch.beside(str(tmp_path / "mounted"))
+    assert scratch.beside(str(tmp_path / "mounted" / "run")) == str(tmp_path / "mounted")
 
 
 def test_tune_needs_no_torch(tmp_path: Path) -> None:

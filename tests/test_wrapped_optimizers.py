@@ -10,8 +10,9 @@ import lastgood
 from lastgood.errors import StateMismatch
 from lastgood.snapshot import overlap
 from lastgood.state.capture import Capture
-from lastgood.state.rules import Stored, capture, match
+from lastgood.state.rules import Stored, capture
 from lastgood.state.wrappers import Wrappers
+from matching import Fed, match
 
 
 class Accelerated(torch.optim.Optimizer):
@@ -140,7 +141,7 @@ def test_what_earlier_versions_saved_of_a_wrapper_loads_into_a_wrapper(wrap):
             sink.put(name, 0, memoryview(one.clone().numpy().tobytes()))
             sink.done(name)
 
-    match(live, stored, exclude=["rng", "model"]).apply(feed)
+    match(live, stored, exclude=["rng", "model"]).apply(Fed(feed), None)
     live["model"].load_state_dict(saved["model"].state_dict())
     assert trained(live, 3, 1) == trained(saved, 3, 1)
 

@@ -72,10 +72,10 @@ def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
         saved(run, step)
         verify(run)
     run.begin(min(run.survey.generations))
-    run.point()
+    run.marks.point()
     assert commit.survey(run.tier).pointer.step == 2
     saved(run, 3)
-    run.point()
+    run.marks.point()
     assert commit.survey(run.tier).pointer.step == 1, "step 3 is not verified yet"
 
 

@@ -30,15 +30,20 @@ from harness import State, save
 from lastgood import reporting
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import LastgoodError, NotARun
+from lastgood.errors import Damaged, LastgoodError, NotARun, NotFinite
+from lastgood.events import Event
 from lastgood.format import commit, layout
 from lastgood.io.files import BLOCK_BYTES, PosixFile, PosixFiles, round_up
 from lastgood.policy.restore import lineage
 from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
-from lastgood.records import Event, Generation, GenerationId, Manifest
-from lastgood.run import access, paths, reader
-from lastgood.run.writer import FULL, RunWriter
+from lastgood.records import Generation, GenerationId, Manifest
+from lastgood.run import access, paths
+from lastgood.run.candidates import Candidates, Found
+from lastgood.run.content import read_rank
+from lastgood.run.known import Environment
+from lastgood.run.retire import FULL
+from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
 TIERS = ("directory", "slots", "mmap")
@@ -154,10 +159,15 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
     def tell(event: Event) -> None:
         if event.kind == "deleted" and event.detail == FULL:
             say(f"pressed {event.step}")
-        if event.kind == "verified" and (newest := run.newest_verified()):
+        if event.kind == "verified" and (newest := run.known.newest_verified()):
             say(f"verified {place(newest.id)}")
 
-    run = RunWriter(Watched(tier, say), pool, keep=Keep(last=options.last), new_id=lambda: next(names), tell=tell)
+    run = RunWriter(
+        Watched(tier, say),
+        pool,
+        keep=Keep(last=options.last),
+        environment=Environment(new_id=lambda: next(names), emit=tell),
+    )
     found = restored(tier, run.survey, pool, say)
     parent = found.generation.id if found.generation else None
     say(f"beginning {place(parent)}")
@@ -183,18 +193,23 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
         run.clean()
 
 
-def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[str], None]) -> reader.Found:
+def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[str], None]) -> Found:
     """What a restore finds, each bit of it looked at."""
-
-    def load(generation: Generation, manifests: list[Manifest]) -> None:
-        (manifest,) = manifests
-        state = _bytes_of(tier, generation, manifest, pool)
-        if problem := differs(generation, manifest, state):
-            say(f"wrong {problem}")
-
     for at, error in survey.broken.items():
         say(f"unread {place(at)} {' '.join(str(error).split())}")
-    found = reader.newest_good(tier, survey, None, load, lambda *_: None)
+    candidates, loaded = Candidates(survey), None
+    for generation in candidates:
+        try:
+            (manifest,) = commit.read_manifests(tier, generation)
+            state = _bytes_of(tier, generation, manifest, pool)
+        except (Damaged, NotFinite) as error:
+            candidates.failed(error)
+            continue
+        if problem := differs(generation, manifest, state):
+            say(f"wrong {problem}")
+        loaded = generation
+        break
+    found = candidates.found(loaded)
     for step, reason in found.stepped_over:
         say(f"stepped_over {step} {' '.join(reason.split())}")
     say(f"restored {place(found.generation.id if found.generation else None)}")
@@ -385,8 +400,8 @@ TROUBLE = ("error", "stepped_over", "unread", "wrong")
 
 def _bytes_of(tier: Tier, generation: Generation, manifest: Manifest, pool: Executor) -> State:
     arena = Arena(sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs), CHUNK_BYTES)
-    fetch = reader.opened(tier, generation, manifest, arena, pool)
-    return {piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces}
+    found = read_rank(tier, generation, manifest, arena, pool)
+    return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}
 
 
 def litter(run: str) -> list[str]:

@@ -23,7 +23,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the copier learns that nobody wants it",
             "copier-stops-when-unwanted",
-            Swap("flight.chunks.unwanted", "False"),
+            Swap("flight.chunks.cancelled", "False"),
         ),
         ("whoever waits for memory is woken", "memory-waiters-woken", Remove()),
         ("chunks of a failed save come home", "failed-save-drains-chunks", Remove()),
@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "failed copy lets the loop go on",
             "failed-copy-unblocks-loop",
-            Swap("flight.save", "if failed is None: flight.save"),
+            Swap("flight.handle", "if failed is None: flight.handle"),
         ),
         ("what the copier found out last stops the commit", "copier-finished-before-commit", Remove()),
         ("failure is told in the loop", "save-failure-raised-in-loop", Remove()),
@@ -63,7 +63,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a fork waits for no copy", "fork-waits-for-no-copy", Swap(" or self._process != os.getpid()", "")),
         ("snapshot holds the next update", "snapshot-holds-update", Remove()),
         ("what forward may change is cloned", "forward-buffers-cloned", Swap("tensors.keys() - bearers.keys", "")),
-        ("blocking waits for the copy", "blocking-save-waits-for-copy", Instead("here = False")),
+        ("blocking waits for the copy", "blocking-save-waits-for-copy", Always()),
         ("no hook, no overlap", "no-hook-no-overlap", Never()),
         ("Ctrl-C in a copy is raised", "interrupt-in-copy-raised", Remove()),
         ("FSDP1 waits for the copy", "fsdp1-waits-for-copy", Remove()),

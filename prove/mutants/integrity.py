@@ -29,7 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("mark is of this commit", "mark-belongs-to-commit", Instead("return found")),
         ("verification reads COMMIT anew", "verify-rereads-commit", Remove()),
         ("records are read past the cache", "record-read-bypasses-cache", Swap(", fresh=True", "")),
-        ("chunks are read past the cache", "chunk-read-bypasses-cache", Swap(", fresh=fresh", "")),
+        ("chunks are read past the cache", "chunk-read-bypasses-cache", Swap(", fresh=self._fresh", "")),
         ("length of a manifest", "manifest-length-checked", Remove()),
         ("length of a blob", "blob-length-checked", Remove()),
     ),

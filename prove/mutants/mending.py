@@ -156,6 +156,6 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap(" and time.monotonic() - self._scrubbed_at >= self._scrub.seconds", ""),
         ),
         ("not beside a save", "scrub-yields-to-saves", Swap("not self._flights and ", "")),
-        ("not while somebody waits for the end", "scrub-yields-to-saves", Swap(" and not self._hurried", "")),
+        ("not while somebody waits for the end", "scrub-yields-to-saves", Swap(" and not self._closing", "")),
     ),
 )

@@ -34,7 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "mark-before-pointer",
             Swap(
                 "commit.mark",
-                "self._take_in(msgspec.structs.replace(generation, verified=not findings)); self.point(); commit.mark",
+                "known.record(msgspec.structs.replace(generation, verified=not findings)); self.point(); commit.mark",
             ),
         ),
         ("mark is written", "mark-before-pointer", Remove()),
@@ -43,7 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("pointer names a verified one", "pointer-names-verified", Swap(" if one.good", "")),
         ("next older is verified after damage", "verify-continues-past-damage", Swap("problem = problem or", "raise")),
         ("damage is raised", "damage-raised-after-verify", Remove()),
-        ("deleted only from the survey", "deleted-before-forgotten", Instead("gone = True")),
+        ("deleted only from the survey", "deleted-before-forgotten", Instead("deleted = True")),
         ("half deleted is deleted", "uncommitted-counts-as-deleted", Swap(" and self._deletions.committed(at)", "")),
         ("what the pointer names stays", "pointed-generation-kept", Swap("at != pointed and ", "")),
         ("rest is deleted beside a stuck file", "delete-continues-past-failure", Instead("raise")),

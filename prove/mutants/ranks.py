@@ -60,7 +60,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "nobody reads all",
             "only-unconfirmed-ranks-reread",
-            Swap("self._reader(one.rank) not in good", "one.rank != self.rank"),
+            Swap(" - good", " - {ranks.rank}"),
         ),
         ("a stale plan is never used", "stale-plan-refused", Remove()),
         ("ranks know the same of each other", "equal-knowledge-required", Remove()),
@@ -73,7 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "restore-counted-by-coordinator",
             Instead("topic.agree(ranks.rewound, lambda told: 1 + max(told)); ranks.rewind(ranks.rewound + 1)"),
         ),
-        ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("see(seen)", "look()")),
+        ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("adopt(shared)", "refresh()")),
         ("what is tied is told", "aliases-in-structure", Remove()),
         ("a structure is found out when it has changed", "changed-structure-exchanged", Remove()),
         ("replicas are compared", "replicas-compared", Instead("return SAME")),

@@ -39,12 +39,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a pattern for an optimizer's state is not waited for without end",
             "pattern-wait-bounded",
-            Swap("self._looks < LOOKS and ", ""),
+            Swap("self._checks < CHECKS and ", ""),
         ),
         (
             "an optimizer's state may come with its first step",
             "pattern-wait-bounded",
-            Swap("self._looks < LOOKS", "False"),
+            Swap("self._checks < CHECKS", "False"),
         ),
         ("a pattern that matches on one rank only is right", "pattern-matches-some-rank", Instead("return first")),
         ("a pattern that matches on no rank is refused", "pattern-matches-some-rank", Instead("return []")),
@@ -59,7 +59,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a misspelt key shows what is there",
             "partial-load-leaves-generators",
-            Swap(" and not any(component(key) in plan.missing for key in state)", ""),
+            Swap(" and not any(component(key) in missing for key in state)", ""),
         ),
         ("a restore takes no part", "restore-is-never-partial", Swap("False", "True")),
         (
@@ -144,7 +144,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a rewind that is saved at once is durable",
             "rewind-durable-at-once",
-            Swap(" and run.resumes_at(found.generation.id)", ""),
+            Swap(" and run.known.resumes_at(generation.id)", ""),
         ),
         (
             "values of a restored step are compared",

@@ -129,7 +129,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a generation is not deleted while it gets a label",
             "labelled-generation-not-deleted",
-            Swap("at in self._labelling or ", ""),
+            Swap("at in known.labelling or ", ""),
         ),
         (
             "a generation that got a label since its deletion was decided stays",

@@ -10,11 +10,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import errors
+from .events import Event
 from .extras import needed
 from .policy.cadence import Every
 from .policy.retention import Keep
 from .policy.scrub import Scrub
-from .records import Event, Finding, Generation, Verdict
+from .records import Finding, Generation, Verdict
 
 if TYPE_CHECKING:
     from .convert import dcp
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from .loop.oneshot import save_once as save
     from .loop.opened import Run
     from .loop.opened import open_run as open
+    from .loop.options import Ranks, Tuning
     from .loop.preemption import Preempted, Preemption
-    from .run.pipeline import Save
+    from .run.save_handle import Save
 
 __version__ = "0.1.0"
 
@@ -39,9 +41,11 @@ _LAZY = {
     "Preempted": ("loop.preemption", "Preempted"),
     "Preemption": ("loop.preemption", "Preemption"),
     "ResumableSampler": ("data.sampler", "ResumableSampler"),
+    "Ranks": ("loop.options", "Ranks"),
     "Restored": ("loop.load", "Restored"),
     "Run": ("loop.opened", "Run"),
-    "Save": ("run.pipeline", "Save"),
+    "Save": ("run.save_handle", "Save"),
+    "Tuning": ("loop.options", "Tuning"),
     "dcp": ("convert.dcp", ""),
     "load": ("loop.oneshot", "load_once"),
     "open": ("loop.opened", "open_run"),
@@ -59,11 +63,13 @@ __all__ = [
     "Loaded",
     "Preempted",
     "Preemption",
+    "Ranks",
     "Restored",
     "ResumableSampler",
     "Run",
     "Save",
     "Scrub",
+    "Tuning",
     "Verdict",
     "dcp",
     "errors",

@@ -7,9 +7,11 @@ small record that makes a *generation* exist, an *incarnation* one opening of a 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+
+from .events import Event as Event  # lab/timeline.py still imports it from here
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -253,6 +255,11 @@ class Generation(Record, frozen=True, kw_only=True):
         """Whether it was read after its commit, and nothing was found."""
         return self.verified and not self.damaged and not self.unfit
 
+    @property
+    def restorable(self) -> bool:
+        """Whether nothing is known against it, verified or not."""
+        return not self.damaged and not self.unfit
+
 
 def judged(generation: Generation, findings: list[Finding]) -> Generation:
     """A generation after a complete reading."""
@@ -276,38 +283,3 @@ class Verdict(Record, frozen=True, kw_only=True):
     @property
     def good(self) -> bool:
         return not self.findings
-
-
-EventKind = Literal[
-    "staged",
-    "written",
-    "durable",
-    "dropped",
-    "refused",
-    "failed",
-    "waited",
-    "fenced",
-    "skipped",
-    "tuned",
-    "verified",
-    "unfit",
-    "damaged",
-    "repaired",
-    "not_repaired",
-    "not_protected",
-    "deleted",
-    "stepped_over",
-]
-"""what can happen to a save or a generation; docs/saving.md, "Events", says what each means"""
-
-
-class Event(Record, frozen=True, kw_only=True):
-    """Something that happened to a save or a generation, for logs and plots."""
-
-    kind: EventKind
-    step: int
-    at_seconds: float
-    """monotonic clock"""
-    seconds: float = 0.0
-    bytes: int = 0
-    detail: str = ""

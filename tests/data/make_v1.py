@@ -15,6 +15,7 @@ from lastgood.engine.arena import Arena
 from lastgood.format import layout, values
 from lastgood.io.files import PosixFiles
 from lastgood.records import Generation, GenerationId
+from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -73,7 +74,9 @@ def save(writer: RunWriter, step: int, **options: object) -> Generation:
 def main(root: str) -> None:
     ids = iter(["5a3b0001", "9f3ac21b", "0d15ea5e"])
     tier, reading = Disk(PosixFiles(), root), Arena(3 * 4096, 4096)
-    writer = RunWriter(tier, Inline(), new_id=lambda: next(ids), wall_seconds=lambda: 1_795_000_000.0)
+    writer = RunWriter(
+        tier, Inline(), environment=Environment(new_id=lambda: next(ids), wall_seconds=lambda: 1_795_000_000.0)
+    )
     writer.begin(None)
     save(writer, 10, milestone=True, metrics={"loss": 2.5})
     writer.verify(reading)

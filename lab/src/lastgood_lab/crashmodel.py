@@ -21,14 +21,17 @@ import msgspec
 
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NothingGood, Overtaken
+from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NotFinite, NothingGood, Overtaken
 from lastgood.format import layout
 from lastgood.format.commit import read_manifests, survey
 from lastgood.io.files import round_up
 from lastgood.policy.retention import Keep
 from lastgood.ports import Tier, Upload
-from lastgood.records import Commit, Generation, GenerationId, Manifest, Mark, Pointer
-from lastgood.run import access, reader
+from lastgood.records import Commit, Generation, GenerationId, Mark, Pointer
+from lastgood.run import access
+from lastgood.run.candidates import Candidates, Found
+from lastgood.run.content import read_rank
+from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk, WriteMode
 from lastgood.storage.slots import Slots
@@ -70,7 +73,7 @@ def _decoded(data: bytes, kind: type[Kind]) -> Kind | None:
         return None
 
 
-def at_of(found: reader.Found) -> GenerationId | None:
+def at_of(found: Found) -> GenerationId | None:
     return found.generation.id if found.generation else None
 
 
@@ -306,11 +309,15 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
     good = {at for at, one in seen.generations.items() if at not in ledger.rotten and not one.damaged}
     newest = [next((at for at in ledger.line(one) if at in good), None) for one in {ledger.current, *ledger.opening}]
 
-    def read(generation: Generation, _: list[Manifest]) -> None:
-        bits(tier, generation)
-
+    found, candidates = None, Candidates(seen)
     try:
-        found = at_of(reader.newest_good(tier, seen, None, read))
+        for generation in candidates:
+            try:
+                bits(tier, generation)
+                found = generation.id
+                break
+            except (Damaged, NotFinite) as error:
+                candidates.failed(error)
     except NothingGood as error:
         _must(None in newest, f"nothing good, they say: {error}")
         return
@@ -320,8 +327,8 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
 def bits(tier: Tier, generation: Generation) -> State:
     (manifest,) = read_manifests(tier, generation)
     size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
-    fetch = reader.opened(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
-    return {piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces}
+    found = read_rank(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
+    return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}
 
 
 def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, Any]) -> None:
@@ -571,9 +578,7 @@ class World:
             INLINE,
             keep=self.ledger.keep,
             parity=self.ledger.parity,
-            new_id=self._ident,
-            wall_seconds=lambda: 0.0,
-            monotonic_seconds=lambda: 0.0,
+            environment=Environment(new_id=self._ident, wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0),
         )
         self._note_verified()
         if self.disk.fault is None:
@@ -603,7 +608,7 @@ class World:
         if found.generation and not found.generation.verified:
             self.run.conclude(found.generation, [])
             self.ledger.verified.add(found.generation.id)
-        self.run.point()
+        self.run.marks.point()
 
     def begin(self, parent: GenerationId | None) -> None:
         ledger = self.ledger
@@ -707,7 +712,7 @@ class World:
         self.ledger.mending.add(at)
         try:
             generation = self.run.survey.generations[at]
-            _, done = self.run.read_again(generation, UPKEEP, self.run.reading(generation, UPKEEP))
+            _, done = self.run.mender.read_again(generation, UPKEEP, self.run.mender.reading(generation, UPKEEP))
         except LastgoodError:
             done = False
         _must(done or self.ledger.disturbed, f"{at} could not be rebuilt")
@@ -721,7 +726,7 @@ class World:
     def rewind(self, step: int) -> None:
         found, _ = load(self.tier, step, INLINE)
         self.begin(at_of(found))
-        self.run.point()
+        self.run.marks.point()
 
     def rot(self, step: int, name: str = layout.blob_name(0), offset: int = 5000) -> None:
         """One bit of a committed file goes bad on the medium."""

@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
+from lastgood.coordination.single_rank import AnyTopic, SingleTopic
 from lastgood.engine.arena import Arena, Lease
 from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, NotFinite
 from lastgood.format import layout
-from lastgood.format.commit import survey
+from lastgood.format.commit import read_manifests, survey
 from lastgood.io.checksum import Buffer
 from lastgood.io.files import round_up
 from lastgood.ports import Tier
-from lastgood.records import Generation, GenerationId, Manifest
-from lastgood.run import rank_part, reader
-from lastgood.run.rank_part import Share
+from lastgood.records import Generation, GenerationId
+from lastgood.run.candidates import Candidates, Found
+from lastgood.run.content import read_rank
+from lastgood.run.follower import Follower
+from lastgood.run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
+from lastgood.run.save import save as save_as_rank
 from lastgood.run.writer import RunWriter
 
 State = dict[str, bytes]
@@ -33,16 +38,20 @@ def filled(image: layout.Image, state: Mapping[str, Buffer], arena: Arena) -> It
 
 
 def save(
-    run: RunWriter,
+    run: RunWriter | Follower,
     step: int,
     state: Mapping[str, Buffer],
     *,
     tensors: Iterable[layout.Tensor] | None = None,
     chunk_bytes: int = 8192,
     meanwhile: Callable[[], object] = lambda: None,
+    topic: AnyTopic | None = None,
     **options: Any,
 ) -> Generation:
-    """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken."""
+    """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken.
+
+    `topic`: where several ranks agree on this save.
+    """
     tensors = tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
     images = layout.images(tensors, run.rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
@@ -53,36 +62,44 @@ def save(
                 meanwhile()
             yield lease
 
-    options = {"aliases": {}, "values": {}, **options}
-    return run.save(run.admit(step), images, chunks(), chunk_bytes=arena.chunk_bytes, **options)
+    at, ready = run.admit(step), ReadyChunks(chunks())
+    request = SaveRequest(at=at, images=images, chunks=ready, chunk_bytes=arena.chunk_bytes, **options)
+    if isinstance(run, RunWriter) and topic is None:
+        return run.save(request)
+    return save_as_rank(run, request, run.rank_writer(Inline()), topic or SingleTopic())
 
 
-def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> Share:
+def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> RankPart:
     """What `rank`, which does not commit, makes durable of a save."""
     images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
-    return rank_part.share(
-        tier, at, rank, images, chunks, chunk_bytes=chunk_bytes, algorithm=ALGORITHM, aliases={}, values={},
-        writers=Inline(),
-    )  # fmt: skip
+    request = SaveRequest(at=at, images=images, chunks=ReadyChunks(chunks), chunk_bytes=arena.chunk_bytes)
+    return write_part(request, RankWriter(tier, rank, ALGORITHM, Inline()))
 
 
-def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[reader.Found, State]:
+def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[Found, State]:
     """What a restore finds, and the bytes it would load. Raises what a restore raises."""
-    state: State = {}
-
-    def take(generation: Generation, manifests: list[Manifest]) -> None:
-        state.clear()
-        for manifest in manifests:
-            size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
-            arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))
-            fetch = reader.opened(tier, generation, manifest, arena, pool)
-            state.update({piece.name: bytes(fetch(piece.name)) for piece in manifest.pieces})
-
     pool = workers or ThreadPoolExecutor(2)
+    candidates = Candidates(survey(tier), step)
     try:
-        return reader.newest_good(tier, survey(tier), step, take), state
+        for generation in candidates:
+            try:
+                return candidates.found(generation), _bytes_of(tier, generation, pool)
+            except (Damaged, NotFinite) as error:
+                candidates.failed(error)
+        return candidates.found(None), {}
     finally:
         if workers is None:
             pool.shutdown()
+
+
+def _bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
+    """Every tensor of a generation, of all ranks."""
+    state: State = {}
+    for manifest in read_manifests(tier, generation):
+        size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
+        arena = Arena(size, max(blob.chunk_bytes for blob in manifest.blobs))
+        found = read_rank(tier, generation, manifest, arena, pool)
+        state.update({piece.name: bytes(found[piece.name]) for piece in manifest.pieces})
+    return state

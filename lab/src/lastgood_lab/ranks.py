@@ -190,8 +190,7 @@ def planning(rank: int, size: int, folder: Path) -> Row:
     with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
-        assert ckpt._ranks is not None
-        cutter, topic, took, planned = ckpt._cutter, ckpt._ranks.topic("plan"), list[float](), list[float]()
+        cutter, topic, took, planned = ckpt._planner, ckpt._ranks.topic("plan"), list[float](), list[float]()
         for _ in range(AGREEMENTS):
             begun = time.perf_counter()
             captured = cutter._capture.take(state)

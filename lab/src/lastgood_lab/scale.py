@@ -35,7 +35,7 @@ from lastgood.ports import Tier, Upload
 from lastgood.ranks.replica_check import compare
 from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
-from lastgood.run.rank_part import Share
+from lastgood.run.save import RankPart
 from lastgood.storage.directory import Disk
 from lastgood.units import size as told_size
 
@@ -94,7 +94,7 @@ def measured(ranks: int, pieces: int) -> Row:
         begun = time.perf_counter()
         seals.append(commit.seal(tier, one))
         seal_seconds.append(time.perf_counter() - begun)
-    shares = [Share(seal=seal, bytes=seal.length) for seal in seals]
+    shares = [RankPart(seal=seal, bytes=seal.length) for seal in seals]
     told: Row = {"seal": statistics.median(seal_seconds), "manifest_bytes": statistics.median(s.length for s in seals)}
     told["met"] = met(ranks)
     told["commit"], generation = committed(tier, shares)
@@ -165,7 +165,7 @@ def met(ranks: int) -> float:
     return seconds
 
 
-def committed(tier: Tier, shares: Sequence[Share]) -> tuple[float, Generation]:
+def committed(tier: Tier, shares: Sequence[RankPart]) -> tuple[float, Generation]:
     """What the coordinator does once all have posted: hear that all hold the same, answer; hear every seal, commit,
     answer; and forget what is older, which the first rounds have made.
     """
@@ -180,7 +180,7 @@ def committed(tier: Tier, shares: Sequence[Share]) -> tuple[float, Generation]:
     found: list[Generation] = []
 
     def decide(told: list[Any]) -> None:
-        seals = [msgspec.convert(one, Share).seal for one in told]
+        seals = [msgspec.convert(one, RankPart).seal for one in told]
         record = Commit(
             format=layout.FORMAT,
             run="0" * 32,

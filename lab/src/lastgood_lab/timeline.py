@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from lastgood.errors import Refused
+from lastgood.events import Event
 from lastgood.loop.checkpointer import Checkpointer
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
-from lastgood.records import Event
 
 from .report import Report, Say, Table
 from .trials import Row

@@ -1,4 +1,4 @@
-"""Two generations held against each other: which tensors and values differ, and by how much. Needs no torch.
+"""`lastgood diff`: which tensors and values of two generations differ, and by how much. Needs no torch.
 
 Every byte that is read is verified; nothing is changed.
 """
@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..format import layout
+from ..format import commit, layout
 from ..ports import Tier
 from ..records import Generation
+from ..run import access
 from ..run.content import Content
-from .show import is_place, leaves_of, natural, new_table, plural, shape_text, told_value
-from .terminal import clean
+from ..run.watched import Watched
+from .answer import DIFFERS, Answer
+from .arguments import Json, Run
+from .selection import pick
+from .terminal import clean, progress
+from .texts import natural, new_table, plural, shape_text
+from .value_tree import is_place, leaves_of, value_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,14 +32,29 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
+def diff(
+    run: Run,
+    step1: Annotated[str, typer.Argument(metavar="STEP1", show_default=False)],
+    step2: Annotated[str, typer.Argument(metavar="STEP2", show_default=False)],
+    as_json: Json = False,
+) -> Answer:
+    """Which tensors and values differ between two generations, and how much. Exit code 7 when any does."""
+    tier = access.for_reading(run)
+    survey = commit.survey(tier)
+    one, two = pick(survey, step1), pick(survey, step2)
+    with progress("comparing", one.bytes + two.bytes) as count_bytes:
+        data = compared(Watched(tier, count_bytes), one, two)
+    return Answer(data, compared_view(data), 0 if data["same"] else DIFFERS)
+
+
 def compared(tier: Tier, first: Generation, second: Generation) -> dict[str, Any]:
-    """Every tensor and every value of two generations. Equal content digests are equal tensors, and are not read."""
+    """Compare every tensor and every value of two generations. Tensors with equal content digests are not read."""
     one, two = Content(tier, first), Content(tier, second)
     ours, theirs = one.names(), two.names()
     rows = []
     for name in sorted(ours.keys() | theirs.keys(), key=natural):
         if name in one.aliases and one.aliases.get(name) == two.aliases.get(name):
-            continue  # told under the name that it is stored under
+            continue  # an alias in both: compared under the name that it is stored under
         a, b = ours.get(name), theirs.get(name)
         row: dict[str, Any] = {"name": name}
         if a is None or b is None:
@@ -80,7 +102,7 @@ def compared_view(data: Mapping[str, Any]) -> RenderableType:
             sides = [f"{row[side][0]} {shape_text(row[side][1])}" for side in ("first", "second") if side in row]
             parts.append(Text(f"{clean(row['name'])}: {status}" + (f" ({' -> '.join(sides)})" if sides else "")))
     for row in data["values"]:
-        sides = [told_value(row[side]) if side in row else "absent" for side in ("first", "second")]
+        sides = [value_text(row[side]) if side in row else "absent" for side in ("first", "second")]
         parts.append(Text(f"{clean(row['path'])}: {' -> '.join(sides)}"))
     counts = ", ".join(
         f"{len(rows):,} {status.replace('differs', 'differ')}"
@@ -96,9 +118,10 @@ def _leaves(content: Content) -> dict[str, Any]:
 
 
 def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, Any]:
-    """How two tensors of one type and length differ, as stored bits: elements, and by how much where numpy can tell.
+    """Count the elements of two tensors of the same type and length whose stored bits differ.
 
-    `max_abs` is max |a - b|, `relative_l2` is |a - b| / |a|; where either is not finite, its name as text.
+    If numpy has numbers of this type: also `max_abs`, max |a - b|, and `relative_l2`, |a - b| / |a|. One that is not
+    finite is given as text, "inf" or "nan".
     """
     import numpy as np
 
@@ -132,7 +155,7 @@ def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, An
 
 
 def _decoded(raw: Array, dtype: str) -> Array | None:
-    """uint8 [bytes] as numbers; None where numpy has no such numbers."""
+    """Stored bytes (uint8) as numbers; None for a type that numpy does not have."""
     import numpy as np
 
     if dtype == "bfloat16":
@@ -155,7 +178,7 @@ def _wide(x: Array) -> str:
 
 
 def _gap(x: Array, y: Array) -> Array:
-    """|x - y| in float64; exact for whole numbers before they become floats."""
+    """|x - y| in float64; integers are subtracted before they are converted."""
     import numpy as np
 
     if x.dtype.kind in "iu":

@@ -1,4 +1,4 @@
-"""What the shell completes: the steps of a run that is named already."""
+"""Shell completion of a STEP: the steps of the run that is named before it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..run import access
 
 
 def steps(context: typer.Context, incomplete: str) -> list[str]:
-    """The steps of the RUN on the command line that begin with what is typed, newest first; none where it is no run."""
+    """The steps of the RUN on the command line that begin with `incomplete`, newest first; none if RUN is no run."""
     try:
         survey = commit.survey(access.for_reading(str(context.params.get("run", ""))))
     except LastgoodError:

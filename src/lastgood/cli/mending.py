@@ -1,6 +1,6 @@
-"""What `scrub` and `repair` do: read generations again, put back what is damaged. Hold no rule of either.
+"""`lastgood scrub` and `lastgood repair`: read generations again and rebuild what is damaged. Hold no rule of either.
 
-Both lock the run: a trainer that has it open reads old generations by itself (`scrub=`).
+Both lock the run. A trainer that has the run open scrubs it by itself (`Checkpointer(scrub=...)`).
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError, Unreadable
+from ..errors import Damaged, LastgoodError, NotFinite, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy import restore
@@ -25,27 +26,62 @@ from ..run.scrubber import Scrubbed, Scrubber
 from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size
+from .answer import Answer
+from .arguments import AnyStep, Json, Run, bytes_of
 from .protection import unprotected
-from .show import named, plural
+from .selection import find
 from .terminal import clean, progress
+from .texts import id_of, named, plural, title
+
+
+def scrub(
+    run: Run,
+    rate: Annotated[
+        int | None,
+        typer.Option(metavar="SIZE", parser=bytes_of, help="Bytes a second, at most.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Read every generation again, past the page cache; mark what is damaged, and rebuild it where there is parity.
+
+    After one that is damaged come its neighbours in time. Exit code 4 where one stays damaged, 8 where one is not good.
+    """
+    data = scrubbed(run, rate or float("inf"))
+    code = 0 if data["good"] else NotFinite.exit_code if data["intact"] else Damaged.exit_code
+    return Answer(data, scrubbed_view(data), code)
+
+
+def repair(
+    run: Run,
+    step: AnyStep = None,
+    known: Annotated[bool, typer.Option("--known", help="Read only what is known to be damaged already.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Read STEP, or every generation, and rebuild what is damaged from parity. Exit code 4 where that is too much.
+
+    A damaged file stays until its replacement is durable and was read back.
+    """
+    survey = commit.survey(access.for_reading(run))
+    data = repaired(run, find(survey, step) if step else None, known)
+    return Answer(data, repaired_view(data), 0 if data["good"] else Damaged.exit_code)
 
 
 @contextmanager
 def _writing(run: str, what: str) -> Iterator[tuple[RunWriter, Arena]]:
-    """A run to be written, with a bar over what is read of it."""
-    access.for_reading(run)  # what is no run is refused here, before writing would make it one
+    """Open a run for writing, with a progress bar over the bytes that are read from it."""
+    access.for_reading(run)  # refuses a path that is no run, before opening it for writing would make it one
     with access.for_writing(run, "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
         total = sum(one.bytes for one in commit.survey(tier).generations.values())
-        with progress(what, total) as seen:
-            watched = Watched(tier, seen)
+        with progress(what, total) as count_bytes:
+            watched = Watched(tier, count_bytes)
             yield RunWriter(watched, workers), Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
 
 
 def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
-    """Every generation, once; raises what opening and reading raise."""
+    """Read every generation once, at `bytes_per_second` at most. Raises what opening and reading raise."""
     rows = []
     with _writing(run, "reading again") as (writer, arena):
-        scrubber = Scrubber(writer, lambda: arena, bytes_per_second=bytes_per_second)
+        scrubber = Scrubber(writer.known, writer.mender, lambda: arena, bytes_per_second=bytes_per_second)
         while (one := scrubber.next_one()) is not None:
             rows.append(
                 {
@@ -53,14 +89,14 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
                     "state": _state(one),
                     "bytes": one.generation.bytes,
                     "seconds": round(one.seconds, 3),
-                    "repaired": writer.mended.get(one.generation.id, []) if one.repaired else [],
-                    "why": restore.told(one.findings),
+                    "repaired": writer.mender.mended.get(one.generation.id, []) if one.repaired else [],
+                    "why": restore.summary(one.findings),
                 }
             )
-        writer.point()
+        writer.marks.point()
         place, lacking = writer.tier.place, unprotected(writer.tier, writer.survey)
     for row in rows:
-        row["unprotected"] = lacking.get(GenerationId(step=row["step"], incarnation=row["incarnation"]), "")
+        row["unprotected"] = lacking.get(id_of(row), "")
     return {
         "place": place,
         "intact": all(one["state"] != "damaged" for one in rows),
@@ -76,16 +112,16 @@ def _state(one: Scrubbed) -> str:
 
 
 def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, Any]:
-    """Read one generation, or all of them, and put back what is damaged. Raises BeyondRepair for one.
+    """Read the `wanted` generation, or all of them if None, and rebuild what is damaged.
 
-    `known`: read only what is known to be damaged already.
+    `known`: read only what is known to be damaged. Raises BeyondRepair if `wanted` cannot be rebuilt.
     """
     rows, read = [], 0
     with _writing(run, "repairing") as (writer, arena):
-        there = set() if known else {*writer.survey.generations}
-        for at in [wanted] if wanted else sorted({*damaged(writer.survey), *there}):
+        others = set() if known else {*writer.survey.generations}
+        for at in [wanted] if wanted else sorted({*damaged(writer.survey), *others}):
             try:
-                if not known and _whole(writer, at, arena):
+                if not known and _intact(writer, at, arena):
                     read += 1
                     rows += [{**named(at), "repaired": [], "why": ""}] if wanted else []
                     continue
@@ -94,19 +130,19 @@ def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, An
                 if wanted:
                     raise
                 rows.append({**named(at), "repaired": [], "why": error.what})
-        writer.point()
+        writer.marks.point()
         place = writer.tier.place
     good = all(not one["why"] for one in rows)
     return {"place": place, "good": good, "looked": not known, "whole": read, "generations": rows}
 
 
-def _whole(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
-    """Read a generation past the page cache; where it is damaged, mark it. Whether every byte is as committed."""
+def _intact(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
+    """Read a generation past the page cache, and mark it if it is damaged. Whether every byte is what was committed."""
     generation = writer.survey.generations.get(at)
     if generation is None:
         return False
     try:
-        findings = read_on(writer.reading(generation, arena), lambda: False)
+        findings = read_on(writer.mender.reading(generation, arena), lambda: False)
     except Unreadable:
         return False
     if intact(findings):
@@ -116,7 +152,7 @@ def _whole(writer: RunWriter, at: GenerationId, arena: Arena) -> bool:
 
 
 def damaged(survey: Survey) -> list[GenerationId]:
-    """What is known to be damaged or lost."""
+    """The generations that are known to be damaged or lost."""
     marked = {at for at, one in survey.generations.items() if not intact(one.damaged)}
     broken = {at for at, error in survey.broken.items() if isinstance(error, Damaged)}
     return sorted(marked | broken | survey.witnessed | set(restore.lineage(survey).lost))
@@ -126,9 +162,8 @@ def scrubbed_view(data: Mapping[str, Any]) -> RenderableType:
     lines: list[RenderableType] = []
     for row in data["generations"]:
         style = {"good": "green", "repaired": "yellow"}.get(row["state"], "bold red")
-        told = f"  {size(row['bytes'])} in {row['seconds']:.1f} s"
         state = row["state"] if style == "green" else row["state"].upper()
-        lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", (state, style), told))
+        lines.append(title(row, state, style).append(f"  {size(row['bytes'])} in {row['seconds']:.1f} s"))
         lines += [Text(f"  {clean(row['why'])}")] if row["why"] else []
         lines += [Text(f"  put back from parity: {', '.join(row['repaired'])}")] if row["repaired"] else []
         lines += [Text(f"  it {row['unprotected']}", style="yellow")] if row["unprotected"] else []
@@ -138,11 +173,10 @@ def scrubbed_view(data: Mapping[str, Any]) -> RenderableType:
 def repaired_view(data: Mapping[str, Any]) -> RenderableType:
     lines: list[RenderableType] = []
     for row in data["generations"]:
-        told = f"put back {', '.join(row['repaired'])}" if row["repaired"] else row["why"] or "nothing was damaged"
+        what = f"put back {', '.join(row['repaired'])}" if row["repaired"] else row["why"] or "nothing was damaged"
         style = "bold red" if row["why"] else "green"
         state = "BEYOND REPAIR" if row["why"] else "good"
-        lines.append(Text.assemble((f"step {row['step']}", "bold"), f" ({row['incarnation']})  ", (state, style)))
-        lines.append(Text(f"  {clean(told)}"))
+        lines += [title(row, state, style), Text(f"  {clean(what)}")]
     if data["whole"] and not data["generations"]:
         lines.append(Text(f"{plural(data['whole'], 'generation')} read: nothing is damaged", style="green"))
     return Group(*lines) if lines else Text("nothing is known to be damaged")

@@ -10,10 +10,10 @@ from ..records import GenerationId
 
 
 def unprotected(tier: Tier, survey: Survey) -> dict[GenerationId, str]:
-    """Verified generations of the lineage with fewer parity files than another of them has, and what to say of each.
+    """Verified generations of the lineage with fewer parity files than another one has, and a text about each.
 
-    A run does not record that parity was asked for, so the others stand for it: after parity was switched on or off,
-    the older or newer generations are among these.
+    A run does not record whether parity is wanted, so the generation with the most parity files sets the measure. After
+    parity was switched on or off, the generations before or after the switch are therefore among these.
     """
     chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
     files = {one.id: _parity_files(tier, one.id) for one in chain if one.good}
@@ -22,9 +22,9 @@ def unprotected(tier: Tier, survey: Survey) -> dict[GenerationId, str]:
 
 
 def _parity_files(tier: Tier, at: GenerationId) -> int:
-    """How many parity files are there with their records; nothing is read."""
-    there = tier.list(layout.folder(at))
-    return sum(1 for name in there if parity_layout.is_record(name) and name.removesuffix(".json") in there)
+    """How many parity files exist together with their records; none is read."""
+    files = tier.list(layout.folder(at))
+    return sum(1 for name in files if parity_layout.is_record(name) and name.removesuffix(".json") in files)
 
 
 def _text(count: int, most: int) -> str:

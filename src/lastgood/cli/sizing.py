@@ -1,9 +1,10 @@
-"""What `plan` asks and says. Holds no formula: policy/sizing.py has them."""
+"""`lastgood plan`: size a job before it runs. Holds no formula: policy/sizing.py has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -11,59 +12,129 @@ from rich.text import Text
 
 from ..policy import sizing
 from ..units import size
-from .show import new_table
+from .answer import Answer
+from .arguments import Json, bytes_of, not_negative, positive
 from .terminal import clean
-from .tuning import bytes_of
+from .texts import new_table
 
 
-def tier(text: str) -> tuple[str, int]:
-    """NAME=SIZE, bytes a second. Raises BadParameter."""
+def _seconds(text: str) -> Any:
+    return typer.Option(metavar="SECONDS", parser=positive, help=text)
+
+
+def _days(text: str) -> Any:
+    return typer.Option(metavar="DAYS", parser=positive, help=text)
+
+
+def _rate(text: str) -> Any:
+    return typer.Option(metavar="SIZE", parser=bytes_of, help=text)
+
+
+_PARAMETERS = typer.Option(metavar="COUNT", parser=positive, help="1e12.", show_default=False)
+_PER_PARAMETER = typer.Option(metavar="BYTES", parser=positive, help="14: bf16 weights, fp32 master and two moments.")
+_STATE = typer.Option(metavar="SIZE", parser=bytes_of, help="Instead of these two.", show_default=False)
+_RESTORE = typer.Option(metavar="NAME=SIZE", help="Of a tier, bytes a second; several times.")
+_RESTART = typer.Option(metavar="SECONDS", parser=not_negative, help="R, from a failure until training goes on.")
+
+
+def plan(
+    parameters: Annotated[float | None, _PARAMETERS] = None,
+    bytes_per_parameter: Annotated[float, _PER_PARAMETER] = 14.0,
+    state_bytes: Annotated[int | None, _STATE] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="That share the state evenly.")] = 1,
+    copy_rate: Annotated[int | None, _rate("Bytes a second, each rank's snapshot.")] = None,
+    write_rate: Annotated[int | None, _rate("Bytes a second, all ranks together.")] = None,
+    restore_rate: Annotated[list[str], _RESTORE] = [],  # noqa: B006 - typer makes a list of its own for every call
+    mtbf_seconds: Annotated[float | None, _seconds("M, of the whole job.")] = None,
+    device_days: Annotated[float | None, _days("Mean days until one device fails.")] = None,
+    devices: Annotated[int | None, typer.Option(min=1, help="How many of them (default: --ranks).")] = None,
+    stall_seconds: Annotated[float | None, _seconds("C, instead of shard / copy rate.")] = None,
+    write_seconds: Annotated[float | None, _seconds("Tw, instead of state / write rate.")] = None,
+    in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    restart_seconds: Annotated[float, _RESTART] = 0.0,
+    minutes: Annotated[str, typer.Option(metavar="LIST", help="Intervals to weigh: 5,15,60.")] = "",
+    run_days: Annotated[float | None, _days("Length of the run.")] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Size a job on paper: its state, a save, how often to save, what failures cost. Nothing is measured."""
+    mtbf = mtbf_seconds or (sizing.mtbf_seconds(device_days, devices or ranks) if device_days else None)
+    held = state_bytes or (sizing.state_bytes(parameters, bytes_per_parameter) if parameters else None)
+    if mtbf is None and held is None:
+        raise typer.BadParameter("give the state (--parameters or --state-bytes), failures (--mtbf-seconds), or both.")
+    shard = held / ranks if held else None
+    facts = Facts(
+        state_bytes=held,
+        ranks=ranks,
+        restore_rates=[_tier(one) for one in restore_rate],
+        mtbf_seconds=mtbf,
+        stall_seconds=stall_seconds or (shard / copy_rate if shard and copy_rate else None),
+        write_seconds=write_seconds or (held / write_rate if held and write_rate else 0.0),
+        in_flight=in_flight,
+        restart_seconds=restart_seconds,
+        intervals=[60 * positive(one) for one in minutes.split(",") if minutes],
+        run_days=run_days,
+    )
+    data = sized(facts)
+    if minutes and not data["intervals"]:
+        raise typer.BadParameter(
+            "--minutes needs M (--mtbf-seconds, or --device-days) and C (--stall-seconds, or --copy-rate and a state)."
+        )
+    return Answer(data, sized_view(data))
+
+
+def _tier(text: str) -> tuple[str, int]:
+    """The name and the bytes a second of NAME=SIZE. Raises BadParameter."""
     name, equals, rate = text.partition("=")
     if not name or not equals:
         raise typer.BadParameter(f"{text!r}: give NAME=SIZE, as in nvme=3GB.")
     return name, bytes_of(rate)
 
 
-def sized(
-    *,
-    state_bytes: float | None,
-    ranks: int,
-    copy_rate: int | None,
-    write_rate: int | None,
-    tiers: Sequence[tuple[str, int]],
-    mtbf_seconds: float | None,
-    stall_seconds: float | None,
-    write_seconds: float | None,
-    in_flight: int,
-    restart_seconds: float,
-    intervals: Sequence[float],
-    run_days: float | None,
-) -> dict[str, Any]:
-    """Whatever follows from what is given; None where something for it is not. Raises Refused."""
-    shard = state_bytes / ranks if state_bytes else None
-    stall = stall_seconds or (shard / copy_rate if shard and copy_rate else None)
-    write = write_seconds or (state_bytes / write_rate if state_bytes and write_rate else 0.0)
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a job; None for what is not."""
+
+    state_bytes: float | None
+    ranks: int
+    restore_rates: Sequence[tuple[str, int]]
+    """name of a tier, and the bytes a second at which it is read"""
+    mtbf_seconds: float | None
+    """mean time between failures of the whole job"""
+    stall_seconds: float | None
+    """what a save takes from the training loop"""
+    write_seconds: float
+    """from the beginning of a save until it is durable; 0.0 if it is not known"""
+    in_flight: int
+    restart_seconds: float
+    intervals: Sequence[float]
+    """seconds between two saves that are to be weighed"""
+    run_days: float | None
+
+
+def sized(facts: Facts) -> dict[str, Any]:
+    """What follows from the facts; None for what needs a fact that is missing. Raises Refused."""
+    state, stall, mtbf = facts.state_bytes, facts.stall_seconds, facts.mtbf_seconds
     data: dict[str, Any] = {
-        "state_bytes": state_bytes,
-        "ranks": ranks,
-        "shard_bytes": shard,
+        "state_bytes": state,
+        "ranks": facts.ranks,
+        "shard_bytes": state / facts.ranks if state else None,
         "stall_seconds": stall,
-        "write_seconds": write or None,
-        "restore_seconds": {name: state_bytes / rate for name, rate in tiers} if state_bytes else {},
-        "mtbf_seconds": mtbf_seconds,
-        "failures": run_days * sizing.DAY_SECONDS / mtbf_seconds if run_days and mtbf_seconds else None,
+        "write_seconds": facts.write_seconds or None,
+        "restore_seconds": {name: state / rate for name, rate in facts.restore_rates} if state else {},
+        "mtbf_seconds": mtbf,
+        "failures": facts.run_days * sizing.DAY_SECONDS / mtbf if facts.run_days and mtbf else None,
         "intervals": [],
     }
-    if stall is None or mtbf_seconds is None:
+    if stall is None or mtbf is None:
         return data
-    job = sizing.Job(mtbf_seconds, stall, write, in_flight, restart_seconds)
+    job = sizing.Job(mtbf, stall, facts.write_seconds, facts.in_flight, facts.restart_seconds)
     data |= {
         "young_seconds": job.young,
         "daly_seconds": job.daly,
         "shortest_seconds": job.shortest,
         "best_seconds": job.best,
     }
-    chosen = sorted({*intervals, max(job.young, job.shortest), job.best})
+    chosen = sorted({*facts.intervals, max(job.young, job.shortest), job.best})
     data["intervals"] = [
         {
             "interval_seconds": one,
@@ -89,11 +160,11 @@ def sized_view(data: Mapping[str, Any]) -> RenderableType:
         right = ("tau", "stalled", "lost", "wasted", "useful")
         rows = new_table(*right, "", right=right)
         for one in data["intervals"]:
-            told = [f"{100 * one[name]:.1f} %" for name in ("stalled", "lost", "wasted_first_order", "useful")]
-            words = ["~"] * one["breaks_down"] + ["!"] * one["too_short"]
-            for word, name in (("Young", "young_seconds"), ("Daly", "daly_seconds"), ("best", "best_seconds")):
-                words += [word] * (one["interval_seconds"] == data[name])
-            rows.add_row(_time(one["interval_seconds"]), *told, " ".join(words))
+            shares = [f"{100 * one[name]:.1f} %" for name in ("stalled", "lost", "wasted_first_order", "useful")]
+            marks = ["~"] * one["breaks_down"] + ["!"] * one["too_short"]
+            for mark, name in (("Young", "young_seconds"), ("Daly", "daly_seconds"), ("best", "best_seconds")):
+                marks += [mark] * (one["interval_seconds"] == data[name])
+            rows.add_row(_time(one["interval_seconds"]), *shares, " ".join(marks))
         parts += [Text(), rows, Text(), Text("wasted: to first order; useful: by the exact expectation")]
         if any(one["breaks_down"] for one in data["intervals"]):
             parts.append(Text("~ here the first order breaks down", style="yellow"))
@@ -118,7 +189,7 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("no shorter than Tw / N", "shortest_seconds"),
         ("best by the exact expectation", "best_seconds"),
     ]
-    found += [(told, _time(data[name])) for told, name in times if data.get(name)]
+    found += [(text, _time(data[name])) for text, name in times if data.get(name)]
     found += [(f"to read it back from {clean(name)}", _time(one)) for name, one in data["restore_seconds"].items()]
     if data["failures"]:
         found.append(("failures to expect", f"{data['failures']:,.0f}"))

@@ -1,6 +1,6 @@
-"""What `gc` does: ends deletions that did not end, deletes what is damaged or not kept. Holds no rule of retention.
+"""`lastgood gc`: finish interrupted deletions; delete what is damaged or not kept. Holds no rule of retention.
 
-A dry run goes the same way without a writer: it takes no lock and changes nothing.
+A dry run takes the same steps without a writer: it takes no lock and changes nothing.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError, NothingGood
+from ..errors import Damaged, LastgoodError, NothingGood, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
 from ..policy import restore
-from ..policy.retention import Keep, surplus
+from ..policy.retention import KEEP, Keep, surplus
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import access
@@ -26,19 +27,50 @@ from ..run.reader import WORKERS, read_all
 from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size
-from .show import named, new_table, plural, weight
+from .answer import Answer
+from .arguments import Json, Run
+from .listing import bytes_on_disk
 from .terminal import clean, progress
+from .texts import id_of, named, new_table, plural
 
 NAMES_SHOWN = 3
-"""of what is left in the folder of a generation that could not be deleted"""
+"""names that are shown of the files left in the folder of a generation that could not be deleted"""
+
+
+def gc(
+    run: Run,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(min=1, help="Keep the newest N verified generations; older ones go.", show_default=False),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Beside them (3, if not said) keep every N-th step.", show_default=False),
+    ] = None,
+    damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged or lost, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Finish deletions and clear saves that did not end; with --keep-*, delete what retention lets go.
+
+    Milestones and the newest verified generation always stay. Before any goes, the newest is read and checked.
+    """
+    keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
+    data = swept(run, keep, damaged, dry_run)
+    code = Damaged.exit_code if data["damaged"] else Unavailable.exit_code if data["stuck"] else 0
+    return Answer(data, swept_view(data), code)
 
 
 def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str, Any]:
-    """What went, or would go. `keep`: retention is asked too; `damaged`: what is damaged or lost goes as well.
+    """Delete, and return what was or would be deleted. `keep`: also what this retention does not keep. `damaged`: also
+    what is damaged or lost.
 
-    Raises NothingGood where `damaged` would delete and the lineage has no verified one; what opening and reading raise.
+    Raises NothingGood if `damaged` would delete and the lineage has no verified generation; what opening and reading
+    raise.
     """
-    tier: Tier = access.for_reading(run)  # what is no run is refused here, before writing would make it one
+    tier: Tier = access.for_reading(
+        run
+    )  # refuses a path that is no run, before opening it for writing would make it one
     with ExitStack() as open_run:
         workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
         if not dry_run:
@@ -48,42 +80,46 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
         rows = [_going(tier, at, "an unfinished deletion") for at in sorted(survey.going)]
         rows += [_going(tier, at, "never committed") for at in sorted(survey.incomplete - lost)]
         litter = [name for folder in ("", "incarnations") for name in _litter(tier, folder)]
-        litter += [
-            name
-            for at in sorted({*survey.generations, *survey.broken, *lost})
-            for name in _litter(tier, layout.folder(at))
-        ]
-        writer = None if dry_run else RunWriter(tier, workers)  # clears all of these
+        for at in sorted({*survey.generations, *survey.broken, *lost}):
+            litter += _litter(tier, layout.folder(at))
+        writer = None if dry_run else RunWriter(tier, workers)  # opening deletes all of these
         if writer:
             survey = writer.survey
-            writer.point()
+            writer.marks.point()
         found = _verify_newest(tier, survey, workers, writer) if keep or damaged else []
-        chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
-        going: dict[GenerationId, str] = {}
-        if damaged:
-            going |= {at: "damaged" for at, one in survey.generations.items() if one.damaged}
-            going |= {at: "damaged" for at, error in survey.broken.items() if isinstance(error, Damaged)}
-            going |= dict.fromkeys(lost, "lost")
-            if going and not any(one.good for one in chain):
-                raise NothingGood(
-                    "no generation of the lineage is verified, so the damaged ones are all there is",
-                    safe="No generation was deleted.",
-                    todo="Save or import a good one first.",
-                )
-        if keep:
-            abandoned = [one for at, one in survey.generations.items() if one not in chain]
-            going |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
-        rows += [_going(tier, at, going[at]) for at in sorted(going)]
-        reasons = _retired(tier, sorted(going)) if writer else {}
+        doomed = _doomed(survey, lost, keep, damaged)
+        rows += [_going(tier, at, doomed[at]) for at in sorted(doomed)]
+        reasons = _retired(tier, sorted(doomed)) if writer else {}
         stuck = [{**named(at), "why": why} for at, why in _left(tier, rows, reasons).items()] if writer else []
-        litter = [name for name in litter if not writer or not _is_there(tier, name)]
-    rows = [row for row in rows if not any(_id_of(row) == _id_of(one) for one in stuck)]
+        litter = [name for name in litter if not writer or not _exists(tier, name)]
+    stuck_ids = {id_of(one) for one in stuck}
+    rows = [row for row in rows if id_of(row) not in stuck_ids]
     done = {"place": tier.place, "dry_run": dry_run, "deleted": rows, "litter": litter, "damaged": found}
     return {**done, "stuck": stuck}
 
 
+def _doomed(survey: Survey, lost: set[GenerationId], keep: Keep | None, damaged: bool) -> dict[GenerationId, str]:
+    """The committed generations to delete, and why. Raises NothingGood."""
+    chain = [survey.generations[at] for at in restore.lineage(survey).chain if at in survey.generations]
+    doomed: dict[GenerationId, str] = {}
+    if damaged:
+        doomed |= {at: "damaged" for at, one in survey.generations.items() if one.damaged}
+        doomed |= {at: "damaged" for at, error in survey.broken.items() if isinstance(error, Damaged)}
+        doomed |= dict.fromkeys(lost, "lost")
+        if doomed and not any(one.good for one in chain):
+            raise NothingGood(
+                "no generation of the lineage is verified, so the damaged ones are all there is",
+                safe="No generation was deleted.",
+                todo="Save or import a good one first.",
+            )
+    if keep:
+        abandoned = [one for one in survey.generations.values() if one not in chain]
+        doomed |= dict.fromkeys(surplus(keep, chain, abandoned), "not kept")
+    return doomed
+
+
 def _retired(tier: Tier, going: Sequence[GenerationId]) -> dict[GenerationId, str]:
-    """Delete these generations; why those stay that could not be deleted."""
+    """Delete these generations. Returns for each one that could not be deleted the reason."""
     reasons = {}
     for at in going:
         try:
@@ -96,23 +132,19 @@ def _retired(tier: Tier, going: Sequence[GenerationId]) -> dict[GenerationId, st
 def _left(
     tier: Tier, rows: Sequence[Mapping[str, Any]], reasons: Mapping[GenerationId, str]
 ) -> dict[GenerationId, str]:
-    """Generations of these rows whose folder is still there, and why: the error where known, else what lies in it."""
+    """Generations of these rows whose folder still exists, and why: the error, or the files in it if there was none."""
     left = {}
-    for at in map(_id_of, rows):
+    for at in map(id_of, rows):
         folder = layout.folder(at)
-        if _is_there(tier, folder):
+        if _exists(tier, folder):
             names = ", ".join(sorted(tier.list(folder).keys() - {layout.GOING})[:NAMES_SHOWN])
             left[at] = reasons.get(at) or f"its folder stays, with {names or 'nothing in it'}"
     return left
 
 
-def _is_there(tier: Tier, name: str) -> bool:
+def _exists(tier: Tier, name: str) -> bool:
     folder, _, own = name.rpartition("/")
     return own in tier.list(folder)
-
-
-def _id_of(row: Mapping[str, Any]) -> GenerationId:
-    return GenerationId(step=row["step"], incarnation=row["incarnation"])
 
 
 def swept_view(data: Mapping[str, Any]) -> RenderableType:
@@ -135,11 +167,11 @@ def swept_view(data: Mapping[str, Any]) -> RenderableType:
 
 
 def _going(tier: Tier, at: GenerationId, why: str) -> dict[str, Any]:
-    return {**named(at), "bytes": weight(tier, at), "why": why}
+    return {**named(at), "bytes": bytes_on_disk(tier, at), "why": why}
 
 
 def _litter(tier: Tier, folder: str) -> list[str]:
-    """Records that were never finished, and probes of processes that died."""
+    """Unfinished records, and probe files of processes that died."""
     names = (name for name, length in tier.list(folder).items() if length is not None)
     return sorted(f"{folder}/{name}".lstrip("/") for name in names if layout.is_litter(folder, name))
 
@@ -147,31 +179,31 @@ def _litter(tier: Tier, folder: str) -> list[str]:
 def _verify_newest(
     tier: Tier, survey: Survey, workers: ThreadPoolExecutor, writer: RunWriter | None
 ) -> list[dict[str, Any]]:
-    """Read until the lineage has a verified generation that nothing unread is newer than; tells what is damaged."""
-    told = []
+    """Verify generations of the lineage, newest first, until one is good. Returns a row for each that is not."""
+    rows = []
     for at in restore.lineage(survey).chain:
         one = survey.generations.get(at)
         if one is None or one.damaged or one.unfit:
             continue
         if one.verified:
             break
-        with progress(f"checking step {at.step}", one.bytes) as seen:
-            findings = damage(Watched(tier, seen), one, workers)
+        with progress(f"checking step {at.step}", one.bytes) as count_bytes:
+            findings = damage(Watched(tier, count_bytes), one, workers)
         survey.generations[at] = judged(one, findings)
         if writer:
             writer.conclude(one, findings)
         if not findings:
             break
-        told.append({**named(at), "why": restore.told(findings)})
-    return told
+        rows.append({**named(at), "why": restore.summary(findings)})
+    return rows
 
 
 def damage(
     tier: Tier, generation: Generation, workers: ThreadPoolExecutor, layers: Collection[str] = LAYERS
 ) -> list[Finding]:
-    """What these layers of the guard find in a generation, read past the page cache."""
+    """Read a generation past the page cache. Returns what these layers of the guard find in it."""
     arena = Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
     findings = read_all(tier, generation, arena, workers, layers=layers)
-    there = tier.list(layout.folder(generation.id))
-    # Deleted by a trainer's retention while it was read here: that is no damage.
-    return [] if not there or layout.GOING in there else findings
+    files = tier.list(layout.folder(generation.id))
+    # A trainer's retention may have deleted it while it was read here: that is no damage.
+    return [] if not files or layout.GOING in files else findings

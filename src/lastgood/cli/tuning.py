@@ -1,115 +1,129 @@
-"""What `tune` asks and says: sizes as people write them, the figures of run/measure.py, and the line to paste.
+"""`lastgood tune`: measure the disk beside a run, choose settings for it, and print the line to paste.
 
-Holds no formula: policy/tune.py has them.
+Holds no formula: policy/tune.py has them, and run/measure.py measures.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 import shutil
 import sys
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ..policy import tune
+from ..policy import tune as settings
 from ..policy.retention import KEEP
-from ..run import access, measure
+from ..run import access, measure, scratch
 from ..units import size
-from .show import new_table, plural
+from .answer import Answer
+from .arguments import Json, Run, bytes_of, fraction, positive
 from .terminal import clean, progress
+from .texts import new_table, plural
 
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)
 SCATTER = 1.5
-"""slowest over quickest, from which on the figures are doubted"""
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+"""slowest divided by quickest measurement; above it a note says that the figures are doubtful"""
 
 
-def bytes_of(text: str) -> int:
-    """1.5GB, 512MiB, 1e9: a power of 1000 or of 1024. Raises BadParameter."""
-    found = _SIZE.fullmatch(text)
-    count = 0.0
-    if found:
-        decimal, binary = (found[2] or "").lower(), (found[3] or "").lower()
-        count = float(found[1]) * (1024 ** _POWERS[binary] if binary else 1000 ** _POWERS[decimal])
-    if not 1 <= count < 2**63:
-        raise typer.BadParameter(f"{text!r} is no size: give 1.5GB, 512MiB or 1e9.")
-    return int(count)
+def tune(
+    run: Run,
+    *,
+    state_bytes: Annotated[
+        int,
+        typer.Option(metavar="SIZE", parser=bytes_of, help="What one save holds: 1.5GB.", show_default=False),
+    ],
+    step_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", parser=positive, help="One step, no save.", show_default=False),
+    ],
+    memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=bytes_of,
+            help="Bound of the staging memory; without it, one state.",
+            show_default=False,
+        ),
+    ] = None,
+    disk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=bytes_of,
+            help="Bound of the run on the disk; without it, what is free.",
+            show_default=False,
+        ),
+    ] = None,
+    overhead: Annotated[
+        float, typer.Option(metavar="PART", parser=fraction, help="By how much saving may slow training.")
+    ] = 0.03,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller samples: some 20 s instead of 120 at most.")] = False,
+    as_json: Json = False,
+) -> Answer:
+    """Measure this disk and memory beside RUN, and say how often to save and with which settings.
 
-
-def positive(text: str) -> float:
-    """A number above zero. Raises BadParameter."""
-    number = _number(text)
-    if not 0 < number < math.inf:
-        raise typer.BadParameter(f"{text!r} is no number above zero.")
-    return number
-
-
-def not_negative(text: str) -> float:
-    """A number of at least zero. Raises BadParameter."""
-    number = _number(text)
-    if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} is no number of at least zero.")
-    return number
-
-
-def _number(text: str) -> float:
-    """The number that a text says; NaN where it says none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def share(text: str) -> float:
-    """A number above zero and below one. Raises BadParameter."""
-    number = positive(text)
-    if number >= 1:
-        raise typer.BadParameter(f"{text!r} is no share: give 0.03 for 3 %.")
-    return number
-
-
-def tuned(
-    run: str,
-    state_bytes: int,
-    step_seconds: float,
-    memory_bytes: int | None,
-    disk_bytes: int | None,
-    overhead: float,
-    quick: bool,
-) -> dict[str, Any]:
-    """Measure beside `run` and choose. Raises Refused, NoSpace, what opening and writing raise."""
+    RUN need not exist. Everything that is written is removed; run it while nothing else is at work here.
+    """
     run = access.directory(run)
-    effort = measure.QUICK if quick else measure.FULL
-    free = shutil.disk_usage(measure.beside(run)).free
-    memory, disk = memory_bytes or state_bytes, disk_bytes or free
-    allowed = tune.candidates(memory, disk, state_bytes)
-    bounds = measure.bounds(allowed, state_bytes, effort)
-    cleared = measure.clear(run)
+    free = shutil.disk_usage(scratch.beside(run)).free
+    job = Job(run, state_bytes, step_seconds, memory or state_bytes, disk or free, overhead)
+    cleared, found = _measured(job, measure.QUICK if quick else measure.FULL)
+    data = {**_answer(job, found), "notes": _notes(job, found, free if disk else None), "cleared": cleared}
+    return Answer(data, tuned_view(data))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What settings are chosen for. `overhead`: the fraction by which saving may slow training."""
+
+    run: str
+    state_bytes: int
+    step_seconds: float
+    memory_bytes: int
+    disk_bytes: int
+    overhead: float
+
+    def kept(self, in_flight: int) -> int:
+        """How many generations the disk holds beside the slots for saves in flight; may be negative."""
+        return self.disk_bytes // self.state_bytes - in_flight - settings.SLOTS_BESIDE
+
+
+def _measured(job: Job, effort: measure.Effort) -> tuple[list[str], measure.Figures]:
+    """Names of earlier measurements' directories that were removed, and the figures.
+
+    Raises Refused, NoSpace, and what opening and writing raise.
+    """
+    allowed = settings.candidates(job.memory_bytes, job.disk_bytes, job.state_bytes)
+    bounds = measure.bounds(allowed, job.state_bytes, effort)
+    cleared = scratch.clear(job.run)
     print(
-        f"lastgood: measuring beside {clean(run)}: at most {size(bounds.written_bytes)} written, "
+        f"lastgood: measuring beside {clean(job.run)}: at most {size(bounds.written_bytes)} written, "
         f"{size(bounds.at_once_bytes)} of it at a time; about {bounds.limit_seconds:.0f} s at most",
         file=sys.stderr,
     )
-    with progress("measuring", bounds.written_bytes) as seen:
-        # Tw / N below a step, as it may be slowed, buys nothing.
-        found = measure.figures(run, allowed, state_bytes, memory, effort, (1 + overhead) * step_seconds, seen)
+    # Nobody saves more often than once in a step, as long as the step may become.
+    enough_seconds = (1 + job.overhead) * job.step_seconds
+    with progress("measuring", bounds.written_bytes) as count_bytes:
+        return cleared, measure.figures(
+            job.run, allowed, job.state_bytes, job.memory_bytes, effort, enough_seconds, count_bytes
+        )
+
+
+def _answer(job: Job, found: measure.Figures) -> dict[str, Any]:
     setting, tw, c = found.chosen.setting, found.write_seconds, found.contention_seconds
-    steps = tune.interval_steps(tw, setting.in_flight, overhead, step_seconds, c)
-    by_slots = tune.interval_steps(tw, setting.in_flight, overhead, step_seconds)
-    keep = disk // state_bytes - setting.in_flight - tune.SLOTS_BESIDE
+    steps = settings.interval_steps(tw, setting.in_flight, job.overhead, job.step_seconds, c)
+    without_contention = settings.interval_steps(tw, setting.in_flight, job.overhead, job.step_seconds)
     return {
-        "place": run,
-        "state_bytes": state_bytes,
-        "step_seconds": step_seconds,
-        "memory_bytes": memory,
-        "disk_bytes": disk,
-        "overhead": overhead,
+        "place": job.run,
+        "state_bytes": job.state_bytes,
+        "step_seconds": job.step_seconds,
+        "memory_bytes": job.memory_bytes,
+        "disk_bytes": job.disk_bytes,
+        "overhead": job.overhead,
         "sample_bytes": found.sample_bytes,
         "copy_bytes_per_second": found.copy_bytes_per_second,
         "storage_bytes_per_second": found.storage_bytes_per_second,
@@ -133,28 +147,29 @@ def tuned(
         "write_seconds_range": list(found.write_seconds_range),
         "contention_seconds": c,
         "interval_steps": steps,
-        "interval_by": "copying" if steps > by_slots else "writing",
-        "expected_overhead": tune.expected_overhead(steps, tw, setting.in_flight, step_seconds, c),
-        "recovery_bound_seconds": tune.recovery_bound_seconds(
-            found.load_seconds, steps, step_seconds, setting.in_flight, tw
+        "interval_by": "copying" if steps > without_contention else "writing",
+        "expected_overhead": settings.expected_overhead(steps, tw, setting.in_flight, job.step_seconds, c),
+        "recovery_bound_seconds": settings.recovery_bound_seconds(
+            found.load_seconds, steps, job.step_seconds, setting.in_flight, tw
         ),
-        "line": _line(run, steps, setting, memory, keep),
-        "notes": _notes(found, keep, disk, free, disk_bytes is not None),
-        "cleared": cleared,
+        "line": _line(job, steps, setting),
     }
 
 
-def _line(run: str, steps: int, setting: tune.Setting, memory: int, keep: int) -> str:
+def _line(job: Job, steps: int, setting: settings.Setting) -> str:
+    """The line of Python that opens the run with these settings."""
+    keep = job.kept(setting.in_flight)
     fewer = f", retention=lastgood.Keep(last={keep})" if 1 <= keep < KEEP.last else ""
+    path = json.dumps(job.run, ensure_ascii=False)
     return (
-        f"lastgood.Checkpointer({json.dumps(run, ensure_ascii=False)}, state, cadence=lastgood.Every(steps={steps}), "
-        f"in_flight={setting.in_flight}, writers={setting.writers}, chunk={setting.chunk_bytes:_}, memory={memory:_}"
-        f"{fewer})"
+        f"lastgood.Checkpointer({path}, state, cadence=lastgood.Every(steps={steps}), in_flight={setting.in_flight}, "
+        f"writers={setting.writers}, chunk={setting.chunk_bytes:_}, memory={job.memory_bytes:_}{fewer})"
     )
 
 
-def _notes(found: measure.Figures, keep: int, disk: int, free: int, disk_given: bool) -> list[str]:
-    notes = []
+def _notes(job: Job, found: measure.Figures, free_bytes: int | None) -> list[str]:
+    """What to know about the figures. `free_bytes`: of the disk, None where that is `job.disk_bytes`."""
+    notes, keep = [], job.kept(found.chosen.setting.in_flight)
     if not found.complete:
         notes.append("the time was up before every setting was tried; what was tried is in the table")
     quickest, slowest = found.write_seconds_range
@@ -167,8 +182,8 @@ def _notes(found: measure.Figures, keep: int, disk: int, free: int, disk_given: 
         notes.append("a run in a directory keeps one generation more than this disk holds; slots:// keeps no more")
     elif keep < KEEP.last:
         notes.append(f"retention is lowered to {plural(keep, 'generation')}, so that the run fits the disk")
-    if disk_given and disk > free:
-        notes.append(f"only {size(free)} are free now")
+    if free_bytes is not None and job.disk_bytes > free_bytes:
+        notes.append(f"only {size(free_bytes)} are free now")
     return notes
 
 

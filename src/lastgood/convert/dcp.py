@@ -51,10 +51,10 @@ from ..format.layout import Tensor
 from ..policy import reshard
 from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
-from ..run import access, rank_part
+from ..run import access
 from ..run.content import Content
-from ..run.rank_part import Share
 from ..run.reader import WORKERS, RunReader
+from ..run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
 from ..run.writer import RunWriter
 from ..snapshot import staging
 from ..state import tensors
@@ -149,20 +149,20 @@ class Writer(StorageWriter):
             if tensor is not None:
                 items[tensor.key] = item, tensor, live.detach()
             results.append(WriteResult(item.index, tensor.length if tensor else 0, None))
-        share = self._share(at, place.rank, items, stored, plan.planner_data)
-        results.append(WriteResult(dcp.MetadataIndex(_SEAL), share.bytes, (at, share)))
+        part = self._written(at, place.rank, items, stored, plan.planner_data)
+        results.append(WriteResult(dcp.MetadataIndex(_SEAL), part.bytes, (at, part)))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
-    def _share(
+    def _written(
         self,
         at: GenerationId,
         rank: int,
         items: dict[str, tuple[WriteItem, Tensor, torch.Tensor]],
         stored: dict[str, Any],
         paths: Any,
-    ) -> Share:
+    ) -> RankPart:
         """This rank's files and its manifest, durable and sealed."""
         images = layout.images((tensor for _, tensor, _ in items.values()), rank)
         content = {key: live for key, (_, _, live) in items.items()}
@@ -171,21 +171,15 @@ class Writer(StorageWriter):
             ThreadPoolExecutor(WORKERS, "lastgood-write") as writers,
             access.for_sharing(self.path, "atomic_dirsync") as tier,
         ):
-            snapshot = staging.Snapshot(
-                staging.in_chunks(images, arena.chunk_bytes), content, staging.devices(content), arena
-            )
-            return rank_part.share(
-                tier,
-                at,
-                rank,
-                images,
-                snapshot.fill(),
+            snapshot = staging.copy_all(images, content, arena)
+            request = SaveRequest(
+                at=at,
+                images=images,
+                chunks=ReadyChunks(snapshot.fill()),
                 chunk_bytes=arena.chunk_bytes,
-                algorithm=self._digest,
-                aliases={},
                 values={VALUES: stored, PATHS: dcp_values.of_paths(paths)},
-                writers=writers,
             )
+            return write_part(request, RankWriter(tier, rank, self._digest, writers))
 
     def _recorded(self) -> GenerationId:
         """The generation that the coordinator has begun for this save, from its record in the run. Raises TimedOut."""
@@ -209,7 +203,7 @@ class Writer(StorageWriter):
     def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """At the coordinator: every rank has sealed. Raises what keeps the generation from being committed."""
         assert self._at is not None
-        sealed: list[tuple[GenerationId, Share]] = [of_rank[-1].storage_data for of_rank in results]
+        sealed: list[tuple[GenerationId, RankPart]] = [of_rank[-1].storage_data for of_rank in results]
         others = sorted({str(at) for at, _ in sealed if at != self._at})
         if others:  # guard: commit-after-all-ranks-wrote
             raise StepDiffers(
@@ -217,10 +211,10 @@ class Writer(StorageWriter):
                 safe="Nothing was committed; every committed generation is untouched.",
                 todo="Give every rank the same path and the same checkpoint_id.",
             )
-        shares = [share for _, share in sealed]
+        parts = [part for _, part in sealed]
         with _opened(self.path, self._digest, under_way=self._at) as run:
-            _require_whole(run.tier, self._at, [share.seal for share in shares], metadata)
-            run.publish(self._at, shares, True, False, None)
+            _require_whole(run.tier, self._at, [part.seal for part in parts], metadata)
+            run.publish(self._at, parts, pinned=True, milestone=False, metrics={})
         metadata.storage_meta, metadata.version = self.storage_meta(), DCP_VERSION
 
     def storage_meta(self) -> dcp.StorageMeta:

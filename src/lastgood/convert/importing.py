@@ -24,7 +24,8 @@ from ..ports import File
 from ..records import Generation
 from ..run import access
 from ..run.reader import WORKERS
-from ..run.watched import Seen, Watched
+from ..run.save import ReadyChunks, SaveRequest
+from ..run.watched import CountBytes, Watched
 from ..run.writer import RunWriter
 from .exporting import HF_FILE, HF_INDEX, telling
 
@@ -64,13 +65,13 @@ class Foreign:
             self.aliases[name] = same_as
 
 
-def bring(source: Foreign, run: str, step: int, seen: Seen) -> Generation:
+def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Generation:
     """Make a generation of it, durable and verified; it continues the newest one. `seen` hears of every byte twice.
 
     Raises StepTaken where the run is at that step already, and what opening and saving raise.
     """
     with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
-        writer = RunWriter(Watched(disk, seen), workers)
+        writer = RunWriter(Watched(disk, count_bytes), workers)
         chain, lost = restore.lineage(writer.survey)
         newest = max([*chain, *lost], default=None)
         if newest is not None and newest.step >= step:
@@ -84,20 +85,22 @@ def bring(source: Foreign, run: str, step: int, seen: Seen) -> Generation:
         images = layout.images(source.tensors)
         chunk_bytes = min(layout.CHUNK_BYTES, round_up(max(image.length for image in images)))
         arena = Arena(2 * WORKERS * chunk_bytes, chunk_bytes)
-        chunks = (lease for image in images for lease in _filled(image, source.read, arena, seen))
+        chunks = (lease for image in images for lease in _filled(image, source.read, arena, count_bytes))
         generation = writer.save(
-            writer.admit(step),
-            images,
-            chunks,
-            chunk_bytes=arena.chunk_bytes,
-            aliases=source.aliases,
-            values=source.values,
+            SaveRequest(
+                at=writer.admit(step),
+                images=images,
+                chunks=ReadyChunks(chunks),
+                chunk_bytes=arena.chunk_bytes,
+                aliases=source.aliases,
+                values=source.values,
+            )
         )
         writer.verify(arena)
         return writer.survey.generations[generation.id]
 
 
-def _filled(image: layout.Image, read: Read, arena: Arena, seen: Seen) -> Iterator[Lease]:
+def _filled(image: layout.Image, read: Read, arena: Arena, count_bytes: CountBytes) -> Iterator[Lease]:
     for parts in layout.segments(image, arena.chunk_bytes):
         lease = arena.take()
         assert lease is not None
@@ -107,7 +110,7 @@ def _filled(image: layout.Image, read: Read, arena: Arena, seen: Seen) -> Iterat
                     lease.buffer[at : at + length] = image.header[start : start + length]
                 elif length:
                     read(image.tensors[place][0].name, start, lease.buffer[at : at + length])
-                seen(length)
+                count_bytes(length)
         except BaseException:
             lease.release()
             raise

@@ -1,1 +1,1 @@
-"""The order of the samples, the loader that resumes in it, and the audit of what was trained. Imports torch."""
+"""The order of the samples, the loader that resumes in it, and the audit of the samples trained. Imports torch."""

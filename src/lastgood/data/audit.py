@@ -1,9 +1,10 @@
 """The exactly-once audit: which samples the weights were trained with, compared with the order that was scheduled.
 
-It keeps ids and counts. It never looks at data, and never decides what a difference means for the run.
+It keeps sample ids and counts. It reads no data, and it does not decide what a difference means for the run.
 
-Its state is a list of records, one an epoch and rank, and the state of several audits is the concatenation of theirs:
-so `policy/merge_values.py` can give the records of a generation to the ranks of another world, each record to one rank.
+Its state is a list of records, one for each epoch and rank. The state of several audits is the concatenation of their
+lists. So `policy/merge_values.py` can distribute the records of a generation to a world of another size, each record to
+exactly one rank.
 """
 
 from __future__ import annotations
@@ -24,52 +25,60 @@ from .sampler import ResumableSampler
 
 @dataclass(frozen=True)
 class AuditReport:
-    """Samples of all finished windows, in numbers: observed = scheduled - missing + duplicates + extra."""
+    """The result of `Audit.report`: numbers of samples. observed = scheduled - missing + duplicates + extra.
+
+    A window is one global batch of the order; it is finished once the sampler's cursor has passed it.
+    """
 
     scheduled: int
-    """samples in the windows before the sampler's cursor"""
+    """samples in the finished windows"""
     observed: int
-    """samples that `observe` was called with"""
+    """samples that were given to `observe`, in any window"""
     duplicates: int
-    """further sightings of a sample in the window where it belongs"""
+    """repeated observations of a sample in the window to which it belongs"""
     missing: int
-    """scheduled samples that were not seen in their window"""
+    """scheduled samples that were not observed in their window"""
     extra: int
-    """samples seen in a window where they do not belong, or in one that is not finished"""
+    """observations of a sample in a window to which it does not belong, or in a window that is not finished"""
     differing: tuple[tuple[int, int], ...]
-    """(epoch, step) of the windows that these are in"""
+    """(epoch, window) of every window with a duplicate, missing or extra sample"""
 
     @property
     def exact(self) -> bool:
-        """Every scheduled sample was seen exactly once, in its window, and nothing else was."""
+        """Whether every scheduled sample was observed exactly once, in its window, and nothing else was observed."""
         return self.duplicates == self.missing == self.extra == 0
 
 
 class Audit:
-    """Which sample ids this rank's weights were trained with, by (epoch, step).
+    """A record of the sample ids that this rank's weights were trained with, by epoch and window.
 
-    It belongs in the checkpointed state, so that it is rolled back with the weights. Let the dataset return its ids:
+    It takes no parameters. Put it into the checkpointed state, so that a restore rolls it back with the weights. The
+    dataset must return the id of each sample with its data:
 
-        for data, ids in loader:
-            audit.observe(*sampler.position, ids)
+        state = {"model": model, "optimizer": optimizer, "sampler": sampler, "audit": lastgood.Audit()}
+        for data, ids in sampler.loader(dataset):
+            state["audit"].observe(*sampler.position, ids)
             ...                                # train, then ckpt.step(n), which counts the window
+        assert state["audit"].report(sampler).exact
 
-    Every rank has one in its state, and each sample is observed on one rank only (not on all of a tensor-parallel
-    group). After a restore on another number of ranks each old rank's record is with exactly one new rank; one process,
-    or `lastgood.load`, has them all.
+    Every rank has its own Audit in its state, and each sample must be observed on one rank only (not on every rank of a
+    tensor-parallel group). After a restore on another number of ranks, exactly one new rank has the record of each old
+    rank; a single process, or `lastgood.load`, has all records.
 
-    Memory and storage: 1 to 8 bytes a sample, as the ids need, and 4 to 16 a window.
+    Memory and storage: 1, 2, 4 or 8 bytes for each sample, as the largest id requires, and 4 to 16 bytes for each
+    window.
     """
 
     def __init__(self) -> None:
-        # epoch -> arrays in the order of observation; they are joined now and then, and never changed in place
-        self._windows: dict[int, list[np.ndarray]] = {}  # [2 k]: step, number of ids; and so on
+        # epoch -> arrays in the order of observation; state_dict() joins them, and nothing changes them in place
+        self._windows: dict[int, list[np.ndarray]] = {}  # [2 k]: window, number of ids, window, number of ids, ...
         self._ids: dict[int, list[np.ndarray]] = {}  # [n]
 
     def observe(self, epoch: int, step: int, ids: Sequence[int] | np.ndarray | torch.Tensor) -> None:
-        """Record that window `step` of `epoch` was trained with these sample ids (integers, [n], any device).
+        """Record that window `step` of `epoch` was trained with these sample ids.
 
-        Raises Refused for anything else; the audit is then as it was.
+        `epoch`, `step`: as `ResumableSampler.position` returns them. `ids`: integers of any dtype, shape [n], a
+        sequence, an array or a tensor on any device. Raises Refused for anything else; the audit is then unchanged.
         """
         epoch, step = whole_number("epoch", epoch), whole_number("step", step)
         seen = np.asarray(ids.numpy(force=True) if isinstance(ids, torch.Tensor) else ids)
@@ -83,7 +92,7 @@ class Audit:
 
     @staticmethod
     def merge(audits: Iterable[Audit]) -> Audit:
-        """One audit that has seen what all of them have: those of all ranks of a run."""
+        """A new audit with the records of all given audits, as a rule those of all ranks of a run."""
         merged = Audit()
         for audit in audits:
             for epoch in audit._ids:
@@ -92,9 +101,10 @@ class Audit:
         return merged
 
     def report(self, sampler: ResumableSampler) -> AuditReport:
-        """Hold what was seen, by all ranks (`merge` first), against every window before the sampler's cursor.
+        """Compare the observed samples with every window before the cursor of `sampler`.
 
-        Call it between steps: what was observed and not yet consumed counts as extra.
+        With several ranks, `merge` their audits first. Call it between two steps: samples that were observed and whose
+        step is not counted yet are reported as extra.
         """
         state = sampler.state_dict()
         now, cursor = state["epoch"], state["cursor_step"]
@@ -115,8 +125,8 @@ class Audit:
                 by_step = np.argsort(steps, kind="stable")
                 steps, ids = steps[by_step], ids[by_step]
             for step in suspects:
-                here = slice(*np.searchsorted(steps, [step, step + 1]))
-                seen, due = Counter(ids[here].tolist()), set(expected[step].tolist())
+                window = slice(*np.searchsorted(steps, [step, step + 1]))
+                seen, due = Counter(ids[window].tolist()), set(expected[step].tolist())
                 duplicates += sum(seen[i] - 1 for i in due & seen.keys())
                 missing += len(due - seen.keys())
                 extra += sum(seen[i] for i in seen.keys() - due)
@@ -126,28 +136,28 @@ class Audit:
         return AuditReport(scheduled, observed, duplicates, missing, extra, tuple(differing))
 
     def state_dict(self) -> dict[str, Any]:
-        """{RECORDS: a list of [epoch, windows, ids]}; each array as [dtype, bytes], in the order of observation."""
+        """{RECORDS: a list of [epoch, windows, ids]}; each array is [dtype, bytes], in the order of observation."""
         for chunks in (*self._windows.values(), *self._ids.values()):
             if len(chunks) > 1:
                 chunks[:] = [np.concatenate(chunks)]
         return {RECORDS: [[e, _packed(self._windows[e][0]), _packed(self._ids[e][0])] for e in sorted(self._ids)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Have seen what the state says, and nothing else. Raises Refused for a state that is not an audit's."""
+        """Replace all records by those of `state`. Raises Refused, and changes nothing, for any other state."""
         loaded = Audit()
         try:
             for epoch, windows, ids in _records(state):
                 if not _fits(epoch, windows, ids):
                     raise Refused(
-                        f"the audit's state does not fit together in epoch {epoch}", safe="The audit is as it was."
+                        f"the audit's state contradicts itself in epoch {epoch}", safe="The audit is unchanged."
                     )
                 loaded._add(epoch, windows, ids)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise Refused(f"this is not the state of an audit: {error!r}", safe="The audit is as it was.") from error
+            raise Refused(f"this is not the state of an audit: {error!r}", safe="The audit is unchanged.") from error
         self._windows, self._ids = loaded._windows, loaded._ids
 
     def _seen(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(step, id) of every sighting in an epoch: two int64 [n]."""
+        """Window and id of every observation in an epoch: two arrays, int64 [n]."""
         if epoch not in self._ids:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         windows = np.concatenate(self._windows[epoch]).astype(np.int64)
@@ -155,7 +165,7 @@ class Audit:
 
 
 def _records(state: Mapping[str, Any]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Epoch, windows and ids of each record; of a state that an earlier version wrote, too (in tensors)."""
+    """(epoch, windows, ids) of each record. Earlier versions wrote tensors; these are read too."""
     if RECORDS in state:
         for epoch, windows, ids in state[RECORDS]:
             yield epoch, _unpacked(*windows), _unpacked(*ids)
@@ -168,6 +178,7 @@ def _records(state: Mapping[str, Any]) -> Iterator[tuple[int, np.ndarray, np.nda
 
 
 def _fits(epoch: int, windows: np.ndarray, ids: np.ndarray) -> bool:
+    """Whether a record is well-formed: pairs of window and count, and as many ids as the counts add up to."""
     return (
         type(epoch) is int
         and epoch >= 0
@@ -196,7 +207,7 @@ def _unpacked(dtype: str, data: bytes) -> np.ndarray:
 
 
 def _differing_steps(steps: np.ndarray, ids: np.ndarray, expected: np.ndarray) -> list[int]:
-    """Windows whose count, or whose sum of hashed ids, is not what the order says: no sorting, no sets."""
+    """Windows whose number or sum of hashes of ids differs from the order; needs no sorting."""
     counts = np.bincount(steps, minlength=len(expected))
     sums = np.zeros(len(expected), np.uint64)
     np.add.at(sums, steps, _hashed(ids))
@@ -205,7 +216,7 @@ def _differing_steps(steps: np.ndarray, ids: np.ndarray, expected: np.ndarray) -
 
 
 def _hashed(ids: np.ndarray) -> np.ndarray:
-    """splitmix64 (Steele, Lea and Flood, OOPSLA'14) of each id; sums of it wrap at 2**64 and forget the order."""
+    """splitmix64 (Steele, Lea and Flood, OOPSLA'14) of each id. Sums of hashes wrap at 2**64 and ignore the order."""
     x = ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

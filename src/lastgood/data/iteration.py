@@ -1,4 +1,4 @@
-"""One iteration over a sampler's order: what it has fetched, and whether it is still the one that counts."""
+"""One iteration over a sampler's order: how many batches it has fetched, and whether it is still valid."""
 
 from __future__ import annotations
 
@@ -17,56 +17,56 @@ class Iteration:
     epoch: int
     first_step: int
     next_step: int
-    """of the batch that is handed out next; of the window that is fetched next, in a DataLoader of the user's own"""
+    """window of the batch that is yielded next; in a DataLoader of the user's own, of that fetched next"""
     follows: bool
-    """a step has trained on all that was handed out, however much that is"""
+    """whether each step has trained on all batches that were yielded since the last one, however many"""
     sure: bool
-    """no batch that an earlier iteration fetched can still wait to be counted"""
+    """whether no batch that an earlier iteration fetched can still be uncounted"""
     stale: str = ""
-    """why it is over"""
+    """why the iteration is no longer valid; empty while it is valid"""
     ended: bool = False
-    """a loader has handed out all of it, and was asked for more"""
-    taken: list[int] = field(default_factory=list)
-    """batches that were handed out before the first count, and from there to the second"""
+    """whether the loader has yielded every batch and has been asked for the next one"""
+    counted: list[int] = field(default_factory=list)
+    """numbers of batches yielded before the first counted step, and between the first and the second"""
 
     def require_live(self) -> None:
-        """Raises Refused once it is over."""
+        """Raises Refused if the iteration is no longer valid."""
         if self.stale:  # guard: stale-iteration-refused
             raise Refused(
                 f"this iteration over epoch {self.epoch} is over: {self.stale} since it began",
-                safe="The cursor is where the load, or the newer iteration, has put it.",
+                safe="The cursor is where the load, or the newer iteration, has set it.",
                 todo="Restore before the loop makes its iterator (in Lightning: in on_fit_start, not on_train_start); "
-                "else leave the loop and begin a new one over the same loader.",
+                "otherwise leave the loop and begin a new one over the same loader.",
             )
 
     def fetched(self, steps_per_epoch: int) -> tuple[int, int]:
-        """Epoch and cursor once all that was fetched is counted."""
+        """Epoch and cursor after all fetched batches are counted."""
         finished, cursor = divmod(self.next_step, steps_per_epoch)
         return self.epoch + finished, cursor
 
     def count(self) -> bool:
-        """Note a count. Whether it is the second, of one batch less than the first: then one was fetched ahead.
+        """Record a counted step. True if a batch was probably fetched ahead of the first step.
 
-        No loop that takes as many batches for each step, or reports each k-th step, looks like that.
+        That is so if this is the second counted step, and it has one batch less than the first. A loop that takes
+        equally many batches for each step, or reports every k-th step, never does this.
         """
-        if len(self.taken) == 2:
+        if len(self.counted) == 2:
             return False
-        self.taken.append(self.next_step - self.first_step - sum(self.taken))
-        return len(self.taken) == 2 and self.taken[0] - 1 == self.taken[1] > 0
+        self.counted.append(self.next_step - self.first_step - sum(self.counted))
+        return len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0
 
 
 def require_batch_sampler(sampler: object, caller: FrameType | None) -> None:
-    """Raises Refused where `caller`, which begins to iterate `sampler`, is a BatchSampler that puts several of its
-    batches into one.
+    """Raises Refused if a BatchSampler that joins several batches begins to iterate `sampler`.
 
-    `DataLoader(dataset, sampler=sampler, batch_size=4)` does that. Nothing that the sampler yields or counts shows it
-    for certain: fetching ahead looks the same. The iterating BatchSampler stands one or two frames above (torch,
-    torchdata).
+    `DataLoader(dataset, sampler=sampler, batch_size=4)` makes such a BatchSampler. The numbers of batches do not prove
+    this, because fetching ahead gives the same numbers. `caller`: the frame that calls `iter(sampler)`. The
+    BatchSampler is that frame or the next one (torch, torchdata).
     """
     for frame in (caller, caller and caller.f_back):
         one = frame.f_locals.get("self") if frame else None
         if not isinstance(one, BatchSampler) or getattr(one, "sampler", None) is not sampler:
-            continue  # a subclass need not have these attributes: accelerate's wrap the sampler, and yield as it does
+            continue  # a subclass may lack these attributes: those of accelerate pass the batches on unchanged
         several = getattr(one, "batch_size", None) or 1
         if several > 1:  # guard: sampler-argument-refused
             raise Refused(

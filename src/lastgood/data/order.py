@@ -11,7 +11,7 @@ from ..errors import Refused
 
 
 class Order(NamedTuple):
-    """What the order of the samples depends on."""
+    """The parameters that the order of the samples depends on, together with the epoch."""
 
     dataset_size: int
     global_batch: int

@@ -1,23 +1,24 @@
-"""The resumable order of the samples, and the loader that hands them out.
+"""The resumable order of the samples, and the loader that yields their batches.
 
-    order(epoch) -> windows of B samples -> rank r's share of a window -> DataLoader -> training loop
+    order(epoch) -> windows of B samples -> rank r's part of a window -> DataLoader -> training loop
                         ^ cursor                                                            |
                         `------------ advance_to(n) when optimizer step n is completed -----'
 
 Invariants
   1. The order is a pure function of (dataset_size, global_batch, seed, shuffle) and the epoch. The world size only
      decides which rank trains which part of a window.
-  2. The cursor counts windows that the weights were trained with. Fetching runs ahead of it and never moves it.
+  2. The cursor counts the windows that the weights were trained with. Fetching runs ahead of it and never moves it.
   3. Each optimizer step is counted once, by its number, however many checkpointers report it.
-  4. Only one iteration is valid at a time. A newer one, or a load, ends the older ones: they raise and move nothing.
-  5. No global random generator is drawn from, and what a dataset draws depends on (seed, epoch, sample) alone.
+  4. Only one iteration is valid at a time. A newer one, or a load, invalidates the older ones: these raise Refused and
+     move nothing.
+  5. No random number is drawn from a global generator. What a dataset draws depends only on (seed, epoch, sample).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,14 +28,14 @@ from .. import reporting
 from ..errors import Refused
 from .iteration import Iteration, require_batch_sampler
 from .order import Order, whole_number
+from .stored_state import UNCHANGED, Saved, stored_change, stored_number, stored_order
 from .worker_seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
 
-# What decides which samples come and in which order; with `in_order=False` the count of batches would name no window.
-_OURS = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
-_UNTOUCHED = "The sampler is as it was."
+# Options that decide which samples come, and in which order; with `in_order=False` a count of batches names none.
+_RESERVED = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
 _AHEAD = (
-    "the loader handed out one batch more before the first step of this iteration than before the second. If it is "
-    "fetched ahead of the step, as frameworks do, a resume leaves that batch out: give the sampler batches_per_step."
+    "the loader yielded one batch more before the first step of this iteration than before the second. If it is "
+    "fetched ahead of the step, as frameworks do, a resume leaves it out: give the sampler batches_per_step."
 )
 _PLACE = {"epoch", "cursor_step", "seed"}
 """keys of the states that earlier versions wrote"""
@@ -44,21 +45,36 @@ _KEYS = _PLACE | {"dataset_size", "earlier", "global_batch", "shuffle", "step"}
 class ResumableSampler(Sampler[list[int]]):
     """The order of the samples as a `batch_sampler`, with a cursor that is saved with the weights.
 
+        sampler = lastgood.ResumableSampler(len(dataset), global_batch=64, seed=0, rank=rank, world_size=world_size)
+        with lastgood.Checkpointer("run", {"model": model, "optimizer": optimizer, "sampler": sampler}) as ckpt:
+            n = ckpt.restore().step
+            for batch in sampler.loader(dataset, num_workers=4):  # the rest of the epoch
+                train_step(batch)
+                n += 1
+                ckpt.step(n)
+
+    `dataset_size`: number of samples in the dataset, at least `global_batch`. `global_batch`: samples of one window,
+    over all ranks; a multiple of `world_size`. `seed`: of the permutations, from 0 to 2**63 - 1. `rank` (default 0),
+    `world_size` (default 1): of the ranks that divide each window. `shuffle`: True (default) permutes the samples anew
+    in each epoch; False keeps the order of the dataset. `batches_per_step`: how many batches one optimizer step trains
+    with; None (default) means all batches that `loader` has yielded since the last step.
+
     An epoch has S = dataset_size // global_batch windows. Window s holds the samples at [s * B, (s + 1) * B) of the
-    epoch's permutation (B = global_batch, whatever the world size); rank r trains its r-th contiguous share. So a
-    state saved by one world continues on another, and each of the S x B scheduled samples is trained exactly once.
+    epoch's permutation (B = global_batch, for every world size); rank r trains the r-th contiguous part of it. So a
+    state that was saved in one world continues in another, and each of the S * B scheduled samples is trained exactly
+    once. The other samples of an epoch, fewer than B, are left out. An iteration yields lists of sample ids (int).
 
     A Checkpointer that has the sampler in its state counts each optimizer step by its number, in `step(n)` and
-    `save(n)`. With `batches_per_step=None` (default) a step has trained on what `loader` handed out, however many
-    batches that were; in a DataLoader of your own (`batch_sampler=sampler`), on one batch. With `batches_per_step=k`
-    each step has trained on k batches, the last one of an epoch on what is left of it, and fetching ahead is allowed:
-    give it under frameworks that fetch ahead of the step (Lightning, Transformers, Accelerate).
+    `save(n)`. With `batches_per_step=None` a step has trained on all batches that `loader` yielded since the last step;
+    in a DataLoader of your own (`batch_sampler=sampler`), on one batch. With `batches_per_step=k` each step has trained
+    on k batches, the last step of an epoch on those that are left, and fetching ahead of the step is allowed. It is
+    required under frameworks that fetch ahead (Lightning, Transformers, Accelerate).
 
-    `len()` is the number of batches of a whole epoch, `remaining` what is left of the current one. With a DataLoader
-    of your own torch draws that loader's base seed from the global generator, so random augmentation does not resume.
+    `len()` is the number of batches of a whole epoch, `remaining` that of the rest of the current one. In a DataLoader
+    of your own torch draws the loader's base seed from the global generator, so random augmentation does not resume.
 
-    Memory: 8 bytes a sample for the permutation. Raises Refused, before anything else, for arguments that do not fit.
-    See docs/data.md.
+    Memory: 8 bytes for each sample of the permutation. Raises Refused for arguments outside of these ranges. See
+    docs/data.md.
     """
 
     def __init__(
@@ -89,7 +105,7 @@ class ResumableSampler(Sampler[list[int]]):
             )
         if self.global_batch % self.world_size:
             raise Refused(
-                f"global_batch {global_batch} cannot be shared equally by world_size {world_size}",
+                f"global_batch {global_batch} cannot be divided equally by world_size {world_size}",
                 todo="Use a global batch that the world size divides; it stays the same on every world.",
             )
         self._order = Order(self.dataset_size, self.global_batch, self._seed, self.shuffle)
@@ -97,14 +113,14 @@ class ResumableSampler(Sampler[list[int]]):
         self._earlier: list[tuple[int, Order]] = []  # (epoch, order of the epochs before it), ascending
         self._epoch = self._cursor = 0
         self._step: int | None = 0  # number of the last optimizer step that was counted; None: unknown
-        self._pass: Iteration | None = None
-        self._in_hand: tuple[int, int] | None = None
+        self._iteration: Iteration | None = None
+        self._last_yielded: tuple[int, int] | None = None
         self._cached: tuple[tuple[Order, int], np.ndarray] | None = None
 
     # ---- the order -----------------------------------------------------------------------------------------
 
     def order(self, epoch: int) -> np.ndarray:
-        """Sample ids of every window of an epoch, all ranks together: int64 [steps_per_epoch, global_batch], read-only.
+        """Sample ids of every window of an epoch, for all ranks: int64 [steps_per_epoch, global_batch], read-only.
 
         Philox (Salmon et al., SC'11) keyed by (seed, epoch) under numpy's `RandomState`, whose stream is frozen (NEP
         19): a later numpy continues the same order.
@@ -116,9 +132,10 @@ class ResumableSampler(Sampler[list[int]]):
         return self._cached[1]
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's windows from the cursor to the end of the epoch. Raises Refused once it is stale.
+        """This rank's part of each window, from the cursor to the end of the epoch, as lists of sample ids.
 
-        Raises Refused too where a DataLoader has this sampler as `sampler=`, with a `batch_size` above 1.
+        Raises Refused once a newer iteration or a load has invalidated it, and if a DataLoader has this sampler as
+        `sampler=` with a `batch_size` above 1.
         """
         require_batch_sampler(self, sys._getframe(1))
         return self._ids(self._begin(follows=False))
@@ -134,20 +151,24 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, window) of the batch in hand, where `loader` counts what it hands out; else of the next to count."""
-        return self._in_hand or (self._epoch, self._cursor)
+        """(epoch, window) of the batch that `loader` yielded last.
+
+        With a DataLoader of your own, or with `batches_per_step`, that of the first batch that is not counted yet.
+        """
+        return self._last_yielded or (self._epoch, self._cursor)
 
     # ---- the cursor ----------------------------------------------------------------------------------------
 
     def advance_to(self, step: int, previous: int = 0) -> None:
-        """Count the optimizer steps up to number `step`: those since the last number, and none for the same number.
+        """Count the optimizer steps from the last counted number to `step`. The same number again counts nothing.
 
-        A Checkpointer calls it, with the `previous` number that it has seen: no step before that is counted again, also
-        where another Checkpointer has begun to number anew. A number below the last one belongs to another training,
-        and counts as one step.
-        Raises Refused, with the cursor as it was, where a DataLoader of your own, or `batches_per_step`, leaves open
-        which batches these steps were trained with: more steps than batches were fetched, or several steps across two
-        iterations.
+        A Checkpointer calls it with the `previous` number that it was given (default 0): steps up to that one are not
+        counted again, even if another Checkpointer has begun a new numbering. A number below the last one belongs to
+        another training, and counts as one step.
+
+        Raises Refused, and leaves the cursor unchanged, if it is unknown which batches these steps were trained with.
+        With a DataLoader of your own, or with `batches_per_step`, that is so if there are more steps than fetched
+        batches, or several steps across two iterations.
         """
         if step != self._step:  # guard: step-counted-once
             # guard: steps-counted-by-number
@@ -155,21 +176,21 @@ class ResumableSampler(Sampler[list[int]]):
             self._step = step
 
     def restart_after(self, step: int) -> None:
-        """Let `advance_to` count from `step` on. Moves nothing; a Checkpointer calls it in `restore`."""
+        """Let `advance_to` count from `step` on. Does not move the cursor. A Checkpointer calls it in `restore`."""
         self._step = step
 
     def is_unread_at(self, step: int) -> bool:
-        """Whether `advance_to(step)` would count a step, although no batch and no `order` was read in this process."""
+        """Whether `advance_to(step)` would count a step although this process has read no batch and no `order`."""
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     def consumed(self) -> None:
-        """Count one more optimizer step, where no Checkpointer does. Past the last window comes (epoch + 1, 0)."""
+        """Count one more optimizer step; without a Checkpointer. After the last window comes (epoch + 1, 0)."""
         self._count(1)
-        if self._step is not None and not (self._pass and self._pass.follows):
+        if self._step is not None and not (self._iteration and self._iteration.follows):
             self._step += 1
 
     def _count(self, steps: int) -> None:
-        at = self._pass
+        at = self._iteration
         if at is None:
             self._move(*self._after(steps))
         elif at.follows and not at.stale:
@@ -184,7 +205,7 @@ class ResumableSampler(Sampler[list[int]]):
                     f"{steps} optimizer steps were completed since the last count, and it is not known with which "
                     f"batches: this iteration, over epoch {at.epoch}, began after {at.first_step} of its "
                     f"{self.steps_per_epoch} batches, and {at.next_step - at.first_step} were fetched since",
-                    safe="The cursor stands where the last step was counted.",
+                    safe="The cursor is where the last step was counted.",
                     todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
                     "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
                 )
@@ -192,7 +213,7 @@ class ResumableSampler(Sampler[list[int]]):
             self._move(*place)
 
     def _after(self, steps: int) -> tuple[int, int]:
-        """Epoch and cursor after so many more steps, of which none takes batches from two epochs."""
+        """Epoch and cursor after this many more steps. No step takes batches from two epochs."""
         each = self.batches_per_step or 1
         left = -(-self.remaining // each)  # guard: last-step-takes-remainder
         if steps < left:
@@ -203,12 +224,12 @@ class ResumableSampler(Sampler[list[int]]):
     def _move(self, epoch: int, cursor: int) -> None:
         finished, self._cursor = divmod(cursor, self.steps_per_epoch)
         self._epoch = epoch + finished
-        self._in_hand = None
+        self._last_yielded = None
 
     # ---- the state -----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the order depends on, the place in it, and the last step counted. The same on every rank."""
+        """The parameters of the order, the position in it, and the last counted step. Equal on every rank."""
         return {
             "cursor_step": self._cursor,
             "dataset_size": self.dataset_size,
@@ -221,88 +242,96 @@ class ResumableSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where a state ends, on any rank of any world size.
+        """Continue from the position in `state`, on any rank of any world size.
 
-        The seed has to be that of the state. `dataset_size`, `global_batch` and `shuffle` too, in the middle of an
-        epoch; a state that stands at the start of one is continued in the order of this sampler. Raises Refused, with
-        the sampler as it was, for anything else; a Checkpointer finds that out (`differs`) before it loads anything.
+        The seed must be equal. In the middle of an epoch `dataset_size`, `global_batch` and `shuffle` must be equal
+        too; a state at the start of an epoch is continued in the order of this sampler. Raises Refused, and changes
+        nothing, for anything else. A Checkpointer checks this (`differs`) before it loads anything.
         """
         saved = self._read(state)
-        self._retire("a state was loaded into the sampler")
+        self._invalidate("a state was loaded into the sampler")
         self._earlier = saved.earlier
         if saved.order != self._order:
             if saved.epoch:
                 self._earlier = [*saved.earlier, (saved.epoch, saved.order)]  # guard: earlier-epoch-orders-kept
             if self.rank == 0:
                 reporting.info(
-                    f"from epoch {saved.epoch} on the samples have another order: {self._unlike(saved.order)}"
+                    f"from epoch {saved.epoch} on the samples have another order: {self._differences(saved.order)}"
                 )
         self._step = saved.step
         self._move(saved.epoch, saved.cursor)
 
     def differs(self, state: object) -> str:
-        """Why `load_state_dict` would refuse this state, and what to do; empty if it would not. Touches nothing."""
+        """Why `load_state_dict` would refuse this state, and what to do; empty if it would not. Changes nothing."""
         try:
             self._read(state)
         except Refused as error:
             return f"{error.what}. {error.todo}".rstrip(". ")
         return ""
 
-    def _read(self, state: object) -> _Saved:
+    def _read(self, state: object) -> Saved:
         if not isinstance(state, Mapping) or set(state) not in (_KEYS, _PLACE):
             found = sorted(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
-            raise Refused(f"a sampler's state has {', '.join(sorted(_KEYS))}; this one is {found}", safe=_UNTOUCHED)
-        full = {**self.state_dict(), "step": None, "earlier": [], **state}  # what an older state lacks is as here
-        epoch, cursor = (_stored(name, full[name]) for name in ("epoch", "cursor_step"))
-        order = _stored_order([full[name] for name in Order._fields])
-        step = None if full["step"] is None else _stored("step", full["step"])
-        earlier = [_stored_change(one, order.seed) for one in full["earlier"]]
+            raise Refused(f"a sampler's state has {', '.join(sorted(_KEYS))}; this one is {found}", safe=UNCHANGED)
+        full = {
+            **self.state_dict(),
+            "step": None,
+            "earlier": [],
+            **state,
+        }  # what an older state lacks is taken from this sampler
+        epoch, cursor = (stored_number(name, full[name]) for name in ("epoch", "cursor_step"))
+        order = stored_order([full[name] for name in Order._fields])
+        step = None if full["step"] is None else stored_number("step", full["step"])
+        earlier = [stored_change(one, order.seed) for one in full["earlier"]]
         if order != self._order and (cursor or order.seed != self._seed):  # guard: changed-order-refused
             raise Refused(
-                f"the state, at step {cursor} of epoch {epoch}, goes by another order: {self._unlike(order)}",
-                safe=_UNTOUCHED,
+                f"the state, at step {cursor} of epoch {epoch}, has another order: {self._differences(order)}",
+                safe=UNCHANGED,
                 todo="Make the sampler with the values of the state. dataset_size, global_batch and shuffle may change "
-                "where an epoch begins (of a dataset that grew, use torch.utils.data.Subset until then), the seed not.",
+                "where an epoch begins (until then use torch.utils.data.Subset of a dataset that grew), seed never.",
             )
         if cursor >= order.steps_per_epoch:
             raise Refused(
-                f"the state stands at step {cursor} of epoch {epoch}, and an epoch has {self.steps_per_epoch} steps "
+                f"the state is at step {cursor} of epoch {epoch}, and an epoch has {self.steps_per_epoch} steps "
                 f"here (dataset_size {self.dataset_size}, global_batch {self.global_batch}): one of these has changed",
-                safe=_UNTOUCHED,
+                safe=UNCHANGED,
                 todo="Use the dataset and the global batch that the state was saved with.",
             )
-        return _Saved(epoch, cursor, step, order, earlier)
+        return Saved(epoch, cursor, step, order, earlier)
 
-    def _unlike(self, saved: Order) -> str:
+    def _differences(self, saved: Order) -> str:
         pairs = zip(Order._fields, saved, self._order, strict=True)
-        return ", ".join(f"{name} {theirs} in the state, {ours} here" for name, theirs, ours in pairs if theirs != ours)
+        return ", ".join(f"{name} {stored} in the state, {own} here" for name, stored, own in pairs if stored != own)
 
     # ---- iterations ----------------------------------------------------------------------------------------
 
     def loader(self, dataset: Dataset[Any], num_workers: int = 0, **dataloader_options: Any) -> Loader:
-        """A DataLoader over this order that resumes exactly, workers, prefetching and augmentation included.
+        """A DataLoader over this order that resumes exactly, also with workers, prefetching and random augmentation.
 
-        Before each sample, Python's, numpy's and torch's CPU generators are seeded from (seed, epoch, sample), and put
-        back after the batch: the same samples for any number of workers, and nothing is drawn from the loop's RNG
-        (`collate_fn` draws on from the batch's last sample). A dataset with `__getitems__` is asked for one sample at
-        a time. A generator that the dataset keeps to itself is its own to derive.
+        `dataset`: a map-style dataset of `dataset_size` samples. `num_workers`: number of worker processes (default 0:
+        this process fetches). `dataloader_options`: further arguments of `torch.utils.data.DataLoader`. Raises Refused
+        for options that the order decides (`batch_size`, `shuffle`, `sampler`, ...), for an IterableDataset, and for a
+        dataset whose length is not `dataset_size`.
 
-        Each iteration runs from the cursor to the end of the epoch. A step is counted as trained on all that was
-        handed out before it, so code around the loader must not fetch ahead of the step (`prefetch_factor` and
-        `pin_memory` do that inside, where it does no harm). Where a framework does, give the sampler
-        `batches_per_step`: then steps are counted, and not what was handed out.
+        Before each sample, Python's, numpy's and torch's CPU generators are seeded from (seed, epoch, sample). After
+        the batch their states are restored. So samples are the same for any number of workers, and no number is drawn
+        from the generators of the training loop. `collate_fn` continues with the random numbers of the batch's last
+        sample. `__getitems__` of a dataset is called for one sample at a time. A dataset with a generator of its own
+        must seed that itself.
 
-        `dataloader_options` go to `torch.utils.data.DataLoader`. Raises Refused for those that the order decides, for
-        an IterableDataset, and for a dataset whose length is not `dataset_size`.
+        Each iteration runs from the cursor to the end of the epoch. A step counts as trained on all batches that were
+        yielded before it, so code around the loader must not fetch ahead of the step. (`prefetch_factor` and
+        `pin_memory` fetch ahead inside of the loader, which is safe.) If a framework fetches ahead, give the sampler
+        `batches_per_step`: then steps are counted instead of yielded batches.
         """
-        if fighting := sorted(_OURS & set(dataloader_options)):
+        if reserved := sorted(_RESERVED & set(dataloader_options)):
             raise Refused(
-                f"{', '.join(fighting)} cannot be given to loader(): the sampler decides which samples come, and when",
+                f"{', '.join(reserved)} cannot be given to loader(): the sampler decides which samples come, and when",
                 todo="Leave it out; batch size and shuffling are arguments of ResumableSampler.",
             )
         if isinstance(dataset, IterableDataset):
             raise Refused(
-                "an IterableDataset has an order of its own, which cannot be resumed",
+                "an IterableDataset decides its own order, which cannot be resumed",
                 todo="Use a dataset with __getitem__.",
             )
         if hasattr(dataset, "__len__") and len(dataset) != self.dataset_size:
@@ -323,7 +352,7 @@ class ResumableSampler(Sampler[list[int]]):
         )
 
     def _begin(self, *, follows: bool) -> Iteration:
-        before = self._pass
+        before = self._iteration
         sure = before is None or before.follows or bool(before.stale)
         if before is not None and not sure:
             counted = before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
@@ -331,19 +360,19 @@ class ResumableSampler(Sampler[list[int]]):
                 raise Refused(
                     f"epoch {before.epoch} has ended, and {self.remaining} of its batches belong to no step that was "
                     "counted",
-                    safe="The cursor stands where the last step was counted.",
-                    todo="Take an optimizer step at the end of each epoch, and call step(n) then; where steps span "
+                    safe="The cursor is where the last step was counted.",
+                    todo="Make an optimizer step at the end of each epoch, and call step(n) then; where steps span "
                     "epochs leave batches_per_step out.",
                 )
             sure = before.sure and counted
-        self._retire("the sampler was iterated anew")
-        self._pass = Iteration(self._epoch, self._cursor, self._cursor, follows, sure)
-        return self._pass
+        self._invalidate("a newer iteration over the sampler began")
+        self._iteration = Iteration(self._epoch, self._cursor, self._cursor, follows, sure)
+        return self._iteration
 
-    def _retire(self, why: str) -> None:
-        if self._pass is not None:
-            self._pass.stale = why
-        self._in_hand = None
+    def _invalidate(self, why: str) -> None:
+        if self._iteration is not None:
+            self._iteration.stale = why
+        self._last_yielded = None
 
     def _ids(self, at: Iteration) -> Iterator[list[int]]:
         for window in self._windows(at):
@@ -351,15 +380,15 @@ class ResumableSampler(Sampler[list[int]]):
             yield window.ids
 
     def _windows(self, at: Iteration) -> Iterator[Window]:
-        share = self.global_batch // self.world_size
-        mine = self.order(at.epoch)[:, self.rank * share : (self.rank + 1) * share]
+        part = self.global_batch // self.world_size
+        own = self.order(at.epoch)[:, self.rank * part : (self.rank + 1) * part]
         for step in range(at.first_step, self.steps_per_epoch):
             at.require_live()
-            yield Window(self._seed, at.epoch, mine[step].tolist())
+            yield Window(self._seed, at.epoch, own[step].tolist())
 
 
 class Loader:
-    """What `ResumableSampler.loader` returns: iterate it once an epoch. An iteration starts at the sampler's cursor."""
+    """The result of `ResumableSampler.loader`. Iterate it once an epoch; each starts at the sampler's cursor."""
 
     def __init__(self, sampler: ResumableSampler, batches: DataLoader[Any]) -> None:
         self._sampler, self._batches = sampler, batches
@@ -375,16 +404,16 @@ class Loader:
 
     def __iter__(self) -> Iterator[Any]:
         at = self._sampler._begin(follows=self._sampler.batches_per_step is None)  # guard: prefetch-not-counted
-        # iter(DataLoader) draws a base seed for its workers: from here, never from the global RNG
+        # iter(DataLoader) draws a base seed for its workers: from this generator, never from the global one
         self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
-        return self._hand_out(at, iter(self._batches))
+        return self._batches_of(at, iter(self._batches))
 
-    def _hand_out(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:
+    def _batches_of(self, at: Iteration, batches: Iterator[Any]) -> Iterator[Any]:
         sampler = self._sampler
         at.require_live()
         for batch in batches:
             if at.follows:
-                sampler._in_hand = (at.epoch, at.next_step)
+                sampler._last_yielded = (at.epoch, at.next_step)
             at.next_step += 1
             yield batch
             at.require_live()
@@ -392,22 +421,12 @@ class Loader:
             raise Refused(
                 f"step {at.next_step} of epoch {at.epoch}: a StopIteration from the dataset or from collate_fn ended "
                 f"the epoch before its {sampler.steps_per_epoch} steps",
-                safe="The cursor has not moved past what was trained.",
+                safe="The cursor has not moved past the windows that were trained.",
                 todo="Let the dataset raise another error, or return every sample.",
             )
         at.ended = True
         if at.follows:  # guard: prefetch-not-counted-at-epoch-end
-            sampler._move(at.epoch, at.next_step)  # the loop came back for more: it has trained on all that it got
-
-
-class _Saved(NamedTuple):
-    """A state that can be continued."""
-
-    epoch: int
-    cursor: int
-    step: int | None
-    order: Order
-    earlier: list[tuple[int, Order]]
+            sampler._move(at.epoch, at.next_step)  # the loop asks for the next batch: it has trained on all before
 
 
 class _Fetching:
@@ -417,28 +436,5 @@ class _Fetching:
         self._sampler = sampler
 
     def __iter__(self) -> Iterator[Window]:
-        assert self._sampler._pass is not None
-        return self._sampler._windows(self._sampler._pass)
-
-
-def _stored(name: str, value: object) -> int:
-    return whole_number(f"{name} of the sampler's state", value, safe=_UNTOUCHED)
-
-
-def _stored_order(fields: list[Any]) -> Order:
-    *numbers, shuffle = fields
-    size, batch, seed = map(_stored, Order._fields, numbers)
-    if type(shuffle) is not bool or not 0 < batch <= size:
-        raise _malformed(fields)
-    return Order(size, batch, seed, shuffle)
-
-
-def _stored_change(fields: object, seed: int) -> tuple[int, Order]:
-    if not isinstance(fields, list) or len(fields) != 4:
-        raise _malformed(fields)
-    until, size, batch, shuffle = fields
-    return _stored("earlier", until), _stored_order([size, batch, seed, shuffle])
-
-
-def _malformed(found: object) -> Refused:
-    return Refused(f"the sampler's state is malformed: {found}", safe=_UNTOUCHED)
+        assert self._sampler._iteration is not None
+        return self._sampler._windows(self._sampler._iteration)

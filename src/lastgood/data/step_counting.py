@@ -1,4 +1,4 @@
-"""Counting: on which samplers of a state an optimizer step counts, and whether the loop reads from them at all."""
+"""On which samplers of a state an optimizer step counts, and whether the loop reads from any of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sampler import ResumableSampler
 
 _UNREAD = (
     "no batch was read from a ResumableSampler in the state before this step. If the loop trains on another loader, a "
-    "resume continues at a place in the data that means nothing: iterate the sampler that is in the state, as "
+    "resume continues at a position in the data that has no meaning: iterate the sampler that is in the state, as "
     "sampler.loader(dataset) or DataLoader(dataset, batch_sampler=sampler), or leave it out of the state"
 )
 
@@ -27,12 +27,15 @@ def samplers_in(container: object) -> Iterator[ResumableSampler]:
 
 
 def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks: int = 1, first: bool = False) -> None:
-    """Count the optimizer steps from number `previous` to `step` on the samplers in `state` that batches come from.
+    """Count the optimizer steps from number `previous` to `step` on the samplers in `state` that are in use.
 
-    A sampler that nothing was read from in this process stands still while another one is read: it belongs to an
-    evaluation, or to a later phase of the training. Where nothing was read from any of them, all count, because another
-    process may read for this one (a worker of a DataLoader; another rank, where a sampler is for fewer ranks than the
-    job has). It may also be that the loop trains on another loader: rank 0 reports a threat at the `first` step.
+    `rank`, `ranks`: of this process and of the job. `first`: whether this is the first step since the run was opened.
+
+    While batches are read from one sampler, a sampler from which this process has read nothing does not move: it
+    belongs to an evaluation, or to a later phase of the training. If nothing was read from any sampler, the step counts
+    on all of them, because another process may read the batches: a worker of a DataLoader, or another rank if a sampler
+    is made for fewer ranks than the job has. It is also possible that the loop trains on another loader. So rank 0
+    reports a threat at the `first` step.
     """
     samplers = {id(one): one for one in samplers_in(state)}.values()
     read = [one for one in samplers if not one.is_unread_at(step)]

@@ -1,8 +1,8 @@
-"""How the workers of a loader fetch samples: all random draws depend on (seed, epoch, sample) alone.
+"""How the workers of a loader fetch samples: all random draws depend only on (seed, epoch, sample).
 
 `SeededDataset` wraps the user's dataset inside a DataLoader. Before each sample it seeds the global CPU generators of
-Python, numpy and torch, and puts their states back after the batch. So augmentation is the same for any number of
-workers, before and after a resume, and the training loop's own generators are never drawn from.
+Python, numpy and torch, and it restores their states after the batch. So augmentation is the same for any number of
+workers, before and after a resume, and no random number is drawn from the generators of the training loop.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 
 class Window(NamedTuple):
-    """What a worker needs for one batch; its copy of the dataset may be of another epoch (persistent_workers)."""
+    """The sample ids of one batch, and what their seeds depend on. A persistent worker lives for several epochs."""
 
     seed: int
     epoch: int
@@ -28,23 +28,23 @@ class Window(NamedTuple):
 
 
 class SeededDataset(Dataset[Any]):
-    """The user's dataset, whose random draws depend on the sample and not on who fetches it, or when."""
+    """The user's dataset; its random draws depend on the sample, and not on the worker or the time of fetching."""
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
         self.dataset, self._collate = dataset, collate
 
     def __getitems__(self, window: Window) -> Any:
-        together = getattr(self.dataset, "__getitems__", None)
+        get_several = getattr(self.dataset, "__getitems__", None)
         samples = []
         with _global_rngs_kept():
             for i in window.ids:
                 _seed_global_rngs("sample", window.seed, window.epoch, i)
-                samples.append(together([i])[0] if together else self.dataset[i])
+                samples.append(get_several([i])[0] if get_several else self.dataset[i])
             return self._collate(samples)
 
 
 class WorkerInit:
-    """Shows a worker the user's dataset where torch would show the wrapper, then calls the user's function."""
+    """The `worker_init_fn`: shows a worker the user's dataset, not the wrapper; then calls the user's."""
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
         self._init = init
@@ -58,6 +58,7 @@ class WorkerInit:
 
 
 def unchanged(batch: Any) -> Any:
+    """The `collate_fn` of the DataLoader: SeededDataset has collated the batch already."""
     return batch
 
 
@@ -75,7 +76,7 @@ def _seed_global_rngs(*key: str | int) -> None:
     for_python, for_numpy, for_torch = entropy(*key)
     random.seed(for_python)
     np.random.seed([for_numpy & 0xFFFFFFFF, for_numpy >> 32])
-    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would reach the accelerators' too
+    torch.default_generator.manual_seed(for_torch)  # torch.manual_seed would seed those of the accelerators too
 
 
 @contextlib.contextmanager

@@ -118,7 +118,7 @@ class Examination:
             look.shorter(self._tier, name)  # guard: shorter-blob-reported
             return
         with lend(read_file.buffer_bytes([blob])) as buffers:
-            chunks = read_file.unverified(self._tier, self._home, blob, buffers, readers)
+            chunks = read_file.in_order(read_file.RawChunks(self._tier, self._home, blob), buffers, readers)
             with contextlib.closing(chunks):
                 for index, (data, error) in enumerate(chunks):
                     yield

@@ -335,11 +335,11 @@ def _need_good(tier: Tier, home: str, manifest: Manifest, blob: Blob, readers: E
     copy = msgspec.structs.replace(blob, name=blob.name + REBUILT)
     size = read_file.buffer_bytes([blob])
     memory = Arena(2 * size, size).whole()
-    with contextlib.closing(
-        read_file.chunks(tier, home, manifest, copy, [memory[:size], memory[size:]], readers)
-    ) as chunks:
-        for _ in chunks:
-            pass
+    rebuilt = read_file.VerifiedChunks(read_file.RankFiles(tier, home, manifest), copy)
+    with contextlib.closing(read_file.in_order(rebuilt, [memory[:size], memory[size:]], readers)) as chunks:
+        for _, error in chunks:
+            if error is not None:
+                raise error
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------

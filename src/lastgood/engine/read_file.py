@@ -1,7 +1,7 @@
-"""Verified reads: hands out only bytes that agree with their digests; what to do otherwise is not decided here.
+"""Verified reads of tensor files: hands out only bytes that agree with their digests, and decides nothing else.
 
-reader threads:    read a chunk -> its digest -> Sink.put, part by part
-caller's thread:   chunk by chunk in order: content digests -> Sink.done, tensor by tensor
+reader threads:    read a chunk -> compare its digest -> Sink.put, part by part
+caller's thread:   chunk by chunk in order: digests of whole tensors -> Sink.done, tensor by tensor
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import Damaged, ManifestInvalid, SumMismatch
 from ..format import layout
@@ -22,21 +21,26 @@ from ..io.checksum import digest
 from ..io.files import round_up
 from ..ports import Tier
 from ..records import Blob, Extent, Manifest, Piece
+from .arena import Arena
 from .content_digest import Contents
-from .finite import not_finite
+from .finite import not_finite, not_finite_error
 
 READS = max(1, min(3, (os.cpu_count() or 2) // 2))
-"""reads in flight; digests and copies go on beside them. On two cores one read of a whole chunk at a time is fastest:
-there several at once only make each other wait (docs/decisions/0006)"""
+"""Reads in flight; digests and copies proceed in parallel with them. On two cores one read of a whole chunk at a time
+is fastest, because several at once only delay each other (docs/decisions/0006)."""
+BUFFERS = READS + 2
+"""Chunks in memory while a file is read: those in flight, and one that is digested and copied. The number is small, so
+that a chunk stays in the processor's cache from the digest to the copy."""
 
 
 class Sink(Protocol):
-    """Where the bytes of tensors go; `name` is the key of a piece.
+    """Receives the bytes of tensors; `name` is the key of a piece.
 
     ======================  =====================================================================================
-    put(name, start, data)  a verified part of a tensor, never empty, each byte once; from any reader thread, several
-                            at once; `data` is valid until it returns
-    done(name)              every part of it was put, and its content digest agrees; in the caller's thread
+    put(name, start, data)  a verified part of a tensor, never empty, each byte once; called from any reader thread,
+                            by several at once; `data` is valid until it returns
+    done(name)              every part of the tensor was put, and its content digest agrees; called from the
+                            caller's thread
     ======================  =====================================================================================
     """
 
@@ -44,55 +48,82 @@ class Sink(Protocol):
     def done(self, name: str) -> None: ...
 
 
+class RankFiles(NamedTuple):
+    """The tensor files that one rank wrote of a generation, and the manifest that describes them."""
+
+    tier: Tier
+    folder: str
+    manifest: Manifest
+
+
+class UnfitTensors:
+    """The tensors that must be finite and hold NaN or infinity, as they are found while files are read.
+
+    With `refused`, the first one raises NotFinite; otherwise their names are collected.
+    """
+
+    def __init__(self, refused: bool) -> None:
+        self._refused = refused
+        self.names: set[str] = set()
+
+    def add(self, name: str) -> None:
+        """Record one tensor. May be called from any thread. Raises NotFinite if such tensors are refused."""
+        if self._refused:
+            raise not_finite_error(name)
+        self.names.add(name)
+
+
 def stream(
-    tier: Tier,
-    home: str,
-    manifest: Manifest,
+    files: RankFiles,
     buffers: list[memoryview],
     readers: Executor,
     sink: Sink,
     *,
-    unfit: Callable[[str], None] | None,
+    unfit: UnfitTensors | None = None,
     wanted: Collection[str] | None = None,
     fresh: bool = True,
 ) -> None:
-    """Every tensor of a rank, in one reading past the page cache. Raises Damaged or Unavailable at the first fault.
+    """Hand every tensor of a rank to `sink`, verified, in one reading.
 
-    Without `fresh` through it: of several processes that read the same, the first reads from the medium.
-
-    `unfit` hears the name of each tensor that must be finite and is not, from any reader thread; what it raises is
-    raised. Nobody writes into the sink after it has returned or raised. `wanted`: keys of pieces; chunks in which none
-    of them lies are not read, and what the rest of them vouches for is their own digests, not those of whole tensors.
+    `buffers`: as in `in_order`. `unfit`: records tensors that must be finite and are not; None checks nothing.
+    `wanted`: keys of pieces, or None for all. Chunks in which no wanted piece lies are not read; where some chunks are
+    left out, the digests of the other chunks vouch for the bytes, and not those of whole tensors. `fresh`: read past
+    the page cache (the default); without it, the first of several processes that read the same file fills the cache.
+    Raises Damaged or Unavailable at the first fault. Nothing is written into the sink once this has ended.
     """
-    for blob in manifest.blobs:
-        check = Check(manifest, blob, unfit)
-        needed = None if wanted is None else check.needed(wanted)
-        if needed is not None and not needed:
+    for blob in files.manifest.blobs:
+        check = Check(files.manifest, blob)
+        needed = check.needed(wanted)
+        if not needed:
             continue
-        if needed is not None and len(needed) == len(blob.chunks):
-            needed = None
-        if needed is not None:
-            check.validate(bytes(some(tier, f"{home}/{blob.name}", check.header_bytes)))
-        put = partial(check.hand_out, sink)
-        found = chunks(tier, home, manifest, blob, buffers, readers, put=put, only=needed, fresh=fresh)
-        with contextlib.closing(found) as verified:
-            for data in verified:
-                if needed is None:
+        whole = len(needed) == len(blob.chunks)
+        if not whole:
+            check.validate(bytes(some(files.tier, f"{files.folder}/{blob.name}", check.header_bytes)))
+        chunks = _DeliveredChunks(VerifiedChunks(files, blob, fresh), check, sink, unfit)
+        with contextlib.closing(in_order(chunks, buffers, readers, needed)) as found:
+            for data, error in found:
+                if error is not None:
+                    raise error
+                if whole:
                     for name in check.see(data):  # guard: restore-checks-contents
                         sink.done(name)
-        if needed is not None and wanted is not None:
+        if not whole and wanted is not None:
             for piece in check.pieces:
                 if piece.key in wanted:
                     sink.done(piece.key)
 
 
-def headers_agree(tier: Tier, home: str, manifest: Manifest, buffer: memoryview) -> bool:
-    """Whether each tensor file begins as its manifest says; little else is read. Raises Damaged or Unavailable."""
-    for blob in manifest.blobs:
-        check, header = Check(manifest, blob), bytearray()
+def headers_agree(files: RankFiles, buffer: memoryview) -> bool:
+    """Whether each tensor file begins as its manifest says. Reads little more than the headers.
+
+    Raises Damaged or Unavailable.
+    """
+    for blob in files.manifest.blobs:
+        check, header = Check(files.manifest, blob), bytearray()
         for start in range(0, check.header_bytes, blob.chunk_bytes):
             length = min(blob.chunk_bytes, check.header_bytes - start)
-            tier.read_into(Extent(blob=f"{home}/{blob.name}", offset=start, length=length), buffer, fresh=True)
+            extent = Extent(blob=f"{files.folder}/{blob.name}", offset=start, length=length)
+            files.tier.read_into(extent, buffer, fresh=True)
             header += buffer[:length]
         try:
             check.validate(bytes(header))
@@ -101,87 +132,103 @@ def headers_agree(tier: Tier, home: str, manifest: Manifest, buffer: memoryview)
     return True
 
 
-def chunks(
-    tier: Tier,
-    home: str,
-    manifest: Manifest,
-    blob: Blob,
-    buffers: list[memoryview],
-    readers: Executor,
-    *,
-    put: Callable[[int, memoryview], None] = lambda *_: None,
-    only: Sequence[int] | None = None,
-    fresh: bool = True,
-) -> Generator[memoryview, None, None]:
-    """Every chunk of a blob, in order, verified; its bytes are valid until their buffer comes round again.
+# ---- chunks of one file ----------------------------------------------------------------------------------------
 
-    `only`: these chunks.
 
-    `put(index, data)` has each verified chunk before it comes out here, in the reader's thread, in any order. Raises
-    SumMismatch, Truncated, MissingBlob. Buffers as in `unverified`.
-    """
+class Chunks(Protocol):
+    """The chunks of one tensor file, and what a reader thread does with each of them."""
 
-    def verify(index: int, data: memoryview) -> None:
+    @property
+    def blob(self) -> Blob: ...
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        """Read one chunk into `buffer`; returns its bytes. Raises Damaged or Unavailable."""
+
+
+class RawChunks:
+    """Chunks as they are in the file; nothing is verified. READS of them are read at once."""
+
+    def __init__(self, tier: Tier, folder: str, blob: Blob, fresh: bool = True) -> None:
+        self.blob = blob
+        self._tier, self._folder, self._fresh = tier, folder, fresh
+        self._turn = threading.Semaphore(READS)
+
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        extent = layout.extent_of(self.blob, index)
+        at = Extent(blob=f"{self._folder}/{self.blob.name}", offset=extent.offset, length=extent.length)
+        with self._turn:
+            self._tier.read_into(at, buffer, fresh=self._fresh)  # guard: chunk-read-bypasses-cache
+        return buffer[: extent.length]
+
+
+class VerifiedChunks:
+    """Chunks that agree with their digests; `read` raises SumMismatch, Truncated, MissingBlob for any other."""
+
+    def __init__(self, files: RankFiles, blob: Blob, fresh: bool = True) -> None:
+        self.blob = blob
+        self._files, self._raw = files, RawChunks(files.tier, files.folder, blob, fresh)
+
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        data, manifest, blob = self._raw.read(index, buffer), self._files.manifest, self.blob
         if digest(manifest.digest, data) != blob.chunks[index]:  # guard: chunk-digest-on-read
-            raise chunk_error(home, manifest, blob, index, data)
-        put(index, data)
-
-    with contextlib.closing(unverified(tier, home, blob, buffers, readers, verify, only, fresh)) as found:
-        for data, error in found:
-            if error is not None:
-                raise error
-            yield data
+            raise chunk_error(self._files.folder, manifest, blob, index, data)
+        return data
 
 
-def unverified(
-    tier: Tier,
-    home: str,
-    blob: Blob,
+class _DeliveredChunks:
+    """Verified chunks; the parts of tensors in each are put into a sink by the thread that has read it."""
+
+    def __init__(self, verified: VerifiedChunks, check: Check, sink: Sink, unfit: UnfitTensors | None) -> None:
+        self.blob = verified.blob
+        self._verified, self._check, self._sink, self._unfit = verified, check, sink, unfit
+
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        data = self._verified.read(index, buffer)
+        for tensor, start, at, length in self._check.parts[index]:
+            if tensor >= 0 and length:
+                piece, part = self._check.pieces[tensor], data[at : at + length]
+                if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
+                    self._unfit.add(piece.name)  # guard: non-finite-found-on-load
+                self._sink.put(piece.key, start, part)
+        return data
+
+
+def in_order(
+    chunks: Chunks,
     buffers: list[memoryview],
     readers: Executor,
-    then: Callable[[int, memoryview], None] = lambda *_: None,
     only: Sequence[int] | None = None,
-    fresh: bool = True,
 ) -> Generator[tuple[memoryview, Damaged | None], None, None]:
-    """Every chunk of a blob, in order, as it was read; or what is wrong with it: then its bytes mean nothing.
+    """Every chunk of a file, in order, as `chunks.read` returns it; or its bytes, which mean nothing, and the error.
 
-    `buffers` are page-aligned, each of a whole chunk (rounded up), and used in turn; READS are read into at once.
-    `then(index, data)` follows in the reader's thread. Raises what is no damage: Unavailable.
+    The bytes are valid until their buffer is used again. `buffers` are page-aligned, each as large as a chunk (rounded
+    up to pages), and used in turn. `only`: the chunks to read, by index; None for all. Raises what is no damage:
+    Unavailable.
     """
-    flying: deque[tuple[int, memoryview, Future[None]]] = deque()
-    turn = threading.Semaphore(READS)
-    order = range(len(blob.chunks)) if only is None else only
-
-    def read(index: int, view: memoryview) -> None:
-        extent = layout.extent_of(blob, index)
-        at = Extent(blob=f"{home}/{blob.name}", offset=extent.offset, length=extent.length)
-        with turn:
-            tier.read_into(at, view, fresh=fresh)  # guard: chunk-read-bypasses-cache
-        then(index, view[: extent.length])
-
+    flying: deque[tuple[int, memoryview, Future[memoryview]]] = deque()
+    order = range(len(chunks.blob.chunks)) if only is None else only
     try:
         for number in range(len(order) + len(buffers)):
             if number >= len(buffers) and flying:
-                chunk, view, job = flying.popleft()
+                index, buffer, job = flying.popleft()
                 error: Damaged | None = None
                 try:
                     job.result()
                 except Damaged as damage:
                     error = damage
-                yield view[: layout.extent_of(blob, chunk).length], error
+                yield buffer[: layout.extent_of(chunks.blob, index).length], error
             if number < len(order):
-                index, view = order[number], buffers[number % len(buffers)]
-                flying.append((index, view, readers.submit(read, index, view)))
+                index, buffer = order[number], buffers[number % len(buffers)]
+                flying.append((index, buffer, readers.submit(chunks.read, index, buffer)))
     finally:
         for _, _, job in flying:
-            job.exception()  # nobody writes into the buffers after this
+            job.exception()  # no thread writes into the buffers after this
 
 
-def chunk_error(home: str, manifest: Manifest, blob: Blob, index: int, data: memoryview) -> SumMismatch:
-    """Of a chunk that differs from its digest: the tensor in it that does too, where that can be told."""
+def chunk_error(folder: str, manifest: Manifest, blob: Blob, index: int, data: memoryview) -> SumMismatch:
+    """The error for a chunk that differs from its digest; it names the damaged tensor where that is known."""
     tensor, offset = _differing(manifest, blob, index, data), index * blob.chunk_bytes
     return SumMismatch(
-        f"{home}/{blob.name} differs from its digest in chunk {index} "
+        f"{folder}/{blob.name} differs from its digest in chunk {index} "
         f"(offset {offset:,}, {'tensor ' + tensor if tensor else 'header'})",
         blob=blob.name,
         offset=offset,
@@ -191,70 +238,66 @@ def chunk_error(home: str, manifest: Manifest, blob: Blob, index: int, data: mem
 
 
 def _differing(manifest: Manifest, blob: Blob, index: int, view: memoryview) -> str:
-    """The tensor in a damaged chunk whose own digest fails too; else those that reach out of it; else none."""
+    """The tensor in a damaged chunk whose own digest fails too.
+
+    Else those that begin or end outside of the chunk, which cannot be checked here; else an empty string.
+    """
     low, high = index * blob.chunk_bytes, layout.extent_of(blob, index).length + index * blob.chunk_bytes
-    reaching_out = []
+    partly_inside = []
     for piece in manifest.pieces:
         start, end = piece.extent.offset, piece.extent.offset + piece.extent.length
         if piece.extent.blob != blob.name or end <= low or high <= start:
             continue
         if start < low or high < end:
-            reaching_out.append(piece.name)
+            partly_inside.append(piece.name)
             continue
         hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
         hasher.update(view[start - low : end - low])
         if hasher.hexdigest() != piece.digest:
             return piece.name
-    return " or ".join(reaching_out)
+    return " or ".join(partly_inside)
 
 
 class Check:
-    """What the chunks of one blob must also show: a header that agrees, and each tensor's own digest."""
+    """What the chunks of one blob must also show: a header that agrees, and the digest of each whole tensor."""
 
-    def __init__(self, manifest: Manifest, blob: Blob, unfit: Callable[[str], None] | None = None) -> None:
-        self.blob, self._unfit = blob, unfit
+    def __init__(self, manifest: Manifest, blob: Blob) -> None:
+        self.blob = blob
         self.pieces = [one for one in manifest.pieces if one.extent.blob == blob.name]
         tensors = [(layout.tensor_of(one), one.extent.offset) for one in self.pieces]
         self.header_bytes = min((offset for _, offset in tensors), default=blob.length)
         self._header = bytearray()
         image = Image(blob.name, bytes(self.header_bytes), tensors, blob.length)
         self.parts = list(layout.segments(image, blob.chunk_bytes))
-        """chunk by chunk, what lies where"""
+        """For each chunk, which part of which tensor lies where."""
         self._contents = Contents(image, manifest.digest)
 
-    def hand_out(self, sink: Sink, index: int, data: memoryview) -> None:
-        """The parts of tensors that lie in a chunk; from any thread."""
-        for tensor, start, at, length in self.parts[index]:
-            if tensor >= 0 and length:
-                piece, part = self.pieces[tensor], data[at : at + length]
-                if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
-                    self._unfit(piece.name)  # guard: non-finite-found-on-load
-                sink.put(piece.key, start, part)
-
-    def needed(self, wanted: Collection[str]) -> list[int]:
-        """The chunks in which these pieces lie."""
+    def needed(self, wanted: Collection[str] | None) -> Sequence[int]:
+        """The indices of the chunks in which the wanted pieces lie; all of them if `wanted` is None."""
+        if wanted is None:
+            return range(len(self.blob.chunks))
         places = {at for at, piece in enumerate(self.pieces) if piece.key in wanted}
         return [
             chunk for chunk, parts in enumerate(self.parts) if any(one.tensor in places and one.length for one in parts)
         ]
 
     def see(self, data: memoryview) -> list[str]:
-        """The next chunk, in order, none left out: keys of the pieces that end in it.
+        """Check the next chunk. Chunks come in order, and none is left out.
 
-        Raises ManifestInvalid, SumMismatch.
+        Returns the keys of the pieces that end in it. Raises ManifestInvalid, SumMismatch.
         """
         self.see_header(data)
         return [piece.key for piece in self.see_contents(data)]
 
     def see_header(self, data: memoryview) -> None:
-        """The next chunk, in order: the header is validated where it ends."""
+        """Collect the header from the next chunk, and validate it once it is complete."""
         if len(self._header) < self.header_bytes:
             self._header += data[: self.header_bytes - len(self._header)]
             if len(self._header) == self.header_bytes:
                 self.validate(bytes(self._header))
 
     def see_contents(self, data: memoryview) -> list[Piece]:
-        """The next chunk, in order: the tensors that end in it, each held against its digest."""
+        """Digest the next chunk. Returns the pieces that end in it, each compared with its digest."""
         digests = self._contents.digests
         before = len(digests)
         self._contents.see(data)
@@ -265,60 +308,87 @@ class Check:
         return ended
 
     def validate(self, header: bytes) -> None:
-        """Raises ManifestInvalid when it is another header than the one that the manifest makes."""
+        """Raises ManifestInvalid if this is not the header that the manifest describes."""
         layout.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
 
     def differs(self, piece: Piece) -> None:
-        """A tensor is not what was staged, although its chunks agree with their digests. Raises SumMismatch."""
+        """Raise SumMismatch for a tensor that is not what was staged, although its chunks agree with their digests."""
         raise self.content_error(piece, as_written=True)
 
     def content_error(self, piece: Piece, as_written: bool) -> SumMismatch:
+        """The error for such a tensor. `as_written`: whether the file is known to hold the bytes that were written."""
         what = f"{self.blob.name}: the content of tensor {piece.name} differs from the digest taken at staging"
         if as_written:
             what += ", although the file is as it was written: memory changed it in between"
         return SumMismatch(what, blob=self.blob.name, offset=piece.extent.offset, tensor=piece.name)
 
 
+# ---- single reads ----------------------------------------------------------------------------------------------
+
+
 def some(tier: Tier, name: str, length: int, offset: int = 0, fresh: bool = True) -> bytearray:
-    """So many bytes of a blob, unchecked. Raises Damaged or Unavailable."""
+    """`length` bytes of a blob, unverified. Raises Damaged or Unavailable."""
     data = bytearray(length)
     tier.read_into(Extent(blob=name, offset=offset, length=length), memoryview(data), fresh=fresh)
     return data
 
 
-def tensor(tier: Tier, home: str, manifest: Manifest, piece: Piece, fresh: bool = False) -> bytearray:
-    """The bytes of one tensor, checked against its own digest. Raises Damaged or Unavailable."""
+def tensor(files: RankFiles, piece: Piece) -> bytearray:
+    """The bytes of one piece, read through the page cache and verified. Raises Damaged or Unavailable."""
     extent = piece.extent
-    out = some(tier, f"{home}/{extent.blob}", extent.length, extent.offset, fresh)
-    hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
+    out = some(files.tier, f"{files.folder}/{extent.blob}", extent.length, extent.offset, fresh=False)
+    hasher = layout.content_hasher(files.manifest.digest, piece.dtype, piece.shape)
     hasher.update(out)
     if hasher.hexdigest() != piece.digest:  # guard: single-tensor-digest
-        raise tensor_error(home, piece)
+        raise _tensor_error(files.folder, piece)
     return out
 
 
-def parts(tier: Tier, home: str, manifest: Manifest, piece: Piece, part_bytes: int) -> Iterator[memoryview]:
-    """The bytes of one tensor in order, some at a time; each is valid until the next. Raises SumMismatch at the end."""
+def parts(files: RankFiles, piece: Piece, part_bytes: int) -> Iterator[memoryview]:
+    """The bytes of one piece in order, `part_bytes` at a time; each part is valid until the next.
+
+    Raises SumMismatch after the last part if the digest of the whole piece differs.
+    """
     extent, buffer = piece.extent, memoryview(bytearray(min(part_bytes, piece.extent.length)))
-    hasher = layout.content_hasher(manifest.digest, piece.dtype, piece.shape)
+    hasher = layout.content_hasher(files.manifest.digest, piece.dtype, piece.shape)
     for start in range(0, extent.length, part_bytes):
         part = buffer[: min(part_bytes, extent.length - start)]
-        tier.read_into(Extent(blob=f"{home}/{extent.blob}", offset=extent.offset + start, length=len(part)), part)
+        at = Extent(blob=f"{files.folder}/{extent.blob}", offset=extent.offset + start, length=len(part))
+        files.tier.read_into(at, part)
         hasher.update(part)
         yield part
     if hasher.hexdigest() != piece.digest:
-        raise tensor_error(home, piece)
+        raise _tensor_error(files.folder, piece)
 
 
-def tensor_error(home: str, piece: Piece) -> SumMismatch:
+def _tensor_error(folder: str, piece: Piece) -> SumMismatch:
     return SumMismatch(
-        f"{home}/{piece.extent.blob}: tensor {piece.name} differs from its digest",
+        f"{folder}/{piece.extent.blob}: tensor {piece.name} differs from its digest",
         blob=piece.extent.blob,
         offset=piece.extent.offset,
         tensor=piece.name,
     )
 
 
-def buffer_bytes(blobs: list[Blob]) -> int:
-    """What one read buffer must hold for these blobs."""
+# ---- memory ----------------------------------------------------------------------------------------------------
+
+
+def buffer_bytes(blobs: Sequence[Blob]) -> int:
+    """How many bytes one read buffer must hold for these blobs."""
     return max((round_up(min(blob.chunk_bytes, blob.length)) for blob in blobs), default=0)
+
+
+@contextlib.contextmanager
+def borrowed(arena: Arena, need_bytes: int) -> Iterator[list[memoryview]]:
+    """Read buffers of at least `need_bytes` each: leased from `arena`, or new ones if its chunks are too small.
+
+    Nothing else may hold a lease of the arena.
+    """
+    own = Arena(need_bytes * BUFFERS, need_bytes) if need_bytes > arena.chunk_bytes else arena
+    count = min(BUFFERS, own.arena_bytes // own.chunk_bytes)
+    leases = [lease for lease in (own.take() for _ in range(count)) if lease]
+    try:
+        yield [lease.buffer for lease in leases]
+    finally:
+        for lease in leases:
+            lease.release()

@@ -1,8 +1,9 @@
 """Scattering: the bytes of stored pieces, part by part as they are read -> the boxes of tensors that a reader wants.
 
-Where a part is one run of bytes on both sides it goes straight through. Where the source is not, its piece is gathered
-first; where the target is not, its memory is written row by row, or a box is gathered where nobody hands that out.
-Decides nothing: which piece goes where is a plan (policy/reshard.py). Torch-free.
+A part that is one run of bytes both in its piece and in its target is passed on directly. If it is not one run in the
+piece, the whole piece is gathered first. If it is not one run in the target, the memory of the target is written row by
+row; where the target has no such memory, the whole box is assembled first. Decides nothing: which piece goes where is
+planned by policy/reshard.py. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from ..format.layout import DTYPES
 
 
 class Targets(Protocol):
-    """Where the boxes go.
+    """Receives the wanted boxes.
 
     ======================  =====================================================================================
-    put(name, start, data)  as `fetch.Sink`; `start` counts in the box, row by row
-    windows(name)           all places of it in the host's memory, uint8 [bytes]; None where there are others
+    put(name, start, data)  as `read_file.Sink`; `start` is an offset into the box, row by row
+    windows(name)           the memory of the box, uint8 [bytes], once for each destination; None if a destination has
+                            no memory that the host can write
     done(name)              every byte of the box was put
     ======================  =====================================================================================
     """
@@ -34,15 +36,18 @@ class Targets(Protocol):
 
 
 class Target(NamedTuple):
-    """A box that a reader wants, under the name by which it knows it."""
+    """A box that a reader wants, and the reader's name for it."""
 
     name: str
     dtype: str
     box: Box
 
 
-class _Way(NamedTuple):
-    """From a piece to a target. `source`, `to`: first element and number of elements, where it is one run there."""
+class _Route(NamedTuple):
+    """A part of a piece, and the target that it goes to.
+
+    `source`, `to`: its first element and number of elements in the piece and in the target; None if it is not one run.
+    """
 
     target: Target
     piece: Box
@@ -53,11 +58,11 @@ class _Way(NamedTuple):
 
 
 class Scatter:
-    """A plan being carried out, over the files of all ranks."""
+    """Carries out one plan over the files of all ranks. `plan`: each target, and the parts of pieces that fill it."""
 
     def __init__(self, plan: Iterable[tuple[Target, list[Part]]], into: Targets) -> None:
         self._into = into
-        self._ways: dict[tuple[int, str], list[_Way]] = defaultdict(list)
+        self._routes: dict[tuple[int, str], list[_Route]] = defaultdict(list)
         self._left: Counter[str] = Counter()
         self._gathered: dict[tuple[int, str], np.ndarray] = {}
         self._scattered: dict[str, Target] = {}
@@ -68,49 +73,52 @@ class Scatter:
             size = DTYPES[target.dtype][0] // 8
             for part in parts:
                 box = part.stored.box
-                way = _Way(target, box, part.box, run_of(box, part.box), run_of(target.box, part.box), size)
-                self._ways[part.stored.rank, part.stored.piece.key].append(way)
-                if way.to is None:
+                route = _Route(target, box, part.box, run_of(box, part.box), run_of(target.box, part.box), size)
+                self._routes[part.stored.rank, part.stored.piece.key].append(route)
+                if route.to is None:
                     self._scattered[target.name] = target
             self._left[target.name] = len(parts)
             if not parts:
                 self._empty.append(target.name)
 
     def wanted(self, rank: int) -> set[str]:
-        """Keys of the pieces of a rank that are wanted at all."""
-        return {key for of, key in self._ways if of == rank}
+        """The keys of the pieces of a rank from which something is wanted."""
+        return {key for of, key in self._routes if of == rank}
 
-    def sink(self, rank: int) -> _OfRank:
-        """`fetch.Sink` for the files of a rank."""
-        return _OfRank(self, rank)
+    def sink(self, rank: int) -> _RankSink:
+        """`read_file.Sink` for the files of one rank."""
+        return _RankSink(self, rank)
 
     def end(self) -> None:
-        """Every file was read: what has no bytes is done too."""
+        """Finish the targets without bytes, once every file has been read."""
         for name in self._empty:
             self._into.done(name)
 
     def put(self, rank: int, key: str, start: int, data: memoryview) -> None:
-        for way in self._ways.get((rank, key), ()):
-            if way.source is None or way.to is None:
-                self._gather((rank, key), way.piece.elements * way.element_bytes, start, data)
+        """Take a verified part of a piece; called from any thread."""
+        for route in self._routes.get((rank, key), ()):
+            if route.source is None or route.to is None:
+                self._gather((rank, key), route.piece.elements * route.element_bytes, start, data)
                 continue
-            first, count = way.source[0] * way.element_bytes, way.source[1] * way.element_bytes
+            first, count = route.source[0] * route.element_bytes, route.source[1] * route.element_bytes
             low, high = max(start, first), min(start + len(data), first + count)
             if low < high:
-                self._put(way.target, way.to[0] * way.element_bytes + low - first, data[low - start : high - start])
+                at = route.to[0] * route.element_bytes + low - first
+                self._put(route.target, at, data[low - start : high - start])
 
     def done(self, rank: int, key: str) -> None:
+        """Finish a piece, all of which was put, and every target that it completes."""
         whole = self._gathered.pop((rank, key), None)
-        for way in self._ways.get((rank, key), ()):
-            target = way.target
-            if way.source is None or way.to is None:
+        for route in self._routes.get((rank, key), ()):
+            target = route.target
+            if route.source is None or route.to is None:
                 assert whole is not None
-                part = _cut(whole, way.piece, way.part, way.element_bytes)
-                if way.to is not None:
-                    self._put(target, way.to[0] * way.element_bytes, np.ascontiguousarray(part).reshape(-1).data)
+                part = _cut(whole, route.piece, route.part, route.element_bytes)
+                if route.to is not None:
+                    self._put(target, route.to[0] * route.element_bytes, np.ascontiguousarray(part).reshape(-1).data)
                 else:
-                    for place in self._into.windows(target.name) or [self._assembly(target)]:
-                        np.copyto(_cut(place, target.box, way.part, way.element_bytes), part)
+                    for place in self._into.windows(target.name) or [self._assembled_box(target)]:
+                        np.copyto(_cut(place, target.box, route.part, route.element_bytes), part)
             self._left[target.name] -= 1
             if not self._left[target.name]:
                 assembled = self._assembled.pop(target.name, None)
@@ -119,13 +127,13 @@ class Scatter:
                 self._into.done(target.name)
 
     def _put(self, target: Target, start: int, data: memoryview) -> None:
-        """A run of a target: to where it belongs, or beside what else of it is put together first."""
+        """Pass on a run of bytes of a target, or add it to the box that is assembled first."""
         if target.name in self._scattered and self._into.windows(target.name) is None:
-            self._assembly(target)[start : start + len(data)] = np.frombuffer(data, np.uint8)
+            self._assembled_box(target)[start : start + len(data)] = np.frombuffer(data, np.uint8)
         else:
             self._into.put(target.name, start, data)
 
-    def _assembly(self, target: Target) -> np.ndarray:
+    def _assembled_box(self, target: Target) -> np.ndarray:
         with self._lock:
             if target.name not in self._assembled:
                 length = target.box.elements * DTYPES[target.dtype][0] // 8
@@ -140,7 +148,9 @@ class Scatter:
         np.copyto(whole[start : start + len(data)], np.frombuffer(data, np.uint8))
 
 
-class _OfRank:
+class _RankSink:
+    """`read_file.Sink`: the pieces of one rank."""
+
     def __init__(self, scatter: Scatter, rank: int) -> None:
         self._scatter, self._rank = scatter, rank
 

@@ -21,7 +21,7 @@ from accelerate import Accelerator, DistributedType
 from accelerate.data_loader import DataLoaderShard
 
 from ..loop import checkpointer
-from ..run.pipeline import Save
+from ..run.save_handle import Save
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
 

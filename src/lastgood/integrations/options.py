@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from ..errors import NotARun, Refused
-from ..loop.checkpointer import Checkpointer
 from ..loop.opened import open_run
+from ..loop.options import option_names
 from ..policy.cadence import Every
 from ..run import paths
-
-_OWN = ("self", "path", "state")
 
 
 def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of a Checkpointer. Raises Refused, by name, for one that it does not have."""
-    known = [name for name in inspect.signature(Checkpointer.__init__).parameters if name not in _OWN]
+    known = option_names()
     for name in options:
         near = difflib.get_close_matches(name, ["every_steps", *known])
         todo = f"Did you mean {near[0]}?" if near else f"There are every_steps, {', '.join(known)}."

@@ -1,32 +1,36 @@
-"""Pacing: what the training loop shows of itself, measured for `plan.tune.adapt`. Holds no clock; decides nothing."""
+"""The adaptive interval: measures the training loop for `policy.tune.adapt`, which decides. Reads no clock."""
 
 from __future__ import annotations
 
 from statistics import median
 
 from ..policy.tune import Auto, adapt
-from ..run.pipeline import Save
+from ..run.save_handle import Save
 
 
 class Pace:
-    """An interval that follows the loop: every call on the training thread, `now` in seconds of a monotonic clock."""
+    """An interval between saves that adapts to the measured times of steps and saves.
+
+    `auto`: the interval to start with, and its bounds. All methods are called on the training thread; `now` is in
+    seconds of a monotonic clock.
+    """
 
     def __init__(self, auto: Auto) -> None:
         self.auto = auto
         self._before: tuple[int, float] | None = None
-        """the step that was passed last, and when; None where a save has been begun since"""
+        """the last completed step, and its time; None after a step with a save in flight, and after `begun`"""
         self._free: list[float] = []
-        """seconds of steps that no save was in flight in, since the last adaption"""
+        """durations, in seconds, of the steps without a save in flight, since the last adaptation"""
         self._flying: list[Save] = []
         self._period: tuple[int, float] = (0, 0.0)
-        """step and time at which the first of the saves in flight began"""
+        """step and time at which this period began: with a save while no other was in flight"""
         self._saves = 0
-        """begun in this period"""
+        """number of saves that were started in this period"""
         self._waited_seconds = 0.0
-        """in this period, for a place in flight"""
+        """how long the loop waited in this period for a place among the saves in flight"""
 
     def passed(self, n: int, now: float) -> str:
-        """A step is complete. Returns why the interval changed, if it did."""
+        """Record that step `n` is completed. Returns why the interval changed; empty if it did not."""
         ended = [one for one in self._flying if one.ended()]
         self._flying = [one for one in self._flying if not one.ended()]
         if self._before is not None and self._before[0] == n - 1:
@@ -41,7 +45,7 @@ class Pace:
         return self.auto.reason if self.auto.interval_steps != before.interval_steps else ""
 
     def begun(self, save: Save, n: int, now: float, waited_seconds: float) -> None:
-        """A save of step `n` was begun at `now`, after so long a wait for its place."""
+        """Record that a save of step `n` was started at `now`; `waited_seconds`: the wait for a place in flight."""
         if not self._flying:
             self._period, self._saves, self._waited_seconds = (n, now), 0, 0.0
         self._flying.append(save)
@@ -50,7 +54,10 @@ class Pace:
         self._before = None
 
     def _lost_seconds(self, n: int, now: float, free: float | None) -> float | None:
-        """What each save of this period cost the steps beside it, the wait for a place not counted."""
+        """By how many seconds each save of this period has slowed the steps, without the wait for a place in flight.
+
+        `free`: median duration of an undisturbed step. None if that is unknown.
+        """
         known = free if free is not None else median(self.auto.recent_step_seconds or (0.0,))
         if not known:
             return None

@@ -1,37 +1,40 @@
 """Loading: the newest good generation -> the live state.
 
-That it fits is known before anything is touched. Its bytes are read once, each chunk verified and then written where
-it belongs, where damage half way can be made good; else they are read twice, first to verify all of them (see
-docs/decisions/0006). Values, optimizers and random number generators follow when every tensor is in.
+Whether a generation fits is known before anything is written. Its bytes are read once, each chunk verified and then
+written to its place, where the next candidate can make good what a fault leaves half written; else they are read twice,
+first to verify all of them (docs/decisions/0006). Values, optimizers and random number generators follow once every
+tensor is in place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from concurrent.futures import Executor
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from .. import reporting
-from ..engine.arena import Arena
-from ..engine.finite import not_finite_error
-from ..engine.scatter import Scatter
-from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite
-from ..format.commit import Survey
+from ..coordination.single_rank import AnyRanks, AnyTopic
+from ..engine.read_file import UnfitTensors
+from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, StepDiffers
 from ..format.values import component
-from ..policy import reshard, restore
+from ..policy import restore
 from ..policy.arguments import require
-from ..policy.merge_values import merged
-from ..ports import Tier
-from ..records import Finding, Generation, Manifest
-from ..run import reader
-from ..state.as_dict import Everything, stored_names
-from ..state.match import Match, Rename
+from ..policy.merge_values import merged, unplaced
+from ..ranks.torch_store import machine
+from ..records import Finding, Generation
+from ..run.candidates import Candidates, RestorableRun
+from ..run.content import Content, ReadSettings
+from ..state.as_dict import AsDict, stored_names
+from ..state.match import Match, Rename, match
 from ..state.objects import seed_rng
 from ..state.patterns import Patterns
-from ..state.rules import Stored, match
-from ..state.tensor_sink import Filling
+from ..state.rules import Stored
+
+SHARED = 1.5
+"""A machine whose ranks read more than this many times the bytes of a generation reads through its page cache."""
 
 
 @dataclass(frozen=True)
@@ -46,36 +49,37 @@ class Restored:
     seconds: float
     bytes: int
     stepped_over: list[tuple[int, str]] = field(default_factory=list)
-    """(step, reason) of what is newer and not good"""
+    """(step, reason) of each newer generation that is not good"""
     misread: str = ""
-    """what was found in its first reading, and not in the second: a fault of memory or cable, and not of the files"""
+    """what the first reading found and the second did not: a fault of memory or cable, and not of the files"""
     repaired: list[tuple[int, str]] = field(default_factory=list)
-    """(step, files) of what was damaged, and rebuilt from its parity"""
+    """(step, files) of each generation that was damaged, and was rebuilt from its parity"""
     skipped: list[str] = field(default_factory=list)
-    """with strict=False: what did not fit"""
+    """with strict=False: what did not fit, each with the reason"""
     unfit: list[str] = field(default_factory=list)
-    """of a step that was asked for: tensors that must be finite and are not"""
+    """where a step was asked for: its tensors that must be finite and are not"""
     not_demanded: frozenset[str] = frozenset()
-    """tensors that the generation was saved with, and that may hold NaN or infinity"""
+    """tensors that were saved as allowed to hold NaN or infinity"""
 
     def __index__(self) -> int:
         return self.step
 
 
 @dataclass(frozen=True)
-class Request:
-    """How a generation is to meet the live state; see `Checkpointer.restore`.
+class LoadRequest:
+    """Which generation to load into which live state, and how; see `Checkpointer.restore`.
 
-    Raises Refused, by name, for a `strict` or `rename` of the wrong type.
+    Raises Refused for a `strict` or `rename` of the wrong type.
     """
 
     state: MutableMapping[str, Any]
+    step: int | None = None
     strict: bool = True
     rename: Mapping[str, str] | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     patterns: Patterns = field(default_factory=Patterns)
-    """which of the two have matched no name so far"""
+    """those of `include` and `exclude` that have matched no name so far"""
     partial: bool = False  # guard: restore-is-never-partial
     """whether the state may lack top-level entries that the generation has"""
 
@@ -92,10 +96,11 @@ class Request:
         """Whether the state has a place for a top-level entry of a generation."""
         return Rename(self.rename or {}).key(entry) in set(map(component, self.state))
 
-    def fit(self, stored: Stored, nowhere: Callable[[list[str]], list[str]], alone: bool) -> Match:
-        """How a generation goes into the state. Raises as `match`; `alone`, without other ranks, as `Patterns.require`.
+    def fit(self, stored: Stored, alone: bool) -> Match:
+        """Match a generation with the state. Raises as `match`.
 
-        Another rank may have what a pattern matches.
+        `alone`: whether no other rank loads. Then a pattern that matches no name is refused; otherwise another rank may
+        have what it matches.
         """
         if self.patterns.pending:
             self.patterns.note(stored_names(stored))
@@ -108,92 +113,151 @@ class Request:
             rename=self.rename,
             include=self.include,
             exclude=self.exclude,
-            nowhere=nowhere,
             partial=self.partial,
         )
 
 
-def load_into(
-    request: Request | Everything,
-    tier: Tier,
-    survey: Survey,
-    step: int | None,
-    arena_for: Callable[[int, int], Arena],
-    workers: Executor,
-    examine: Callable[[Generation], list[Finding]],
-    mark: Callable[[Generation, list[Finding]], None] = lambda *_: None,
-    mend: Callable[[Generation], bool] = lambda _: False,
-    rank: int = 0,
-    ranks: int = 1,
-    together: Callable[[Callable[[], None]], None] | None = None,
-    nowhere: Callable[[list[str]], list[str]] = list,
-    fits: Callable[[Generation, int], bool] = lambda *_: False,
-) -> Restored:
-    """Load the newest good generation of the lineage (or `step`) into the live state.
+class Request(Protocol):
+    """What `load` needs of a request: `LoadRequest`, and `as_dict.DictRequest`."""
 
-    What is not finite and must be is not good, unless `step` asks for it. `arena_for(bytes, chunk bytes)` lends the
-    memory. `rank` of the `ranks` that load takes the place of that rank of those that saved. `together` as in
-    `newest_good`: what was not verified is examined by all of them first, since each reads but a part. `nowhere` as in
-    `match`; `fits(generation, bytes wanted of it)` is asked before anything is written, and says whether this machine
-    reads the same bytes several times. Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable, each with
-    the live state untouched; HalfLoaded when it is not; its LoadFailed where code of the state, of torch or of numpy
-    raised half way.
+    @property
+    def step(self) -> int | None: ...
+    @property
+    def strict(self) -> bool: ...
+    def has_place(self, entry: str) -> bool: ...
+    def fit(self, stored: Stored, alone: bool) -> Match | AsDict: ...
+
+
+def load(request: Request, run: RestorableRun, ranks: AnyRanks) -> Restored:
+    """Load the newest good generation of the lineage, or `request.step`, into the live state.
+
+    A generation with NaN or infinity where numbers must be is not good, unless its step is asked for. This process
+    takes the place of the rank of its number among those that saved. Several ranks load the same generation, or none
+    does; they first examine what is not verified, because each of them reads only a part of it. Raises StateMismatch,
+    NoSuchStep, Damaged, NothingGood, Unavailable: the live state is untouched then. Raises HalfLoaded when it is not,
+    and its subclass LoadFailed where code of the state, of torch or of numpy raised after writing had begun.
     """
     begun = time.monotonic()
-    skipped: list[str] = []
-    unfit: set[str] = set()
-    not_demanded: set[str] = set()
-    half: int | None = None  # step of which the live state holds a part
+    candidates = Candidates(run.survey, request.step, run)
+    loading = _Loading(request, run, ranks, candidates)
+    loaded: Generation | None = None
+    try:
+        for generation in candidates:
+            try:
+                loading.attempt(generation)
+            except (Damaged, NotFinite) as error:
+                candidates.failed(error)
+            else:
+                loaded = generation
+                break
+    except LastgoodError as error:
+        if loading.half is None or isinstance(error, HalfLoaded):
+            raise
+        raise _half_loaded(error, loading.half) from error
+    if loaded is not None and ranks.rank >= loaded.commit.world.ranks:
+        seed_rng(f"{loaded.root} {ranks.rank}")
+    found = candidates.found(loaded)
+    return Restored(
+        step=loaded.step if loaded else 0,
+        generation=loaded,
+        seconds=time.monotonic() - begun,
+        bytes=loaded.bytes if loaded else 0,
+        stepped_over=found.stepped_over,
+        misread=found.misread,
+        skipped=loading.skipped,
+        unfit=sorted(loading.unfit.names),
+        not_demanded=loading.not_demanded,
+    )
 
-    def in_one_reading(generation: Generation) -> bool:
-        """Whether damage half way can be made good by another load, or was looked for before."""
-        if not request.strict:
-            return False  # what an older one lacks would stay as it was written
-        older = generation.id != restore.choose(survey, step).candidates[-1]
-        return generation.verified or older or half is not None or together is not None
 
-    def load(generation: Generation, manifests: list[Manifest]) -> None:
-        nonlocal half
-        # guard: half-loaded-state-not-mixed
-        if half is not None and not request.strict:  # what this one lacks would stay as it was written
-            raise Damaged(f"step {half} was damaged, and had been loaded in part")
-        findings = examine(generation) if together and not generation.verified else []
-        if damage := [one for one in findings if one.layer != "finite"]:
-            raise Damaged(f"step {generation.step} does not read back: {restore.told(damage)}")
-        tensors = reshard.tensors(manifests)
-        aliases = reshard.aliases(manifests)
-        shapes = {name: (one.dtype, one.shape) for name, one in tensors.items()}
-        shapes |= {alias: shapes[name] for alias, name in aliases.items()}
-        values = merged(manifests, rank, ranks, request.has_place)
-        stored = Stored(step=generation.step, tensors=shapes, aliases=aliases, values=values)
-        fit = request.fit(stored, nowhere, alone=together is None)
-        shared = fits(generation, fit.bytes)
-        arena = arena_for(*reader.reading_bytes(manifests))
-        once = in_one_reading(generation) and (
-            together is not None or reader.headers_agree(tier, generation, manifests, arena)
-        )
-        try:
-            not_demanded.clear()
-            not_demanded.update(piece.name for manifest in manifests for piece in manifest.pieces if not piece.finite)
-            unfit.clear()
+class _Loading:
+    """The attempts of one load, and what the last of them found."""
+
+    def __init__(self, request: Request, run: RestorableRun, ranks: AnyRanks, candidates: Candidates) -> None:
+        self._request, self._run, self._ranks, self._candidates = request, run, ranks, candidates
+        self._several = ranks.size > 1
+        self.half: int | None = None
+        """the step of which the live state holds a part"""
+        self.skipped: list[str] = []
+        self.unfit = UnfitTensors(refused=False)
+        self.not_demanded: frozenset[str] = frozenset()
+
+    def attempt(self, generation: Generation) -> None:
+        """Load a generation, on all ranks or on none. Raises Damaged or NotFinite if it is not good."""
+        topic = self._ranks.topic("load")
+        with topic.failing():
+            # guard: half-loaded-state-not-mixed
+            if self.half is not None and not self._request.strict:  # what this one lacks would stay as it was written
+                raise Damaged(f"step {self.half} was damaged, and had been loaded in part")
+            findings = self._examine_unverified(generation, topic)
+            content = Content(self._run.tier, generation)
+            fit = self._fit(content, topic)
+            shared = self._is_read_several_times(generation, fit.bytes, topic)
+            arena = self._run.arena(*content.reading_bytes())
+            once = self._may_read_once(generation) and (self._several or content.headers_agree(arena))
+            self.unfit = UnfitTensors(refused=self._request.step is None)
             # guard: non-finite-on-any-rank
-            unfit.update(one.tensor for one in findings)  # of all ranks: this one reads but a part
-            # Of its own accord nobody loads what is not good; what was verified has been asked already.
-            tell = None if generation.verified else _refuse if step is None else unfit.add
+            self.unfit.names.update(one.tensor for one in findings)  # of all ranks: this one reads but a part
+            self.not_demanded = content.not_demanded()
+            settings = ReadSettings(
+                arena=arena,
+                workers=self._run.workers,
+                rank=self._ranks.rank,
+                unfit=None if generation.verified else self.unfit,
+                shared=shared,
+            )
+            with self._translated_errors(generation, fit):
+                fit.apply(content, settings, look_first=not once)
+            self.skipped = list(fit.skipped)
+        topic.agree(None, lambda _: None)  # guard: all-ranks-load-or-none
 
-            def feed(sink: Filling) -> None:
-                if len(manifests) == 1 and not (sink.boxed or shared):  # what is stored is what is wanted
-                    reader.stream(tier, generation, manifests[0], arena, workers, sink, unfit=tell)
-                    return
-                plan = [(one, reshard.parts(tensors[name], one.box, rank)) for name, one in sink.targets()]
-                into = Scatter(plan, sink)
-                reader.scatter(tier, generation, manifests, arena, workers, into, unfit=tell, fresh=not shared)
+    def _examine_unverified(self, generation: Generation, topic: AnyTopic) -> list[Finding]:
+        """What several ranks find in a generation that is not verified, NaN and infinity only. Raises Damaged."""
+        if generation.verified or not self._several:
+            return []
+        findings = self._run.examine(generation, topic)
+        if damage := [one for one in findings if one.layer != "finite"]:
+            raise Damaged(f"step {generation.step} does not read back: {restore.summary(damage)}")
+        return findings
 
-            fit.apply(feed, look_first=not once)
+    def _fit(self, content: Content, topic: AnyTopic) -> Match | AsDict:
+        """Match a generation with this rank's state. Raises StateMismatch."""
+        shapes = {name: (one.dtype, one.shape) for name, one in content.names().items()}
+        values = merged(content.manifests, self._ranks.rank, self._ranks.size, self._request.has_place)
+        stored = Stored(step=content.generation.step, tensors=shapes, aliases=content.aliases, values=values)
+        fit = self._request.fit(stored, alone=not self._several)
+        fit.unexpected = topic.agree(fit.unexpected, unplaced)  # another rank may have a place, as in a pipeline
+        fit.require_fit()
+        return fit
+
+    def _is_read_several_times(self, generation: Generation, wanted_bytes: int, topic: AnyTopic) -> bool:
+        """Whether the ranks of this machine together want much more of a generation than there is.
+
+        No rank writes into its state before this is known: by then the generation fits every rank's state, and all
+        ranks load the same one.
+        """
+        if not self._several:
+            return False
+        here = machine()
+        wanted = topic.agree((generation.root, here, wanted_bytes), _wanted_bytes)
+        return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
+
+    def _may_read_once(self, generation: Generation) -> bool:
+        """Whether another load can make good what a fault leaves half written, or faults were looked for before."""
+        if not self._request.strict:
+            return False  # what an older generation lacks would stay as it was written
+        older = not self._candidates.is_last(generation.id)
+        return generation.verified or older or self.half is not None or self._several
+
+    @contextlib.contextmanager
+    def _translated_errors(self, generation: Generation, fit: Match | AsDict) -> Iterator[None]:
+        """Around writing: notes whether it has begun, and raises HalfLoaded or LoadFailed where that matters."""
+        try:
+            yield
         except LoadFailed:
             raise
         except (Damaged, NotFinite) as error:
-            if fit.begun and not request.strict:
+            if fit.begun and not self._request.strict:
                 raise _half_loaded(error, generation.step) from error
             raise
         except LastgoodError:
@@ -203,32 +267,21 @@ def load_into(
                 raise _load_failed(error, generation.step) from error
             raise
         finally:
-            half = generation.step if fit.begun else half
-        skipped[:] = fit.skipped
+            self.half = generation.step if fit.begun else self.half
 
-    try:
-        found = reader.newest_good(tier, survey, step, load, examine, mark, mend, together or reader.alone)
-    except LastgoodError as error:
-        if half is None or isinstance(error, HalfLoaded):
-            raise
-        raise _half_loaded(error, half) from error
-    if found.generation is not None and rank >= found.generation.commit.world.ranks:
-        seed_rng(f"{found.generation.root} {rank}")
-    return Restored(
-        step=found.generation.step if found.generation else 0,
-        generation=found.generation,
-        seconds=time.monotonic() - begun,
-        bytes=found.generation.bytes if found.generation else 0,
-        stepped_over=found.stepped_over,
-        misread=found.misread,
-        skipped=skipped,
-        unfit=sorted(unfit),
-        not_demanded=frozenset(not_demanded),
-    )
+
+def _wanted_bytes(posts: list[tuple[str, str, int]]) -> Mapping[str, int]:
+    """The bytes that the ranks of each machine want, of (root of the generation, machine, bytes) of every rank."""
+    if len({root for root, _, _ in posts}) > 1:  # guard: ranks-load-one-generation
+        raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
+    wanted: Counter[str] = Counter()
+    for _, at, size in posts:
+        wanted[at] += size
+    return wanted
 
 
 def report(found: Restored, verb: str) -> None:
-    """Report what was stepped over, misread, or rebuilt."""
+    """Report which generations were stepped over, misread, or rebuilt. `verb`: "loaded" or "resumed from"."""
     if found.stepped_over:
         reasons = "\n".join(f"  step {at}: {reason}" for at, reason in found.stepped_over)
         reporting.threat(f"{verb} step {found.step}, stepping over\n{reasons}")
@@ -240,15 +293,11 @@ def report(found: Restored, verb: str) -> None:
         reporting.warning(f"step {at} was damaged ({names}) and was rebuilt")
 
 
-def _refuse(tensor: str) -> None:
-    raise not_finite_error(tensor)
-
-
 def _load_failed(error: Exception, step: int) -> LoadFailed:
     return LoadFailed(
         f"loading step {step} had begun when it failed: {type(error).__name__}: {error}",
         safe="\nThe generations are untouched. The live state is part of that step: do not train on it.",
-        todo="Mend the cause, build the state anew and restore again.",
+        todo="Fix the cause, build the state anew and restore again.",
     )
 
 

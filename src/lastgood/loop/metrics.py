@@ -1,4 +1,4 @@
-"""Metrics: the numbers among what a loop measures, for retention to compare."""
+"""Metrics: the values that a loop gives with a save, checked and converted to numbers that retention can compare."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from ..errors import Refused
 
 
 def numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Name -> finite number. NaN, infinity and None are left out, with a line; a loss may be any of them.
+    """Name -> finite number. NaN, infinity and None, which a loss may be, are left out and reported.
 
-    Takes numbers, and tensors and arrays of numpy without a dimension. Raises Refused, which names the metric.
+    `metrics`: name -> number, or tensor or numpy array of shape []; None means no metrics. Raises Refused, with the
+    name of the metric, for anything else.
     """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
         raise _refused(f"metrics={metrics!r}")
     found = {name: _number(name, value) for name, value in metrics.items()}
-    odd = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
-    if odd:
-        reporting.info(f"metrics left out: {', '.join(odd)}")
+    left_out = [f"{name} is {value}" for name, value in found.items() if not math.isfinite(value)]
+    if left_out:
+        reporting.info(f"metrics left out: {', '.join(left_out)}")
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 

@@ -8,21 +8,24 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, overload
 
+from ..coordination.single_rank import SingleRank
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
 from ..policy.arguments import is_whole, require
-from ..records import Finding, Generation
+from ..records import Generation
 from ..run import access
-from ..run.reader import WORKERS, read_all
+from ..run.candidates import ReadOnlyRun
+from ..run.reader import WORKERS
+from ..run.save import ReadyChunks, SaveRequest
 from ..run.writer import RunWriter
 from ..snapshot import staging
-from ..state.as_dict import Everything
+from ..state.as_dict import DictRequest
 from ..state.capture import Capture, finite
 from ..state.exempt import untrained
 from ..state.patterns import Patterns, matches
 from ..state.storable import require_storable
-from .load import Request, Restored, load_into, report
+from .load import LoadRequest, Restored, load, report
 from .options import check_state
 
 
@@ -33,11 +36,15 @@ def save_once(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Generation:
-    """Save a state as a new generation of the run at `path` (made if need be) and wait until it is durable.
+    """Save a state as a new generation of the run at `path`, and wait until it is durable and verified.
 
-    It continues the newest generation that is there; nothing is deleted. The state is read now, so it may hold what
-    an object's `state_dict()` returned, which a Checkpointer refuses. `include`, `exclude`: name patterns (fnmatch), as
-    in the Checkpointer. Raises what a Checkpointer raises.
+    The run is made if it does not exist. The generation continues the newest one of the run; nothing is deleted.
+    `state`: name -> object, as for a Checkpointer. It is read once, now, so it may hold what an object's
+    `state_dict()` returned, which a Checkpointer refuses. `step` (default 0): how many optimizer steps are completed.
+    `include`, `exclude` (default: everything is saved): name patterns (fnmatch) of what is saved, and of what is not.
+    Raises what a Checkpointer raises.
+
+        lastgood.save("runs/a", {"model": model}, step=4000)
     """
     require(
         is_whole(step, 0) and step < layout.STEP_LIMIT,
@@ -55,20 +62,21 @@ def save_once(
         tensors = captured.tensors
         images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
         arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-        chunks = staging.in_chunks(images, arena.chunk_bytes)
         generation = run.save(
-            run.admit(operator.index(step)),
-            images,
-            staging.Snapshot(chunks, tensors, staging.devices(tensors), arena).fill(),
-            aliases=captured.aliases,
-            values=captured.values,
+            SaveRequest(
+                at=run.admit(operator.index(step)),
+                images=images,
+                chunks=ReadyChunks(staging.copy_all(images, tensors, arena).fill()),
+                aliases=captured.aliases,
+                values=captured.values,
+            )
         )
         run.verify(arena)
         return generation
 
 
 class Loaded(dict[str, Any]):
-    """A generation as a nested dict (see `lastgood.load`); `restored` says which one, and what was stepped over."""
+    """A generation as a nested dict (see `lastgood.load`). `restored` says which one, and what was stepped over."""
 
     def __init__(self, content: Mapping[str, Any], restored: Restored) -> None:
         super().__init__(content)
@@ -104,37 +112,38 @@ def load_once(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
 ) -> Restored | Loaded:
-    """Load the newest good generation (or that of `step`); the run itself is not changed or locked.
+    """Load the newest good generation of the run at `path`, or that of `step`. The run is neither changed nor locked.
 
-    With `state` it is loaded into the live objects there, and a Restored is returned. The state may lack top-level
-    entries that the generation has: `lastgood.load(path, {"model": model})` takes the model out of a training run.
-    Inside the entries that it has everything must fit, unless strict=False. `rename`: stored name -> live name.
+    With `state`, the generation is loaded into the live objects there, and a Restored is returned. The state may lack
+    top-level entries of the generation: `lastgood.load(path, {"model": model})` takes the model out of a training run.
+    Within the entries that it has, everything must fit, unless strict=False (default True), which skips what does not.
+    `rename` (default: no name changes): stored name -> live name.
 
-    Without `state` a nested dict of all of it is returned, with new tensors on the CPU: modules and optimizers as
-    their `state_dict()` has them, for `model.load_state_dict(found["model"])`; `found.restored.step` is its step.
+    Without `state`, a nested dict of the whole generation is returned, with new tensors on the CPU. Modules and
+    optimizers are as their `state_dict()` has them, for `model.load_state_dict(found["model"])`; the step is
+    `found.restored.step`.
 
-    `include`, `exclude`: name patterns (fnmatch) of what is wanted. The global random number generators are set only
-    where all of a generation goes into `state`: not where entries are lacking, and with `include` only if that names
-    "rng". Every byte that is used is verified. Raises NotARun, StateMismatch, NoSuchStep, Damaged, NothingGood,
-    Refused; the live state is untouched then. HalfLoaded when it is not.
+    `include`, `exclude` (default: everything is loaded): name patterns (fnmatch) of what is loaded, and of what is not.
+    The global random number generators are set only where the whole generation goes into `state`: not where entries
+    are lacking, and with `include` only if that names "rng". Every byte that is used is verified. Raises NotARun,
+    StateMismatch, NoSuchStep, Damaged, NothingGood, Refused, Unavailable: the live state is untouched then. Raises
+    HalfLoaded when it is not.
     """
     if state is None and (rename or not strict):
-        raise Refused("rename= and strict= speak of a live state", safe="Nothing was read.", todo="Give state=.")
+        raise Refused("rename= and strict= apply only to a live state", safe="Nothing was read.", todo="Give state=.")
     if state is not None:
         check_state(state)
     patterns = Patterns(include, exclude)
     if include and not any(matches(one, ["rng"]) or one.startswith("rng.") for one in include):
         exclude = [*exclude, "rng"]  # guard: generators-loaded-only-if-named
-    everything = Everything(include, exclude)
-    request = everything if state is None else Request(state, strict, rename, include, exclude, patterns, partial=True)
+    content: dict[str, Any] = {}
+    request = (
+        LoadRequest(state, step, strict, rename, include, exclude, patterns, partial=True)
+        if state is not None
+        else DictRequest(content, step, include, exclude)
+    )
     tier = access.for_reading(path)
-
     with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-        small = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-
-        def examine(generation: Generation) -> list[Finding]:
-            return read_all(tier, generation, small, workers)
-
-        found = load_into(request, tier, commit.survey(tier), step, Arena, workers, examine)
+        found = load(request, ReadOnlyRun(tier, commit.survey(tier), workers), SingleRank())
     report(found, "loaded")
-    return found if state is not None else Loaded(everything.content, found)
+    return found if state is not None else Loaded(content, found)

@@ -1,87 +1,83 @@
-"""Options: what a `Checkpointer` was asked for, checked as a whole before anything is touched."""
+"""The options of a `Checkpointer`, checked as a whole before anything is touched. Read and write nothing.
+
+What most loops set are keyword arguments of `Checkpointer`; the rest is in `Tuning` and `Ranks`, and each field of
+these two is also a keyword argument of its own, as in earlier versions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+import difflib
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypedDict, get_args
 
+from ..coordination.rounds import PATIENCE_SECONDS
+from ..events import Event
 from ..format import parity_layout
-from ..format.layout import CHUNK_LIMIT_BYTES
+from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
-from ..policy.retention import Keep
+from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
-from ..records import Event
 from ..run import access
+from ..run.pipeline import RunOptions
+from ..run.reader import WORKERS
 from ..storage.directory import WriteMode
 from .preemption import Preemption
-from .save_planner import Staging, TornCheck
 
 LEAST_MEMORY_BYTES = 1 << 20
 MOST_THREADS = 64
 
+Staging = Literal["overlap", "blocking"]
+TornCheck = Literal["sampled", "full"]
 OnError = Literal["warn", "raise"]
 WhenFull = Literal["wait", "skip", "raise"]
+CADENCE = Every(seconds=300)
 
 
-@dataclass(frozen=True)
-class Options:
-    """See `Checkpointer`. Raises Refused, which names the option, for a value that cannot be meant."""
+@dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How the saves of a `Checkpointer` use memory, threads and the disk. The defaults serve most jobs.
 
-    cadence: Every | Literal["auto"]
-    retention: Keep
-    write_mode: WriteMode
-    digest: str
-    on_error: OnError
-    memory: int | None
-    include: Sequence[str]
-    exclude: Sequence[str]
-    on_event: Callable[[Event], None] | None
-    staging: Staging | None
-    torn_check: TornCheck
-    in_flight: int
-    when_full: WhenFull
-    writers: int
-    chunk: int
-    overhead: float | None
-    persist: access.Persist
-    parity: str | None
-    scrub: Scrub | None
-    finite_also: Sequence[str]
-    finite_except: Sequence[str]
-    preemption: Preemption | None
-    patience: float
-    save_on_exit: bool
-    durable_within_seconds: float | None
+    `memory`: bound of all buffers, in bytes, at least 1 MiB; default: the size of the state. Smaller makes the next
+    update wait for the disk.
+    `in_flight`: saves side by side, 1 to 64; default 2. `writers`: threads that write each of them, 1 to 64; default 3.
+    `chunk`: bytes of one buffer, a multiple of 4096 up to 256 MiB; default 8 MiB.
+    `staging`: "overlap" copies behind the next forward and backward, "blocking" before the call returns; default:
+    overlap, where the optimizers can be held until the copy is complete.
+    `torn_check`: "sampled" (default) compares samples of each tensor before and after the copy, "full" digests all.
+    `when_full`: with `in_flight` saves under way a due step waits ("wait", the default), is skipped ("skip"), or raises
+    InFlightFull ("raise").
+    `overhead`: with cadence="auto", the share of time that saving may cost, between 0 and 1; default 0.03.
+    `write_mode`: "atomic_dirsync" (default), or a mode that syncs less, see docs/format.md.
+    `digest`: "xxh3_128" (default) or another algorithm of docs/format.md. `persist`: in slots, "direct" (default)
+    writes with direct I/O, "mmap" through a mapping.
+    Raises Refused, which names the option, for a value that cannot be meant.
+
+        Checkpointer("runs/gpt", state, tuning=lastgood.Tuning(in_flight=3, memory=8 << 30))
+    """
+
+    memory: int | None = None
+    in_flight: int = 2
+    writers: int = WORKERS
+    chunk: int = CHUNK_BYTES
+    staging: Staging | None = None
+    torn_check: TornCheck = "sampled"
+    when_full: WhenFull = "wait"
+    overhead: float | None = None
+    write_mode: WriteMode = "atomic_dirsync"
+    digest: str = "xxh3_128"
+    persist: access.Persist = "direct"
 
     def __post_init__(self) -> None:
-        self._check_choices()
-        self._check_numbers()
-        self._check_objects()
-
-    def _check_choices(self) -> None:
-        choices: dict[str, Sequence[object]] = {
-            "digest": tuple(ALGORITHMS),
-            "write_mode": get_args(WriteMode),
-            "on_error": get_args(OnError),
-            "staging": (None, *get_args(Staging)),
-            "torn_check": get_args(TornCheck),
-            "when_full": get_args(WhenFull),
-            "persist": get_args(access.Persist),
-            "save_on_exit": (True, False),
-        }
-        for name, known in choices.items():
-            value = getattr(self, name)
-            require(
-                any(value is one or (isinstance(value, str) and value == one) for one in known),
-                f"{name}={value!r}",
-                f"Give one of {', '.join(map(repr, known))}.",
-            )
-
-    def _check_numbers(self) -> None:
+        _require_one_of("digest", self.digest, tuple(ALGORITHMS))
+        _require_one_of("write_mode", self.write_mode, get_args(WriteMode))
+        _require_one_of("staging", self.staging, (None, *get_args(Staging)))
+        _require_one_of("torn_check", self.torn_check, get_args(TornCheck))
+        _require_one_of("when_full", self.when_full, get_args(WhenFull))
+        _require_one_of("persist", self.persist, get_args(access.Persist))
         whole = "Give a whole number"
         require(
             self.memory is None or is_whole(self.memory, LEAST_MEMORY_BYTES),
@@ -98,30 +94,111 @@ class Options:
             f"chunk={self.chunk!r}",
             f"{whole} of bytes: a multiple of 4096, up to {CHUNK_LIMIT_BYTES} (256 MiB).",
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """How the ranks of a process group save together. In a world of one it has no effect.
+
+    `patience`: timeout of a rank that waits for another one, in seconds; default 120. Rank 0 is waited for twice as
+    long, the store of the process group three times. Raises Refused unless it is above 0.
+
+        Checkpointer("runs/gpt", state, ranks=lastgood.Ranks(patience=600))
+    """
+
+    patience: float = PATIENCE_SECONDS
+
+    def __post_init__(self) -> None:
         require(is_positive(self.patience), f"patience={self.patience!r}", "Give seconds above 0.")
-        limit = self.durable_within_seconds
+
+
+class EarlierKeywords(TypedDict, total=False):
+    """The fields of `Tuning` and `Ranks`, as keyword arguments of a `Checkpointer`."""
+
+    memory: int | None
+    in_flight: int
+    writers: int
+    chunk: int
+    staging: Staging | None
+    torn_check: TornCheck
+    when_full: WhenFull
+    overhead: float | None
+    write_mode: WriteMode
+    digest: str
+    persist: access.Persist
+    patience: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """See `Checkpointer`. Raises Refused, which names the option, for a value that cannot be meant."""
+
+    cadence: Every | Literal["auto"] = CADENCE
+    retention: Keep = KEEP
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    on_error: OnError = "warn"
+    on_event: Callable[[Event], None] | None = None
+    parity: str | None = None
+    scrub: Scrub | None = None
+    finite_also: Sequence[str] = ()
+    finite_except: Sequence[str] = ()
+    preemption: Preemption | None = None
+    save_on_exit: bool = True
+    durable_within_seconds: float | None = None
+    tuning: Tuning = field(default_factory=Tuning)
+    ranks: Ranks = field(default_factory=Ranks)
+
+    def __post_init__(self) -> None:
+        _require_one_of("on_error", self.on_error, get_args(OnError))
+        _require_one_of("save_on_exit", self.save_on_exit, (True, False))
+        self._check_objects()
+        self._check_times()
+
+    def with_keywords(self, earlier: Mapping[str, Any]) -> Options:
+        """The same with single fields of `tuning` and `ranks` as keyword arguments.
+
+        Raises TypeError for a name that is no option; Refused where it is given in `tuning` or `ranks` too.
+        """
+        groups: dict[str, Any] = {"tuning": self.tuning, "ranks": self.ranks}
+        for name, value in earlier.items():
+            group = next((one for one, of in groups.items() if name in {entry.name for entry in fields(of)}), "")
+            if not group:
+                near = difflib.get_close_matches(name, option_names())
+                more = f"; did you mean {near[0]!r}?" if near else ""
+                raise TypeError(f"Checkpointer() got an unexpected keyword argument {name!r}{more}")
+            default = type(groups[group])()
+            twice = getattr(groups[group], name) not in (getattr(default, name), value)
+            require(not twice, f"{name} is given twice, and in {group}={groups[group]}", "Give it in one place.")
+            groups[group] = replace(groups[group], **{name: value})
+        return replace(self, **groups)
+
+    def _check_times(self) -> None:
+        limit, overhead = self.durable_within_seconds, self.tuning.overhead
         require(
             limit is None or is_positive(limit), f"durable_within_seconds={limit!r}", "Give seconds above 0, or None."
         )
-
-    def _check_objects(self) -> None:
-        require(isinstance(self.retention, Keep), f"retention={self.retention!r}", "Give lastgood.Keep(last=3).")
         require(
             isinstance(self.cadence, Every) or self.cadence == "auto",
             f"cadence={self.cadence!r}",
             'Give lastgood.Every(steps=...), lastgood.Every(seconds=...) or "auto".',
         )
         require(
-            self.overhead is None or (self.cadence == "auto" and is_positive(self.overhead) and self.overhead < 1),
-            f"overhead={self.overhead!r}",
+            overhead is None or (self.cadence == "auto" and is_positive(overhead) and overhead < 1),
+            f"overhead={overhead!r}",
             'Give a share between 0 and 1, with cadence="auto".',
         )
         seconds = self.cadence.seconds if isinstance(self.cadence, Every) else None
         require(
-            seconds is None or self.durable_within_seconds is None or seconds < self.durable_within_seconds,
-            f"durable_within_seconds={self.durable_within_seconds} with {self.cadence}",
+            seconds is None or limit is None or seconds < limit,
+            f"durable_within_seconds={limit} with {self.cadence}",
             "Allow more time than lies between two saves.",
         )
+
+    def _check_objects(self) -> None:
+        require(isinstance(self.tuning, Tuning), f"tuning={self.tuning!r}", "Give lastgood.Tuning(...).")
+        require(isinstance(self.ranks, Ranks), f"ranks={self.ranks!r}", "Give lastgood.Ranks(...).")
+        require(isinstance(self.retention, Keep), f"retention={self.retention!r}", "Give lastgood.Keep(last=3).")
         require(self.on_event is None or callable(self.on_event), f"on_event={self.on_event!r}", "Give a function.")
         require(self.scrub is None or isinstance(self.scrub, Scrub), f"scrub={self.scrub!r}", "Give lastgood.Scrub().")
         require(
@@ -135,10 +212,24 @@ class Options:
         if self.parity is not None:
             parity_layout.parsed(self.parity)
 
+    def of_run(self) -> RunOptions:
+        """How the run is opened."""
+        tuning = self.tuning
+        return RunOptions(
+            write_mode=tuning.write_mode,
+            keep=self.retention,
+            algorithm=tuning.digest,
+            in_flight=tuning.in_flight,
+            writers=tuning.writers,
+            persist=tuning.persist,
+            parity=self.parity,
+            scrub=self.scrub,
+        )
+
     def check_place(self, slots: bool, several: bool) -> None:
         """Whether the options go with a run in `slots`, and with `several` ranks. Raises Refused."""
-        keep, directory = self.retention, "Put what is to be kept into a directory"
-        require(slots or self.persist == "direct", f"persist={self.persist!r}", '"mmap" is for slots://.')
+        keep, persist, directory = self.retention, self.tuning.persist, "Put what is to be kept into a directory"
+        require(slots or persist == "direct", f"persist={persist!r}", '"mmap" is for slots://.')
         require(
             not slots or not (keep.every or keep.milestones or keep.best),
             f"{keep} in slots, which keep the newest only",
@@ -152,6 +243,19 @@ class Options:
             "parity or scrub with several ranks",
             "Leave them out: they are for one process so far.",
         )
+
+
+def option_names() -> list[str]:
+    """The names of all keyword arguments of a `Checkpointer`."""
+    return [one.name for group in (Options, Tuning, Ranks) for one in fields(group)]
+
+
+def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
+    require(
+        any(value is one or (isinstance(value, str) and value == one) for one in known),
+        f"{name}={value!r}",
+        f"Give one of {', '.join(map(repr, known))}.",
+    )
 
 
 def check_state(state: object) -> None:

@@ -1,8 +1,8 @@
-"""Preemption: a signal asks for a last save at the next step, and for the end of the run. Saves nothing itself.
+"""Preemption: a signal requests a last save at the next step, and then the end of the run. Saves nothing itself.
 
-A handler notes the time and sets a timer; the rest is done in the training loop, by `Checkpointer.step`. When the grace
-is over the timer ends the process, wherever it is: in a loop that comes to no step, on a disk that hangs. That is as
-safe as any kill.
+A signal handler records the time and starts a timer. `Checkpointer.step` does the rest in the training loop. When the
+grace period is over, the timer ends the process, even if the loop reaches no step or the disk hangs. That is as safe as
+a kill, because committed generations survive any kill.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ from ..errors import Refused
 from ..policy.arguments import is_positive, is_whole, require
 
 EXIT_CODE = 75
-"""EX_TEMPFAIL of sysexits.h: nothing was wrong, run it again"""
+"""EX_TEMPFAIL of sysexits.h: nothing was wrong, start the job again"""
 SAME_SECONDS = 1.0
-"""in which a further signal is the same request once more: a launcher passes on what its process group had already"""
+"""a further signal within this time is the same request: a launcher forwards a signal that its whole group received"""
 
 
 @dataclass(frozen=True)
 class Preemption:
-    """Which signals ask, how long the end may take from the first one on, and the exit code that tells of it.
+    """How a run ends when its machine is taken away: `Checkpointer(..., preemption=Preemption())`.
 
-    A second signal, more than a second after the first, ends the process at once. A handler that a signal had before
-    is called too, once, after the request is noted (but for Python's own of SIGINT, which raises KeyboardInterrupt).
+    After the first signal, the next `step(n)` makes a last save and raises `Preempted`; uncaught, that ends the process
+    with `exit_code`. A second signal, more than 1 second after the first, ends the process at once. A handler that was
+    installed before is called once too, after the request is recorded; Python's own handler of SIGINT, which raises
+    KeyboardInterrupt, is not. Raises Refused for values outside of the ranges below.
+
+        preemption = lastgood.Preemption(signals=(signal.SIGTERM,), grace_seconds=60)
+        with lastgood.Checkpointer("run", state, preemption=preemption) as ckpt:
+            ...
     """
 
     signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1)
+    """signals that request the end; at least one, and neither SIGKILL nor SIGSTOP (default: SIGTERM and SIGUSR1)"""
     grace_seconds: float = 30.0
+    """seconds from the first signal until the process is ended without waiting any longer; above 0 (default: 30)"""
     exit_code: int = EXIT_CODE
+    """exit code of the process, from 0 to 255 (default: 75, EX_TEMPFAIL)"""
 
     def __post_init__(self) -> None:
         signals, seconds, code = self.signals, self.grace_seconds, self.exit_code
@@ -58,9 +67,10 @@ class Preemption:
 
 
 class Preempted(SystemExit):
-    """The run was asked to end, and ends: `durable` is the newest step that survives, None if there is none.
+    """Raised by `Checkpointer.step` after a signal of `Preemption`, once the last save is durable or cannot be.
 
-    Not caught, the process ends with the exit code of `Preemption`.
+    `durable`: the newest step that survives, None if there is none. It is a SystemExit: if it is not caught, the
+    process ends with `Preemption.exit_code`.
     """
 
     def __init__(self, code: int, durable: int | None) -> None:
@@ -69,64 +79,69 @@ class Preempted(SystemExit):
 
 
 class Asked:
-    """The handlers of a run, until `close`. Raises Refused outside of the main thread, where Python hears no signal."""
+    """The signal handlers of a run, from its construction to `close`.
+
+    Raises Refused outside of the main thread, because Python runs signal handlers in the main thread only.
+    """
 
     def __init__(self, wish: Preemption, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise Refused("preemption= outside of the main thread", todo="Open the run in the main thread.")
         self.wish, self._now, self._process = wish, monotonic_seconds, os.getpid()
         self.at: float | None = None
-        """when the grace began: with the first signal, or that of another rank"""
+        """when the grace period began: at the first signal to this or another rank; None before"""
         self._first: float | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
         self._before = {one: signal.getsignal(one) for one in wish.signals}
         for one in self._before:
-            signal.signal(one, self._hear)
+            signal.signal(one, self._on_signal)
 
     @property
     def left_seconds(self) -> float:
-        """Of the grace."""
+        """Seconds that are left of the grace period."""
         return max(0.0, self.wish.grace_seconds - (self._now() - (self.at or self._now())))
 
     def ask(self) -> None:
-        """As the first signal does; of several ranks, when another has heard it."""
+        """Begin the grace period, as the first signal does; with several ranks also if another rank received it."""
         if self.at is None:
             self.at = self._now()
-            self._timer = threading.Timer(self.wish.grace_seconds, self._leave, ["the grace is over"])
+            self._timer = threading.Timer(self.wish.grace_seconds, self._leave, ["the grace period is over"])
             self._timer.start()
 
     def close(self) -> None:
-        """The run has been let go of. Whoever handled these signals before does so again, unless the process is ending:
-        then the same signal may still come once more."""
+        """Restore the handlers that were installed before. After a request they stay replaced, because the same signal
+        may arrive once more while the process ends."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         elif threading.current_thread() is threading.main_thread():
             for one, handler in self._before.items():
-                if signal.getsignal(one) == self._hear:  # else somebody else handles it by now
+                if signal.getsignal(one) == self._on_signal:  # otherwise another handler was installed since
                     signal.signal(one, handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a worker that was forked: it is asked for nothing, and ended as ever
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked worker: SIGTERM ends it as without this handler
             if number == signal.SIGTERM:
-                _die_of(number)
+                _end_by(number)
         elif self.at is None and self._closed:
-            _die_of(number)
+            _end_by(number)
         elif self._first is None:
             self._first = self._now()
             self.ask()
             before = self._before[number]
-            if callable(before) and before is not signal.default_int_handler:  # which would end the loop by itself
+            if (
+                callable(before) and before is not signal.default_int_handler
+            ):  # the default one of SIGINT would end the loop
                 self._call(before, number, frame)
         elif self._now() - self._first > SAME_SECONDS:
             self._leave("a second signal")
 
     def _call(self, before: Callable[..., Any], number: int, frame: FrameType | None) -> None:
-        """Call the handler that was there before. What it raises is reported: it would end the loop unsaved."""
+        """Call the earlier handler. What it raises is reported and not raised: it would end the loop without a save."""
         try:
             before(number, frame)
-        except BaseException as error:  # noqa: BLE001 - a handler that ends the process by SystemExit, as a rule
+        except BaseException as error:  # noqa: BLE001 - most such handlers raise SystemExit
             text = (
                 f"lastgood: the earlier handler of signal {number} raised {type(error).__name__}; the last save goes on"
             )
@@ -135,10 +150,10 @@ class Asked:
 
     def _leave(self, why: str) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, f"lastgood: {why}: leaving at once; what is durable stays\n".encode())
+            os.write(2, f"lastgood: {why}: the process ends at once; durable generations stay\n".encode())
         os._exit(self.wish.exit_code)
 
 
-def _die_of(number: int) -> None:
+def _end_by(number: int) -> None:
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)

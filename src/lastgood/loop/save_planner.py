@@ -10,24 +10,27 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ..coordination.rounds import Topic
+from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
 from ..ranks.partition import Division
-from ..ranks.replica_check import Together
+from ..ranks.replica_check import ReplicaCheck, Replicas
 from ..records import Piece
-from ..run.rank_part import Approve, Files
+from ..run.pipeline import PlannedSave
+from ..run.save import Files
 from ..snapshot import overlap, staging, torn_check
 from ..state.capture import Capture, Captured, Origin, finite
 from ..state.exempt import masks, untrained
 from ..state.patterns import Patterns
 from ..state.storable import require_storable
+from .options import Options
 
 SMALL_BYTES = 4 << 20
 """of a state that is copied in less time than it takes to watch it being copied"""
@@ -36,24 +39,21 @@ FSDP1_NOTE = (
     "FullyShardedDataParallel moves its weights about in forward and backward: the loop waits while the state is copied"
 )
 
-Staging = Literal["overlap", "blocking"]
-TornCheck = Literal["sampled", "full"]
-
 
 @dataclass(frozen=True)
-class Cut:
-    """A state at one instant, and how it gets into its files."""
+class _NotTorn:
+    """What must hold of a save once its pieces are written: their content is what it was when the save was planned."""
 
-    images: Sequence[Image]
-    arena: Arena
-    snapshot: staging.Snapshot
-    approve: Approve
-    overlapped: bool
-    options: Mapping[str, Any]
+    digests: Mapping[str, str]
+    """of tensors that were digested then"""
+    replicas: ReplicaCheck | None
+    """what the ranks compare after that"""
 
-    @property
-    def bytes(self) -> int:
-        return sum(image.length for image in self.images)
+    def approve(self, pieces: Sequence[Piece]) -> Files:
+        wrong = {one.name for one in pieces if one.key in self.digests and self.digests[one.key] != one.digest}
+        if wrong:  # guard: full-check-compares
+            raise staging.torn_error(wrong)
+        return self.replicas.approve(pieces) if self.replicas else ()
 
 
 @dataclass
@@ -64,7 +64,7 @@ class _Plan:
     finite: frozenset[str]
     images: list[Image]
     division: Division | None = None
-    behind: overlap.Behind | None = None
+    behind: overlap.Overlappable | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
     stepped: bool = False
@@ -77,31 +77,23 @@ class _Plan:
     samples: Sequence[Sequence[Sequence[torn_check.ChunkSamples]]] = ()
 
 
-class Cutter:
-    """Makes cuts of one state. `quiet` waits until no lease of the arena is out."""
+class SavePlanner:
+    """Plans the saves of one state. `wait_idle` waits until no lease of the arena is out.
 
-    def __init__(
-        self,
-        include: Sequence[str],
-        exclude: Sequence[str],
-        wanted: Staging | None,
-        torn_check: TornCheck,
-        memory: int | None,
-        chunk_bytes: int,
-        algorithm: str,
-        quiet: Callable[[], None],
-        finite_also: Sequence[str] = (),
-        finite_except: Sequence[str] = (),
-        together: Together | None = None,
-    ) -> None:
-        self._together = together
+    `replicas`: what several ranks agree on; None in a world of one.
+    """
+
+    def __init__(self, options: Options, wait_idle: Callable[[], None], replicas: Replicas | None) -> None:
+        self._replicas = replicas
         self.fence = staging.Fence()
         self.note = ""
         """why the loop waits for each copy where one would not expect it; for whoever takes and tells it"""
-        self._capture = Capture(include, exclude)
-        self._wanted, self._torn_check, self._memory, self._chunk_bytes = wanted, torn_check, memory, chunk_bytes
-        self._algorithm, self._quiet = algorithm, quiet
-        self._finite = finite_also, finite_except
+        self._capture = Capture(options.include, options.exclude)
+        tuning = options.tuning
+        self._wanted, self._torn_check = tuning.staging, tuning.torn_check
+        self._memory, self._chunk_bytes, self._algorithm = tuning.memory, tuning.chunk, tuning.digest
+        self._finite = options.finite_also, options.finite_except
+        self._wait_idle = wait_idle
         self._exempt: frozenset[str] | None = None
         """parameters that held NaN or infinity before the training began; None: nobody has looked"""
         self._arena: Arena | None = None
@@ -109,7 +101,7 @@ class Cutter:
         self._pin: staging.Pin | None = None
         self._plan: _Plan | None = None
 
-    def cut(self, state: Mapping[str, Any], topic: Topic | None = None) -> Cut:
+    def plan(self, state: Mapping[str, Any], topic: AnyTopic) -> PlannedSave:
         """Everything in the state as it is now; `begun` gives what is read later to the fence. Raises Unstorable.
 
         `topic`: where the ranks come to an answer about this save.
@@ -131,45 +123,33 @@ class Cutter:
         bearers = self._overlapped(plan, state, captured, bool(devices))
         self.fence.hook(captured.optimizers if bearers is not None else [])
         watch = self._watched(plan, bearers) if bearers is not None else None
-        at_once: Collection[str] = ()
-        if bearers is not None:
-            at_once = (  # guard: forward-buffers-cloned
-                tensors.keys() - bearers.keys()
-                if plan.division is None
-                else {item.tensor.key for item in plan.division.mine if item.name not in bearers}
-            )
+        at_once = _at_once(plan, tensors, bearers) if bearers is not None else set[str]()
         witness, kept = self._witnessed(plan.division, captured)
         later = tensors.keys() - at_once if bearers is not None and self._torn_check == "full" else ()
         digests = {key: staging.content_digest(tensors[key], self._algorithm) for key in later}
-
-        def approve(pieces: Sequence[Piece]) -> Files:
-            wrong = {one.name for one in pieces if one.key in digests and digests[one.key] != one.digest}
-            if wrong:  # guard: full-check-compares
-                raise staging.torn_error(wrong)
-            return agreed(pieces) if agreed else ()
-
-        snapshot = staging.Snapshot(
+        copy_plan = staging.CopyPlan(
             plan.chunks,
             tensors,
             devices,
-            arena,
             addresses=addresses,
-            at_once=at_once,
+            cloned=at_once,
             watch=watch,
             samples=plan.samples if watch else (),
-            witness=witness,
+            witness=witness or {},
             algorithm=self._algorithm,
         )
-        agreed: Approve | None = None
-        if self._together and plan.division and topic:
-            agreed = self._together.approve(topic, plan.division, captured, snapshot, kept)
-        return Cut(
-            images,
-            arena,
-            snapshot,
-            approve,
-            bearers is not None,
-            {"aliases": captured.aliases, "values": captured.values, "chunk_bytes": arena.chunk_bytes},
+        snapshot = staging.Snapshot(copy_plan, arena)
+        replicas = None
+        if self._replicas and plan.division and isinstance(topic, Topic):
+            replicas = self._replicas.check(topic, plan.division, captured, snapshot, kept)
+        return PlannedSave(
+            images=images,
+            arena=arena,
+            source=snapshot,
+            check=_NotTorn(digests, replicas),
+            overlapped=bearers is not None,
+            aliases=captured.aliases,
+            values=captured.values,
         )
 
     def exempt(self, state: Mapping[str, Any], stored: Collection[str] | None = None) -> None:
@@ -190,22 +170,23 @@ class Cutter:
         bytes of the tensor files of a save; None with several ranks, which do not know yet what each writes. Raises
         Unstorable with everything that cannot be stored; Refused.
         """
-        if self._together is None:
+        if self._replicas is None:
             captured = require_storable(self._capture, state)
             patterns.require(state)  # guard: patterns-checked-at-first-step
             return sum(image.length for image in staging.lay_out(captured.tensors))
-        with self._together.topic() as topic:
+        with self._replicas.topic() as topic:
             captured = require_storable(self._capture, state)
-            self._together.agree(topic, captured, patterns.unmatched(state), beside)
+            self._replicas.agree(topic, captured, patterns.unmatched(state), beside)
         return None
 
     def captured(self, state: Mapping[str, Any]) -> Captured:
         """The live tensors of the state, as a cut would take them."""
         return self._capture.take(state)
 
-    def begun(self, cut: Cut) -> None:
+    def begun(self, planned: PlannedSave) -> None:
         """The copy is on its way: no update goes before it."""
-        self.fence.add(cut.snapshot)  # guard: snapshot-holds-update
+        assert isinstance(planned.source, staging.Snapshot)
+        self.fence.add(planned.source)  # guard: snapshot-holds-update
 
     def interrupted(self) -> None:
         """Ctrl-C came from anywhere: a chunk may have been in hand, and be lost to the arena."""
@@ -233,7 +214,7 @@ class Cutter:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _planned(self, state: Mapping[str, Any], captured: Captured, topic: Topic | None) -> _Plan:
+    def _planned(self, state: Mapping[str, Any], captured: Captured, topic: AnyTopic) -> _Plan:
         """The plan of the last cut, where it still holds; of several ranks, of what this one writes."""
         plan = self._plan
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
@@ -242,11 +223,13 @@ class Cutter:
                 False  # without an optimizer nothing but `requires_grad` says what trains, and that may have changed
             )
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
-        division = self._together.divided(captured, must, topic) if self._together and topic else None
+        division = (
+            self._replicas.divided(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
+        )
         # guard: stale-layout-rebuilt
         if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
-            if self._together and division:
-                files = lay_out([item.tensor for item in division.mine], self._together.rank)
+            if self._replicas and division:
+                files = lay_out([item.tensor for item in division.mine], self._replicas.rank)
             else:
                 files = staging.lay_out(captured.tensors, must)
             plan = self._plan = _Plan(captured.key, must, files, division)
@@ -307,7 +290,7 @@ class Cutter:
         wanted = wanted if self._memory is None else min(self._memory // chunk_bytes * chunk_bytes, wanted)
         arena = self._fitting(wanted, chunk_bytes)
         if arena is None:
-            self._quiet()  # the old arena must have come home before a new one is made beside it
+            self._wait_idle()  # the old arena must have come home before a new one is made beside it
             self._drop_arena()
             arena = self._arena = Arena(max(wanted, chunk_bytes), chunk_bytes)
         return arena
@@ -323,3 +306,10 @@ class Cutter:
             self._pin.release()
         self._arena = self._pin = None
         self._spoiled = False
+
+
+def _at_once(plan: _Plan, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn_check.Bearer]) -> set[str]:
+    """Keys of what is cloned before the loop goes on, because forward and backward may change it."""
+    if plan.division is None:
+        return tensors.keys() - bearers.keys()  # guard: forward-buffers-cloned
+    return {item.tensor.key for item in plan.division.mine if item.name not in bearers}

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import Ranks
 from ..errors import HeardLate
+from ..events import EventKind
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
-from ..records import EventKind
-from ..run.pipeline import Save
+from ..run.save_handle import Save
 from .adaptive_interval import Pace
 
 Note = Callable[[EventKind, int, str], None]

@@ -1,4 +1,4 @@
-"""Checks of numbers that a caller gives: the wrong type and the wrong value are refused alike, by name. Pure."""
+"""Checks of the numbers that a caller passes: a wrong type or value raises Refused with its name. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from ..errors import Refused
 
 LONGEST_SECONDS = 100 * 365 * 24 * 3600
-"""what the waits of every operating system take: some raise OverflowError for infinity, and for 300 years"""
+"""the longest timeout; some operating systems raise OverflowError for infinity, and for 300 years"""
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Whether it is a whole number (True and 2.0 are not) of at least so much."""
+    """Whether `value` is an integer of at least `least`. True and 2.0 are not integers."""
     try:
         return operator.index(value) >= least and not isinstance(value, bool)
     except TypeError:
@@ -21,22 +21,22 @@ def is_whole(value: Any, least: int) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number, infinity included (True, NaN and text are not)."""
+    """Whether `value` is a number. Infinity is one; True, NaN and text are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def is_positive(value: Any) -> bool:
-    """Whether it is a finite number above 0."""
+    """Whether `value` is a finite number above 0."""
     return is_number(value) and 0 < value < math.inf
 
 
 def require_seconds(timeout: Any) -> None:
-    """Raise Refused for a `timeout` that is neither a number of seconds nor None, which waits without limit."""
+    """Raise Refused for a `timeout` that is neither a number of seconds nor None, which means no limit."""
     holds = timeout is None or (is_number(timeout) and timeout <= LONGEST_SECONDS)
     require(holds, f"timeout={timeout!r}", "Give seconds, or None for no limit.")
 
 
 def require(holds: bool, what: str, todo: str) -> None:
-    """Raise Refused where it does not hold."""
+    """Raise Refused with the texts `what` and `todo` unless `holds`."""
     if not holds:
         raise Refused(what, safe="Nothing was touched.", todo=todo)

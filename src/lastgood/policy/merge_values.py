@@ -1,28 +1,33 @@
-"""Merging: the values of many ranks -> those that one process is to take; what none of many processes takes. Pure.
+"""Merging: the values that many ranks saved -> the values that one process loads. Pure.
 
-A process takes what the rank of its number had. Where there were fewer, it takes what rank 0 had; its random number
-generators are seeded anew then (`objects.seed_rng`). What it has a place for and that rank had not, as the stages of a
-pipeline, is taken from the first that had it. What an optimizer says of its parameters is put together from all.
+A process loads the values of the rank of its own number. If fewer ranks saved, it loads those of rank 0, and its random
+number generators are seeded anew (`objects.seed_rng`). An entry that the process has a place for and that rank did not
+have, such as the stage of a pipeline, comes from the first rank that had it. The state of optimizers and of modules is
+merged from all ranks, because each of them may know only some of the parameters.
 
-Records of an audit (data/audit.py) exist once: on another number of ranks, rank r of n takes those of the old ranks r,
-r + n, r + 2n, ..., and none where there is no such rank.
+The records of an audit (data/audit.py) exist once: on another number of ranks, rank r of n loads those of the old ranks
+r, r + n, r + 2n, ..., and none if there is no such rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 from ..records import Manifest
 
 RECORDS = "lastgood.audit"
-"""the key of a dict, wherever in a state it stands, whose value is a list of records that exist once"""
+"""The key of a dict, anywhere in a state, whose value is a list of records that exist once."""
 
 
 def merged(
     manifests: Sequence[Manifest], rank: int, ranks: int, has_place: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any]:
-    """The values of one generation, for process `rank` of `ranks`, which `has_place` for these entries."""
+    """The values of one generation for process `rank` of `ranks`.
+
+    `has_place(entry)`: whether this process has a place for a top-level entry; by default it has none.
+    """
     values = dict(manifests[rank if rank < len(manifests) else 0].values)
     if len(manifests) > 1:
         for one in manifests:
@@ -37,11 +42,15 @@ def merged(
     return values
 
 
-def homeless(unexpected: Sequence[Sequence[str]]) -> list[str]:
-    """What no rank has a place for, of what each has none for; a name there speaks of all that lies below it."""
+def unplaced(unexpected: Sequence[Sequence[str]]) -> list[str]:
+    """The names that no rank has a place for, of the names that each rank has no place for.
+
+    A name stands for everything below it too.
+    """
     listed = [set(names) for names in unexpected]
+    names = dict.fromkeys(chain.from_iterable(unexpected))
     # guard: unplaced-names-refused
-    return sorted(name for name in set().union(*listed) if all(_covers(one, name) for one in listed))
+    return [name for name in names if all(_covers(one, name) for one in listed)]
 
 
 def _covers(names: Collection[str], name: str) -> bool:
@@ -50,7 +59,7 @@ def _covers(names: Collection[str], name: str) -> bool:
 
 
 def _whole(tree: Any, others: Sequence[Any]) -> Any:
-    """Modules and optimizers of which each rank knows some parameters: with those of all, its own as they are."""
+    """Complete modules and optimizers with the parameters that only other ranks knew; what this rank had stays."""
     if not isinstance(tree, dict) or all(other == tree for other in others):
         return tree
     if tree.keys() == {"!module"}:
@@ -69,7 +78,7 @@ def _whole(tree: Any, others: Sequence[Any]) -> Any:
 
 
 def _with_records(tree: Any, taken: Sequence[Any]) -> Any:
-    """`tree` with the records of the same place in each of `taken`, and no others."""
+    """`tree`, in which each list of records is replaced by those at the same place in the trees of `taken`."""
     alike = [other for other in taken if type(other) is type(tree)]
     if isinstance(tree, list) and any(isinstance(one, (dict, list)) for one in tree):
         return [_with_records(one, [other[at] for other in alike if at < len(other)]) for at, one in enumerate(tree)]

@@ -1,6 +1,6 @@
-"""Resharding: which stored pieces fill which tensors, and who of several holders writes what. Pure: moves no byte.
+"""Resharding: which stored pieces fill which tensors, and which of several holders writes what. Pure: moves no byte.
 
-Saved on any mesh and wanted on any other, a target is filled by the parts that the stored pieces share with it.
+A tensor may be saved on one mesh and wanted on another: each wanted box is filled by its intersections with the pieces.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from ..format.boxes import Box, Part, Stored, everything, overlap
 from ..records import Manifest
 
 LEAST_SPLIT_BYTES = 16 << 10
-"""of a tensor that several holders write in parts: below it, parts cost more than they balance"""
+"""Smaller tensors are not split among several holders: splitting costs more than it balances."""
 
 
 # ---- what was stored -----------------------------------------------------------------------------------------
 
 
 class Tensor(NamedTuple):
-    """A tensor of a generation: what its pieces agree on, and where they are."""
+    """A tensor of a generation: its dtype and shape, and where its pieces are."""
 
     dtype: str
     shape: tuple[int, ...]
     stored: list[Stored]
-    """without overlaps, and without holes"""
+    """pieces that cover the tensor without overlaps"""
     own: dict[tuple[int, Box], Stored]
-    """by rank and box: where that rank held something else"""
+    """(rank, box) -> the piece of a rank that held other content for this box"""
 
     @property
     def bytes(self) -> int:
@@ -38,8 +38,8 @@ class Tensor(NamedTuple):
 def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
     """Every tensor of a generation, from the manifests of its ranks.
 
-    Raises ManifestInvalid where pieces disagree about dtype or shape, overlap, or do not cover their tensor; and for
-    an alias of nothing.
+    Raises ManifestInvalid if pieces disagree about dtype or shape, overlap, or do not cover their tensor, and if an
+    alias names no tensor.
     """
     found: dict[str, Tensor] = {}
     for manifest in manifests:
@@ -55,12 +55,12 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
                 tensor.stored.append(one)
     for name, tensor in found.items():
         if len(tensor.stored) == 1 and not (tensor.own or tensor.stored[0].piece.offsets):
-            continue  # all of it in one piece, as everything is in a world of one
+            continue  # all of it in one piece, as every tensor is in a world of one
         boxes = [one.box for one in tensor.stored]
         _need(not overlapping(boxes), f"{name} is stored twice in part")  # guard: pieces-do-not-overlap
         whole = boxes and sum(box.elements for box in boxes) == math.prod(tensor.shape)
         _need(bool(whole), f"the pieces of {name} leave a hole")  # guard: pieces-leave-no-hole
-        _need({box for _, box in tensor.own} <= set(boxes), f"{name}: what a rank holds itself is no piece")
+        _need({box for _, box in tensor.own} <= set(boxes), f"{name}: a rank's own content has a box that is no piece")
     for manifest in manifests:
         for alias, name in manifest.aliases.items():
             _need(name in found and alias not in found, f"{alias!r} is an alias of {name!r}")
@@ -68,7 +68,7 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
 
 
 def aliases(manifests: Sequence[Manifest]) -> dict[str, str]:
-    """Further name of a tensor -> the name under which it is stored, of all ranks."""
+    """Alias -> the name under which the tensor is stored, of all ranks."""
     return {alias: name for one in manifests for alias, name in one.aliases.items()}
 
 
@@ -78,7 +78,7 @@ def _need(holds: bool, what: str) -> None:
 
 
 def overlapping(boxes: Sequence[Box]) -> bool:
-    """Whether any two share an element: those that may are next to each other along the dimension of most cuts."""
+    """Whether any two boxes share an element. Sweeps along the dimension with the most cuts."""
     if len(boxes) < 2 or not boxes[0].shape:
         return len(boxes) > 1
     along = max(range(len(boxes[0].shape)), key=lambda dim: len({box.offsets[dim] for box in boxes}))
@@ -93,17 +93,20 @@ def overlapping(boxes: Sequence[Box]) -> bool:
 
 
 def parts(tensor: Tensor, target: Box, rank: int) -> list[Part]:
-    """What fills `target`, each element once, for whoever takes the place of `rank`: its own where it had its own."""
+    """The parts of pieces that fill `target`, each element once, for the process that takes the place of `rank`.
+
+    Where that rank had stored its own content, that is used.
+    """
     shared = ((one, overlap(one.box, target)) for one in tensor.stored)
     # guard: own-piece-preferred
     return [Part(tensor.own.get((rank, one.box), one), box) for one, box in shared if box is not None]
 
 
-# ---- who writes what -----------------------------------------------------------------------------------------
+# ---- division among holders ----------------------------------------------------------------------------------
 
 
 class Held(NamedTuple):
-    """A box of a tensor that several ranks hold alike."""
+    """A box of a tensor that several ranks hold with equal content."""
 
     name: str
     box: Box
@@ -115,9 +118,9 @@ class Held(NamedTuple):
 
 
 def shares(held: Sequence[Held], ways: int) -> list[list[Held]]:
-    """Who of `ways` holders writes which rows of what: runs of about the same number of bytes, in the order given.
+    """Which boxes, or rows of them, each of `ways` holders writes: about the same number of bytes, in the order given.
 
-    Every holder comes to the same answer by itself. A tensor is cut between rows, a small one not at all.
+    Every holder computes the same answer. A tensor is split between rows; a small one is not split.
     """
     total = sum(one.bytes for one in held)
     found: list[list[Held]] = [[] for _ in range(ways)]

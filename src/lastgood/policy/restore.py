@@ -1,4 +1,7 @@
-"""Which generation: the lineage of a run, and the order in which to try. Pure: works on a survey, reads nothing."""
+"""Which generation to restore: the lineage of a run, and the order in which its generations are tried.
+
+Pure: works on a survey, reads nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +17,22 @@ class Lineage(NamedTuple):
     """The chain of generations that the current state descends from, newest first."""
 
     chain: list[GenerationId]
-    """their COMMIT is there, whether or not it can be believed"""
+    """those that have a COMMIT, valid or not"""
     lost: list[GenerationId]
-    """named by the chain, and their COMMIT is gone although nobody retired them"""
+    """those that the chain names, and whose COMMIT is missing although they were not retired"""
 
 
 class Choice(NamedTuple):
-    """What to try, in this order, and what is passed over without reading it again."""
+    """The generations to try, in this order, and those that are passed over without being read, with the reason."""
 
     candidates: list[GenerationId]
     passed_over: list[tuple[GenerationId, str]]
 
 
 def lineage(survey: Survey) -> Lineage:
-    """Walk the newest incarnation's generations, newest first, then those of the generation that it continues.
+    """The generations of the newest incarnation, newest first; then those of the one that it continues, and so on.
 
-    What an incarnation abandoned (steps after the one it continues) is not on the way.
+    Steps after the one that an incarnation continues were abandoned, and are left out.
     """
     committed = survey.generations.keys() | survey.broken.keys()
     chain: list[GenerationId] = []
@@ -49,7 +52,7 @@ def lineage(survey: Survey) -> Lineage:
         on_the_way.add(parent)
         bound, older = parent.step, survey.incarnations.get(parent.incarnation)
         if older is None:
-            # Its record and every readable commit are gone; what is left of it can still be seen to be broken.
+            # Its record and every readable commit are missing; its other commits are known to be broken.
             chain += sorted((at for at in committed if at.incarnation == parent.incarnation), reverse=True)
         # guard: lineage-continues-with-parent
         current = older if older is not None and older.order < current.order else None
@@ -62,9 +65,9 @@ def lineage(survey: Survey) -> Lineage:
 
 
 def never_committed(survey: Survey) -> set[GenerationId]:
-    """What has no COMMIT and, by every record, never had one: litter.
+    """Generations that have no COMMIT and, by every record, never had one: litter.
 
-    A commit that cannot be believed may have named anything before it, so that stays.
+    A broken commit may have named any generation before it, so those are not among them.
     """
     named = {one.parent for one in survey.incarnations.values()} | survey.witnessed
     for generation in survey.generations.values():
@@ -76,23 +79,24 @@ def never_committed(survey: Survey) -> set[GenerationId]:
 
 
 def choose(survey: Survey, step: int | None) -> Choice:
-    """Candidates for a restore: of the lineage, newest first; or every generation of `step`, the lineage's first.
+    """The candidates of a restore: those of the lineage, newest first; or the generations of `step`.
 
-    Raises NoSuchStep when `step` was never committed or is gone, or is no whole number.
+    An abandoned generation of `step` is a candidate only where the lineage has none, and then only the newest one.
+    Raises NoSuchStep if `step` was never committed, was deleted, or is not a whole number.
     """
     chain, lost = lineage(survey)
     if step is not None:
         if not is_whole(step, 0):
-            raise no_such_step(f"step={step!r} is not a whole number, nor None for the newest good one", survey)
+            raise no_such_step(f"step={step!r} is neither a whole number nor None (the newest good one)", survey)
         order = {one.id: one.order for one in survey.incarnations.values()}
         others = sorted(survey.generations, key=lambda at: -order.get(at.incarnation, 0))
         mine = [at for at in chain if at.step == step]
-        wanted = mine or [at for at in others if at.step == step][:1]  # an abandoned one only where it is the only one
+        wanted = mine or [at for at in others if at.step == step][:1]
         if not wanted:
             raise no_such_step(f"no generation of step {step}", survey)
         return Choice(wanted, [])
     passed = [(at, "its COMMIT is gone") for at in lost]  # guard: lost-commits-reported
-    # Nothing readable speaks of their incarnation, so nobody can say that they are not the newest.
+    # No readable record names their incarnation, so they may be the newest.
     astray = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
     passed += [(at, str(survey.broken[at])) for at in astray]
     candidates = []
@@ -100,22 +104,22 @@ def choose(survey: Survey, step: int | None) -> Choice:
         if at in survey.broken:
             passed.append((at, str(survey.broken[at])))
         elif survey.generations[at].damaged:
-            passed.append((at, told(survey.generations[at].damaged)))  # guard: damaged-generations-skipped
+            passed.append((at, summary(survey.generations[at].damaged)))  # guard: damaged-generations-skipped
         elif survey.generations[at].unfit:
-            passed.append((at, f"intact, and not good: {told(survey.generations[at].unfit)}"))
+            passed.append((at, f"intact, and not good: {summary(survey.generations[at].unfit)}"))
         else:
             candidates.append(at)
     return Choice(candidates, sorted(passed, reverse=True))
 
 
 def no_such_step(what: str, survey: Survey) -> NoSuchStep:
-    """The error for a step that the run does not hold; it lists those that it holds."""
+    """The error for a step that the run does not hold; it lists the steps that it holds."""
     there = ", ".join(map(str, sorted({at.step for at in survey.generations}))) or "none"
     return NoSuchStep(what, safe="Nothing was touched.", todo=f"Steps that are there: {there}.")
 
 
-def told(findings: list[Finding]) -> str:
-    """Findings in one line."""
+def summary(findings: list[Finding]) -> str:
+    """The first three findings in one line, and how many more there are."""
     return "; ".join(one.what for one in findings[:3]) + (
         f"; and {len(findings) - 3} more" if len(findings) > 3 else ""
     )

@@ -1,8 +1,16 @@
-"""How many saves in flight, how many writers, which chunk, and how often: formulas for a machine and a budget. Pure.
+"""How many saves in flight, how many writers, which chunk size and how often to save, for a machine and a budget. Pure.
 
-Words: t `step_seconds`, one step without a save; Tw `write_seconds`, from the first copied byte of a save to its commit
-with N `in_flight` at once; m the state, M the memory, S the disk, in bytes; `overhead` the slowdown that is allowed
-(0.03), q = 1 + overhead. Source, where a paper is named: PCcheck (ASPLOS'25), sections 3.4 and 4.2.
+Symbols
+    t   `step_seconds`: duration of one step without a save
+    Tw  `write_seconds`: from the first copied byte of a save to its commit, while N saves are in flight
+    N   `in_flight`; p writers of each save; b bytes of a chunk
+    m, M, S  bytes of the state, of the staging memory, of the disk
+    c   `contention_seconds`: how long one save delays the steps that run beside it
+    q   1 + `overhead`, the fraction by which saving may slow training (0.03)
+    f   steps between two saves
+    l   `load_seconds`: how long a restore reads
+
+Source of the formulas that name the paper: PCcheck (ASPLOS'25), sections 3.4 and 4.2.
 """
 
 from __future__ import annotations
@@ -18,11 +26,11 @@ from ..format.layout import PAGE_BYTES
 WRITERS = (1, 2, 3, 4)
 CHUNK_BYTES = (4 << 20, 8 << 20, 16 << 20)
 MOST_IN_FLIGHT = 8
-"""beyond it the memory bound leaves each save too little, and no disk measured here still gains"""
+"""with more, the memory bound leaves each save too little memory, and no disk that was measured gained speed"""
 SLOTS_BESIDE = 2
-"""the newest verified and the newest committed stay while N are in flight"""
+"""the newest verified and the newest committed generation stay on the disk while N saves are in flight"""
 TOLERANCE = 0.10
-"""what is slower by no more than this counts as equal: noise buys neither memory nor threads"""
+"""a setting that is slower by no more than this fraction counts as equal: noise justifies neither memory nor threads"""
 
 
 def interval_steps(
@@ -30,13 +38,13 @@ def interval_steps(
 ) -> int:
     """The least number of steps between saves that keeps training within `overhead`; at least 1.
 
-    f* = ceil(Tw / (N q t)) is the paper's: with N in flight a save every f steps finds a free slot, or waits no longer
-    than the budget allows, when N f q t >= Tw. It counts that wait only. Copying and digesting slow the steps
-    themselves, by `contention_seconds` a save, so f >= contention / (overhead t) must hold as well.
+    f* = ceil(Tw / (N q t)) is the paper's formula. With N saves in flight, a save every f steps finds a free place, or
+    waits no longer than the budget allows, if N f q t >= Tw. This counts the wait only. Copying and digesting slow the
+    steps themselves, by c a save, so f >= c / (overhead t) must hold as well.
 
-    The larger of both, not their sum: f steps that lose c to copying take f t + c, and the disk writes on meanwhile, so
-    the wait that is left is Tw / N - f t - c. Lost in all is max(c, Tw / N - f t), which stays within overhead f t just
-    when both conditions hold. Raises Refused.
+    The result is the larger of the two, not their sum: f steps that lose c to copying take f t + c, and the disk goes
+    on writing in this time, so the wait that remains is Tw / N - f t - c. The total loss is max(c, Tw / N - f t), and
+    it is at most overhead f t exactly when both conditions hold. Raises Refused.
     """
     return _whole(_wanted(write_seconds, in_flight, overhead, step_seconds, contention_seconds))
 
@@ -44,7 +52,7 @@ def interval_steps(
 def expected_overhead(
     interval_steps: int, write_seconds: float, in_flight: int, step_seconds: float, contention_seconds: float = 0.0
 ) -> float:
-    """The part by which saving every so many steps slows training: max(c, Tw / N - f t) / (f t). Raises Refused."""
+    """The fraction by which saving every f steps slows training: max(c, Tw / N - f t) / (f t). Raises Refused."""
     _require_positive(interval_steps=interval_steps, in_flight=in_flight)
     _require_positive(write_seconds=write_seconds, step_seconds=step_seconds)
     _require_time(contention_seconds=contention_seconds)
@@ -52,7 +60,7 @@ def expected_overhead(
     return max(contention_seconds, write_seconds / in_flight - between) / between
 
 
-# ---- what a crash costs ------------------------------------------------------------------------------------------
+# ---- the cost of a crash ------------------------------------------------------------------------------------------
 
 
 def recovery_bound_seconds(
@@ -60,7 +68,8 @@ def recovery_bound_seconds(
 ) -> float:
     """Longest recovery, loading and lost steps: l + f t + t min(N f, Tw / t) (PCcheck, section 4.2).
 
-    Lost are the steps since the last save began, and those that passed while the newest durable one was written.
+    A crash loses the steps since the last save began, and the steps that ran while the newest durable save was written.
+    Raises Refused.
     """
     _require_positive(write_seconds=write_seconds, in_flight=in_flight)
     lost = min(in_flight * interval_steps * step_seconds, write_seconds)
@@ -68,23 +77,23 @@ def recovery_bound_seconds(
 
 
 def stop_and_write_bound_seconds(load_seconds: float, interval_steps: int, step_seconds: float) -> float:
-    """Of what waits for its save (GPM, a plain torch.save): l + f t."""
+    """The same bound for systems that wait for every save (GPM, a plain torch.save): l + f t. Raises Refused."""
     _require_positive(interval_steps=interval_steps, step_seconds=step_seconds)
     _require_time(load_seconds=load_seconds)
     return load_seconds + interval_steps * step_seconds
 
 
 def one_in_flight_bound_seconds(load_seconds: float, interval_steps: int, step_seconds: float) -> float:
-    """Of a single save in flight that may take until the next one is due (CheckFreq, Gemini): l + 2 f t."""
+    """The same bound for one save in flight, which may take until the next is due (CheckFreq, Gemini): l + 2 f t."""
     return stop_and_write_bound_seconds(load_seconds, 2 * interval_steps, step_seconds)
 
 
-# ---- what is tried, and what is chosen ---------------------------------------------------------------------------
+# ---- the search for the best setting ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """One way to save: N in flight, p writers for each, chunks of b bytes."""
+    """One way to save: N saves in flight, p writers of each, chunks of b bytes."""
 
     in_flight: int
     writers: int
@@ -92,40 +101,42 @@ class Setting:
 
     @property
     def least_bytes(self) -> int:
-        """Memory with which no writer waits for a chunk: every save has one being filled and p being written."""
+        """Memory with which no writer waits for a chunk: each save fills one chunk and writes p chunks at a time."""
         return self.in_flight * (self.writers + 1) * self.chunk_bytes
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A setting, and the seconds that each of its saves takes while all are in flight."""
+    """A setting, and Tw of its saves."""
 
     setting: Setting
     write_seconds: float
 
     @property
     def seconds_per_save(self) -> float:
-        """Tw / N: how often a save can end."""
+        """Tw / N: the average time from the end of one save to the end of the next."""
         return self.write_seconds / self.setting.in_flight
 
 
 def candidates(memory_bytes: int, disk_bytes: int, state_bytes: int) -> list[Setting]:
-    """Settings that fit: N from 1 to S/m - 2 (at most MOST_IN_FLIGHT), chunks and writers within M. Raises Refused."""
+    """All settings with N from 1 to S / m - 2 (at most MOST_IN_FLIGHT) that fit into the memory M. Raises Refused."""
     _require_positive(memory_bytes=memory_bytes, disk_bytes=disk_bytes, state_bytes=state_bytes)
     slots = disk_bytes // state_bytes
     if slots <= SLOTS_BESIDE:
         raise Refused(
             f"{disk_bytes:,} bytes of disk hold a state of {state_bytes:,} bytes {slots} times",
             safe="Nothing was written.",
-            todo=f"Give {(SLOTS_BESIDE + 1) * state_bytes:,} or more: one in flight beside the newest verified "
-            "and the newest committed.",
+            todo=f"Give {(SLOTS_BESIDE + 1) * state_bytes:,} or more: room for one save in flight beside the newest "
+            "verified and the newest committed generation.",
         )
     whole = -(-state_bytes // PAGE_BYTES) * PAGE_BYTES
     chunks = sorted({min(b, whole) for b in CHUNK_BYTES if 2 * min(b, whole) <= memory_bytes})
     chunks = chunks or [memory_bytes // 4 // PAGE_BYTES * PAGE_BYTES]
     if chunks[0] == 0:
         raise Refused(
-            f"{memory_bytes:,} bytes of memory are no four pages", safe="Nothing was written.", todo="Give 1 MiB."
+            f"{memory_bytes:,} bytes of memory are less than four pages",
+            safe="Nothing was written.",
+            todo="Give 1 MiB.",
         )
     most = min(slots - SLOTS_BESIDE, MOST_IN_FLIGHT)
     every = (Setting(n, p, b) for n in range(1, most + 1) for p in WRITERS for b in chunks)
@@ -135,10 +146,11 @@ def candidates(memory_bytes: int, disk_bytes: int, state_bytes: int) -> list[Set
 def next_setting(
     allowed: Sequence[Setting], measured: Sequence[Measured], enough_seconds: float = 0.0
 ) -> Setting | None:
-    """What to measure next: writers, then chunks, then N with the best of both; None when no more is worth it.
+    """The setting to measure next, or None at the end of the search.
 
-    Not every combination: one coordinate after the other. N comes last, rises by one, and stops at what is enough
-    (see `choose`), or when two more in flight in a row bought nothing.
+    One coordinate is searched after the other, not every combination: first the writers, then the chunks, then N with
+    the best of both. N rises by one. It stops when Tw / N is at most `enough_seconds` (see `choose`), or when two
+    further saves in flight, one after the other, gained nothing.
     """
     done = {one.setting for one in measured}
     alone = [one for one in allowed if one.in_flight == 1]
@@ -160,63 +172,71 @@ def next_setting(
 
 
 def choose(measured: Sequence[Measured], enough_seconds: float = 0.0) -> Measured:
-    """N that minimises Tw / N, then p and b; of what is equal within TOLERANCE the fewest, and the least memory.
+    """The setting with the N that minimises Tw / N; for this N the p and b with the least Tw.
 
-    Tw / N below `enough_seconds` buys nothing: nobody saves more often than once in q t, a step as it may be slowed.
+    Among those that are equal within TOLERANCE: the smallest N, then the least memory. A Tw / N below `enough_seconds`
+    counts as equal too: nobody saves more often than once in q t, a step that is slowed as far as allowed.
     """
     if not measured:
-        raise Refused("nothing was measured, so nothing can be chosen")
+        raise Refused(
+            "nothing was measured, so no setting can be chosen",
+            safe="Nothing was changed.",
+            todo="Measure a setting first.",
+        )
     least = max(enough_seconds, min(one.seconds_per_save for one in measured) * (1 + TOLERANCE))
     in_flight = min(one.setting.in_flight for one in measured if one.seconds_per_save <= least)
-    there = [one for one in measured if one.setting.in_flight == in_flight]
-    least = min(one.write_seconds for one in there)
-    near = [one for one in there if one.write_seconds <= least * (1 + TOLERANCE)]
+    same = [one for one in measured if one.setting.in_flight == in_flight]
+    least = min(one.write_seconds for one in same)
+    near = [one for one in same if one.write_seconds <= least * (1 + TOLERANCE)]
     return min(near, key=lambda one: (one.setting.least_bytes, one.setting))
 
 
 # ---- while training runs -----------------------------------------------------------------------------------------
 
 FIRST_STEPS = 10
-"""before anything is known; what is too short grows at the first save"""
+"""the interval before the first measurement; if it is too short it grows after the first save"""
 RISES_ABOVE = 1.1
+"""the interval rises when the wanted one is longer than this many times the interval"""
 FALLS_BELOW = 1.5
+"""the interval falls when it is longer than this many times the wanted one, plus one step"""
 REMEMBERED = 5
-"""measurements of each kind, of which the median counts: two outliers move nothing"""
+"""how many measurements of each kind are kept; their median counts, so two outliers change nothing"""
 
 
 @dataclass(frozen=True)
 class Auto:
-    """An interval that follows the measured step time and Tw. One record, replaced and never changed.
+    """An interval that follows the measured t and Tw. A frozen record: `adapt` returns its successor.
 
-    How a checkpointer holds it:
+    How a checkpointer uses it:
 
-        auto = Auto(overhead=0.03, in_flight=N)                 # interval_steps=f* where `lastgood tune` gave one
+        auto = Auto(overhead=0.03, in_flight=N)                 # interval_steps=f* if `lastgood tune` gave one
         step(n):      if auto.due(n, last): save, last = n      # last: step of the last save begun, or restored
-        durable save: new = adapt(auto, t, Tw, c, step=n)       # on the training thread; n: the step it is at
+        durable save: new = adapt(auto, t, Tw, c, step=n)       # on the training thread, which is at step n
                       if new.interval_steps != auto.interval_steps: log new.reason
                       auto = new
 
-    t: median seconds between calls of `step`, of those since the last `adapt` that no save was in flight in; None
-    without any. Tw: seconds from the first copied byte to durable. c: what the steps took from that save's beginning to
-    the first one after it was durable, less t for each and less the wait for a free slot, shared by the saves that were
-    in flight; None where t was never measured. A save that failed, was dropped or was skipped is no measurement.
+    t: the median time between two calls of `step` since the last `adapt`, of those during which no save was in flight;
+    None if there was none. Tw: seconds from the first copied byte until the save is durable. c: the duration of the
+    steps from the beginning of that save to the first step after it was durable, less t for each of them and less the
+    wait for a free place, divided among the saves that were in flight; None if t was never measured. A save that
+    failed, was dropped or was skipped is not measured.
 
-    With ranks, one rank adapts with `ahead_steps` > 0 and sends the record to the others: until `holds_from` everyone
-    goes by `previous_steps`, so all must have heard of it by that step. `due` is the same everywhere: it asks for steps
-    and nothing else.
+    With several ranks one rank adapts, with `ahead_steps` > 0, and sends the record to the others. All ranks use
+    `previous_steps` until `holds_from`, so every rank must have received the record by that step. `due` depends on
+    steps only, so it is the same on all ranks.
     """
 
     overhead: float = 0.03
     in_flight: int = 1
     interval_steps: int = FIRST_STEPS
     ahead_steps: int = 0
-    """how long before it holds a change is announced"""
+    """how many steps before it takes effect a change is announced"""
     holds_from: int = 0
-    """the step from which `interval_steps` holds"""
+    """the step from which `interval_steps` is used"""
     previous_steps: int = 0
-    """the interval until then"""
+    """the interval that is used until then"""
     reason: str = ""
-    """of the last change, for the log"""
+    """the reason of the last change, for the log"""
     recent_step_seconds: tuple[float, ...] = ()
     recent_write_seconds: tuple[float, ...] = ()
     recent_contention_seconds: tuple[float, ...] = ()
@@ -238,58 +258,66 @@ def adapt(
     *,
     step: int = 0,
 ) -> Auto:
-    """What holds after one more durable save; None is what could not be measured. Raises Refused.
+    """The record after one more durable save. A measurement that could not be made is None. Raises Refused.
 
-    The interval changes only when the one that is wanted leaves a band: it rises when wanted is more than a tenth
-    longer, for then the budget is overrun, and falls when wanted is shorter by a third and a step, for that costs no
-    more than lost work. While every measurement lies within a tenth of the truth, wanted moves by less than 1.1 / 0.9
-    squared = 1.49 in all, so what has risen never falls again and the interval cannot flap. It rises to no more than
-    its double at once: a disk that hung for a minute does not stop saving for an hour; and to that where no step was
-    ever free of a save. A change that was announced ahead holds first; the next one waits for it.
+    The interval changes only when the wanted interval leaves a band around it. It rises when the wanted one is longer
+    by more than a tenth, because then the budget is exceeded. It falls when the wanted one is shorter by more than a
+    third and a step, because until then a longer interval costs no more than some lost work. If every measurement is
+    within a tenth of the truth, wanted intervals differ by a factor of at most (1.1 / 0.9)**2 = 1.49, which is below
+    FALLS_BELOW, so an interval that has risen does not fall again and cannot oscillate.
+
+    It at most doubles at a time, so that a disk that hung for a minute does not stop saving for an hour. It doubles if
+    no step was ever free of a save, because then t is unknown. While an announced change has not taken effect
+    (`step` < `holds_from`) no further change is made.
     """
     _require_positive(write_seconds=write_seconds)
     if step_seconds is not None:
         _require_positive(step_seconds=step_seconds)
-    seen = replace(
+    measured = replace(
         auto,
         recent_step_seconds=_remember(auto.recent_step_seconds, step_seconds),
         recent_write_seconds=_remember(auto.recent_write_seconds, write_seconds),
         recent_contention_seconds=_remember(auto.recent_contention_seconds, contention_seconds),
     )
     if step < auto.holds_from:
-        return seen
+        return measured
     now, interval = auto.interval_steps, 2 * auto.interval_steps
     why = "no step was ever free of a save"
-    if seen.recent_step_seconds:
-        t, tw = median(seen.recent_step_seconds), median(seen.recent_write_seconds)
-        c = median(seen.recent_contention_seconds or (0.0,))
+    if measured.recent_step_seconds:
+        t, tw = median(measured.recent_step_seconds), median(measured.recent_write_seconds)
+        c = median(measured.recent_contention_seconds or (0.0,))
         wanted = _wanted(tw, auto.in_flight, auto.overhead, t, c)
         if now <= wanted * FALLS_BELOW + 1 and wanted <= now * RISES_ABOVE:
-            return seen
+            return measured
         interval = min(_whole(wanted), interval)
         why = f"Tw {tw:.3g} s with {auto.in_flight} in flight, {t:.3g} s a step, {c:.3g} s lost to copying a save"
     holds_from = step + auto.ahead_steps
     reason = (
         f"a save every {interval} steps instead of {now} from step {holds_from}: {why}; {auto.overhead:.2%} allowed"
     )
-    return replace(seen, interval_steps=interval, previous_steps=now, holds_from=holds_from, reason=reason)
+    return replace(measured, interval_steps=interval, previous_steps=now, holds_from=holds_from, reason=reason)
 
 
-# ---- steps -------------------------------------------------------------------------------------------------------
+# ---- arithmetic and checks ---------------------------------------------------------------------------------
 
 
 def _wanted(tw: float, n: int, overhead: float, t: float, c: float) -> float:
+    """The interval in steps, not rounded; see `interval_steps`."""
     _require_positive(write_seconds=tw, in_flight=n, overhead=overhead, step_seconds=t)
     _require_time(contention_seconds=c)
     budget = overhead * t
     found = max(tw / n / (t + budget), c / budget) if budget > 0 else math.inf
     if not math.isfinite(found):
-        raise Refused(f"no interval is long enough for Tw {tw} s, {t} s a step and {c} s of copying")
+        raise Refused(
+            f"no interval is long enough for Tw {tw} s, {t} s a step and {c} s of copying",
+            safe="Nothing was changed.",
+            todo="Allow a larger overhead.",
+        )
     return found
 
 
 def _whole(steps: float) -> int:
-    """Up to a whole number; what a rounding error lifts above one is that one."""
+    """Round up to a whole number of at least 1; a rounding error above a whole number does not count."""
     return max(1, math.ceil(steps * (1 - 1e-12)))
 
 

@@ -3,7 +3,7 @@
     restore; the first step of a fresh start     every rank: what is it made of?      -> who holds what (`agree`)
     every save, once all is written              every rank: what it is made of, and digests of what several hold, in
                                                  one sum for each group of holders
-                                                 -> as one, which differ, or another structure (`approve`)
+                                                 -> as one, which differ, or another structure (`ReplicaCheck`)
 
 Invariants
   1. A save is published only where every rank has the structure that the others know of, and every group of holders
@@ -36,7 +36,7 @@ from ..format import layout
 from ..format.layout import Image
 from ..io.files import round_up
 from ..records import Piece
-from ..run.rank_part import Approve, Files
+from ..run.save import Files
 from ..snapshot import staging
 from ..state.capture import Captured, Origin
 from ..state.patterns import refused
@@ -57,7 +57,7 @@ class _Known:
     """of `homes`: the same where they are"""
 
 
-class Together:
+class Replicas:
     """The agreements of one rank."""
 
     def __init__(self, ranks: Ranks, algorithm: str) -> None:
@@ -137,64 +137,87 @@ class Together:
 
     # ---- once all is written -------------------------------------------------------------------------------
 
-    def approve(
+    def check(
         self, topic: Topic, division: Division, captured: Captured, snapshot: staging.Snapshot, kept: Mapping[str, Any]
-    ) -> Approve:
-        """For `RunWriter.save`. `kept`: of what others write, the content of what may be this rank's own after all."""
+    ) -> ReplicaCheck:
+        """The check of one save. `kept`: of what others write, the content of what may be this rank's own after all."""
         assert self._for is not None
-        known, structure = self._for[2], self._structure(captured)
-        origins = {item.tensor.key: captured.origins[item.name] for items in _all(division) for item in items}
-        items = {item.tensor.key: item for group in division.witnessed.values() for item in group}
+        return ReplicaCheck(self, topic, division, captured, snapshot, kept, self._for[2], self._structure(captured))
 
-        def agreed(pieces: Sequence[Piece]) -> Files:
-            digests = {piece.key: piece.digest for piece in pieces} | snapshot.witnessed
-            sums = {_named(group): _sums(keys, digests) for group, keys in division.shared.items() if keys}
-            mine = {"structure": structure, "knows": known.name, "sums": sums}
-            verdict = topic.agree(mine, partial(compare, known.structures))
-            if verdict == AGAIN:
-                self._known = self._ask(topic, structure, listed(captured))  # guard: changed-structure-exchanged
-                raise StepDiffers(
-                    "the states of the ranks are not made of what they agreed on",
-                    safe="This save was dropped; every committed generation is untouched.",
-                    todo="The next save goes by what they are made of now.",
-                )
-            if verdict == SAME:
-                return ()
-            held = {key: digests[key] for keys in division.shared.values() for key in keys}
-            found = dict(topic.agree(held, _differing))
-            differing = found.keys()
-            trained = sorted(key for key in differing if origins.get(key, Origin.OTHER) is not Origin.OTHER)
-            refused = topic.agree(trained, lambda told: sorted({key for one in told for key in one}))
-            if refused:  # guard: differing-weights-refused
-                shown = ", ".join(f"{key} ({found[key]})" for key in refused[:5])
-                shown += f" and {len(refused) - 5} more" if len(refused) > 5 else ""
-                raise ReplicaDiffers(
-                    f"ranks that should hold the same hold something else: {shown}",
-                    safe="This save was dropped; every committed generation is untouched.",
-                    todo="A rank has diverged: see which, and restore() on all of them.",
-                )
-            own = {items[key].name for key in differing if key in items}
-            own |= {item.name for item in division.mine if item.tensor.key in differing}
-            self._known = replace(self._known or known, own=known.own | own)  # guard: differing-state-own-from-then-on
-            # guard: differing-state-own-at-once
-            return list(self._further([items[key] for key in sorted(differing) if key in items], kept, pieces))
+    def exchange_again(self, topic: Topic, captured: Captured, structure: str) -> None:
+        """Find out who holds what now: the next save goes by it."""
+        self._known = self._ask(topic, structure, listed(captured))
 
-        return agreed
+    def note_own(self, known: _Known, names: Collection[str]) -> None:
+        """From now on each rank writes these itself."""
+        self._known = replace(self._known or known, own=known.own | frozenset(names))
 
-    def _further(
-        self, own: Sequence[Item], kept: Mapping[str, torch.Tensor], pieces: Sequence[Piece]
-    ) -> Iterator[tuple[Image, Iterator[Chunk]]]:
+
+@dataclass(frozen=True)
+class ReplicaCheck:
+    """The check of one save, once all of it is written: what several ranks hold is the same on each of them."""
+
+    replicas: Replicas
+    topic: Topic
+    division: Division
+    captured: Captured
+    snapshot: staging.Snapshot
+    kept: Mapping[str, torch.Tensor]
+    known: _Known
+    """what this rank knew of the others when the save was planned"""
+    structure: str
+
+    def approve(self, pieces: Sequence[Piece]) -> Files:
+        """Files of what this rank holds differently, and may. Raises ReplicaDiffers, StepDiffers, on all ranks."""
+        digests = {piece.key: piece.digest for piece in pieces} | self.snapshot.witnessed
+        sums = {_named(group): _sums(keys, digests) for group, keys in self.division.shared.items() if keys}
+        mine = {"structure": self.structure, "knows": self.known.name, "sums": sums}
+        verdict = self.topic.agree(mine, partial(compare, self.known.structures))
+        if verdict == AGAIN:
+            # guard: changed-structure-exchanged
+            self.replicas.exchange_again(self.topic, self.captured, self.structure)
+            raise StepDiffers(
+                "the states of the ranks are not made of what they agreed on",
+                safe="This save was dropped; every committed generation is untouched.",
+                todo="The next save goes by what they are made of now.",
+            )
+        if verdict == SAME:
+            return ()
+        held = {key: digests[key] for keys in self.division.shared.values() for key in keys}
+        found = dict(self.topic.agree(held, _differing))
+        self._require_untrained(found)
+        items = {item.tensor.key: item for group in self.division.witnessed.values() for item in group}
+        own = {items[key].name for key in found if key in items}
+        own |= {item.name for item in self.division.mine if item.tensor.key in found}
+        self.replicas.note_own(self.known, own)  # guard: differing-state-own-from-then-on
+        # guard: differing-state-own-at-once
+        return list(self._further([items[key] for key in sorted(found) if key in items], pieces))
+
+    def _require_untrained(self, found: Mapping[str, str]) -> None:
+        """What differs must not be trained: then each rank may write its own. Raises ReplicaDiffers, on all ranks."""
+        origins = {item.tensor.key: self.captured.origins[item.name] for items in _all(self.division) for item in items}
+        trained = sorted(key for key in found if origins.get(key, Origin.OTHER) is not Origin.OTHER)
+        refused = self.topic.agree(trained, lambda posts: sorted({key for one in posts for key in one}))
+        if refused:  # guard: differing-weights-refused
+            shown = ", ".join(f"{key} ({found[key]})" for key in refused[:5])
+            shown += f" and {len(refused) - 5} more" if len(refused) > 5 else ""
+            raise ReplicaDiffers(
+                f"ranks that should hold the same hold something else: {shown}",
+                safe="This save was dropped; every committed generation is untouched.",
+                todo="A rank has diverged: see which, and restore() on all of them.",
+            )
+
+    def _further(self, own: Sequence[Item], pieces: Sequence[Piece]) -> Iterator[tuple[Image, Iterator[Chunk]]]:
         """Files of what this rank holds differently."""
         if not own:
             return
         first = len({piece.extent.blob for piece in pieces}) or 1
         tensors = [item.tensor._replace(own=True) for item in own]
-        files = layout.images(tensors, self.rank, first=first)
-        content = {item.tensor.key: kept[item.tensor.key] for item in own}
+        files = layout.images(tensors, self.replicas.rank, first=first)
+        content = {item.tensor.key: self.kept[item.tensor.key] for item in own}
         for image in files:
             arena = Arena(round_up(image.length, layout.CHUNK_BYTES), min(layout.CHUNK_BYTES, round_up(image.length)))
-            chunks = staging.in_chunks([image], arena.chunk_bytes)
-            yield image, staging.Snapshot(chunks, content, staging.devices(content), arena).fill()
+            yield image, staging.copy_all([image], content, arena).fill()
 
 
 def _all(division: Division) -> list[list[Item]]:

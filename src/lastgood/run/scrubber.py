@@ -14,8 +14,9 @@ from ..engine.arena import Arena
 from ..errors import Cancelled
 from ..policy import scrub
 from ..records import Finding, Generation, GenerationId, Record, intact
+from .known import KnownRun
+from .mend import Mender
 from .reader import Reading
-from .writer import RunWriter
 
 
 class Scrubbed(Record, frozen=True, kw_only=True):
@@ -54,14 +55,15 @@ class Scrubber:
 
     def __init__(
         self,
-        run: RunWriter,
+        known: KnownRun,
+        mender: Mender,
         arena: Callable[[], Arena],
         *,
         bytes_per_second: float = float("inf"),
         pause: Callable[[float], object] = time.sleep,
         monotonic_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._run, self._arena, self._rate = run, arena, bytes_per_second
+        self._known, self._mender, self._arena, self._rate = known, mender, arena, bytes_per_second
         self._pause, self._now = pause, monotonic_seconds
         self._read_at: dict[GenerationId, float] = {}
         self._left: set[GenerationId] = set()
@@ -77,8 +79,8 @@ class Scrubber:
         One that is known to be damaged is read too: it may be whole again but for its mark. Raises Cancelled when
         `stop()`: it goes on with the next call; Unreadable and Unavailable: its turn is over, in this round.
         """
-        with self._run.turn:
-            there = dict(self._run.survey.generations)
+        with self._known.lock:
+            there = dict(self._known.survey.generations)
         one = self._under_way
         if one is not None and there.get(one.generation.id) != one.generation:  # it has gone, or was judged meanwhile
             self._again(one.generation.id)
@@ -88,11 +90,11 @@ class Scrubber:
             if generation is None:
                 return None
             arena = self._arena()
-            one = self._under_way = _UnderWay(generation, arena, self._run.reading(generation, arena, self._slowly))
+            one = self._under_way = _UnderWay(generation, arena, self._mender.reading(generation, arena, self._slowly))
         generation = one.generation
         self._begun, self._seen = self._now(), 0
         try:
-            findings, repaired = self._run.read_again(generation, one.arena, one.reading, stop)
+            findings, repaired = self._mender.read_again(generation, one.arena, one.reading, stop)
         except Cancelled:
             if not one.put_aside:  # it was read, and what came after gave way
                 self._again(generation.id)

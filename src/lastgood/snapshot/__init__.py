@@ -1,1 +1,1 @@
-"""Copies of live tensors, taken behind the training loop, and the check that none was torn. Imports torch."""
+"""Copies of live tensors, taken while training goes on, and the check that none was torn. Imports torch."""

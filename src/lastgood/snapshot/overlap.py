@@ -1,4 +1,7 @@
-"""Behind the fence: which tensors of a state nothing but an optimizer's step changes. Reads; copies nothing."""
+"""Overlap: which tensors only an optimizer's step changes, so that they can be copied while training goes on.
+
+Reads; copies nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +18,25 @@ from ..state.objects import is_fsdp1, modules_of
 from .torn_check import Bearer, watchable
 
 
-class Behind:
-    """What can be copied while the next forward and backward run, by its stored names."""
+class Overlappable:
+    """The tensors that can be copied during the next forward and backward, by their stored names.
+
+    `found`: the entries that refer to them. `moves`: see below.
+    """
 
     def __init__(self, captured: Captured, found: Mapping[str, Bearer], moves: bool) -> None:
         self.moves = moves
-        """a module moves its weights about in forward and backward"""
+        """whether a module moves its weights to other memory in forward and backward (FSDP1)"""
         self.hookable = captured.hookable and not moves
-        """every optimizer of the state can be asked to wait before its step, and no module moves its weights about"""
+        """whether every optimizer of the state can be made to wait before its step, and no module moves its weights"""
         parameters = (Origin.OPTIMIZER, Origin.STEPPED)
         self.trained = {name: one for name, one in found.items() if captured.origins[name] in parameters}
-        """what the optimizers of the state update: parameters, and their own state"""
+        """parameters that the optimizers of the state update, and the state of these optimizers"""
         self.all = dict(found)
-        """... and parameters that none of them updates: frozen ones, or an average that is kept by hand"""
+        """as `trained`, and parameters that no optimizer updates: frozen ones, or an average that the loop computes"""
         sizes = {name: one.nbytes for name, one in captured.tensors.items()}
         total = sum(sizes.values())
+        # what must be cloned if only `trained`, or `all`, is copied later
         self.beside_trained_bytes = total - sum(sizes[name] for name in self.trained)
         self.beside_all_bytes = total - sum(sizes[name] for name in self.all)
         self._places = [(one.container, one.key) for one in found.values()]
@@ -38,7 +45,7 @@ class Behind:
         self._addresses = [captured.addresses[number] for number in self._numbers]
 
     def holds(self, captured: Captured) -> bool:
-        """Whether each still hangs and lies where it was found, and is what was captured under its name."""
+        """Whether each tensor is still in its container at its address, and was captured under its name."""
         return (
             all(map(operator.is_, (container.get(key) for container, key in self._places), self._tensors))
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
@@ -46,20 +53,20 @@ class Behind:
         )
 
 
-def find(state: Mapping[str, Any], captured: Captured) -> Behind:
-    """Go through a state that was captured. Names are found by the memory that they stand for."""
+def find(state: Mapping[str, Any], captured: Captured) -> Overlappable:
+    """The overlappable tensors of a state that was captured. Live tensors get their stored names by their addresses."""
     tensors, moves = captured.tensors, False
     at = dict(zip(captured.addresses, tensors, strict=True))
     found: dict[str, Bearer] = {}
 
-    def note(container: Mapping[Any, Any], key: Any, tensor: object) -> None:
+    def add(container: Mapping[Any, Any], key: Any, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and dtensor.is_sharded(tensor):
-            # Its module hangs up the whole parameter in forward and backward: what counts is the memory of the shard.
+            # In forward and backward FSDP2 puts the whole parameter into the module; the memory of the shard stays.
             tensor, key = dtensor.local(tensor), 0
             container = {key: tensor}
         if subclasses.is_flattenable(tensor):
             for part, inner in subclasses.inner_tensors(tensor).items():
-                note(vars(tensor), part, inner)
+                add(vars(tensor), part, inner)
             return
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
             return
@@ -74,14 +81,15 @@ def find(state: Mapping[str, Any], captured: Captured) -> Behind:
         for part in module.modules():
             moves |= is_fsdp1(part)  # guard: fsdp1-waits-for-copy
             for key, parameter in part._parameters.items():
-                note(part._parameters, key, parameter)
+                add(part._parameters, key, parameter)
     for optimizer in captured.optimizers:
-        for container, key, tensor in _held(optimizer):
-            note(container, key, tensor)
-    return Behind(captured, {name: found[name] for name in tensors if name in found}, moves)
+        for container, key, tensor in _state_of(optimizer):
+            add(container, key, tensor)
+    return Overlappable(captured, {name: found[name] for name in tensors if name in found}, moves)
 
 
-def _held(optimizer: Optimizer) -> Iterator[tuple[Mapping[Any, Any], Any, object]]:
+def _state_of(optimizer: Optimizer) -> Iterator[tuple[Mapping[Any, Any], Any, object]]:
+    """(container, key, value) of everything that an optimizer keeps for its parameters."""
     for entry in optimizer.state.values():
         if isinstance(entry, dict):
             for key, tensor in entry.items():

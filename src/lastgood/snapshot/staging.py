@@ -1,14 +1,15 @@
-"""Staging: live tensors -> the image of their files, in arena chunks. Copies; writes no file, decides nothing.
+"""Staging: live tensors -> the images of their files, in chunks of the arena. Copies; writes no file, decides nothing.
 
-    cut (training thread)  what forward may change is cloned, the rest is looked at           the save returns
-    fill (copier)          chunk by chunk into the arena, behind the next forward and backward
-    fence (training thread, before the next update)  waits until the last copy is enqueued;
-                           a stream of a device waits for the copies themselves, the host does not
+    Snapshot(...)  training thread       clones what forward may change, samples the other tensors; the save returns
+    fill()         copier thread         copies chunk by chunk into the arena, during the next forward and backward
+    Fence.wait()   training thread,      waits until the last copy is enqueued. On a CUDA device the current stream
+                   before the next       waits for the copies themselves, and the host does not
+                   update
 
 Invariants
-  1. Between the cut and the fence nothing that is copied behind it is written to by an update.
-  2. What was written to all the same is found by the torn-snapshot check (torn.py) before the save is published.
-  3. The fence ends: whatever happens to the copy, `enqueued` is set.
+  1. Between the snapshot and the fence, no update of an optimizer writes to a tensor that is still to be copied.
+  2. If other code has written to one, the torn-snapshot check (torn_check.py) finds it before the save is committed.
+  3. The fence always ends: whatever happens to the copy, `enqueued` is set.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,68 +32,81 @@ from ..engine.arena import Arena, Lease
 from ..errors import Cancelled, Refused, TornSnapshot
 from ..format.layout import Image, Segment, Tensor, content_hasher, images, segments
 from ..state.tensors import as_bytes, dtype_name
-from .torn_check import ChunkSamples, Look, Watch
+from .torn_check import ChunkSamples, Observation, Watch
 
 SIDE_BYTES = 32 << 20
-"""what is cloned at the cut, beside the arena; a state with more of it is staged while the loop waits"""
+"""how much may be cloned outside of the arena; if a state needs more, the loop waits while it is copied"""
 
 
 def lay_out(tensors: Mapping[str, torch.Tensor], finite: Collection[str] = ()) -> list[Image]:
-    """The files that these tensors make, in a world of one. `finite`: those that must hold no NaN or infinity."""
+    """The files of these tensors, for a single process. `finite`: names of those that must be finite."""
     return images(
         Tensor(name, dtype_name(one.dtype), tuple(one.shape), name in finite) for name, one in tensors.items()
     )
 
 
 def in_chunks(files: Sequence[Image], chunk_bytes: int) -> list[tuple[Image, Sequence[list[Segment]]]]:
-    """The files, and what lies in each of their chunks."""
+    """Each file with its chunks; a chunk is the list of its segments, which are parts of the header and of tensors."""
     return [(image, list(segments(image, chunk_bytes))) for image in files]
 
 
 def devices(tensors: Mapping[str, torch.Tensor]) -> set[torch.device]:
-    """Those other than the host that hold some of these tensors."""
+    """The CUDA devices that hold some of these tensors."""
     return {one for one in set(map(operator.attrgetter("device"), tensors.values())) if one.type == "cuda"}
 
 
+@dataclass(frozen=True)
+class CopyPlan:
+    """What one snapshot copies. By default everything is copied by `Snapshot.fill`, without a torn-snapshot check."""
+
+    chunks: Sequence[tuple[Image, Sequence[list[Segment]]]]
+    """the files and their chunks, as `in_chunks` returns them"""
+    tensors: Mapping[str, torch.Tensor]
+    """the live tensors, by the keys that they have in the files"""
+    devices: Collection[torch.device]
+    """as `devices(tensors)` returns them"""
+    addresses: Sequence[int] = ()
+    """of each of `tensors` at the capture, to find those that are moved before they are copied; empty: not checked"""
+    cloned: Collection[str] = ()
+    """keys of the tensors that are cloned when the snapshot is made; `fill` copies these from the clones"""
+    watch: Watch | None = None
+    """of the tensors that are copied later, if they are to be checked for changes"""
+    samples: Sequence[Sequence[Sequence[ChunkSamples]]] = ()
+    """the samples of `watch` in each chunk of each file, as `Watch.in_chunks` returns them; empty: not compared"""
+    witness: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """key -> replica of a tensor that another rank writes: read only for its content digest"""
+    algorithm: str = ""
+    """digest algorithm for `witness`"""
+
+
+def copy_all(files: Sequence[Image], tensors: Mapping[str, torch.Tensor], arena: Arena) -> Snapshot:
+    """A snapshot that copies all of these tensors in `fill`, while the caller lets nothing change them."""
+    return Snapshot(CopyPlan(in_chunks(files, arena.chunk_bytes), tensors, devices(tensors)), arena)
+
+
 class Snapshot:
-    """One state at one instant, on its way into the arena. Made on the training thread, at the cut.
+    """One state at one instant, on its way into the arena. To be made on the training thread."""
 
-    `layout`: the files, and what lies in each of their chunks. `devices`: as `devices(tensors)` says. `addresses`:
-    where each tensor lies, to find what is moved before it is read. `at_once`: names that are cloned here; all others
-    are read by `fill`. `watch`: of what is read later, if that is to be checked. `witness`: what is read too, for its
-    digests only.
-    """
-
-    def __init__(
-        self,
-        layout: Sequence[tuple[Image, Sequence[list[Segment]]]],
-        tensors: Mapping[str, torch.Tensor],
-        devices: Iterable[torch.device],
-        arena: Arena,
-        *,
-        addresses: Sequence[int] = (),
-        at_once: Collection[str] = (),
-        watch: Watch | None = None,
-        samples: Sequence[Sequence[Sequence[ChunkSamples]]] = (),
-        witness: Mapping[str, torch.Tensor] | None = None,
-        algorithm: str = "",
-    ) -> None:
-        self._layout, self._arena, self._watch, self._samples = layout, arena, watch, samples
-        self._at_once = {name: tensors[name].clone() for name in at_once}
-        self._tensors, self._addresses = tensors, addresses
-        self._witness, self._algorithm = witness or {}, algorithm
+    def __init__(self, plan: CopyPlan, arena: Arena) -> None:
+        self._chunks, self._samples, self._arena = plan.chunks, plan.samples, arena
+        self._clones = {name: plan.tensors[name].clone() for name in plan.cloned}
+        self._tensors, self._addresses = plan.tensors, plan.addresses
+        self._witness, self._algorithm = plan.witness, plan.algorithm
         self.witnessed: dict[str, str] = {}
-        """content digests of what others write"""
-        self._cut = watch.look() if watch else None
+        """key -> content digest of each tensor of `CopyPlan.witness`, once all is copied"""
+        self._watch = plan.watch
+        self._before: Observation | None = plan.watch.observe() if plan.watch else None
+        self._after: Observation | None = None
         self.enqueued = threading.Event()
+        """set once the last copy is enqueued, or given up"""
         self._events: list[torch.cuda.Event] = []
-        self._streams = {device: _side_stream(device) for device in devices}
+        self._streams = {device: _side_stream(device) for device in plan.devices}
 
     def fill(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
-        """Copy everything, chunk by chunk; each filled chunk is the taker's, who releases it.
+        """Copy everything, and yield the filled chunks in file order. The consumer owns each and must `release()` it.
 
-        Waits for free chunks where the arena is smaller than the state. Raises Cancelled when `stop()`, TornSnapshot
-        after the last chunk.
+        Waits for free chunks if the arena is smaller than the state. Raises Cancelled once `stop()` returns true, and
+        TornSnapshot after the last chunk if the state changed while it was copied.
         """
         torn: set[str] = set()
         waiting: deque[tuple[Lease, list[torch.cuda.Event], Sequence[ChunkSamples]]] = deque()
@@ -100,14 +115,14 @@ class Snapshot:
             lease, events, samples = waiting.popleft()
             for event in events:
                 event.synchronize()
-            if self._cut is not None and samples:
-                torn.update(self._cut.differs_in(lease.buffer, samples))  # guard: samples-compared-during-copy
+            if self._before is not None and samples:
+                torn.update(self._before.differs_in(lease.buffer, samples))  # guard: samples-compared-during-copy
             return lease
 
         try:
-            source = _Source(self._tensors, self._addresses, self._at_once)
+            source = _Source(self._tensors, self._addresses, self._clones)
             torn |= source.moved  # guard: moved-before-read-is-torn
-            for number, (image, chunks) in enumerate(self._layout):
+            for number, (image, chunks) in enumerate(self._chunks):
                 samples = self._samples[number] if self._samples else ()
                 for chunk, parts in enumerate(chunks):
                     lease = self._arena.take_now()
@@ -126,7 +141,7 @@ class Snapshot:
                     if not self._streams:
                         yield arrived()
             self.witnessed = {key: content_digest(one, self._algorithm) for key, one in self._witness.items()}
-            torn |= self._look_again()
+            torn |= self._observe_again()
             self.enqueued.set()
             while waiting:
                 yield arrived()
@@ -135,19 +150,19 @@ class Snapshot:
             self.enqueued.set()  # guard: failed-copy-releases-update
             while waiting:
                 arrived().release()
-            self._tensors, self._at_once, self._witness = {}, {}, {}
+            self._tensors, self._clones, self._witness = {}, {}, {}
         if torn:  # guard: torn-save-dropped
             raise torn_error(torn)
 
     @property
     def read(self) -> bool:
-        """Whether nothing of it is still to be copied, on no device."""
+        """Whether all copies have ended, those of devices included."""
         return self.enqueued.is_set() and all(map(torch.cuda.Event.query, self._events))
 
     def hold(self) -> None:
-        """Let the next update wait until what it would change has been copied."""
+        """Wait until all copies are enqueued, and let the current stream of each device wait for its copies."""
         # guard: update-waits-for-copy
-        self.enqueued.wait()  # waiting for an event that is not recorded yet would be no wait at all
+        self.enqueued.wait()  # a stream does not wait for an event that is not recorded yet
         for event in self._events:
             torch.cuda.current_stream(event.device).wait_event(event)
 
@@ -171,40 +186,46 @@ class Snapshot:
             touched.add(device)
         return [self._streams[device].record_event() for device in touched]
 
-    def _look_again(self) -> set[str]:
-        """Before the next update may begin: identity and versions now, samples behind the copies on each stream."""
+    def _observe_again(self) -> set[str]:
+        """Names of the tensors that were replaced. Takes the samples after the copy, on each stream behind its copies.
+
+        Runs before `enqueued` is set: no update may come between the copy and this.
+        """
         found: set[str] = set()
-        self._after: Look | None = None
-        if self._watch is not None and self._cut is not None:
-            found = self._watch.replaced(self._cut.versions)  # guard: replaced-tensors-are-torn
-            with _all(self._streams.values()):
-                self._after = self._watch.look()
+        if self._watch is not None and self._before is not None:
+            found = self._watch.replaced(self._before.versions)  # guard: replaced-tensors-are-torn
+            with _current(self._streams.values()):
+                self._after = self._watch.observe()
         self._events = [stream.record_event() for stream in self._streams.values()]
         return found
 
     def _compare(self) -> set[str]:
-        if self._cut is None or self._after is None:
+        """Names of the tensors whose samples changed during the copy; waits for the devices."""
+        if self._before is None or self._after is None:
             return set()
         for event in self._events:
             event.synchronize()
-        return self._cut.differs(self._after)
+        return self._before.differs(self._after)
 
 
 class _Source:
-    """Where each tensor's bytes are read: an address in host memory, or bytes on a device."""
+    """Where the bytes of each tensor are read: an address in host memory, or a tensor of bytes on a device.
+
+    `addresses`, `clones`: as `CopyPlan.addresses` and the clones of `CopyPlan.cloned`.
+    """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], addresses: Sequence[int], at_once: Mapping[str, torch.Tensor]
+        self, tensors: Mapping[str, torch.Tensor], addresses: Sequence[int], clones: Mapping[str, torch.Tensor]
     ) -> None:
-        # Detached, it keeps its memory: whoever moves the live one meanwhile frees nothing that is read here.
+        # A detached tensor keeps its memory: replacing the `.data` of the live one frees nothing that is still read.
         held = {name: one.detach() for name, one in tensors.items()}
         now = list(map(torch.Tensor.data_ptr, held.values()))
         self.moved: set[str] = set()
-        """names of those that were moved between the cut and here"""
+        """names of the tensors that were moved since the capture"""
         if addresses and now != list(addresses):
             places = zip(held, now, addresses, strict=True)
-            self.moved = {name for name, here, then in places if here != then} - at_once.keys()
-        self._tensors = {**held, **at_once}
+            self.moved = {name for name, address, captured in places if address != captured} - clones.keys()
+        self._tensors = {**held, **clones}
         self._addresses: dict[str, int] = {
             name: one.data_ptr()
             for name, one in self._tensors.items()
@@ -216,61 +237,63 @@ class _Source:
         return self._tensors[name].device
 
     def address(self, name: str) -> int | None:
+        """The address of its bytes in row-major order; None for a tensor on a device."""
         found = self._addresses.get(name)
         if found is None and self._tensors[name].is_cpu:
             found = self.bytes(name).data_ptr()
         return found
 
     def bytes(self, name: str) -> torch.Tensor:
-        """In row-major order. Of what must be rearranged one tensor is held at a time."""
+        """Its bytes in row-major order. Keeps at most one rearranged copy of a tensor at a time."""
         if self._name != name:
             self._name, self._bytes = name, as_bytes(self._tensors[name])
         return self._bytes
 
 
 class Pin:
-    """Makes the memory of an arena what a device copies to without the host's help, until `release`."""
+    """Page-locks the memory of an arena until `release`, so that a CUDA device copies to it without the host."""
 
     def __init__(self, arena: Arena) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._arena, self._runtime = arena, runtime
-        # Where the system allows no more locked memory, copies are slower and no less right.
+        # If the system allows no more locked memory, copies are slower and still correct.
         self._held = int(runtime.cudaHostRegister(arena.address, arena.arena_bytes, 0)) == 0
         if not self._held:
-            with suppress(RuntimeError):  # the runtime tells of it once more, and not in somebody's next kernel
+            with suppress(RuntimeError):  # clears the error, which the next CUDA call would raise otherwise
                 torch.zeros(1, device="cuda")
 
     def release(self) -> None:
-        """Nothing may be copied to it any more."""
+        """Unlock the memory. No copy to it may be under way."""
         if self._held:
             self._held = False
             self._runtime.cudaHostUnregister(self._arena.address)
 
 
 class Fence:
-    """Holds the next update of every hooked optimizer until what is being copied has been read."""
+    """Makes the next step of every hooked optimizer wait until the tensors that are being copied have been read."""
 
     def __init__(self) -> None:
         self._pending: list[Snapshot] = []
         self._hooks: dict[int, tuple[Optimizer, Any]] = {}
         self.waited_seconds = 0.0
-        """in all, by the host"""
+        """total time that the host has waited"""
         self._process = os.getpid()
 
     def hook(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let these optimizers, and no others, ask before each step."""
+        """Register a step pre-hook on these optimizers, and remove it from all others."""
         wanted = {id(one): one for one in optimizers}
-        gone = self._hooks.keys() - wanted.keys()
-        if gone:
+        removed = self._hooks.keys() - wanted.keys()
+        if removed:
             # guard: unhook-waits-for-copy
-            self.wait()  # an older copy may still want to be read before their next step
-        for ident in gone:
+            self.wait()  # a copy that is under way may still read what their next step would change
+        for ident in removed:
             self._hooks.pop(ident)[1].remove()  # guard: stale-hooks-removed
         for ident in wanted.keys() - self._hooks.keys():
             # guard: hook-before-each-step
             self._hooks[ident] = (wanted[ident], wanted[ident].register_step_pre_hook(self._before_step))
 
     def add(self, snapshot: Snapshot) -> None:
+        """Let `wait` wait for this snapshot too. To be called before its copy begins."""
         self._pending = [one for one in self._pending if not one.read]
         self._pending.append(snapshot)
 
@@ -278,23 +301,27 @@ class Fence:
         self.wait()
 
     def wait(self) -> None:
-        """Until every copy that was begun is enqueued, and on a device ordered before what comes next."""
+        """Wait until every copy is enqueued, and on each device let the following work wait for the copies.
+
+        Raises Refused while a CUDA graph is being captured and a copy is under way.
+        """
         # guard: fork-waits-for-no-copy
-        if not self._pending or self._process != os.getpid():  # in a fork nobody copies
+        if not self._pending or self._process != os.getpid():  # a forked process has no copier
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise Refused(
                 "an optimizer step is being captured into a CUDA graph while a save is copied behind it",
-                todo='Save with staging="blocking": a captured step asks nobody before it runs again.',
+                todo='Save with staging="blocking": a captured step runs again without any hook that could wait.',
             )
-        begun = time.monotonic()
+        started = time.monotonic()
         held = not all(one.enqueued.is_set() for one in self._pending)
         for snapshot in self._pending:
             snapshot.hold()
         self._pending.clear()
-        self.waited_seconds += time.monotonic() - begun if held else 0.0
+        self.waited_seconds += time.monotonic() - started if held else 0.0
 
     def close(self) -> None:
+        """Remove all hooks."""
         for _, handle in self._hooks.values():  # guard: hooks-removed-at-close
             handle.remove()
         self._hooks.clear()
@@ -302,21 +329,21 @@ class Fence:
 
 
 def content_digest(tensor: torch.Tensor, algorithm: str) -> str:
-    """The content digest of a tensor, as its piece will have it; waits for a device."""
+    """The content digest of a tensor, equal to the digest of its stored piece. Waits for the device of the tensor."""
     hasher = content_hasher(algorithm, dtype_name(tensor.dtype), tuple(tensor.shape))
     hasher.update(as_bytes(tensor).cpu().numpy().data)
     return hasher.hexdigest()
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that goes on from where the current one of the device stands."""
+    """A new stream whose work waits for what the current stream of the device has enqueued so far."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
 
 
-def _all(streams: Iterable[torch.cuda.Stream]) -> ExitStack:
-    """Each the current one of its device."""
+def _current(streams: Iterable[torch.cuda.Stream]) -> ExitStack:
+    """A context in which each of these is the current stream of its device."""
     stack = ExitStack()
     for stream in streams:
         stack.enter_context(torch.cuda.stream(stream))
@@ -324,6 +351,7 @@ def _all(streams: Iterable[torch.cuda.Stream]) -> ExitStack:
 
 
 def torn_error(names: set[str]) -> TornSnapshot:
+    """The error for a save of which these tensors changed while they were copied."""
     shown = ", ".join(sorted(names)[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return TornSnapshot(
         f"the state changed while it was copied: {shown}",

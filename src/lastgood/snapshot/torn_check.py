@@ -1,9 +1,9 @@
 """The torn-snapshot check: whether tensors changed, or were replaced, while they were copied. Decides nothing.
 
-No single sign is enough (measured): version counters miss fused optimizers and `.data`, storage identity misses every
-change in place, samples miss a few changed rows. So all three, at the cut and after the copy, and the samples also in
-what was copied. What none of them sees: a change of few elements, between two samples, by a writer that does not count
-versions. `torn_check="full"` (a digest of everything at the cut) sees that too.
+Measurements showed that no single sign is enough: version counters miss fused optimizers and `.data`, the identity of
+the storage misses every change in place, samples miss changes of a few rows. So all three are compared before and after
+the copy, and the samples also with the copied bytes. One change remains unseen: that of a few elements between two
+samples, by code that does not count versions. `torn_check="full"` (a digest of everything before the copy) sees it too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from ..format.layout import Image, Segment
 
 SAMPLES = 16
-"""elements of each tensor that are looked at: the first, the last, and evenly between"""
+"""elements of each tensor that are compared: the first, the last, and the others evenly between these"""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Bearer(NamedTuple):
-    """Where a live tensor hangs: `container[key]` is it."""
+    """The entry that refers to a live tensor: `container[key] is tensor` as long as it is not replaced."""
 
     container: Mapping[Any, Any]
     key: Any
@@ -32,7 +32,7 @@ class Bearer(NamedTuple):
 
 
 def watchable(tensor: torch.Tensor) -> bool:
-    """Whether its elements are all of a run of memory that can be sampled, and its versions are counted."""
+    """Whether the tensor can be checked: its elements fill memory without gaps, and torch counts its versions."""
     return not tensor.is_inference() and (tensor.is_contiguous() or _dense(tensor))
 
 
@@ -49,7 +49,10 @@ def _dense(tensor: torch.Tensor) -> bool:
 
 
 class Watch:
-    """Some live tensors, by their stored names, and how they look. Made anew when one of them has moved."""
+    """Live tensors to be checked, by their stored names. It is valid until one of them is moved or replaced.
+
+    The samples of all tensors of one device and element width are a group: they are gathered by one operation.
+    """
 
     def __init__(self, bearers: Mapping[str, Bearer]) -> None:
         self.bearers = bearers
@@ -60,7 +63,7 @@ class Watch:
         owners: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
         self._places: dict[str, tuple[int, int, int]] = {}  # name -> group, first sample in it, elements between two
         keys: dict[tuple[torch.device, torch.dtype], int] = {}
-        taken: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
+        counts: dict[tuple[torch.device, torch.dtype], int] = defaultdict(int)
         for index, one in enumerate(self._tensors):
             if not one.numel():
                 continue
@@ -76,20 +79,20 @@ class Watch:
             owners[kind] += [index] * size
             group = keys.setdefault(kind, len(keys))
             if one.is_contiguous():
-                self._places[self._names[index]] = (group, taken[kind], step)
-            taken[kind] += size
+                self._places[self._names[index]] = (group, counts[kind], step)
+            counts[kind] += size
         self._views = list(groups.values())
         self._owners = [np.asarray(owners[kind]) for kind in groups]
         self._widths = [kind[1].itemsize for kind in groups]
 
-    def look(self) -> Look:
-        """How they are now. On a device the samples are gathered on the current stream."""
+    def observe(self) -> Observation:
+        """Versions and samples of the tensors now. On a device the current stream gathers the samples."""
         with torch.no_grad():
             samples = [torch.cat(views) for views in self._views]
-        return Look(self, [one._version for one in self._tensors], samples)
+        return Observation(self, [one._version for one in self._tensors], samples)
 
     def replaced(self, versions: Sequence[int]) -> set[str]:
-        """Names whose tensor is another one now, lies elsewhere, or counts another version than it did."""
+        """Names of the tensors that were replaced or moved, or whose version is not the one in `versions`."""
         found = set()
         for name, address, version, (container, key, tensor) in zip(
             self._names, self._addresses, versions, self.bearers.values(), strict=True
@@ -100,13 +103,16 @@ class Watch:
         return found
 
     def differing(self, group: int, wrong: np.ndarray) -> set[str]:
-        """Names of the tensors that own these samples of a group."""
+        """Names of the tensors to which these samples of a group belong."""
         return {self._names[index] for index in np.unique(self._owners[group][wrong])}
 
     def in_chunks(
         self, image: Image, chunks: Sequence[list[Segment]], in_part: Collection[str] = ()
     ) -> list[list[ChunkSamples]]:
-        """For each chunk of an image, which samples lie in it, and where; none of tensors that are stored in part."""
+        """The samples in each chunk of an image, and their positions.
+
+        `in_part`: names of tensors of which the image holds only a part; their samples are left out.
+        """
         return [[*self._in_chunk(image, parts, in_part)] for parts in chunks]
 
     def _in_chunk(self, image: Image, parts: list[Segment], in_part: Collection[str]) -> Iterator[ChunkSamples]:
@@ -128,15 +134,15 @@ class Watch:
 
 
 class ChunkSamples(NamedTuple):
-    """Samples of one group that lie in one chunk: their positions there in elements, their numbers in the group."""
+    """The samples of one group in a chunk: their positions in the chunk, in elements, and indices in the group."""
 
     group: int
     positions: np.ndarray
     samples: np.ndarray
 
 
-class Look:
-    """What was seen of some tensors at one time."""
+class Observation:
+    """The versions and samples of the tensors of a `Watch` at one time."""
 
     def __init__(self, watch: Watch, versions: list[int], samples: list[torch.Tensor]) -> None:
         self._watch, self.versions, self._samples = watch, versions, samples
@@ -149,8 +155,8 @@ class Look:
             self._arrays = [one.cpu().numpy() for one in self._samples]
         return self._arrays
 
-    def differs(self, later: Look) -> set[str]:
-        """Names whose samples are not the same in both."""
+    def differs(self, later: Observation) -> set[str]:
+        """Names of the tensors whose samples differ from the later ones."""
         found: set[str] = set()
         for group, (one, other) in enumerate(zip(self.arrays, later.arrays, strict=True)):
             wrong = np.flatnonzero(one != other)
@@ -159,7 +165,7 @@ class Look:
         return found
 
     def differs_in(self, buffer: memoryview, chunk: Sequence[ChunkSamples]) -> set[str]:
-        """Names whose samples are not the same in a chunk that was copied."""
+        """Names of the tensors whose samples differ from the bytes that were copied into this chunk."""
         found: set[str] = set()
         for group, positions, samples in chunk:
             expected = self.arrays[group]

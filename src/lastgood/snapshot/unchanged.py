@@ -1,6 +1,6 @@
-"""Whether the live state is still what a generation holds: asked where a step is saved twice. Writes nothing.
+"""Whether the live state still equals a generation, for a step that is saved a second time. Writes nothing.
 
-Everything is read: version counters miss what fused optimizers change.
+All bytes are read and digested, because version counters miss the changes of fused optimizers.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _TRAINED = {Origin.PARAMETER, Origin.STEPPED}
 _LISTED = 3
 """names of changed tensors in the error"""
 _RANDOM = "rng"
-"""random number generators: whatever runs between two saves draws from them"""
+"""random number generators: any code between two saves draws from them, so they are not compared"""
 
 
 def changed(captured: Captured, manifest: Manifest) -> list[str]:
-    """Names of the parameters and optimizer states of a rank's manifest that this rank does not hold any more.
+    """Names of the parameters and optimizer states of a rank's manifest whose content has changed on this rank.
 
-    Buffers, random numbers and values may differ, because an evaluation changes them too.
+    Buffers, random numbers and values are not compared, because an evaluation may change them.
     """
     trained = (piece for piece in manifest.pieces if captured.origins.get(piece.name) in _TRAINED)
     return [piece.name for piece in trained if not _holds(captured, piece, manifest.digest)]
 
 
 def require_unchanged(step: int, names: Sequence[str]) -> None:
-    """Raises StepTaken where there are `names` of tensors that have changed since `step` was saved."""
+    """Raises StepTaken if there are any `names`: those of tensors that have changed since `step` was saved."""
     if names:
         more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
         raise StepTaken(
@@ -43,7 +43,7 @@ def require_unchanged(step: int, names: Sequence[str]) -> None:
 
 
 def is_same(captured: Captured, manifest: Manifest) -> bool:
-    """Whether all of the live state, except the random numbers, is what the manifest of a single process holds."""
+    """Whether all of the live state, except the random numbers, equals the manifest of a single process."""
     pieces = [piece for piece in manifest.pieces if not _is_random(piece.name)]
     return (  # guard: unchanged-restore-compares-all
         {piece.name for piece in pieces} == {name for name in captured.tensors if not _is_random(name)}
@@ -54,7 +54,7 @@ def is_same(captured: Captured, manifest: Manifest) -> bool:
 
 
 def _holds(captured: Captured, piece: Piece, algorithm: str) -> bool:
-    """Whether the piece, rows of what this process holds of its tensor, still has the content that was saved."""
+    """Whether the part of the live tensor that this piece stores still has the content that was saved."""
     held, spread = captured.tensors[piece.name], captured.sharded.get(piece.name)
     if piece.offsets:
         first = piece.offsets[0] - (spread.box.offsets[0] if spread else 0)
@@ -67,6 +67,6 @@ def _is_random(name: str) -> bool:
 
 
 def _values(values: Mapping[str, Any]) -> Any:
-    """As a manifest gives them back."""
+    """The values without random numbers, as they are read back from a manifest."""
     kept = {name: one for name, one in values.items() if name != _RANDOM}
     return msgspec.json.decode(msgspec.json.encode(kept))

@@ -1,14 +1,13 @@
-"""Adapters: what a PEFT model keeps beside its weights. Found by PEFT's own classes, if that is imported at all.
+"""Adapters: what a PEFT model keeps beside its weights. PEFT's own classes identify it, if PEFT is imported at all.
 
-Three things are in no `state_dict()`, and a restore without them trains something else without an error:
+Three things are not in `state_dict()`. A restore without them would continue another training without any error:
 
-- A merged adapter. `merge_adapter()` adds it to the weights of its base layer, and only an attribute says so. Neither a
-  merged model is saved nor a generation loaded into one.
+- A merged adapter. `merge_adapter()` adds it to the weights of its base layer, and only an attribute records this. A
+  merged model is not saved, and no generation is loaded into one.
 - Which adapters are active, as `set_adapter()` changes it.
-- The importance of each rank that AdaLoRA has averaged so far, and which ranks it has pruned.
+- AdaLoRA's running averages of the importance of each LoRA rank, and which of these ranks it has pruned.
 
-`Adapters` is an entry of the state that stores the last two. A Checkpointer demands it where there is something that
-only it would store.
+`Adapters` is an entry of the state that stores the last two. A save without it is refused if it would lose them.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ _REMEDY = 'Add an entry to the state: "adapters": lastgood.integrations.peft.Ada
 
 
 class Adapters:
-    """Which adapters of a PEFT model are active, and AdaLoRA's importance of ranks, as an entry of the state.
+    """An entry of the state that stores which adapters of a PEFT model are active, and AdaLoRA's importance of ranks.
 
-    `model`: what `get_peft_model()` returned, or a model of transformers after `model.add_adapter()`. Needed where
-    `set_adapter()` is called while training, and for AdaLoRA:
+    `model`: the model that `get_peft_model()` returned, or a model of transformers after `model.add_adapter()`. The
+    entry is needed if `set_adapter()` is called during the training, and for AdaLoRA:
 
         model = get_peft_model(base, config)
         state = {"model": model, "adapters": lastgood.integrations.peft.Adapters(model), "optimizer": optimizer}
 
     A restore activates the adapters of the restored step, as `model.set_adapter()` does. Raises Refused for a model
-    without adapters.
+    that has no adapters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +51,7 @@ class Adapters:
         self._model: Any = model
 
     def state_dict(self) -> dict[str, Any]:
-        """The names of the active adapters, and of AdaLoRA its averages and its pattern of ranks."""
+        """The names of the active adapters; for AdaLoRA also its averages and its pattern of ranks."""
         allocator = rank_allocator(self._model)
         if allocator is None:
             return {"active": self._active()}
@@ -60,10 +59,12 @@ class Adapters:
         return {"active": self._active(), "ranks": ranks, "pattern": allocator.peft_config.rank_pattern}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Activate the adapters, and give AdaLoRA what it had; entries that are not there stay as they are."""
+        """Activate the adapters, and restore the data of AdaLoRA. What `saved` lacks stays as it is."""
         active = saved.get("active", self._active())
         if active != self._active():
-            several = self._model.base_model if _is_peft_model(self._model) else self._model  # the outer one takes one
+            several = (
+                self._model.base_model if _is_peft_model(self._model) else self._model
+            )  # PeftModel accepts only one
             if len(active) == 1:
                 self._model.set_adapter(active[0])
             else:
@@ -79,13 +80,13 @@ class Adapters:
 
 
 class Watch:
-    """The PEFT models of a state, from save to save."""
+    """Watches the PEFT models of a state from save to save."""
 
     def __init__(self) -> None:
         self._active: dict[str, set[str]] = {}  # path of a model -> the active adapters at its first save
 
     def require_storable(self, state: Mapping[str, Any], names: Filter) -> None:
-        """Raises Unstorable, by name, for a model that holds more than what is stored of it."""
+        """Raises Unstorable, by name, for a model of which a save would lose something."""
         if _TUNERS not in sys.modules:
             return
         objects = {path: one for path, one in find_objects(state).items() if names.enters(path)}
@@ -101,12 +102,12 @@ class Watch:
                 raise refusal(path, "is an AdaLoRA model, whose importance of ranks is not in its weights", _REMEDY)
             active = {name for layer in layers for name in layer.active_adapters}
             if active != self._active.setdefault(path, active):  # guard: active-adapter-change-stored
-                what = "has other active adapters than in its first save, and no restore would activate them"
+                what = "has other active adapters than in its first save, and a restore would not activate them"
                 raise refusal(path, what, _REMEDY)
 
 
 def adapters_entry(module: nn.Module) -> dict[str, Adapters]:
-    """The entry that the state of a framework needs beside a module: none, unless there is something to be stored."""
+    """The entry that an integration must add to its state beside a module; empty if the module needs none."""
     names = {name for layer in _layers(module) for name in layer._all_available_adapter_names()}
     if len(names) < 2 and rank_allocator(module) is None:
         return {}
@@ -136,7 +137,7 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _has_adapters(module: nn.Module) -> bool:
-    """Whether `set_adapter()` of this module says which adapters in it are active."""
+    """Whether this is a module whose `set_adapter()` chooses the active adapters of its layers."""
     if _is_peft_model(module):
         return True
     layers = [*_layers(module)]

@@ -1,12 +1,13 @@
-"""Remembered: what a module, optimizer or container was found to be made of, so that the next save need not walk it.
+"""A cache of structure: what a module, optimizer or container consisted of at the last save, so it need not be walked.
 
-A plan names things; it never holds them: no tensor, no storage and no object of the user's outlives a save because of
-it. Every save goes through the live objects again, in tight loops, and takes what it finds there (`flat_*`); the plan
-is only asked whether that has the structure whose names and JSON it knows (`Part.take`). So a stale plan can neither
-bring back an old tensor nor name a new one wrongly: where anything differs, the object is walked anew.
+The cache holds names, shapes and JSON, and no reference to a tensor, a storage or an object of the user. So it never
+extends the life of any of them. Every save reads the live objects again, in tight loops, as a `Flat`: their tensors,
+and a signature of their structure (`flat_module`, `flat_container`, `Owners.flat_optimizer`). `Part.stored_tensors`
+compares that with what the cache knows. Where anything differs, the object is walked anew. So a stale entry can
+neither bring back an old tensor nor give a wrong name to a new one.
 
-What cannot be said from the live objects alone is never remembered: modules with a state_dict, a hook or extra state
-of their own, optimizers with state that is no tensor.
+Objects whose contents only their own code knows are never cached: modules that override state_dict() or have a hook or
+extra state, optimizers with state that is not a tensor.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ TENSORS = frozenset({torch.Tensor, nn.Parameter})
 _CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 _NESTING_LIMIT = 20
 _BLOCK = 512
-"""tensors that are looked at again and again while the processor still has them at hand"""
-_END, _TENSOR = object(), object()  # in a signature
+"""tensors that are compared attribute by attribute before the next ones, so that they stay in the processor's cache"""
+_END, _TENSOR = object(), object()  # marks in a signature
 
 _METHODS = (
     "state_dict",
@@ -52,21 +53,21 @@ _gradient = operator.attrgetter("requires_grad", "is_leaf")
 
 @dataclass
 class Flat:
-    """An object as found right now."""
+    """The tensors of a live object, and a signature of its structure."""
 
     signature: list[Any] = field(default_factory=list)
-    """keys and marks; equal ones mean the same names in the same order"""
+    """keys and marks; equal signatures mean the same names in the same order"""
     slots: list[Any] = field(default_factory=list)
-    """what lies under these names, in order: live tensors, or None"""
-    told: list[torch.Tensor] = field(default_factory=list)
-    """live tensors that are stored elsewhere, and whose shapes and memory orders are stored here"""
+    """the values under these names, in order: live tensors, or None"""
+    parameters: list[torch.Tensor] = field(default_factory=list)
+    """of an optimizer: its parameters, whose shapes and memory orders are in its JSON; their module stores them"""
 
 
 # ---- live objects -> flat ----------------------------------------------------------------------------------------
 
 
 def flat_module(module: nn.Module) -> Flat | None:
-    """Its tensors in the order of its state_dict(); None if only its own code knows what that is."""
+    """Its tensors in the order of its state_dict(); None if the module has code of its own that may change these."""
     flat = Flat()
     return flat if _flatten_module(module, flat, {}) else None
 
@@ -108,7 +109,7 @@ def _flatten_module(module: nn.Module, flat: Flat, plain: dict[type, bool]) -> b
 
 
 def module_slots(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, bool]]:
-    """(name, is it stored) of each slot of `flat_module`."""
+    """(name, whether it is stored) of each slot of `flat_module`; buffers that are not persistent are not stored."""
     for name in module._parameters:
         yield prefix + name, True
     for name in module._buffers:
@@ -119,7 +120,7 @@ def module_slots(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, boo
 
 
 def flat_container(obj: Any) -> Flat | None:
-    """The tensors in dicts, lists and tuples of nothing but tensors; None for any other."""
+    """The tensors in nested dicts, lists and tuples that hold only tensors; None for any other container."""
     flat = Flat()
     return flat if _flatten_container(obj, flat, 0) and flat.slots else None
 
@@ -163,9 +164,10 @@ def container_slots(obj: Any, path: str) -> Iterator[str]:
 
 
 class Owners:
-    """The parameters of all modules of a state, by place: what decides the names of an optimizer's parameters.
+    """The parameters of all modules of a state, which decide the names of the parameters of an optimizer.
 
-    `version` changes when a module comes, goes or changes its structure, or when parameters become one or two.
+    `version` changes when a module is added, is removed or changes its structure, or when two parameters become one
+    shared parameter, or the reverse.
     """
 
     def __init__(self) -> None:
@@ -173,8 +175,8 @@ class Owners:
         self._known: tuple[Any, ...] = ()
         self._places: dict[int, int] = {}
 
-    def look(self, modules: dict[str, nn.Module], flats: Sequence[Flat | None]) -> bool:
-        """Go through them as they are now; False if only their own code knows their parameters."""
+    def update(self, modules: dict[str, nn.Module], flats: Sequence[Flat | None]) -> bool:
+        """Read the modules as they are now. False if one has no `Flat`: then no optimizer can be cached either."""
         self._places = {}
         if any(flat is None for flat in flats):
             return False
@@ -183,7 +185,7 @@ class Owners:
         known = (
             list(modules),
             [flat.signature for flat in flats if flat],
-            list(map(self._places.__getitem__, slots)),  # which of them are one
+            list(map(self._places.__getitem__, slots)),  # equal numbers: one shared parameter
         )
         if known != self._known:
             self.version += 1
@@ -191,7 +193,10 @@ class Owners:
         return True
 
     def flat_optimizer(self, optimizer: Optimizer, hooked: bool) -> Flat | None:
-        """The tensors of its state, parameter by parameter; None if there is more in it than tensors."""
+        """The tensors of its state, parameter by parameter; None if its state holds more than tensors.
+
+        `hooked`: whether its step can be hooked, which decides the origin of its tensors.
+        """
         state: Any = optimizer.state
         groups = [group["params"] for group in optimizer.param_groups]
         parameters = list(chain.from_iterable(groups))
@@ -202,7 +207,7 @@ class Owners:
         if not held.keys() <= set(ids) or not set(map(type, held.values())) <= {dict}:
             return None
         flat = Flat([self.version, hooked, list(map(len, groups)), list(map(self._places.get, ids))])
-        flat.told = parameters
+        flat.parameters = parameters
         signature, slots = flat.signature, flat.slots
         for entry in map(held.get, ids):
             if entry is None:
@@ -214,15 +219,15 @@ class Owners:
         return flat if set(map(type, slots)) <= TENSORS else None
 
 
-# ---- remembered --------------------------------------------------------------------------------------------------
+# ---- the cache ----------------------------------------------------------------------------------------------------
 
 
 class Part:
-    """The names and the JSON of one object, and the structure for which they hold.
+    """The names and the JSON of one object, and the structure for which they are valid.
 
-    `names`: one for each slot, empty for what is not stored; `origins`: one for each that is. `tree` is shared by all
-    saves and never changed. `refers`: whether it refers to each tensor, and so says which of them want a gradient, and
-    in which order their dimensions lie in memory.
+    `names`: one for each slot, empty for a slot that is not stored. `tree`: the JSON; all saves share it, and nothing
+    changes it. `origins`: one for each tensor that is stored. `refers`: whether the JSON refers to each tensor by name,
+    and so holds its `requires_grad` and its memory order.
     """
 
     def __init__(self, flat: Flat, names: Sequence[str], tree: Any, origins: Sequence[Any], refers: bool) -> None:
@@ -230,27 +235,27 @@ class Part:
         kept = list(compress(flat.slots, names))
         self.names = list(filter(None, names))
         self.origins, self.tree = origins, tree
-        one: dict[Any, Any] = {}  # equal shapes and devices are kept once
+        one: dict[Any, Any] = {}  # equal shapes and devices share one object
         self._signature, self._types = flat.signature, list(map(type, flat.slots))
         self._dtypes = list(map(_dtype, kept))
         self._devices = [one.setdefault(device, device) for device in map(_device, kept)]
         self._shapes = [one.setdefault(shape, shape) for shape in map(_shape, kept)]
-        self._told = [one.setdefault(shape, shape) for shape in map(_shape, flat.told)]
-        self._told_strides = [one.setdefault(stride, stride) for stride in map(_stride, flat.told)]
+        self._parameter_shapes = [one.setdefault(shape, shape) for shape in map(_shape, flat.parameters)]
+        self._parameter_strides = [one.setdefault(stride, stride) for stride in map(_stride, flat.parameters)]
         self._strides = [one.setdefault(stride, stride) for stride in map(_stride, kept)] if refers else None
         self._grads = [one.setdefault(grad, grad) for grad in map(_gradient, kept)] if refers else None
         self.untracked = refers and nn.Parameter not in self._types and not any(one.requires_grad for one in kept)
-        """whether all are plain tensors that want no gradient"""
+        """whether all are plain tensors that require no gradient"""
 
-    def take(self, flat: Flat) -> list[torch.Tensor] | None:
-        """The live tensors, one for each of `names`; None if this is not what was remembered."""
+    def stored_tensors(self, flat: Flat) -> list[torch.Tensor] | None:
+        """The live tensors that are stored, one for each of `names`; None if the structure has changed."""
         if flat.signature != self._signature or list(map(type, flat.slots)) != self._types:
             return None
         kept = flat.slots if self._kept is None else list(compress(flat.slots, self._kept))
         same = all(self._same(kept[at : at + _BLOCK], at) for at in range(0, len(kept), _BLOCK))
-        same = same and all(map(operator.eq, map(_shape, flat.told), self._told))
+        same = same and all(map(operator.eq, map(_shape, flat.parameters), self._parameter_shapes))
         # guard: plan-compares-parameter-strides
-        return kept if same and all(map(operator.eq, map(_stride, flat.told), self._told_strides)) else None
+        return kept if same and all(map(operator.eq, map(_stride, flat.parameters), self._parameter_strides)) else None
 
     def _same(self, block: list[torch.Tensor], at: int) -> bool:
         to = slice(at, at + len(block))

@@ -1,6 +1,6 @@
-"""Reading: the values of a generation, decoded, with tensors and objects still as references. Touches nothing live.
+"""Decoding: the values of a manifest, with tensors and objects as references. Touches nothing live.
 
-What comes out has been checked: a reference names a tensor that is there, an optimizer has its groups.
+The result has been validated: each reference names a tensor that the generation has, each optimizer has its groups.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .objects import KINDS
 
 @dataclass(frozen=True)
 class Stored:
-    """What a generation offers."""
+    """What a generation holds, as one process loads it."""
 
     step: int
     tensors: dict[str, tuple[str, tuple[int, ...]]]
@@ -36,7 +36,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class TensorRef:
-    """A tensor, the device it was on, whether it was a Parameter, whether it wanted a gradient."""
+    """A stored tensor: the device it was on, whether it was a Parameter, its `requires_grad`, its memory order."""
 
     name: str
     device: torch.device
@@ -47,7 +47,7 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class ArrayRef:
-    """A numpy array."""
+    """A stored numpy array."""
 
     name: str
     dtype: np.dtype[Any]
@@ -57,7 +57,7 @@ class ArrayRef:
 
 @dataclass(frozen=True)
 class SavedObject:
-    """What an object was made of; of a module: what its state_dict holds besides tensors."""
+    """The stored state of an object; of a module, what its state_dict() holds besides tensors."""
 
     tag: str
     data: Any
@@ -65,7 +65,7 @@ class SavedObject:
 
 @dataclass(frozen=True)
 class SavedInstance:
-    """An instance of a class of the user's: the tag of its kind, the name of its class, and its parts."""
+    """An instance of a user's class: the tag of its kind, the name of its class, and its parts."""
 
     tag: str
     name: str
@@ -74,7 +74,7 @@ class SavedInstance:
 
 @dataclass(frozen=True)
 class SavedFlattened:
-    """A tensor subclass: the name of its class, its inner tensors, and what else `__tensor_unflatten__` is given."""
+    """A tensor subclass: the name of its class, its inner tensors, what else `__tensor_unflatten__` takes."""
 
     name: str
     parts: dict[str, TensorRef | SavedFlattened]
@@ -87,7 +87,7 @@ class SavedFlattened:
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """A parameter group: qualified name -> shape and memory order of its parameters, and its hyperparameters."""
+    """A parameter group: for each parameter, by qualified name, its shape and memory order; and the hyperparameters."""
 
     params: dict[str, tuple[tuple[int, ...], tensors.Order]]
     options: dict[str, Any]
@@ -95,7 +95,7 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class SavedOptimizer:
-    """`state` by the qualified name of a parameter; `common`: what stood under keys that are no parameters."""
+    """An optimizer. `state`: by the qualified name of a parameter; `common`: the state under all other keys."""
 
     kind: str
     groups: list[SavedGroup]
@@ -104,18 +104,18 @@ class SavedOptimizer:
 
 
 def read_values(stored: Stored) -> tuple[dict[str, Any], set[str]]:
-    """The decoded values, and the names of the tensors that they refer to (all but those of modules).
+    """Decode the values. Returns them, and the names of the tensors that they refer to: all but those of modules.
 
-    Raises ManifestInvalid.
+    Raises ManifestInvalid for malformed values.
     """
     for alias, name in stored.aliases.items():
         need(alias in stored.tensors and name in stored.tensors and name not in stored.aliases, f"the alias {alias!r}")
-    hook = _Hook(stored)
-    return {name: decode(tree, hook.leaf) for name, tree in stored.values.items()}, hook.referenced
+    decoder = _TagDecoder(stored)
+    return {name: decode(tree, decoder.leaf) for name, tree in stored.values.items()}, decoder.referenced
 
 
-class _Hook:
-    """The hook of the codec, and what it has seen."""
+class _TagDecoder:
+    """Decodes the tags that format/values.py does not know, and records which tensors they refer to."""
 
     def __init__(self, stored: Stored) -> None:
         self._tensors = stored.tensors
@@ -163,13 +163,13 @@ class _Hook:
         return ArrayRef(body[0], dtype, shape[:-1])
 
     def _permuted(self, body: Any) -> TensorRef | ArrayRef:
-        """The tensor or array in it, whose memory is not row-major."""
+        """A tensor or array whose memory is not row-major."""
         need(_types(body) == [list, dict] and len(body[1]) == 1, "!permuted")
         ((tag, inside),) = body[1].items()
         need(tag in ("!tensor", "!ndarray"), "!permuted")
         ref = self._tensor(inside) if tag == "!tensor" else self._array(inside)
         shape = self._tensors[ref.name][1]
-        need(isinstance(ref, TensorRef) or ref.shape == shape, "!permuted")  # no dtype that is stored as its bytes
+        need(isinstance(ref, TensorRef) or ref.shape == shape, "!permuted")
         return replace(ref, order=_order(body[0], shape))
 
     def _known(self, name: str) -> str:
@@ -186,7 +186,7 @@ def _optimizer(body: Any, inner: Callable[[Any], Any]) -> SavedOptimizer:
         need(type(group) is dict and group.keys() == {"params", "options"}, "a group of an !optimizer")
         need(type(group["params"]) is list, "a group of an !optimizer")
         params = dict(_parameter(one) for one in group["params"])
-        need(len(params) == len(group["params"]), "a parameter that stands twice in an !optimizer")
+        need(len(params) == len(group["params"]), "a parameter that an !optimizer has twice")
         groups.append(SavedGroup(params, inner(group["options"])))
     state = {name: inner(tree) for name, tree in body["state"].items()}
     common = inner(body["common"])
@@ -224,7 +224,7 @@ def _flattened(body: Any, inner: Callable[[Any], Any]) -> SavedFlattened:
     need(len(body["stride"]) == len(shape) and all(type(one) is int for one in body["stride"]), "!flattened")
     parts = {name: inner(tree) for name, tree in body["parts"].items()}
     need(all(isinstance(one, (TensorRef, SavedFlattened)) for one in parts.values()), "!flattened")
-    context = decode(body["context"], _Hook(Stored(0, {}, {}, {})).leaf)  # no tensor can be in it
+    context = decode(body["context"], _TagDecoder(Stored(0, {}, {}, {})).leaf)  # it cannot refer to a tensor
     return SavedFlattened(
         body["class"], parts, context, shape, body["stride"], body["parameter"], body["requires_grad"]
     )

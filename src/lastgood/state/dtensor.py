@@ -1,6 +1,6 @@
-"""Shards: tensors of which this process holds a box, and who holds the same. The only page that knows DTensor.
+"""DTensors: which box of each this process holds, and which ranks hold the same. Only this module knows DTensor.
 
-Reads; moves nothing, and calls no collective.
+Reads metadata and local memory; moves no data, and calls no collective.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from ..format.values import join, refusal
 
 
 class Sharded(NamedTuple):
-    """Of one tensor: which box of it this process holds, and who holds the same."""
+    """How one tensor is sharded: which box of it this process holds, and which ranks hold the same box."""
 
     box: Box
     shape: tuple[int, ...]
-    """of all of it"""
+    """shape of the whole tensor"""
     holders: tuple[int, ...]
-    """ranks, ascending"""
+    """the ranks that hold the same box, ascending"""
     mesh: tuple[int, ...]
-    """all ranks that it is spread over; others may hold it too, spread over theirs"""
+    """all ranks of its device mesh; ranks of another mesh may hold the same tensor too"""
 
 
 class Shards:
-    """What was found out about DTensors, by how they are spread: asked again for what is spread anew."""
+    """A cache of `sharded`, by the DTensorSpec of a tensor, so that only new specs are examined."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, Sharded]] = {}
 
     def localized(self, names: Sequence[str], found: list[torch.Tensor]) -> dict[str, Sharded]:
-        """Put the memory that this process holds in the place of each DTensor in `found`; what it is, by name."""
+        """Replace each DTensor in `found` by the memory that this process holds. Returns name -> how it is sharded."""
         module = sys.modules.get("torch.distributed.tensor")
         if module is None or module.DTensor not in set(map(type, found)):
             return {}
-        told: dict[str, Sharded] = {}
+        described: dict[str, Sharded] = {}
         known: dict[int, tuple[Any, Sharded]] = {}
         for index, one in enumerate(found):
             if isinstance(one, module.DTensor):
@@ -47,9 +47,9 @@ class Shards:
                 if entry is None:
                     entry = spec, sharded(one, names[index])
                 known[id(spec)] = entry
-                told[names[index]], found[index] = entry[1], local(one)
+                described[names[index]], found[index] = entry[1], local(one)
         self._known = known
-        return told
+        return described
 
 
 def are_possible() -> bool:
@@ -71,13 +71,13 @@ def below(tree: Any, path: str) -> dict[str, torch.Tensor]:
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether it is a DTensor: one of a device mesh, of which each process holds a part."""
+    """Whether it is a DTensor, of which each process of a device mesh holds a part."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """The memory that this process holds of it."""
+    """The memory of a DTensor that this process holds; any other tensor unchanged."""
     if not is_sharded(tensor):
         return tensor  # type: ignore[no-any-return]
     with torch.no_grad():
@@ -85,15 +85,17 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def sharded(tensor: Any, path: str) -> Sharded:
-    """How it is spread. Raises Unstorable for a sum that is not done yet."""
+    """How a DTensor is sharded. Raises Unstorable for one with partial placements, whose sum is pending."""
     mesh = tuple(int(rank) for rank in tensor.device_mesh.mesh.reshape(-1))
     return Sharded(box_of(tensor, path), tuple(tensor.shape), holders(tensor), mesh)
 
 
 def box_of(tensor: Any, path: str) -> Box:
-    """Which box of it this process holds. Raises Unstorable for a sum that is not done yet."""
+    """Which box of a DTensor this process holds. Raises Unstorable for one with partial placements."""
     if any(one.is_partial() for one in tensor.placements):
-        raise refusal(path, f"has a sum that is still to be made: {tensor.placements}", "Call full_tensor() first")
+        raise refusal(
+            path, f"has a sum over ranks that is still pending: {tensor.placements}", "Call full_tensor() first"
+        )
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -101,19 +103,19 @@ def box_of(tensor: Any, path: str) -> Box:
 
 
 def holders(tensor: Any) -> tuple[int, ...]:
-    """The ranks that hold the same box of it, in ascending order."""
-    mesh, here = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
-    if here is None:
+    """The ranks that hold the same box of a DTensor, ascending; empty on a rank outside of its mesh."""
+    mesh, own = tensor.device_mesh.mesh, tensor.device_mesh.get_coordinate()
+    if own is None:
         return ()
     at: Sequence[Any] = [
         slice(None) if one.is_replicate() else coordinate
-        for one, coordinate in zip(tensor.placements, here, strict=True)
+        for one, coordinate in zip(tensor.placements, own, strict=True)
     ]
     return tuple(sorted(int(rank) for rank in mesh[tuple(at)].reshape(-1)))
 
 
 def like(memory: torch.Tensor, other: Any, stride: tuple[int, ...]) -> torch.Tensor:
-    """A tensor sharded as `other` is, of which this process holds `memory`; `stride` is that of the whole tensor."""
+    """A DTensor that is sharded as `other`, with `memory` as its local part. `stride`: of the whole tensor."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(

@@ -1,4 +1,4 @@
-"""Parameters that may hold NaN or infinity although the training has not diverged: masks, as a rule."""
+"""Parameters that may hold NaN or infinity although the training has not diverged; most of them are masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SUMMED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
-    """Stored names of the parameters that require no gradient under any name, and that no optimizer steps."""
+    """Stored names of the parameters that require no gradient under any name, and that no optimizer updates."""
     trains: dict[str, bool] = {}
     for name, _, wants_grad in _parameters(state):
         stored = captured.aliases.get(name, name)
@@ -26,31 +26,31 @@ def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
 
 
 def masks(state: Mapping[str, Any], among: Collection[str] | None = None) -> frozenset[str]:
-    """Names of the parameters that hold infinity and no NaN now. Only those in `among` are looked at (default: all).
+    """Names of the parameters that hold infinity and no NaN now. `among`: the names to examine (default: all).
 
-    NaN is never exempt: a training that has diverged leaves it, and no mask is made of it.
+    A parameter with NaN is never exempt: NaN is a sign of divergence, and masks do not contain it.
     """
     wanted = ((name, one) for name, one, _ in _parameters(state) if among is None or name in among)
     return frozenset(name for name, one in wanted if _is_mask(one))
 
 
 def _is_mask(parameter: torch.Tensor) -> bool:
-    """Whether a parameter, or the part of it that this process holds, has infinity in it and no NaN."""
-    if tensors.storage(parameter) is None:  # a save refuses it by name
+    """Whether a parameter, or the part of it that this process holds, contains infinity and no NaN."""
+    if tensors.storage(parameter) is None:  # the next save refuses it by name
         return False
     local = dtensor.local(parameter).detach()
     if not (local.is_floating_point() or local.is_complex()):
         return False
     if local.dtype in _SUMMED and bool(torch.isfinite(local.sum())):
-        return False  # NaN and infinity pass into a sum; one that is not finite may also have overflowed
+        return False  # a sum with NaN or infinity is not finite; a sum that is not finite may also have overflowed
     numbers = torch.view_as_real(local) if local.is_complex() else local if local.dtype in _SUMMED else local.float()
     return bool(numbers.isinf().any()) and not bool(numbers.isnan().any())
 
 
 def _parameters(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """The parameters of all modules of a state by their names in a save, and whether each requires a gradient.
+    """(name in a save, tensor, whether it requires a gradient) of the parameters of all modules of a state.
 
-    A tensor subclass is not asked what it holds, as it need not compute anything: its inner tensors are given instead.
+    A tensor subclass is replaced by its inner tensors, because it need not support any computation.
     """
     for path, module in modules_of(state).items():
         for raw, parameter in module.named_parameters(remove_duplicate=False):

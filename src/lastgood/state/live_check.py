@@ -1,8 +1,8 @@
-"""Snapshots: copies in a state that the training loop cannot reach, so that every save would store the same old values.
+"""Whether a state is live: copies in it that the training does not update would be saved with the same values for ever.
 
-`require_live` refuses what an object's `state_dict()` returned, before a Checkpointer opens its run. `Numbers` warns of
-a plain number that stays what it was while steps go by. Both look at plain containers only: what an object's own
-`state_dict()` returns at a save is always current.
+`require_live` refuses results of an object's `state_dict()`, before a Checkpointer opens its run. `Numbers` warns of a
+plain number that does not change from save to save. Both examine plain containers only, because the `state_dict()` of
+an object is called again at every save.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from .capture import wanted
 from .objects import tag_of
 
 UNCHANGED_SAVES = 3
-"""saves of ascending steps, after which a number that never changed is reported"""
+"""number of saves after which a number that never changed is reported"""
 COUNTERS = {"epoch", "step", "global_step", "iteration", "current_epoch", "current_step"}
-"""keys of numbers in nested dicts that count what has been trained"""
+"""keys of the numbers in nested dicts that count the progress of the training"""
 
 _SCHEDULER = {"base_lrs", "last_epoch", "_step_count", "_last_lr", "_schedulers"}
 """keys of torch's schedulers: the state_dict() of each has two of them at least"""
@@ -31,37 +31,37 @@ def require_live(state: Mapping[str, Any]) -> None:
     """Raises Refused, with all their names, if the state holds the `state_dict()` of an object instead of the object.
 
     A module's `state_dict()` shares the memory of its parameters, but only until something replaces them
-    (`module.to()`, `load_state_dict(assign=True)`, FSDP), so it is refused too. A copy of weights that is kept on
-    purpose passes as a plain dict of tensors: `dict(copies)`.
+    (`module.to()`, `load_state_dict(assign=True)`, FSDP). So it is refused too. A copy of weights that is kept on
+    purpose is accepted as a plain dict of tensors: `dict(copies)`.
     """
-    found = [one for key, value in state.items() for one in _snapshots(value, component(key))]
+    found = [one for key, value in state.items() for one in _state_dicts(value, component(key))]
     if found:
         listed = "\n".join(f"  {path}: the state_dict() of {kind}" for path, kind in found)
         raise Refused(
             f"the state holds copies that training does not update; every save would store the same:\n{listed}",
             safe="\nNothing was touched.",
-            todo='Hand in the object itself: state={"optimizer": optimizer}, not optimizer.state_dict(). It is read '
-            "anew at every save. Weights that were copied on purpose: dict(copies).",
+            todo='Give the object itself: state={"optimizer": optimizer}, not optimizer.state_dict(). It is read '
+            "again at every save. Give weights that were copied on purpose as dict(copies).",
         )
 
 
-def _snapshots(obj: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
+def _state_dicts(obj: Any, path: str, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Path and kind of every `state_dict()` in nested containers."""
     if depth > DEPTH_LIMIT:
         return  # the first save refuses it by name
-    if isinstance(obj, Mapping) and not tag_of(obj):  # else it is an object, which is read anew
+    if isinstance(obj, Mapping) and not tag_of(obj):  # an object is read again at every save
         if kind := _kind(obj):
             yield path, kind
             return
         for key, part in obj.items():
-            yield from _snapshots(part, join(path, key), depth + 1)
+            yield from _state_dicts(part, join(path, key), depth + 1)
     elif isinstance(obj, (list, tuple)) and not only_numbers(obj):
         for index, part in enumerate(obj):
-            yield from _snapshots(part, f"{path}.{index}", depth + 1)
+            yield from _state_dicts(part, f"{path}.{index}", depth + 1)
 
 
 def _kind(obj: Mapping[Any, Any]) -> str:
-    """What kind of object this is the `state_dict()` of; empty for any other mapping."""
+    """The kind of object whose `state_dict()` this is; empty for any other mapping."""
     return next((kind for kind, holds in _KINDS.items() if holds(obj)), "")
 
 
@@ -86,12 +86,13 @@ _KINDS: dict[str, Callable[[Mapping[Any, Any]], bool]] = {
 
 
 class Numbers:
-    """Top-level int and float entries of a state, and counters in nested dicts, watched for UNCHANGED_SAVES saves.
+    """Warns of numbers in a state that do not change during the first UNCHANGED_SAVES saves.
 
-    A number of a nested dict counts as configuration (`lr`, `seed`, `batch_size`) and is not watched, unless its key is
-    one of COUNTERS, which no configuration keeps constant. Lists are not entered: they hold records of the past. A
-    number that an evaluation or an epoch updates may rightly stay the same for so long; the report is one line, made
-    once, and says so.
+    Watched are top-level entries of type int and float, and numbers in nested dicts whose key is one of COUNTERS. Every
+    other number in a nested dict is taken for configuration (`lr`, `seed`, `batch_size`). Lists are not examined,
+    because they hold records of the past. A number that changes once an epoch may rightly stay the same for so long;
+    so the report is a single warning, and its text mentions this case. `include`, `exclude`: as in `capture`; only
+    numbers that are saved are watched.
     """
 
     def __init__(self, state: Mapping[str, Any], include: Sequence[str], exclude: Sequence[str]) -> None:
@@ -100,7 +101,7 @@ class Numbers:
         self._steps: list[int] = []
 
     def saved(self, step: int, state: Mapping[str, Any]) -> None:
-        """Note a save of `step`; the last one watched reports what never changed."""
+        """Note a save of `step`. The last save that is watched reports the numbers that never changed."""
         if len(self._steps) == UNCHANGED_SAVES or not self._unchanged:
             return
         now = self._numbers(state)
@@ -117,7 +118,7 @@ class Numbers:
             )
 
     def _numbers(self, state: Mapping[str, Any]) -> dict[tuple[str, ...], int | float]:
-        """The watched numbers, by their keys from the outermost dict to the innermost."""
+        """The watched numbers; the key of each is the tuple of its keys from the outermost dict to the innermost."""
         return {  # guard: numbers-tracked-from-start
             keys: value
             for keys, value in _entries(state, ())
@@ -128,7 +129,7 @@ class Numbers:
 
 
 def _entries(part: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Keys and value of every entry in nested dicts whose keys are text."""
+    """(keys, value) of every entry in nested dicts whose keys are strings."""
     for key, value in part.items():
         if type(key) is str:
             keys = (*above, key)

@@ -1,7 +1,7 @@
-"""Match: whether a generation fits the live state, and how it goes there. See state.py for the rules.
+"""Match: whether a generation fits the live state, and how it is written there. See state/rules.py for the rules.
 
-    read every value -> bind each live thing to what is stored for it -> all differences at once, or a Match
-                          Match.apply: look at all tensors, write all tensors, then objects, RNG last
+    decode every value -> bind each live object to what is stored for it -> a Match, with all differences
+                          Match.apply: verify all tensors, write all tensors, then objects, generators last
 
 Nothing live is written before `Match.apply`.
 """
@@ -17,55 +17,78 @@ from torch import nn
 from ..errors import Refused, StateMismatch
 from ..format.encodings import need
 from ..format.values import Filter, component
-from .binder import ABSENT, Binder, Put
+from ..run.content import Content, ReadSettings
+from .binder import Binder
+from .binding import ABSENT, Put
 from .capture import require_keys, wanted
 from .decode import SavedObject, Stored, TensorRef, read_values
 from .objects import load_rng, modules_of, rng_differs
-from .tensor_sink import Filling
+from .tensor_sink import TensorSink
 from .tensors import dtype_of
 
 
 class Match:
-    """A generation that fits; `apply` puts it into the live state."""
+    """How a generation goes into a live state, and every difference between the two. `apply` writes it there."""
 
-    def __init__(self, state: MutableMapping[str, Any], stored: Stored, plan: Binder, puts: list[tuple[str, Put]]):
-        self._state, self._stored, self._plan, self._puts = state, stored, plan, puts
-        self._written = Filling(stored.tensors, plan.places, plan.takers, plan.boxed)
-        self.skipped = plan.differences()
-        """with strict=False: what did not fit, each with the reason"""
+    def __init__(
+        self,
+        state: MutableMapping[str, Any],
+        stored: Stored,
+        plan: Binder,
+        puts: list[tuple[str, Put]],
+        strict: bool,
+    ) -> None:
+        self._state, self._stored, self._puts, self._last, self._strict = state, stored, puts, plan.last, strict
+        self._differences, self._tensors = plan.differences, plan.tensors
+        self._sink = TensorSink(stored.tensors, plan.tensors.places, plan.tensors.takers, plan.tensors.boxed)
+        self.unexpected = plan.differences.unexpected
+        """stored names that have no place in this state; the caller removes those that have one on another rank"""
 
     @property
     def begun(self) -> bool:
         """Whether `apply` has begun to write."""
-        return self._written.begun
+        return self._sink.begun
 
     @property
     def bytes(self) -> int:
-        """What of the generation is wanted here."""
-        return self._written.bytes
+        """How many bytes of the generation go into this state."""
+        return self._sink.bytes
 
-    def apply(self, feed: Callable[[Filling], None], look_first: bool = True) -> None:
-        """Write everything into the live state, the random number generators last.
+    @property
+    def skipped(self) -> list[str]:
+        """Everything that does not fit, each with the reason."""
+        missing = [f"{name}: missing in the generation" for name in self._differences.missing]
+        unexpected = [f"{name}: unexpected in the generation" for name in self.unexpected]
+        return missing + unexpected + self._differences.mismatched
 
-        `feed(sink)` reads what is wanted, and hands it to the sink. It is called once to look, and again to write: what
-        it raises the first time, and the StateMismatch where a live tensor that is expanded (one element in memory for
-        many) would have to take different ones, leave the live state untouched. Without `look_first` it is called
-        once, where there is nothing expanded to be looked at.
+    def require_fit(self) -> None:
+        """Raises StateMismatch with every difference, unless strict=False was asked for."""
+        if self._strict and self.skipped:
+            missing, mismatched = self._differences.missing, self._differences.mismatched
+            raise StateMismatch(self._stored.step, missing, self.unexpected, mismatched)
+
+    def apply(self, content: Content, settings: ReadSettings, look_first: bool = True) -> None:
+        """Write everything that fits into the live state, the random number generators last.
+
+        With `look_first` the tensors are read twice: once to verify them, and again to write them. What is raised the
+        first time leaves the live state untouched. Without it they are read once, except where a live tensor is
+        expanded (one element in memory for many): such a tensor is checked first, and raises StateMismatch if it would
+        have to hold different elements.
         """
-        if look_first or self._plan.checks:
-            looking = Filling(self._stored.tensors, {}, self._plan.checks, self._plan.boxed)
-            feed(looking)
-            if self._plan.conflicts:
-                raise StateMismatch(self._stored.step, [], [], self._plan.conflicts)
-        self._plan.make_new()
-        self._written.begin()
-        feed(self._written)
-        self._written.begun = True  # there may be no tensor, and values are written too
+        if look_first or self._tensors.checks:
+            checked = TensorSink(self._stored.tensors, {}, self._tensors.checks, self._tensors.boxed)
+            content.read_into(checked, settings)
+            if self._tensors.conflicts:
+                raise StateMismatch(self._stored.step, [], [], self._tensors.conflicts)
+        self._tensors.make_new()
+        self._sink.begin()
+        content.read_into(self._sink, settings)
+        self._sink.begun = True  # there may be no tensor, and values are written too
         for key, put in self._puts:
             made = put()
             if made is not self._state[key]:
                 self._state[key] = made
-        for act in self._plan.last:
+        for act in self._last:
             act()
 
 
@@ -77,17 +100,15 @@ def match(
     rename: Mapping[str, str] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    nowhere: Callable[[list[str]], list[str]] = list,
     partial: bool = False,
 ) -> Match:
-    """How `stored` goes into the live state. Touches nothing.
+    """Match `stored` with the live state. Touches nothing.
 
-    Raises StateMismatch with all that is missing, unexpected or different; with strict=False that is skipped, and
-    listed. `rename`: stored name -> live name, exact or both prefixes that end in ".". `include`, `exclude`: what is
-    not wanted is not demanded and stays as it is. `nowhere`: of what this state has no place for, and other processes
-    may have, what they have not either. `partial`: the state may lack top-level entries of the generation; where it
-    does, the random number generators stay as they are. Raises ManifestInvalid for malformed values, Unstorable for
-    live tensors that cannot be written, Refused for a state or a `rename` that makes no sense.
+    `strict`: whether a difference is an error (`Match.require_fit`), or is skipped. `rename`: stored name -> live name;
+    both are exact names, or both prefixes that end in ".". `include`, `exclude`: name patterns; what they leave out is
+    not required and stays as it is. `partial`: the state may lack top-level entries of the generation; where it does,
+    the random number generators stay as they are. Raises ManifestInvalid for malformed values, Unstorable for live
+    tensors that cannot be written, Refused for a state or a `rename` that makes no sense.
     """
     if not isinstance(state, MutableMapping):
         raise Refused(f"the state is a {type(state).__name__}, which cannot be written to", todo="Pass a dict.")
@@ -106,42 +127,40 @@ def match(
     offered = moved.all((name for name in stored.tensors if name not in referenced), moved)
     plan = Binder(stored, offered, names, moved, modules_of(state))
     puts, others = _bind_entries(plan, state, values, moved, names)
+    missing = plan.differences.missing
     # guard: partial-load-leaves-generators
-    if partial and others and not any(component(key) in plan.missing for key in state):  # a key may be misspelt
-        plan.leave_out(others)
+    if partial and others and not any(component(key) in missing for key in state):  # a key may be misspelt
+        plan.differences.leave_out(others)
     else:
         for path in others:
-            plan.has_no_place(path)
+            plan.differences.has_no_place(path)
         _bind_rng(plan, values, stored, names)
-    plan.note_unclaimed()
-    plan.unexpected = nowhere(plan.unexpected)
-    if strict and plan.differences():
-        raise StateMismatch(stored.step, plan.missing, plan.unexpected, plan.mismatched)
-    return Match(state, stored, plan, puts)
+    plan.modules.note_unclaimed()
+    return Match(state, stored, plan, puts, strict)
 
 
 def _bind_entries(
     plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: Rename, names: Filter
 ) -> tuple[list[tuple[str, Put]], list[str]]:
-    """The Puts of the state, and the entries of the generation that it has no place for."""
+    """How each entry of the state is written, and the entries of the generation that it has no place for."""
     entries = moved.all((name for name in values if name != "rng"), moved.key)
     puts = []
     for key, live in state.items():
         path = component(key)
         saved = values[entries.pop(path)] if path in entries else ABSENT
-        if saved is ABSENT and isinstance(live, nn.Module) and plan.offers_below(path):
-            saved = SavedObject("!module", {})  # its tensors were elsewhere, and are renamed
+        if saved is ABSENT and isinstance(live, nn.Module) and plan.modules.offers_below(path):
+            saved = SavedObject("!module", {})  # its tensors were stored under another entry, and are renamed
         if saved is not ABSENT:
             puts.append((key, plan.bind(live, saved, path)))
         elif names.keeps(path):
-            plan.missing.append(path)
+            plan.differences.missing.append(path)
     return puts, list(entries)
 
 
 def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filter) -> None:
     if "rng" not in values:
         if names.keeps("rng"):
-            plan.missing.append("rng")
+            plan.differences.missing.append("rng")
         return
     saved = values["rng"]
     need(type(saved) is dict, "rng")
@@ -152,7 +171,7 @@ def _bind_rng(plan: Binder, values: dict[str, Any], stored: Stored, names: Filte
         need(type(cuda) is list and all(one is None or _is_rng_state(one, stored) for one in cuda), "rng.cuda")
         if cpu is not None and stored.tensors[cpu.name][1] != torch.get_rng_state().shape:
             reasons["torch"] = "the generator state of another version of torch"
-        plan.mismatched += [f"rng.{part}: {why}" for part, why in reasons.items()]
+        plan.differences.mismatched += [f"rng.{part}: {why}" for part, why in reasons.items()]
         put = plan.bind(ABSENT, {part: one for part, one in saved.items() if part not in reasons}, "rng")
         plan.last.append(lambda: load_rng(put()))
 
@@ -162,7 +181,7 @@ def _is_rng_state(saved: Any, stored: Stored) -> bool:
 
 
 class Rename:
-    """Stored names to live ones: an exact rule, else the one with the longest prefix, else the name itself."""
+    """Maps a stored name to a live one: by an exact rule, else by the longest matching prefix, else to itself."""
 
     def __init__(self, rules: Mapping[str, str]) -> None:
         for old, new in rules.items():
@@ -178,11 +197,11 @@ class Rename:
         return name if prefix is None else self._rules[prefix] + name[len(prefix) :]
 
     def key(self, name: str) -> str:
-        """The name of a top-level entry: a rule for `name.` speaks of it too."""
+        """Map the name of a top-level entry, to which a rule for `name.` applies too."""
         return self._rules.get(name) or self._rules.get(f"{name}.", f"{name}.")[:-1]
 
     def all(self, names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
-        """Live name -> stored name. Raises Refused when two become one."""
+        """Live name -> stored name. Raises Refused where two stored names get one live name."""
         renamed: dict[str, str] = {}
         for old in names:
             new = rename(old)

@@ -1,7 +1,7 @@
-"""Objects of a state that are no tensors: what kinds there are, what each is made of, and how it is given that back.
+"""The objects of a state: which kinds there are, how each is read and loaded, and how parameters are named.
 
-Reads and loads one object at a time; it walks no state. Reading changes nothing and draws no random number (what a
-user's own `state_dict()` does is its own affair).
+Reads and loads one object at a time. Reading changes nothing and draws no random number, unless a user's own
+`state_dict()` does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,16 +25,8 @@ from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
 from .instances import parts_of
 
 
-class Kind(NamedTuple):
-    """How the objects behind one tag are read and loaded. `differs`: why this data does not go there, or nothing."""
-
-    read: Callable[[Any], Any]
-    load: Callable[[Any, Any], None]
-    differs: Callable[[Any, Any], str]
-
-
 def tag_of(obj: Any) -> str:
-    """The tag of an object that is restored by writing into it; empty for data."""
+    """The tag of an object that is restored by writing into it; empty for data, which is replaced."""
     if isinstance(obj, nn.Module):
         return "!module"
     if isinstance(obj, Optimizer) and _has_methods_of(Optimizer, obj):
@@ -61,15 +53,15 @@ def _has_methods_of(base: Any, obj: Any) -> bool:
 def require_no_loader(obj: Any, path: str) -> None:
     """Raises Unstorable, by name, for a data loader that has no state of its own."""
     if isinstance(obj, Loader):
-        what = "is the loader of a ResumableSampler: the sampler holds its place in the data"
-        raise refusal(path, what, 'Put the sampler there: state={"sampler": sampler}')
+        what = "is the loader of a ResumableSampler, and the sampler holds the position in the data"
+        raise refusal(path, what, 'Store the sampler instead: state={"sampler": sampler}')
     if isinstance(obj, DataLoader):
-        what = "is a torch DataLoader, which cannot continue from a place in its data"
+        what = "is a torch DataLoader, which cannot continue from a position in its data"
         raise refusal(path, what, "Use lastgood.ResumableSampler, or the StatefulDataLoader of torchdata")
 
 
 def stale_state(optimizer: Optimizer, path: str) -> Unstorable:
-    """The error for an optimizer that keeps the state of tensors which are not its parameters any more."""
+    """The error for an optimizer that still keeps the state of tensors that are no longer its parameters."""
     stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
     stale = [one for one in optimizer.state if isinstance(one, torch.Tensor) and id(one) not in stepped]
     shapes = ", ".join(str(list(one.shape)) for one in stale[:3]) + (", ..." if len(stale) > 3 else "")
@@ -83,7 +75,7 @@ def stale_state(optimizer: Optimizer, path: str) -> Unstorable:
 
 
 def holds_objects(obj: Any, depth: int = 0) -> bool:
-    """Whether something in plain containers here can only be restored by writing into it."""
+    """Whether this object, or one inside of these plain containers, can only be restored by writing into it."""
     if isinstance(obj, (list, tuple)) and only_numbers(obj):
         return False
     if tag_of(obj):
@@ -97,64 +89,110 @@ def holds_objects(obj: Any, depth: int = 0) -> bool:
     return any(holds_objects(part, depth + 1) for part in parts)
 
 
-def _object_differs(one: Any, data: Any) -> str:
-    """A sampler knows which states it cannot continue; other objects show it only when they load."""
-    return one.differs(data) if isinstance(one, ResumableSampler) else ""  # guard: order-checked-before-load
+# ---- kinds of objects ------------------------------------------------------------------------------------------
 
 
-# ---- loss scale ------------------------------------------------------------------------------------------------
+class Kind:
+    """How the objects behind one tag are read and loaded. Here: by their own `state_dict` and `load_state_dict`."""
+
+    def read(self, one: Any) -> Any:
+        """The data to be stored; tensors in it are the live ones."""
+        return one.state_dict()
+
+    def load(self, one: Any, data: Any) -> None:
+        """Restore the object from its data."""
+        one.load_state_dict(data)
+
+    def differs(self, one: Any, data: Any) -> str:
+        """Why this data cannot be loaded into this object; empty if it can, as far as it is known before the load.
+
+        Only a sampler knows which states it cannot continue from. Other objects show it only in `load`.
+        """
+        return one.differs(data) if isinstance(one, ResumableSampler) else ""  # guard: order-checked-before-load
 
 
-def _read_scaler(scaler: GradScaler) -> dict[str, Any]:
-    """What its `state_dict()` says, without the synchronisation of the device: live tensors in place of numbers."""
-    if not scaler._enabled:
-        return {}
-    made = scaler._scale is not None
-    return {
-        "scale": scaler._scale if made else scaler._init_scale,
-        "growth_factor": scaler._growth_factor,
-        "backoff_factor": scaler._backoff_factor,
-        "growth_interval": scaler._growth_interval,
-        "_growth_tracker": scaler._growth_tracker if made else scaler._init_growth_tracker,
-    }
+class _Scaler(Kind):
+    def read(self, one: GradScaler) -> dict[str, Any]:
+        """As its `state_dict()`, with live tensors instead of numbers, which would need a synchronization."""
+        if not one._enabled:
+            return {}
+        made = one._scale is not None
+        return {
+            "scale": one._scale if made else one._init_scale,
+            "growth_factor": one._growth_factor,
+            "backoff_factor": one._backoff_factor,
+            "growth_interval": one._growth_interval,
+            "_growth_tracker": one._growth_tracker if made else one._init_growth_tracker,
+        }
+
+    def load(self, one: GradScaler, data: dict[str, Any]) -> None:
+        one.load_state_dict(
+            {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in data.items()}
+        )
+
+    def differs(self, one: GradScaler, data: Any) -> str:
+        if bool(data) != one._enabled:
+            states = ("disabled", "enabled")
+            return f"{states[bool(data)]} in the generation, {states[one._enabled]} here"
+        complete = isinstance(data, dict) and (not data or data.keys() == self.read(one).keys())
+        return "" if complete else "incomplete in the generation"
 
 
-def _load_scaler(scaler: GradScaler, data: dict[str, Any]) -> None:
-    scaler.load_state_dict(
-        {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-    )
+class _TorchGenerator(Kind):
+    def read(self, one: torch.Generator) -> dict[str, Any]:
+        return {"device": one.device.type, "state": one.get_state()}
+
+    def load(self, one: torch.Generator, data: Any) -> None:
+        one.set_state(data["state"].cpu())
+
+    def differs(self, one: torch.Generator, data: Any) -> str:
+        if not isinstance(data, dict) or data.keys() != {"device", "state"}:
+            return "incomplete in the generation"
+        device = one.device.type
+        return "" if data["device"] == device else f"on {data['device']} in the generation, on {device} here"
 
 
-def _scaler_differs(scaler: GradScaler, data: Any) -> str:
-    if bool(data) != scaler._enabled:
-        words = ("disabled", "enabled")
-        return f"{words[bool(data)]} in the generation, {words[scaler._enabled]} here"
-    complete = isinstance(data, dict) and (not data or data.keys() == _read_scaler(scaler).keys())
-    return "" if complete else "incomplete in the generation"
+class _NumpyGenerator(Kind):
+    def read(self, one: np.random.Generator) -> Any:
+        return one.bit_generator.state
+
+    def load(self, one: np.random.Generator, data: Any) -> None:
+        one.bit_generator.state = data
+
+    def differs(self, one: np.random.Generator, data: Any) -> str:
+        return _bit_generator_differs(self.read(one), data)
 
 
-# ---- random numbers --------------------------------------------------------------------------------------------
+class _NumpyRandomState(Kind):
+    def read(self, one: np.random.RandomState) -> Any:
+        return one.get_state(legacy=False)
+
+    def load(self, one: np.random.RandomState, data: Any) -> None:
+        one.set_state(data)
+
+    def differs(self, one: np.random.RandomState, data: Any) -> str:
+        return _bit_generator_differs(self.read(one), data)
 
 
-def _load_numpy(generator: np.random.Generator, data: Any) -> None:
-    generator.bit_generator.state = data
+class _PythonRandom(Kind):
+    def read(self, one: random.Random) -> Any:
+        return one.getstate()
+
+    def load(self, one: random.Random, data: Any) -> None:
+        one.setstate(data)
+
+    def differs(self, one: random.Random, data: Any) -> str:
+        return _random_differs(data)
 
 
-def _torch_generator_differs(generator: torch.Generator, data: Any) -> str:
-    if not isinstance(data, dict) or data.keys() != {"device", "state"}:
-        return "incomplete in the generation"
-    here = generator.device.type
-    return "" if data["device"] == here else f"on {data['device']} in the generation, on {here} here"
-
-
-def _bit_generator_differs(here: Any, data: Any) -> str:
-    if not isinstance(data, dict) or data.keys() != here.keys():
+def _bit_generator_differs(live: Any, data: Any) -> str:
+    if not isinstance(data, dict) or data.keys() != live.keys():
         return "another bit generator, or an incomplete one, in the generation"
-    names = (data["bit_generator"], here["bit_generator"])
+    names = (data["bit_generator"], live["bit_generator"])
     return "" if names[0] == names[1] else f"{names[0]} in the generation, {names[1]} here"
 
 
-def _random_differs(_: random.Random, data: Any) -> str:
+def _random_differs(data: Any) -> str:
     try:
         random.Random().setstate(data)
     except (TypeError, ValueError, LookupError, OverflowError) as error:
@@ -163,30 +201,16 @@ def _random_differs(_: random.Random, data: Any) -> str:
 
 
 KINDS: dict[str, Kind] = {
-    "!object": Kind(lambda one: one.state_dict(), lambda one, data: one.load_state_dict(data), _object_differs),
-    "!scaler": Kind(_read_scaler, _load_scaler, _scaler_differs),
-    "!torch.Generator": Kind(
-        lambda one: {"device": one.device.type, "state": one.get_state()},
-        lambda one, data: one.set_state(data["state"].cpu()),
-        _torch_generator_differs,
-    ),
-    "!np.Generator": Kind(
-        lambda one: one.bit_generator.state,
-        _load_numpy,
-        lambda one, data: _bit_generator_differs(one.bit_generator.state, data),
-    ),
-    "!np.RandomState": Kind(
-        lambda one: one.get_state(legacy=False),
-        lambda one, data: one.set_state(data),
-        lambda one, data: _bit_generator_differs(one.get_state(legacy=False), data),
-    ),
-    "!random.Random": Kind(
-        lambda one: one.getstate(),
-        lambda one, data: one.setstate(data),
-        _random_differs,
-    ),
+    "!object": Kind(),
+    "!scaler": _Scaler(),
+    "!torch.Generator": _TorchGenerator(),
+    "!np.Generator": _NumpyGenerator(),
+    "!np.RandomState": _NumpyRandomState(),
+    "!random.Random": _PythonRandom(),
 }
-"""all but modules and optimizers, which are more than one tree"""
+"""all kinds but modules and optimizers, which consist of more than one tree"""
+
+# ---- global random number generators -----------------------------------------------------------------------------
 
 
 def read_rng() -> dict[str, Any]:
@@ -201,7 +225,7 @@ def read_rng() -> dict[str, Any]:
 
 
 def load_rng(data: dict[str, Any]) -> None:
-    """Set them; what is not in `data` stays, and what belongs to a device that is not here is skipped."""
+    """Set the global generators that `data` has. Those of devices that this machine lacks are skipped."""
     if "python" in data:
         random.setstate(data["python"])
     if "numpy" in data:
@@ -214,7 +238,7 @@ def load_rng(data: dict[str, Any]) -> None:
 
 
 def seed_rng(of: str) -> None:
-    """Set every global generator to what follows from a text: of a rank that was not there when the state was saved."""
+    """Seed every global generator from a text, for a rank that did not exist when the state was saved."""
     seed = int.from_bytes(hashlib.sha256(of.encode()).digest()[:8], "little")
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -222,10 +246,10 @@ def seed_rng(of: str) -> None:
 
 
 def rng_differs(data: dict[str, Any]) -> dict[str, str]:
-    """Why parts of this do not go into the global generators here, by part; tensors in it are not looked at."""
+    """Why parts of `data` cannot be loaded into the global generators, by part. Tensors in it are not examined."""
     reasons = {}
     if "python" in data:
-        reasons["python"] = _random_differs(random.Random(), data["python"])
+        reasons["python"] = _random_differs(data["python"])
     if "numpy" in data:
         reasons["numpy"] = _bit_generator_differs(np.random.get_state(legacy=False), data["numpy"])
     return {part: reason for part, reason in reasons.items() if reason}
@@ -238,7 +262,7 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module", "_forward_modu
 
 
 def plain_name(raw: str) -> str:
-    """A name inside a module without what wrappers have put into it."""
+    """A name inside a module without the components that wrappers have added."""
     if not any(f"{one}." in raw for one in _WRAPPERS):
         return raw
     *parents, last = raw.split(".")
@@ -246,7 +270,7 @@ def plain_name(raw: str) -> str:
 
 
 def module_entries(module: nn.Module, path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The module's own state_dict, and its full plain names -> the keys in it. Raises Unstorable when two collide."""
+    """The module's own state_dict(), and full plain name -> key in it. Raises Unstorable if two keys get one name."""
     entries = module.state_dict()
     names: dict[str, str] = {}
     for raw in entries:
@@ -265,9 +289,9 @@ class Member(NamedTuple):
     """A parameter in a group of an optimizer."""
 
     qualified: str
-    """with the path of its module; only its index, which has no dot, if it belongs to none"""
+    """with the path of its module; its index alone, which has no dot, if no module of the state owns it"""
     short: str
-    """as it stands in the names of the optimizer's tensors"""
+    """as it occurs in the names of the optimizer's tensors"""
     parameter: torch.Tensor
 
 
@@ -285,17 +309,17 @@ class Parameters:
         groups = [list(group["params"]) for group in optimizer.param_groups]
         owners = [self._owners.get(id(one), {}) for group in groups for one in group]
         owned = [one for one in owners if one]
-        only = next((home for home in (owned[0] if owned else ()) if all(home in one for one in owned)), None)
+        only = next((module for module in (owned[0] if owned else ()) if all(module in one for one in owned)), None)
         members: list[list[Member]] = []
-        index, taken = 0, set()
+        index, used = 0, set()
         for group in groups:
             members.append([])
             for parameter in group:
                 member = _member(parameter, owners[index], only, index)
-                if member.short in taken:
+                if member.short in used:
                     todo = "Put every parameter into a module of the state"
                     raise refusal(f"{path}.state.{member.short}", "is the name of two parameters", todo)
-                taken.add(member.short)
+                used.add(member.short)
                 members[-1].append(member)
                 index += 1
         return members
@@ -304,13 +328,13 @@ class Parameters:
 def _member(parameter: torch.Tensor, owners: dict[str, str], only: str | None, index: int) -> Member:
     if not owners:
         return Member(str(index), str(index), parameter)
-    home = min(owners) if only is None else only
-    qualified = f"{home}.{owners[home]}"
-    return Member(qualified, qualified if only is None else owners[home], parameter)
+    module = min(owners) if only is None else only
+    qualified = f"{module}.{owners[module]}"
+    return Member(qualified, qualified if only is None else owners[module], parameter)
 
 
 def find_objects(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What in a state is no plain data (modules, optimizers, ...), by path; nothing is sought inside of it."""
+    """The objects of a state that are not plain data (modules, optimizers, ...), by path; not those inside of them."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         _find_objects(value, component(key), found, 0)
@@ -342,15 +366,15 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def is_fsdp1(module: nn.Module) -> bool:
-    """Whether it keeps its weights in flat parameters, and moves them about in forward and backward."""
+    """Whether it is FSDP1, which keeps its weights in flat parameters and moves them in forward and backward."""
     return type(module).__name__ == "FullyShardedDataParallel"
 
 
 def may_step(obj: Any) -> bool:
-    """Whether this looks like an optimizer, of torch or not."""
+    """Whether this acts like an optimizer: torch's, or any object with param_groups and step()."""
     return isinstance(obj, Optimizer) or (hasattr(obj, "param_groups") and callable(getattr(obj, "step", None)))
 
 
 def can_be_hooked(obj: Any) -> bool:
-    """Whether a step pre-hook registered here runs before each step; `Optimizer.__init__` sees to that in the class."""
+    """Whether a step pre-hook that is registered on it runs before each step, as `Optimizer.__init__` arranges it."""
     return isinstance(obj, Optimizer) and bool(getattr(type(obj).step, "hooked", False))

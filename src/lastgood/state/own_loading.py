@@ -1,7 +1,7 @@
-"""Own loading: what is left to the code of the user's modules and objects when a generation is loaded.
+"""Own loading: modules and objects that load by code of their own.
 
-A module may load what has another shape than it has now: an observer of quantization aware training, a lazy module
-that has no shape yet, a point cloud that has grown. Its own code is asked with tensors that were read and verified.
+Such a module may load a tensor of another shape than it has now: an observer of quantization-aware training, a lazy
+module that has no shape yet, a point cloud that has grown. Its code is called with tensors that have been verified.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .objects import plain_name
 from .tensors import TORCH_DTYPES
 
 _OF_TORCH = ("torch.nn.", "torch.distributed.")
-"""modules whose loading code only translates old names and versions; it resizes nothing"""
+"""Packages whose loading code only translates old names and versions, and resizes nothing."""
 
 
 _SAFE = "The generations are untouched. The live state is part of that step: do not train on it."
@@ -29,7 +29,7 @@ _SAFE = "The generations are untouched. The live state is part of that step: do 
 
 @contextmanager
 def calling(live: Any, path: str, step: int) -> Iterator[None]:
-    """Around a call of the user's code that writes into `live`. Raises LoadFailed from whatever it raises."""
+    """Surrounds a call of the user's code that loads `live`. Raises LoadFailed from any exception of that code."""
     try:
         yield
     except Exception as error:
@@ -37,7 +37,7 @@ def calling(live: Any, path: str, step: int) -> Iterator[None]:
             f"loading step {step} had begun when {path} ({type(live).__qualname__}) could not load its part: "
             f"{type(error).__name__}: {error}",
             safe=_SAFE,
-            todo="Mend its load_state_dict, build the state anew and restore again.",
+            todo="Fix its load_state_dict, build the state anew and restore again.",
         ) from error
 
 
@@ -53,17 +53,17 @@ def _has_own_hook(module: nn.Module) -> bool:
 
 
 class OwnLoading:
-    """Which modules load by themselves, and which tensors may therefore change their shape when they are loaded.
+    """Which modules have loading code of their own, and which tensors may therefore change their shape in a load.
 
-    These tensors are the lazy ones, those of a module that has its own `_load_from_state_dict`, and all of a module of
-    the state that has its own `load_state_dict`. A load_state_dict pre-hook is run too, but most only rename: the
-    tensors of its module keep their shapes.
+    These tensors are the lazy ones, those of a module with its own `_load_from_state_dict`, and all tensors of a
+    top-level module with its own `load_state_dict`. A load_state_dict pre-hook is run too, but most hooks only rename
+    entries, so the tensors of its module must keep their shapes.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
         self.modules: set[str] = set()
-        """paths of the modules of the state in which something loads by itself"""
+        """paths of the top-level modules in which some module has loading code of its own"""
         for path, root in modules.items():
             whole = _is_own(root.load_state_dict)
             for prefix, module in root.named_modules(remove_duplicate=False):
@@ -76,18 +76,18 @@ class OwnLoading:
         self._ids = set(map(id, self._tensors.values()))
 
     def takes_shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor of this name is to take this shape, which it does not have now."""
+        """Whether the tensor of this name may change to this shape, which it does not have now."""
         live = self._tensors.get(name)
         if live is None or dtensor.is_sharded(live) or live.dtype is not TORCH_DTYPES[dtype]:
             return False
         return nn.parameter.is_lazy(live) or tuple(live.shape) != shape
 
     def may_resize(self, parameter: torch.Tensor) -> bool:
-        """Whether this parameter may change its shape when it is loaded."""
+        """Whether this parameter may change its shape in a load."""
         return id(parameter) in self._ids and not nn.parameter.is_lazy(parameter)
 
     def require_taken(self, live: nn.Module, handed: Mapping[str, torch.Tensor], path: str, step: int) -> None:
-        """After a module was loaded. Raises LoadFailed where it has not taken a tensor of another shape."""
+        """Check a module after its load. Raises LoadFailed if it has not taken a tensor of another shape."""
         entries = live.state_dict() if handed else {}
         left = [
             raw
@@ -105,7 +105,7 @@ class OwnLoading:
             )
 
     def require_shape(self, parameter: torch.Tensor, shape: list[int], path: str, step: int) -> None:
-        """After the modules were loaded. Raises LoadFailed where a parameter has not taken the shape of its state."""
+        """Check a parameter after the modules were loaded. Raises LoadFailed if it lacks the shape of its state."""
         if list(parameter.shape) != shape:
             raise LoadFailed(
                 f"loading step {step} had begun when {path} was found to be of a parameter of shape {shape}, and the "

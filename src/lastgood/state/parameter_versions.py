@@ -1,4 +1,4 @@
-"""Whether parameters have changed since an earlier moment, as far as version counters show. Reads; copies nothing."""
+"""Whether parameters have changed since an earlier call, as far as torch's version counters show. Copies nothing."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .objects import find_objects
 
 
 def version(state: Mapping[str, Any]) -> tuple[int, int]:
-    """A pair that differs once an optimizer has made a step; an evaluation leaves it as it is.
+    """A pair of numbers that changes when an optimizer has made a step, and does not change in an evaluation.
 
-    It counts the changes in place of parameters and of what optimizers keep. A fused kernel counts none in the
-    parameters, but the optimizers that have one count their steps in a tensor. Missed: fused SGD without momentum.
+    It counts the in-place changes of the parameters and of the tensors that optimizers keep. A fused kernel does not
+    increase the counters of parameters, but optimizers with fused kernels count their steps in a tensor. The one case
+    that is missed is fused SGD without momentum.
     """
     tensors = [one for one in _trained(state) if not nn.parameter.is_lazy(one) and not one.is_inference()]
     return len(tensors), sum(one._version for one in tensors)

@@ -1,10 +1,10 @@
-"""Patterns: the name patterns of one caller, refused where they match no name. Reads; copies and changes nothing.
+"""Patterns: the name patterns of one caller, refused if they match no name. Reads; copies and changes nothing.
 
-A pattern that matches nothing is nearly always misspelt, and would leave out, or keep, something else than was meant.
-Names are those of `lastgood.state.rules`; as in `Filter`, a pattern that matches a name speaks of all below it too.
+A pattern that matches nothing is nearly always misspelt, and would leave out, or keep, something else than intended.
+Names are those of `lastgood.state.rules`. A pattern that matches a name also matches all names below it.
 
-What an optimizer keeps does not exist before its first step. So a pattern that may speak of the state of an optimizer
-without any is not refused until the `LOOKS`-th look; one that begins with such an optimizer's name never is.
+The state of an optimizer does not exist before its first step. So a pattern that may match names in the empty state of
+an optimizer is not refused before the `CHECKS`-th check; one that begins with the name of this state is never refused.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from ..format.values import EVERYTHING, Filter
 from .capture import visit, wanted
 from .objects import find_objects
 
-LOOKS = 3
-"""the first step and two saves: an optimizer that holds nothing by then is taken to keep nothing"""
+CHECKS = 3
+"""the first step and two saves: an optimizer whose state is empty after these is assumed to keep none"""
 _SUGGESTIONS = 3
 _COMPARED = 5000
-"""names at most that a misspelt pattern is compared with, so that a refusal takes no longer than seconds"""
+"""maximum number of names that a misspelt pattern is compared with, which bounds the time of a refusal to seconds"""
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names of a state that a filter is asked about."""
+    """The names of a state, as far as a filter enters it."""
 
     found: frozenset[str]
     unseen: frozenset[str]
-    """those of them below which the filter wants nothing, and nothing was looked at"""
+    """those of `found` that the filter does not enter, so that the names below them are unknown"""
     empty: frozenset[str]
-    """`optimizer.state` of each optimizer that holds none, as before its first step"""
+    """the name `optimizer.state` of each optimizer whose state is empty, as before its first step"""
 
 
 class Recorder(Filter):
-    """Decides as another filter does, and notes what it was asked about."""
+    """Decides as the filter `names` does, and records every name that it is asked about."""
 
     def __init__(self, names: Filter) -> None:
         super().__init__()
-        self.everything = False  # every name is to be asked about
+        self.everything = False  # makes the codec ask about every name
         self._decides = names
         self.found: set[str] = set()
         self.unseen: set[str] = set()
@@ -64,19 +64,19 @@ class Recorder(Filter):
 
 
 def names_in(state: Mapping[str, Any], names: Filter = EVERYTHING) -> Names:
-    """The names of `state` and of the random number generators, as far as `names` wants something below them."""
+    """The names of `state` and of the random number generators, as far as the filter `names` enters them."""
     recorder = Recorder(names)
     visit(state, recorder)
     optimizers = {path: one for path, one in find_objects(state).items() if isinstance(one, Optimizer)}
     empty = frozenset(f"{path}.state" for path, one in optimizers.items() if not one.state)
-    return Names(frozenset(recorder.found - {""}), frozenset(recorder.unseen), empty)  # "": what is not stored
+    return Names(frozenset(recorder.found - {""}), frozenset(recorder.unseen), empty)  # "": tensors that are not stored
 
 
 class Patterns:
-    """The patterns that have matched no name yet, as (argument, pattern): ("include", "model.*").
+    """The patterns of a caller, and which of them have matched no name yet.
 
-    Raises Refused for a text in place of a list, and for a pattern that contradicts itself: in `include` and in
-    `exclude`, or in `finite_also` and in `finite_except`.
+    The arguments are those of `lastgood.Checkpointer`: lists of patterns. Raises Refused for a string instead of a
+    list, and for a pattern that is both in `include` and in `exclude`, or both in `finite_also` and `finite_except`.
     """
 
     def __init__(
@@ -96,23 +96,26 @@ class Patterns:
         for one, other in (("include", "exclude"), ("finite_also", "finite_except")):
             if both := [pattern for pattern in given[one] if pattern in given[other]]:
                 what = f"{one} and {other} both have {', '.join(map(repr, both))}"
-                raise Refused(what, safe="Nothing was touched.", todo=f"Leave it in one of them: {other} goes first.")
+                raise Refused(
+                    what, safe="Nothing was touched.", todo=f"Give it in one of them only: {other} takes precedence."
+                )
         self._names = wanted(include, exclude)
         self._something = not include and not exclude
-        """whether it is known that the patterns leave something of the state"""
+        """whether it is known that include and exclude leave something of the state"""
         self._include, self._exclude = list(include), list(exclude)
         self.pending = [(argument, one) for argument, patterns in given.items() for one in patterns]
-        self._looks = 0
+        """(argument, pattern) of each that has matched no name yet: ("include", "model.*")"""
+        self._checks = 0
         self._noted: frozenset[str] = frozenset()
 
     def note(self, names: Iterable[str]) -> None:
-        """Names that are there: what matches one of them is not pending any more."""
+        """Add names that exist elsewhere, such as in a generation: patterns that match one are no longer pending."""
         if self.pending:
             self._noted |= frozenset(names)
             self.pending = [(argument, one) for argument, one in self.pending if not matches(one, self._noted)]
 
     def require(self, state: Mapping[str, Any]) -> None:
-        """Raises Refused for patterns that match no name of the state and none that was noted, or leave nothing."""
+        """Raises Refused for patterns that match no name of the state and no noted name, or leave nothing of it."""
         found = self.unmatched(state)
         if found:
             raise refused(found, self._noted | names_in(state).found)
@@ -121,9 +124,9 @@ class Patterns:
             self.require_something(names.found, names.empty)
 
     def require_something(self, names: Collection[str], empty: Iterable[str] = ()) -> None:
-        """Raises Refused where include and exclude leave none of these names; `empty` as in `Names`.
+        """Raises Refused if include and exclude leave none of these names. `empty`: as in `Names`.
 
-        Random number generators count only where `include` names them: else they stay without being asked for.
+        Random number generators count only if `include` names them, because they are saved without being named.
         """
         if self._something:
             return
@@ -140,24 +143,24 @@ class Patterns:
             raise Refused(
                 f"{given} {'leave' if ' and ' in given else 'leaves'} nothing of the state",
                 safe="Nothing was written or loaded.",
-                todo="Name in include what is wanted, in exclude what of it is not: exclude goes first.",
+                todo="Name in include what to save, and in exclude what to leave out of it: exclude takes precedence.",
             )
         self._something = True
 
     def report(self, state: Mapping[str, Any]) -> None:
-        """Report, once each, the patterns that `require` would refuse: no save is refused for them."""
+        """Report each pattern that `require` would refuse, once. A save after the first is not refused for them."""
         found = self.unmatched(state)
         if found:
             self.pending = [one for one in self.pending if one not in found]
             reporting.threat(str(refused(found, self._noted | names_in(state).found).what))
 
     def unmatched(self, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The patterns that `require` would refuse."""
+        """(argument, pattern) of each that `require` would refuse for matching no name."""
         if not self.pending:
             return []
         names = names_in(state, self._names)
         self.note(names.found)
-        self._looks += 1
+        self._checks += 1
         return [(argument, one) for argument, one in self.pending if not self._may_match_later(one, names)]
 
     def _may_match_later(self, pattern: str, names: Names) -> bool:
@@ -166,7 +169,7 @@ class Patterns:
         if any(literal.startswith(one) for one in below):
             return True
         # guard: pattern-wait-bounded
-        return self._looks < LOOKS and any(f"{path}.".startswith(literal) for path in names.empty)
+        return self._checks < CHECKS and any(f"{path}.".startswith(literal) for path in names.empty)
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
@@ -175,13 +178,13 @@ def matches(pattern: str, names: Iterable[str]) -> bool:
 
 
 def refused(patterns: Sequence[tuple[str, str]], names: Collection[str]) -> Refused:
-    """The error for patterns that match none of these names, with names and patterns that are near."""
+    """The error for patterns that match none of these names; it suggests similar names and patterns."""
     lines = []
     for argument, pattern in patterns:
-        near = ", ".join(map(repr, _near(pattern, names)))
+        near = ", ".join(map(repr, _similar(pattern, names)))
         top = ", ".join(sorted({name.partition(".")[0] for name in names})[:12])
         lines.append(
-            f"{argument}=[{pattern!r}] matches no name. " + (f"Near it: {near}" if near else f"There is: {top}")
+            f"{argument}=[{pattern!r}] matches no name. " + (f"Similar: {near}" if near else f"The state has: {top}")
         )
     return Refused(
         "\n".join(lines),
@@ -190,8 +193,8 @@ def refused(patterns: Sequence[tuple[str, str]], names: Collection[str]) -> Refu
     )
 
 
-def _near(pattern: str, names: Collection[str]) -> list[str]:
-    """Patterns that would match, and names that are spelt alike."""
+def _similar(pattern: str, names: Collection[str]) -> list[str]:
+    """A pattern that would match, or else names with a similar spelling."""
     wide = f"*{pattern.strip('*')}*"
     if matches(wide, names):
         return [wide]

@@ -1,7 +1,7 @@
-"""Storable: whether all of a state can be stored, known before the first save. Reads; copies nothing.
+"""Whether all of a state can be stored, checked before the first save. Reads; copies nothing.
 
-A walk stops at the first entry that it cannot store. Where there is one, the state is walked again without it, until
-the rest can be stored: all of them are reported at once.
+A capture stops at the first entry that cannot be stored. It is then repeated without this entry, until the rest can be
+stored. So one error lists all such entries.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..errors import Unstorable
 from .capture import Capture, Captured
 
 LISTED = 20
-"""entries that one error lists at most; each costs another walk"""
+"""maximum number of entries in one error; each costs another capture"""
 
 
 def require_storable(capture: Capture, state: Mapping[str, Any]) -> Captured:
@@ -29,11 +29,11 @@ def require_storable(capture: Capture, state: Mapping[str, Any]) -> Captured:
 
 
 def _all(capture: Capture, state: Mapping[str, Any], first: Unstorable) -> list[Unstorable]:
-    found, passed = [first], list[str]()
-    while len(found) < LISTED and (further := _passable(found[-1], passed)):  # guard: unstorable-entries-listed
-        passed.append(further)
+    found, left_out = [first], list[str]()
+    while len(found) < LISTED and (further := _next_left_out(found[-1], left_out)):  # guard: unstorable-entries-listed
+        left_out.append(further)
         try:
-            capture.without(map(glob.escape, passed)).take(state)
+            capture.without(map(glob.escape, left_out)).take(state)
         except Unstorable as error:
             if error.names != found[-1].names:
                 found.append(error)
@@ -48,12 +48,12 @@ def _listed(found: list[Unstorable]) -> Unstorable:
     return Unstorable(
         f"{len(found)} entries{more} of the state cannot be stored:\n{lines}",
         safe="\nNothing was written.",
-        todo="Change each as it says; one exclude=[...] can list several.",
+        todo="Change each entry as its line says. One exclude=[...] can list several entries.",
         names=tuple(name for one in found for name in one.names),
     )
 
 
-def _passable(error: Unstorable, passed: list[str]) -> str:
-    """What to leave out next: the entry itself; if that did not help, all of its top-level entry; then nothing."""
+def _next_left_out(error: Unstorable, left_out: list[str]) -> str:
+    """What to leave out next: the entry; if that did not help, its whole top-level entry; else nothing (empty)."""
     name = error.names[0] if error.names else ""
-    return next((one for one in (name, name.partition(".")[0]) if one and one not in passed), "")
+    return next((one for one in (name, name.partition(".")[0]) if one and one not in left_out), "")

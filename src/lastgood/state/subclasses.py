@@ -1,11 +1,11 @@
-"""Flattened: tensor subclasses that consist of plain tensors, such as the quantized tensors of torchao.
+"""Tensor subclasses that consist of plain tensors, such as the quantized tensors of torchao. Their tag is "!flattened".
 
-A subclass says what it consists of with torch's own protocol: `__tensor_flatten__` returns the names of its inner
-tensors and a context of plain data, `__tensor_unflatten__` makes it of these again. Nested tensors and DTensors have
-the protocol too and are not handled here.
+A subclass is taken apart and made again by torch's own protocol: `__tensor_flatten__` returns the names of its inner
+tensors and a context of plain data, `__tensor_unflatten__` makes a tensor from these. Nested tensors and DTensors have
+the protocol too; they are not handled in this module.
 
-On load the class is found among the imported ones as in `instances.find_class`. Its `__tensor_unflatten__` is called,
-which is code of a tensor class that the program has imported, and never code that is stored.
+On load `instances.find_class` finds the class among the imported ones, and its `__tensor_unflatten__` is called. That
+is code of a tensor class that the program has imported, never code that is stored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .instances import FORMS, attribute, class_name, find_class, tag_of_class
 
 
 def is_flattenable(obj: Any) -> bool:
-    """Whether it is a tensor that has no memory of its own and can be stored as the tensors that it consists of."""
+    """Whether it is a tensor subclass that can be stored as the inner tensors that it consists of."""
     return (
         isinstance(obj, torch.Tensor)
         and type(obj) not in (torch.Tensor, nn.Parameter)
@@ -37,13 +37,13 @@ def _has_protocol(kind: type) -> bool:
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """What it consists of, by the name of the attribute."""
+    """The tensors that it consists of, by the name of the attribute."""
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
 
 
 def resolve(name: str, live: Any) -> tuple[Any, str]:
-    """The class of this name, and why it cannot be made; nothing if it can."""
+    """The class of this name, and why no tensor of it can be made; empty if one can."""
     kind, noun = find_class(name, live), f"a tensor of class {name[:200].replace(':', '.')}"
     if kind is None:
         return None, f"{noun} in the generation, which is not imported here: import its module before the restore"
@@ -52,9 +52,9 @@ def resolve(name: str, live: Any) -> tuple[Any, str]:
 
 
 def is_like(live: Any, names: set[str], context: Any, shape: tuple[int, ...]) -> bool:
-    """Whether only the content of the inner tensors tells the live tensor from the stored one."""
-    inner, ours = live.__tensor_flatten__()
-    return set(inner) == names and tuple(live.shape) == shape and _equal(ours, context)
+    """Whether the live tensor can become the stored one by writing into its inner tensors alone."""
+    inner, live_context = live.__tensor_flatten__()
+    return set(inner) == names and tuple(live.shape) == shape and _equal(live_context, context)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -62,7 +62,7 @@ def _equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if tag := tag_of_class(type(one)):
-        one, other = FORMS[tag].apart(one), FORMS[tag].apart(other)
+        one, other = FORMS[tag].parts(one), FORMS[tag].parts(other)
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_equal(part, other[key]) for key, part in one.items())
     if isinstance(one, (list, tuple, deque)):
@@ -70,8 +70,8 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def together(kind: Any, parts: dict[str, torch.Tensor], context: Any, shape: tuple[int, ...], stride: list[int]) -> Any:
-    """A new tensor of this class. Raises TypeError where its `__tensor_unflatten__` raises, or makes anything else."""
+def assemble(kind: Any, parts: dict[str, torch.Tensor], context: Any, shape: tuple[int, ...], stride: list[int]) -> Any:
+    """A new tensor of this class. Raises TypeError where its `__tensor_unflatten__` raises or returns another thing."""
     try:
         with torch.no_grad():
             made = kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))

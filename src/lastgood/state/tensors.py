@@ -1,6 +1,6 @@
 """Tensors: which can be stored, as which bytes, in which memory order, and how they are written in place.
 
-Knows no state.
+Each function handles one tensor or array, and knows nothing of the state that it belongs to.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 EVERY_DTYPE: dict[str, torch.dtype] = {
     str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)
 }
-"""those of quantized tensors included, which can be stored as values only"""
+"""all dtypes of torch by name; those of quantized tensors can be stored as values, not as tensors"""
 
-# torch lacks copy kernels for these, on some device or all, or warns of them: they are copied as integers.
-_SHELLS = {
+# torch lacks copy kernels for these on some device, or warns about them: they are copied as integers.
+_INTEGERS = {
     **{f"{sign}int{bits}": torch.uint8 for sign in ("", "u") for bits in range(1, 8)},
     **dict.fromkeys(("bits1x8", "bits2x4", "bits4x2", "bits8"), torch.uint8),
     "bits16": torch.int16,
@@ -38,7 +38,7 @@ _SHELLS = {
     "complex32": torch.int32,
     "bcomplex32": torch.int32,
 }
-_COPIED_AS = {TORCH_DTYPES[name]: shell for name, shell in _SHELLS.items() if name in TORCH_DTYPES}
+_COPIED_AS = {TORCH_DTYPES[name]: integer for name, integer in _INTEGERS.items() if name in TORCH_DTYPES}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -53,7 +53,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as the format says it: `bfloat16`."""
+    """The name of a dtype in the format: `bfloat16`."""
     return _NAMES[dtype]
 
 
@@ -63,8 +63,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The content in row-major order: uint8 [bytes], on the tensor's device; a view of it where it is contiguous.
 
-    A contiguous tensor of at most one element may have any strides, and `view(dtype)` refuses all but 1: the flat
-    tensor is therefore described anew, and not reshaped.
+    A contiguous tensor of at most one element may have any stride, and `view(dtype)` refuses all strides but 1. So the
+    flat tensor is made by `as_strided`, and not by `reshape`.
     """
     tensor = _copyable(tensor.detach().resolve_conj().resolve_neg()).contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # guard: single-element-stride-bytes
@@ -76,23 +76,23 @@ def from_bytes(data: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Te
 
 
 def from_buffer(data: bytearray, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """As `from_bytes`, of memory that is no tensor."""
+    """As `from_bytes`, on the memory of a bytearray."""
     raw = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
     return from_bytes(raw, dtype, shape)
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    shell = _COPIED_AS.get(tensor.dtype)
-    return tensor if shell is None else tensor.view(shell)
+    integer = _COPIED_AS.get(tensor.dtype)
+    return tensor if integer is None else tensor.view(integer)
 
 
 # ---- live tensors ----------------------------------------------------------------------------------------------
 
 
 def write(live: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy into a live tensor of the same dtype and shape, on any device."""
+    """Copy `source` into a live tensor of the same dtype and shape, on any device."""
     with torch.inference_mode(live.is_inference()), torch.no_grad():
-        if not live.is_conj():  # of the dtypes concerned only a complex one can be, and then has no view
+        if not live.is_conj():  # a conjugated tensor is complex, and has no view as integers
             live, source = _copyable(live), _copyable(source)
         live.copy_(source)
 
@@ -106,9 +106,9 @@ def blank(dtype: str, shape: Sequence[int], device: torch.device, order: Order =
 
 
 def order(tensor: torch.Tensor) -> Order:
-    """The memory order of a tensor; of a sharded one, that of the part that this process holds.
+    """The memory order of a tensor; for a DTensor, that of the part that this process holds.
 
-    Gaps between elements are no part of it. Tensors of at most one element, and expanded ones (a stride of 0), count
+    Gaps between elements do not matter. Tensors of at most one element, and expanded ones (a stride of 0), count
     as row-major. For every dense tensor, `strides(shape, order(tensor))` are its own strides.
     """
     tensor = dtensor.local(tensor)
@@ -129,15 +129,15 @@ def strides(shape: Sequence[int], order: Order = ()) -> tuple[int, ...]:
     return tuple(found)
 
 
-def at_hand(device: torch.device) -> torch.device:
-    """The device, or the CPU where this machine has no such one."""
+def available(device: torch.device) -> torch.device:
+    """The device, or the CPU if this machine does not have this device."""
     if device.type == "cuda" and (device.index or 0) < torch.cuda.device_count():
         return device
     return torch.device("cpu")
 
 
 def region(tensor: torch.Tensor) -> Hashable:
-    """What tensors that are one and the same memory have in common; None for an empty one, which shares nothing."""
+    """A key that is equal for tensors that are the same memory; None for an empty tensor, which shares none."""
     tensor = dtensor.local(tensor)
     if tensor.numel() == 0:
         return None
@@ -146,24 +146,24 @@ def region(tensor: torch.Tensor) -> Hashable:
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of an expanded tensor that has memory of its own; other tensors whole."""
+    """The part of an expanded tensor that has memory of its own; any other tensor unchanged."""
     strides = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor[tuple(slice(1 if size > 1 and stride == 0 else None) for size, stride in strides)]
 
 
 def storage(tensor: torch.Tensor) -> int | None:
-    """Address of the memory that a tensor is a view of; None if it cannot be stored."""
+    """The address of the storage of a tensor; None if the tensor cannot be stored."""
     return None if _obstacle(tensor) else dtensor.local(tensor).untyped_storage().data_ptr()
 
 
 def require_storable(tensor: torch.Tensor, path: str) -> None:
-    """Raises Unstorable, by name, for a tensor that is not plain memory of a dtype that the format knows."""
+    """Raises Unstorable, by name, unless the tensor is plain memory of a dtype that the format knows."""
     if found := _obstacle(tensor):
         raise refusal(path, *found)
 
 
 def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What a tensor is instead, and the remedy."""
+    """Why a tensor cannot be stored, and the remedy; None if it can."""
     tensor = dtensor.local(tensor)
     if nn.parameter.is_lazy(tensor):
         return "is a lazy parameter that has no shape yet", "Run one forward pass first"
@@ -179,7 +179,10 @@ def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
     if tensor.is_meta:
         return "is on the meta device and has no content", "Give it memory first: module.to_empty()"
     if tensor.device.type not in ("cpu", "cuda"):
-        return f"lies on the device {tensor.device}, which has not been tried", "Move it to the host first: cpu()"
+        return (
+            f"is on the device {tensor.device}, and only CPU and CUDA tensors can be stored",
+            "Move it to the host first: cpu()",
+        )
     if tensor.dtype not in _NAMES:
         return f"has dtype {tensor.dtype}, which the format does not know", "Store a view of it as integers"
     return None
@@ -189,10 +192,10 @@ def _obstacle(tensor: torch.Tensor) -> tuple[str, str] | None:
 
 
 def from_array(array: np.ndarray, path: str) -> torch.Tensor:
-    """A tensor of the same content, and the same memory where torch can describe it.
+    """A tensor of the same content; it shares the memory of the array where torch can describe that.
 
-    A dtype that torch lacks (dates, text, other byte orders) becomes uint8 with one more dimension, its bytes.
-    Raises Unstorable, by name.
+    An array of a dtype that torch lacks (dates, text, other byte orders) becomes uint8 with one more dimension, the
+    bytes of each element. Raises Unstorable, by name, for subclasses of arrays and for dtypes of objects or records.
     """
     dtype = array.dtype
     if type(array) is not np.ndarray or not dtype_tree(dtype) or dtype.itemsize == 0:

@@ -1,9 +1,10 @@
 """Wrappers: optimizers that only delegate to another one, as those of Accelerate and Lightning Fabric do.
 
-A wrapper is replaced by the optimizer inside of it, so a run that was saved with the one loads into the other, and the
-inner step is what a copy behind the loop waits for. An optimizer that has data of its own, such as Lookahead, is no
-wrapper. Its state_dict() may equal the inner one's until that data exists, so this alone proves nothing: the class must
-also come from a library whose wrappers only delegate, or the object must hold nothing but the inner optimizer.
+A wrapper is stored as the optimizer inside of it. So a run that was saved with a wrapper can be restored without it,
+and the reverse, and the fence of a save hooks the step of the inner optimizer. An optimizer that has data of its own,
+such as Lookahead, is not a wrapper. Its state_dict() may equal that of the inner one until its data exists, so equality
+alone does not prove a wrapper: the class must also come from a library whose wrappers only delegate, or the object must
+hold nothing but the inner optimizer.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ _OF_SCHEDULERS = ("step", "_opt_called")
 
 
 class Wrappers:
-    """Finds the optimizers inside of wrappers. Remembers which objects are wrappers, so each is asked only once."""
+    """Finds the optimizers inside of wrappers. Remembers of each object whether it is one."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], bool]] = {}
 
     def unwrapped(self, obj: Any) -> Any:
-        """The optimizer that does the work of `obj`, or `obj` itself."""
+        """The optimizer inside of `obj`, if `obj` is a wrapper; else `obj` itself."""
         if tag_of(obj) not in ("!object", "!optimizer"):
             return obj
         direct = getattr(obj, "optimizer", None)
         if not isinstance(direct, Optimizer) or getattr(obj, "param_groups", None) is not direct.param_groups:
             return obj
-        if not _holds_nothing_of_its_own(obj, direct):  # asked each time: data may be added by any step
+        if not _holds_nothing_of_its_own(obj, direct):  # checked each time: any step may add data
             return obj
         inner = self.unwrapped(direct)
         return inner if tag_of(inner) == "!optimizer" and self._delegates(obj, inner) else obj
@@ -45,13 +46,13 @@ class Wrappers:
         if known is not None and known[0]() is obj:
             return known[1]
         answer = _same(obj.state_dict(), inner.state_dict())
-        with suppress(TypeError):  # an object that cannot be referred to weakly is asked each time
+        with suppress(TypeError):  # an object without weak references is compared each time
             self._known[id(obj)] = weakref.ref(obj), answer
         return answer
 
 
 def _holds_nothing_of_its_own(obj: Any, inner: Optimizer) -> bool:
-    """Whether the object can have no data beside that of the optimizer inside of it."""
+    """Whether the object cannot have any data except the optimizer inside of it."""
     if type(obj).__module__.partition(".")[0] in _LIBRARIES:
         return True
     own = {key: one for key, one in getattr(obj, "__dict__", {}).items() if key not in _OF_SCHEDULERS}
@@ -59,7 +60,7 @@ def _holds_nothing_of_its_own(obj: Any, inner: Optimizer) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two state_dicts say the same, tensor by tensor the very same memory."""
+    """Whether two state_dicts are equal; tensors must be the same objects."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):

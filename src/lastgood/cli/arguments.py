@@ -1,0 +1,76 @@
+"""Arguments that several commands take, and parsers of sizes and numbers. Every parser raises BadParameter."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Annotated
+
+import typer
+
+from . import completion
+
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)]
+AnyStep = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="STEP",
+        help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore would take.",
+        show_default=False,
+        autocompletion=completion.steps,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def bytes_of(text: str) -> int:
+    """A size in bytes: 1.5GB (powers of 1000), 512MiB (powers of 1024) or 1e9."""
+    found = _SIZE.fullmatch(text)
+    count = 0.0
+    if found:
+        decimal, binary = (found[2] or "").lower(), (found[3] or "").lower()
+        count = float(found[1]) * (1024 ** _POWERS[binary] if binary else 1000 ** _POWERS[decimal])
+    if not 1 <= count < 2**63:
+        raise typer.BadParameter(f"{text!r} is no size: give 1.5GB, 512MiB or 1e9.")
+    return int(count)
+
+
+def positive(text: str) -> float:
+    """A finite number above zero."""
+    number = _number(text)
+    if not 0 < number < math.inf:
+        raise typer.BadParameter(f"{text!r} is no number above zero.")
+    return number
+
+
+def not_negative(text: str) -> float:
+    """A finite number of at least zero."""
+    number = _number(text)
+    if not 0 <= number < math.inf:
+        raise typer.BadParameter(f"{text!r} is no number of at least zero.")
+    return number
+
+
+def fraction(text: str) -> float:
+    """A number above zero and below one."""
+    number = positive(text)
+    if number >= 1:
+        raise typer.BadParameter(f"{text!r} is no share: give 0.03 for 3 %.")
+    return number
+
+
+def require_suffix(path: str, suffixes: tuple[str, ...]) -> None:
+    """Raise BadParameter for a path that ends in none of `suffixes`."""
+    if not path.endswith(suffixes):
+        raise typer.BadParameter(f"{path!r}: give a name that ends in {', '.join(suffixes)}.")
+
+
+def _number(text: str) -> float:
+    """The number in a text; NaN if there is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

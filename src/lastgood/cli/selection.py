@@ -1,0 +1,55 @@
+"""The generation that a STEP on the command line names."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from ..errors import MissingBlob, NoSuchStep, NothingGood
+from ..format import layout
+from ..format.commit import Survey
+from ..policy import restore
+from ..records import Generation, GenerationId
+from .texts import NOTHING_YET, newest_first
+
+
+def find(survey: Survey, wanted: str) -> GenerationId:
+    """The generation that a STEP names. If several have this step: that of the lineage, else the newest.
+
+    Raises BadParameter for a text that is no STEP, NoSuchStep for a step that the run does not know.
+    """
+    found = re.fullmatch(r"(\d{1,12})(?:-([0-9a-f]{8}))?", wanted)
+    if not found:
+        raise typer.BadParameter(f"{wanted!r} is no STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.")
+    chain, lost = restore.lineage(survey)
+    others = newest_first(survey, {*survey.generations, *survey.broken})
+    known = dict.fromkeys([*chain, *others, *lost, *survey.witnessed])
+    for at in known:
+        if at.step == int(found[1]) and found[2] in (None, at.incarnation):
+            return at
+    steps = ", ".join(map(str, sorted({at.step for at in known}))) or "none"
+    raise NoSuchStep(
+        f"no generation of step {wanted}", safe="Nothing was touched.", todo=f"Steps that are there: {steps}."
+    )
+
+
+def pick(survey: Survey, wanted: str | None) -> Generation:
+    """The generation that a STEP names; without a STEP the one that a restore would take.
+
+    Raises NoSuchStep, NothingGood, or the error for what is wrong with the named generation.
+    """
+    if wanted is None:
+        choice = restore.choose(survey, None)
+        if choice.candidates:
+            return survey.generations[choice.candidates[0]]
+        if choice.passed_over:
+            reasons = "\n".join(f"  step {at.step}: {reason}" for at, reason in choice.passed_over)
+            raise NothingGood(f"no generation of this run is good:\n{reasons}", todo="\nName a STEP to look at it.")
+        raise restore.no_such_step(NOTHING_YET, survey)
+    at = find(survey, wanted)
+    if at in survey.broken:
+        raise survey.broken[at]
+    if at not in survey.generations:
+        raise MissingBlob(f"{at} is lost: its COMMIT is gone", blob=f"{layout.folder(at)}/{layout.COMMIT}")
+    return survey.generations[at]

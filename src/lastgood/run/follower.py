@@ -1,0 +1,160 @@
+"""The run at a rank that does not commit: it writes and reads again its own files, and nothing else of the run.
+
+What makes a generation exist, count or end the coordinator does (writer.py).
+Invariants
+  1. Between two agreements this rank knows the same generations as the coordinator, so that both choose alike.
+  2. What this rank finds wrong the coordinator reads itself before it marks anything; and what is not posted in time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import msgspec
+
+from ..coordination.rounds import Ranks, raised
+from ..coordination.single_rank import AnyTopic
+from ..engine.arena import Arena
+from ..errors import Damaged, StepTaken, TierDown
+from ..format import commit, layout
+from ..policy import restore
+from ..ports import Shared
+from ..records import Finding, Generation, GenerationId, Incarnation, judged
+from .known import Environment, KnownRun
+from .save import RankPart, RankWriter
+from .verify import Stop, never, own_findings, post_key
+from .writer import SharedSurvey
+
+
+class Follower:
+    """One rank's opening of a run that another rank commits to."""
+
+    commits = False
+
+    def __init__(
+        self,
+        tier: Shared,
+        workers: Executor,
+        ranks: Ranks,
+        *,
+        algorithm: str = "xxh3_128",
+        environment: Environment | None = None,
+    ) -> None:
+        self.tier, self.ranks = tier, ranks
+        self._workers, self._algorithm = workers, algorithm
+        self.known = KnownRun(tier, environment or Environment())
+        self._last_read: Generation | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    # ---- saving --------------------------------------------------------------------------------------------
+
+    def begin(self, parent: GenerationId | None) -> None:
+        """Continue `parent` in the incarnation that the coordinator opens."""
+        self.known.begin(msgspec.convert(self.ranks.agree("begin", None, lambda _: None), Incarnation))
+        self._last_read = self.known.survey.generations.get(parent) if parent else None
+
+    def admit(self, step: int) -> GenerationId:
+        """As `RunWriter.admit`."""
+        self.known.require_restored()
+        if self.known.incarnation is None:
+            self.begin(None)
+        return self.known.next_id(step)
+
+    def rank_writer(self, writers: Executor) -> RankWriter:
+        """How this rank writes its part."""
+        return RankWriter(self.tier, self.rank, self._algorithm, writers)
+
+    def abandon(self, step: int, topic: AnyTopic, error: BaseException) -> None:
+        """As `RunWriter.abandon`."""
+        topic.fail(error)
+        if self.known.incarnation is not None:
+            with contextlib.suppress(StepTaken):
+                self.clear(self.admit(step))
+
+    def publish(
+        self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]
+    ) -> Generation:
+        """Only the coordinator decides."""
+        raise AssertionError("only the coordinator decides")
+
+    def take_up(self, generation: Generation) -> None:
+        """Note what the coordinator has published."""
+        with self.known.lock:
+            self.known.note_tried(generation.id)
+            self.known.record(generation)
+
+    def clear(self, at: GenerationId) -> None:
+        """The coordinator removes a failed save, once no rank writes to it."""
+        self.tier.forget(layout.folder(at))  # guard: removed-folder-made-again
+
+    def make_room(self, needed_bytes: int) -> bool:
+        """The coordinator deletes, once it reads that this rank found no space."""
+        return False
+
+    # ---- after the commit ----------------------------------------------------------------------------------
+
+    def backlog(self) -> int:
+        """How many generations of this incarnation are newer than what this rank has read again."""
+        last = self._last_read.id if self._last_read else None
+        mine = self.known.incarnation.id if self.known.incarnation else ""
+        with self.known.lock:
+            of_mine = [one for one in self.known.survey.generations if one.incarnation == mine]
+        return sum(1 for one in of_mine if last is None or one > last)
+
+    def verify(self, arena: Arena, stop: Stop = never) -> None:
+        """Read this rank's part of the newest generation again, and post whether it is good. Raises as `read_all`."""
+        newest = next(iter(self.known.lineage()), None)
+        if newest is None or (self._last_read and newest.id == self._last_read.id):
+            return
+        findings = own_findings(self.known, self.ranks, newest, arena, self._workers, stop)
+        before, self._last_read = self._last_read, newest
+        if findings:  # as this machine reads it: the coordinator reads it itself
+            self.known.emit("damaged", newest.id, detail=restore.summary(findings))
+        with contextlib.suppress(TierDown):
+            self.ranks.post(post_key(self.ranks, newest, self.rank), not findings)  # guard: follower-reports-findings
+            if before is not None:
+                self.ranks.delete([post_key(self.ranks, before, self.rank)])
+
+    def conclude(self, generation: Generation, findings: list[Finding]) -> None:
+        """Note what all ranks have found; the coordinator marks it."""
+        with self.known.lock:
+            self.known.record(judged(generation, findings))
+
+    def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
+        """As `verify.own_findings`."""
+        return own_findings(self.known, self.ranks, generation, arena, self._workers)
+
+    # ---- what the coordinator knows ------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """List what lies in the run now."""
+        with self.known.lock:
+            self.known.survey = commit.survey(self.tier)
+
+    def adopt(self, posted: Any) -> None:
+        """Know what `RunWriter.shared_survey` says, whatever this machine lists. Raises Damaged, Unavailable."""
+        shared, known = msgspec.convert(posted, SharedSurvey), self.known
+        survey = commit.Survey(
+            run=known.survey.run,
+            broken={at: raised(post) for at, post in shared.broken},
+            incomplete=set(shared.incomplete),
+            witnessed=set(shared.witnessed),
+            incarnations={one.id: one for one in shared.incarnations},
+            order=shared.order,
+            pointer=shared.pointer,
+        )
+        with known.lock:
+            for at, verified, damaged, unfit in shared.generations:
+                try:
+                    one = known.survey.generations.get(at) or commit.read_generation(self.tier, at, known.survey.run)
+                except Damaged as error:  # as rank 0 will find, if it wants this one; the others can be loaded
+                    survey.broken[at] = error
+                    continue
+                survey.generations[at] = msgspec.structs.replace(one, verified=verified, damaged=damaged, unfit=unfit)
+            known.survey = survey

@@ -1,0 +1,175 @@
+"""What this process knows of a run that it has open for writing. Holds records and a lock; moves no byte.
+
+Invariants
+  1. Every change of what is known is made under `lock`: of two saves that end together the newer one is the newest,
+     whatever the order in which their threads ran.
+  2. This process is the only writer of the run, or hears from the only one: the run is listed once, at the opening.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..errors import NotRestored, Overtaken, StepTaken
+from ..events import Event, EventKind
+from ..format import commit, layout
+from ..policy import restore
+from ..ports import Tier
+from ..records import Generation, GenerationId, Incarnation
+
+
+def _random_id() -> str:
+    return os.urandom(4).hex()
+
+
+def _ignore(event: Event) -> None:
+    """Nobody listens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the process provides to one opening of a run."""
+
+    new_id: Callable[[], str] = _random_id
+    """makes 8 hex digits that no other opening has"""
+    wall_seconds: Callable[[], float] = time.time
+    """the time that people read, in seconds since 1970"""
+    monotonic_seconds: Callable[[], float] = time.monotonic
+    pause: Callable[[float], object] = time.sleep
+    """waits so many seconds"""
+    emit: Callable[[Event], object] = _ignore
+    """receives each event, in the thread that caused it"""
+    make_room: Callable[[int], bool] | None = None
+    """is called with the bytes that do not fit on a full disk, and returns whether something was deleted; default:
+    delete the oldest generation that retention can spare"""
+
+
+class KnownRun:
+    """The generations, incarnations and marks of a run, and which of them this process goes on from."""
+
+    def __init__(self, tier: Tier, environment: Environment, resumes: GenerationId | None = None) -> None:
+        self.tier, self.environment = tier, environment
+        self.survey = commit.survey(tier)
+        self.run_id = self.survey.run or ""
+        self.incarnation: Incarnation | None = self.survey.incarnations.get(resumes.incarnation) if resumes else None
+        if resumes:
+            self.survey.incomplete.discard(resumes)
+        self.recorded = resumes.incarnation if resumes else ""
+        """the incarnation of which the record was written, or found"""
+        self.pinned: set[GenerationId] = set()
+        """saves that were asked for by name: a newer commit does not stand in for them"""
+        self.labelling: set[GenerationId] = set()
+        self.deleting: set[GenerationId] = set()
+        """a generation that gets a label is not deleted meanwhile, and one that is being deleted gets none"""
+        self.unread = 0
+        """commits since the newest verified one"""
+        self.lock = threading.RLock()
+        self._last_tried: GenerationId | None = None
+
+    # ---- what is there -------------------------------------------------------------------------------------
+
+    @property
+    def view(self) -> commit.Survey:
+        """The survey with the incarnation of this process as the newest, also before its first save."""
+        mine = self.incarnation
+        if mine is None or mine.id in self.survey.incarnations:
+            return self.survey
+        return replace(self.survey, incarnations={**self.survey.incarnations, mine.id: mine})
+
+    def lineage(self) -> list[Generation]:
+        """Committed generations of the lineage, newest first, without those whose commit is uncertain."""
+        with self.lock:
+            known = self.survey.generations
+            return [known[at] for at in restore.lineage(self.view).chain if at in known]
+
+    def durable_lineage(self) -> list[Generation]:
+        """The same as the next process would see it: an incarnation without a commit does not count."""
+        with self.lock:
+            known = self.survey.generations
+            return [known[at] for at in restore.lineage(self.survey).chain if at in known]
+
+    def newest_verified(self) -> Generation | None:
+        """The newest verified generation of the lineage."""
+        return next((one for one in self.lineage() if one.good), None)  # guard: pointer-names-verified
+
+    def newest_restorable(self) -> Generation | None:
+        """The newest generation of the lineage that is neither damaged nor unfit, verified or not."""
+        return next((one for one in self.lineage() if one.restorable), None)
+
+    def resumes_at(self, at: GenerationId) -> bool:
+        """Whether the next process resumes at this generation: the durable lineage has nothing newer and good."""
+        newest = next((one for one in self.durable_lineage() if one.restorable), None)
+        return newest is not None and newest.id == at
+
+    def before(self, at: GenerationId) -> GenerationId | None:
+        """The newest generation before this one: what its commit names."""
+        assert self.incarnation is not None
+        # guard: commit-names-predecessor
+        mine = (one for one in self.survey.generations if one.incarnation == at.incarnation and one.step < at.step)
+        return max(mine, default=self.incarnation.parent)
+
+    # ---- what may be saved ---------------------------------------------------------------------------------
+
+    def require_restored(self) -> None:
+        """Raises NotRestored where the run holds generations, and no restore has said which of them is continued."""
+        # guard: unrestored-run-refused
+        if self.incarnation is None and (self.survey.generations or self.survey.broken):
+            newest = max([*self.survey.generations, *self.survey.broken])
+            raise NotRestored(
+                f"{self.tier.place} already holds {newest}, which this state does not continue",
+                safe="Nothing was written.",
+                todo="Call restore() before the first step, or restore(step=0) to start over on purpose.",
+            )
+
+    def next_id(self, step: int) -> GenerationId:
+        """The id of a save of `step` in this incarnation. Raises StepTaken unless steps ascend."""
+        assert self.incarnation is not None
+        last = self._last_tried
+        last = last if last and last.incarnation == self.incarnation.id else None
+        if (last and step <= last.step) or not 0 <= step < layout.STEP_LIMIT:  # guard: step-ascends
+            raise StepTaken(
+                f"step {step} cannot follow {last or 'nothing'} in this incarnation",
+                safe="Nothing was written.",
+                todo="Save ascending steps; to go back, restore(step=...) first.",
+            )
+        return GenerationId(step=step, incarnation=self.incarnation.id)
+
+    def require_newest(self, at: GenerationId, pinned: bool) -> None:
+        """Raises Overtaken where a newer save was committed meanwhile and nobody wants this one for itself."""
+        newest = max((one for one in self.survey.generations if one.incarnation == at.incarnation), default=at)
+        if newest.step > at.step and not pinned and at not in self.pinned:  # guard: older-save-abandoned
+            raise Overtaken(f"step {newest.step} was committed before step {at.step}", safe="Nothing is lost by it.")
+
+    # ---- what changes --------------------------------------------------------------------------------------
+
+    def begin(self, incarnation: Incarnation) -> None:
+        """This process goes on in `incarnation` from now on."""
+        self.incarnation, self._last_tried = incarnation, incarnation.parent
+        self.survey.order = incarnation.order
+
+    def record(self, generation: Generation) -> None:
+        """Take up a generation as it is now: new, verified, marked or labelled."""
+        self.survey.generations[generation.id] = generation
+        if self.incarnation is not None and generation.id.incarnation == self.incarnation.id:
+            self.survey.incarnations[self.incarnation.id] = self.incarnation
+        if self.tier.newest_only:
+            folders = self.tier.list("gen")
+            for at in list(self.survey.generations):
+                if layout.folder(at).partition("/")[2] not in folders:
+                    del self.survey.generations[at]
+
+    def note_tried(self, at: GenerationId) -> None:
+        """A save of this step may exist: the step is not written again in this incarnation."""
+        last = self._last_tried
+        self._last_tried = at if last is None or last.incarnation != at.incarnation else max(last, at)
+
+    def emit(self, kind: EventKind, at: GenerationId, seconds: float = 0.0, size: int = 0, detail: str = "") -> None:
+        """Emit an event about a generation, in the calling thread."""
+        now = self.environment.monotonic_seconds()
+        self.environment.emit(
+            Event(kind=kind, step=at.step, at_seconds=now, seconds=seconds, bytes=size, detail=detail)
+        )

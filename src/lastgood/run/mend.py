@@ -1,0 +1,149 @@
+"""Rebuilding damaged generations from their parity, and reading generations again that were good before.
+
+A damaged file is replaced only by bytes that agree with every digest of the manifest (engine/parity.py); afterwards all
+of the generation is read again before it counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import cast
+
+from ..engine import guard, parity
+from ..engine.arena import Arena
+from ..errors import BeyondRepair, Cancelled, LastgoodError, Unreadable
+from ..format import commit
+from ..policy import restore
+from ..ports import Mendable
+from ..records import Finding, Generation, GenerationId, intact, judged
+from . import reader
+from .known import KnownRun
+from .marks import Marks
+from .reader import Reading, read_all, read_on
+from .verify import Stop, Verifier, never
+
+
+class Mender:
+    """Mends the generations of one run. `mended`: what it has rebuilt, generation -> names of the files."""
+
+    def __init__(self, known: KnownRun, marks: Marks, verifier: Verifier, workers: Executor) -> None:
+        self._known, self._marks, self._verifier, self._workers = known, marks, verifier, workers
+        self.mended: dict[GenerationId, list[str]] = {}
+
+    def mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> list[str]:
+        """Rebuild what is damaged of a generation from its parity, read all of it and mark it; returns the file names.
+
+        Parity that was damaged is written anew; where that fails an event says so. Raises BeyondRepair, and what keeps
+        it from writing or reading back: the damaged files are as they were then. Cancelled when `stop()`.
+        """
+        known = self._known
+        spare = self._parity(at)
+        if spare is None:
+            raise BeyondRepair(f"{at} has no parity that can be read", safe="Nothing was changed.")
+        try:
+            names = parity.rebuild(cast(Mendable, known.tier), spare, self._workers, stop)
+        except BeyondRepair:
+            if (one := known.survey.generations.get(at)) is not None:  # the evidence stays, and it counts for nothing
+                findings = read_all(known.tier, one, arena, self._workers)
+                self._marks.conclude(one, findings)  # guard: irreparable-is-marked
+            raise
+        generation = commit.read_generation(known.tier, at, known.run_id)
+        findings = read_all(known.tier, generation, arena, self._workers)  # guard: repair-rereads-everything
+        with known.lock:
+            self._marks.conclude(generation, findings)
+            known.survey.broken.pop(at, None)  # guard: repaired-is-not-broken
+            known.survey.incomplete.discard(at)
+            known.survey.witnessed.discard(at)
+        if not intact(findings):  # guard: failed-repair-raised
+            raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
+        if names:
+            self.mended[at] = names
+            known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported
+        try:
+            self._verifier.protect(generation, spare.code, arena, stop)
+        except LastgoodError as error:
+            known.emit("not_protected", at, detail=f"{type(error).__name__}: {error.what}")
+        return names
+
+    def try_to_mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> bool:
+        """Mend a generation that has parity; False where it has none, or could not be mended: an event says why."""
+        try:
+            if self._known.tier.newest_only or parity.find(self._known.tier, at) is None:
+                return False
+            self.mend(at, arena, stop)
+        except Cancelled:
+            raise
+        except LastgoodError as error:
+            # guard: repair-failure-reported
+            self._known.emit("not_repaired", at, detail=f"{type(error).__name__}: {error.what}")
+            return False
+        return True
+
+    def mend_known(self, step: int | None, arena: Arena) -> None:
+        """Mend what a restore (of `step`) would pass over, newest first, down to what it would take."""
+        known = self._known
+        chain, lost = restore.lineage(known.view)
+        in_lineage = sorted({*chain, *lost}, key=self._age, reverse=True)
+        outside = known.survey.broken.keys() - set(in_lineage)
+        mended = False
+        for at in (*outside, *in_lineage):
+            one = known.survey.generations.get(at)
+            if one is not None and not one.damaged:  # guard: good-generation-not-mended
+                if step is None and not one.unfit:
+                    break
+                continue
+            if step in (None, at.step):
+                mended |= self.try_to_mend(at, arena)
+        if mended:
+            with known.lock:
+                # What was rebuilt may name incarnations, and generations that are lost.
+                # guard: survey-after-mend
+                known.survey = commit.survey(known.tier)
+
+    def _age(self, at: GenerationId) -> tuple[int, int]:
+        incarnation = self._known.survey.incarnations.get(at.incarnation)
+        return incarnation.order if incarnation else 0, at.step
+
+    def _parity(self, at: GenerationId) -> parity.Spare | None:
+        return None if self._known.tier.newest_only else parity.find(self._known.tier, at)
+
+    # ---- reading again -------------------------------------------------------------------------------------
+
+    def reading(
+        self, generation: Generation, arena: Arena, also: Callable[[memoryview], None] = lambda _: None
+    ) -> Reading:
+        """A reading of a generation for `read_again`, which may be interrupted between any two chunks."""
+        return reader.reading(self._known.tier, generation, arena, self._workers, also=also)
+
+    def read_again(
+        self, generation: Generation, arena: Arena, begun: Reading, stop: Stop = never
+    ) -> tuple[list[Finding], bool]:
+        """Read a generation that was read before: what was found, and whether it was damaged and is whole again.
+
+        It is marked where that is news. Parity that is damaged, or was asked for and is not there, is written. `begun`:
+        its reading, from the start or where it was interrupted. Raises Cancelled when `stop()`, Unavailable.
+        """
+        known = self._known
+        try:
+            findings = read_on(begun, stop)
+        except Unreadable as error:
+            if self.try_to_mend(generation.id, arena, stop):  # guard: unreadable-is-mended
+                return [guard.finding(error)], True
+            raise
+        if generation != judged(generation, findings):  # guard: scrub-findings-marked
+            with known.lock:
+                if generation.id not in known.survey.generations:
+                    raise Cancelled("the generation was deleted while it was read")
+                self._marks.conclude(generation, findings)
+        if not intact(findings):
+            return findings, self.try_to_mend(generation.id, arena, stop)  # guard: scrub-damage-mended
+        spare = self._parity(generation.id)
+        code = self._verifier.code or (spare.code if spare else None)
+        if code is not None and not findings:
+            with contextlib.suppress(
+                Cancelled
+            ):  # it was read to its end; its parity is checked again in the next round
+                self._verifier.protect(generation, code, arena, stop)  # guard: scrub-restores-parity
+        return findings, False

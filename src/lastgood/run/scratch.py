@@ -1,0 +1,95 @@
+"""Scratch runs: temporary directories beside a run, in which `lastgood tune` measures the disk.
+
+Invariants
+  1. A scratch run of RUN is a directory `<RUN>.tune-<8 hex>`. It is removed in the end, also after an error or Ctrl-C.
+  2. A process that is killed leaves its scratch run behind. `clear` removes it, and removes nothing that is locked or
+     that holds a file which a scratch run never holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+
+from ..errors import NotARun, NotWritable, Refused, RunLocked, TierDown
+from ..ports import Tier
+from . import access
+
+INCARNATION = "0" * 8
+"""of every save in a scratch run; the random id of a real incarnation is practically never this one"""
+_NAME = re.compile(r"\.tune-[0-9a-f]{8}")
+
+
+def beside(run: str) -> str:
+    """The directory in which scratch runs of `run` are made: its parent, or the nearest ancestor that exists.
+
+    Raises NotARun for a path at which no run can be opened, Refused if the run is the mount point of another disk.
+    """
+    path = os.path.realpath(run)
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        access.for_reading(path)
+    above = os.path.dirname(path)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise NotARun(
+            f"{above} is a file, so {path} can be no run", safe="Nothing was touched.", todo="Give another path."
+        )
+    if os.path.isdir(path) and os.stat(path).st_dev != os.stat(above).st_dev:
+        raise Refused(
+            f"{path} is a disk of its own, and the directory beside it is on another disk",
+            safe="Nothing was touched.",
+            todo=f"Measure that disk by a name on it: {os.path.join(path, 'new')}.",
+        )
+    return above
+
+
+def clear(run: str) -> list[str]:
+    """Remove the scratch runs of `run` that killed processes left. Returns their names. Raises what opening raises."""
+    folder, name = beside(run), os.path.basename(os.path.realpath(run))
+    cleared = []
+    for other in sorted(os.listdir(folder)):
+        path = os.path.join(folder, other)
+        if not other.startswith(name) or not _NAME.fullmatch(other, len(name)):
+            continue
+        if os.path.islink(path) or not os.path.isdir(path) or not _is_scratch(path):
+            continue
+        with contextlib.suppress(RunLocked), access.for_writing(path, "atomic_dirsync"):
+            _remove(path)
+            cleared.append(other)
+    return cleared
+
+
+@contextlib.contextmanager
+def opened(run: str) -> Iterator[Tier]:
+    """The tier of a new scratch run of `run`, which is removed in the end."""
+    path = os.path.join(beside(run), f"{os.path.basename(os.path.realpath(run))}.tune-{os.urandom(4).hex()}")
+    try:
+        with access.for_writing(path, "atomic_dirsync") as tier:
+            yield tier
+    finally:
+        _remove(path)
+
+
+def _remove(path: str) -> None:
+    try:
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        kind = NotWritable if isinstance(error, PermissionError) else TierDown
+        raise kind(
+            f"{path} could not be removed: {error.strerror or error}",
+            safe="It holds only data that was written to measure the disk.",
+            todo="Remove it.",
+        ) from error
+
+
+def _is_scratch(path: str) -> bool:
+    """Whether a directory holds only what a scratch run holds. A real run has a header or an incarnation as well."""
+    names = {name for name in os.listdir(path) if not name.startswith(".probe-")}
+    inside = os.listdir(os.path.join(path, "gen")) if "gen" in names else []
+    return names <= {access.LOCK, "gen"} and all(name.endswith("-" + INCARNATION) for name in inside)
