@@ -1,4 +1,5 @@
-# make demo: the main job on real images, killed and damaged on purpose.   make test: lint, types, contracts, tests.
+# make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests.
+# make demo: the main job on real images, killed and damaged on purpose. make coverage: which lines the fast tests run.
 # make prove: the long campaigns (hours on 2 cores). Reports land in prove/.
 # make bench: the figures, hours on 2 cores (docs/bench.md); it resumes where it stopped. TRACES=FILE... replays those.
 # make gpu: on a CUDA machine, tests and a short bench, under eight minutes. Both land in benchmarks/results/.
@@ -6,7 +7,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test prove bench gpu clean
+.PHONY: check demo test coverage prove bench gpu clean
+
+FAST := tests -n 2 --dist loadfile -m "not slow" --hypothesis-profile=check
+
+check: .venv/.ready
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/mypy --no-error-summary
+	@contracts=$$($(BIN)/lint-imports --no-logo) || { echo "$$contracts"; exit 1; }
+	@$(BIN)/python -m pytest $(FAST)
+
+coverage: .venv/.ready
+	$(BIN)/python -m pytest $(FAST) --cov --cov-report=term
 
 demo: .venv/.ready
 	$(BIN)/python demo/run.py

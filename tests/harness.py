@@ -1,13 +1,14 @@
-"""Torch-free saves and loads for tests, runs that go on, what was reported, and Debian packages that tests need."""
+"""Helpers that several test files share: saves and loads without torch, runs that go on, what was reported."""
+
+from __future__ import annotations
 
 import contextlib
 import hashlib
 import logging
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import lastgood
 from lastgood.engine.inline_executor import Inline
@@ -18,7 +19,19 @@ from lastgood.run.content import Content
 from lastgood.run.writer import RunWriter
 from lastgood_lab.plain import State, filled, load, save
 
-__all__ = ["State", "continued", "digests", "filled", "install", "load", "reported", "reports", "save"]
+__all__ = [
+    "State",
+    "continued",
+    "digests",
+    "filled",
+    "flip",
+    "load",
+    "place",
+    "reported",
+    "reports",
+    "save",
+    "steps",
+]
 
 
 def continued(tier: Tier, keep: Keep) -> RunWriter:
@@ -34,6 +47,26 @@ def digests(path: str) -> dict[str, str]:
     run = lastgood.open(path)
     content = Content(run.tier, run.generation())
     return {name: hashlib.sha256(content.tensor(name)[1]).hexdigest() for name in content.names()}
+
+
+def steps(path: Path) -> list[int]:
+    """The steps of the generations of a run, oldest first."""
+    return [one.step for one in lastgood.open(path).generations()]
+
+
+def flip(path: Path, offset: int = -5) -> None:
+    """Flips the lowest bit of one byte of a file."""
+    with open(path, "r+b") as file:
+        at = file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def place(sampler: lastgood.ResumableSampler) -> tuple[int, int]:
+    """Epoch and step of a sampler, as they are saved."""
+    state = sampler.state_dict()
+    return state["epoch"], state["cursor_step"]
 
 
 class _Kept(logging.Handler):
@@ -63,10 +96,3 @@ def reported(match: str = "", least: int = logging.WARNING) -> Iterator[None]:
     with reports(least) as texts:
         yield
     assert any(re.search(match, one) for one in texts), f"{match!r} was not reported: {texts}"
-
-
-def install(package: str) -> None:
-    """Where root may. A test that still lacks it is skipped, and says so."""
-    if os.geteuid() == 0 and shutil.which("apt-get"):
-        command = ["apt-get", "-o", "DPkg::Lock::Timeout=120", "install", "-y", "-qq", "--no-install-recommends"]
-        subprocess.run([*command, package], stdout=subprocess.DEVNULL, check=False)

@@ -31,6 +31,7 @@ from lastgood.run.known import Environment
 from lastgood.run.pipeline import Save
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.testing import Clock
 
 
 class Board:
@@ -84,16 +85,6 @@ class Meeting(Board):
             return super().get(keys, seconds)
 
 
-class Clock:
-    """Seconds, as they are told to pass."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def two_on(board):
     return [Ranks(rank, 2, board, "run") for rank in (0, 1)]
 
@@ -141,6 +132,7 @@ def test_a_rank_that_died_since_it_was_here_is_named():
     assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
 
 
+@pytest.mark.slow
 def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
     """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
     came after one that died was not looked for."""
@@ -215,7 +207,8 @@ def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_i
 
     def step(*ranks, ends=False):
         nonlocal n
-        n, clock.now = n + 1, clock.now + step_seconds
+        n += 1
+        clock.advance(step_seconds)
         for one in ranks:
             one.look(n, ends and one is asking)
 
@@ -235,7 +228,7 @@ def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_ba
     telling, asking = (Announcements(one, clock) for one in two_on(board))
     board.down, failed = True, 0
     for n in range(1, 601):
-        clock.now += 0.1
+        clock.advance(0.1)
         for one in (telling, asking):
             try:
                 one.look(n, ends=one is asking)
@@ -245,7 +238,7 @@ def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_ba
     assert board.asked == failed
     board.down = False
     for n in range(601, 3000):
-        clock.now += 0.1
+        clock.advance(0.1)
         telling.look(n)
         asking.look(n, ends=True)
     assert telling.end == asking.end is not None
@@ -268,7 +261,7 @@ def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
         telling.tell(1, "save")
     board.set = real
     for n in range(2, 12):
-        clock.now += 1
+        clock.advance(1)
         telling.look(n)
         hearing.look(n)
     assert not telling.tell(12, "ended", 5), "first what was begun"
@@ -287,7 +280,7 @@ def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
     told = second.ahead.coming[0].step
     run((first, second), clock, told - 1 - n, first=n + 1)
     for one in (first, second):
-        one.timing.begun(Save(told), clock.now, clock.now, 0.0)
+        one.timing.begun(Save(told), clock(), clock(), 0.0)
     run((first, second), clock, 1, first=told)
     assert not first.saved + second.saved
 
@@ -302,7 +295,7 @@ class Rank:
         self.ahead = Announcements(ranks, clock)
         self.saved, self.failed, self.flying, self.skipped = [], [], [], []
         self.timing = TimingTogether(cadence, self.note, ranks, self.ahead, in_flight)
-        self.timing.restored(0, clock.now)
+        self.timing.restored(0, clock())
         self.clock, self.deaf = clock, False
 
     def note(self, kind, step, detail):
@@ -311,12 +304,12 @@ class Rank:
 
     def step(self, n, save_seconds=0.0):
         for one, until in self.flying:
-            if until <= self.clock.now and not one.ended():
+            if until <= self.clock() and not one.ended():
                 one.note_outcome(None, Overtaken(""))
         if not self.deaf:
             self.ahead.look(n)
-            self.timing.tell(n, self.clock.now)
-        if not self.timing.due(n, self.clock.now):
+            self.timing.tell(n, self.clock())
+        if not self.timing.due(n, self.clock()):
             return
         if self.timing.full():
             self.skipped.append(n)
@@ -324,8 +317,8 @@ class Rank:
         self.saved.append(n)
         self.timing.counted(n)
         one = Save(n)
-        self.timing.begun(one, self.clock.now, self.clock.now, 0.0)
-        self.flying.append((one, self.clock.now + save_seconds))
+        self.timing.begun(one, self.clock(), self.clock(), 0.0)
+        self.flying.append((one, self.clock() + save_seconds))
 
 
 class Told(Pace):
@@ -347,9 +340,9 @@ class Told(Pace):
 
 def run(ranks, clock, steps, save_seconds=0.0, first=1, stride=1):
     for n in range(first, first + steps):
-        clock.now += 0.1
+        clock.advance(0.1)
         for number, one in enumerate(ranks):
-            clock.now += 0.01 * number  # one is always a little later
+            clock.advance(0.01 * number)  # one is always a little later
             one.step(n * stride, save_seconds)
 
 
@@ -444,7 +437,7 @@ def both(tmp_path):
     board = Meeting()
     first, second = two_on(board)
     clock = Clock()
-    environment = Environment(monotonic_seconds=clock, pause=lambda seconds: setattr(clock, "now", clock.now + seconds))
+    environment = Environment(monotonic_seconds=clock, pause=clock.advance)
     leader = RunWriter(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, environment=environment)
     follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), second)
 

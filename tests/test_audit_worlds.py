@@ -119,6 +119,7 @@ def life(rank: int, ranks: int, root: Path, upto: int) -> dict[str, Any]:
     return state["kept"][0]["audit"].state_dict()
 
 
+@pytest.mark.slow
 def test_two_then_one_then_three_ranks_audit_every_sample_once(tmp_path: Path) -> None:
     """The same with real ranks and real files; the audit had been saved in tensors, of which a rank took its own."""
     for number, ranks in enumerate([2, 1, 3], 1):

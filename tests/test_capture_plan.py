@@ -20,6 +20,8 @@ from torch.optim import lr_scheduler
 from lastgood.errors import Unstorable
 from lastgood.state.rules import Capture, Origin, capture
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """Layers, batch norm, a buffer that is not stored, an empty place, one layer met twice."""

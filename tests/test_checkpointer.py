@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 import lastgood
-from harness import reported
+from harness import flip, reported
 from lastgood import errors
-from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFile
+from lastgood.testing import Call, Fault
 
 
 def build(seed: int = 0) -> dict[str, object]:
@@ -58,12 +59,6 @@ def same_bits(one: dict, other: dict) -> bool:
 
 def newest_blob(path: Path) -> Path:
     return max((path / "gen").iterdir()) / "r00000.safetensors"
-
-
-def flip(path: Path, offset: int = -5) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -136,28 +131,19 @@ def restored(path: Path, state: dict) -> lastgood.Restored:
         return ckpt.restore()
 
 
-def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path, monkeypatch) -> None:
+def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path, faulty_files) -> None:
     state = build()
-    real = PosixFile.sync
-    broken = threading.Event()
-
-    def sync(self: PosixFile) -> None:
-        if broken.is_set() and self._path.endswith(".safetensors"):
-            raise OSError(errno.EIO, "Input/output error")
-        real(self)
-
-    monkeypatch.setattr(PosixFile, "sync", sync)
     heard: list[lastgood.Event] = []
     with lastgood.Checkpointer(tmp_path, state, on_event=heard.append) as ckpt:
         ckpt.save(1)
         ckpt.wait()
-        broken.set()
+        faulty_files.inject(Fault("sync", "*.safetensors"))
         save = ckpt.save(2)
         with pytest.raises(errors.TierDown, match="Input/output error"):
             save.result()
         with reported(r"TierDown.*untouched"):
             ckpt.wait()
-        broken.clear()
+        faulty_files.clear()
         ckpt.save(2).result()
         ckpt.wait()
         assert ckpt.latest() == 2
@@ -165,11 +151,8 @@ def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path
     assert [event.step for event in heard if event.kind == "verified"] == [1, 2]
 
 
-def test_with_on_error_raise_the_failure_stops_the_loop(tmp_path: Path, monkeypatch) -> None:
-    def reserve(self: PosixFile, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PosixFile, "reserve", reserve)
+def test_with_on_error_raise_the_failure_stops_the_loop(tmp_path: Path, faulty_files) -> None:
+    faulty_files.inject(Fault("reserve", errno=errno.ENOSPC))
     with (
         pytest.raises(errors.NoSpace, match="Free space"),
         lastgood.Checkpointer(tmp_path, build(), on_error="raise") as ckpt,
@@ -190,22 +173,14 @@ def test_memory_below_the_state_saves_and_restores_the_same_bits(tmp_path: Path,
     assert torch.equal(fresh["w"], state["w"]) and torch.equal(fresh["b"], state["b"])
 
 
-def test_a_writer_that_fails_while_the_arena_is_full_does_not_hang_the_loop(tmp_path: Path, monkeypatch) -> None:
+def test_a_writer_that_fails_while_the_arena_is_full_does_not_hang_the_loop(tmp_path: Path, faulty_files) -> None:
     """The copy waits for chunks that only the writer can free; when the writer fails it must be told."""
-
-    real = PosixFile.write_at
-
-    def write_at(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if self._path.endswith(".safetensors"):
-            raise OSError(errno.EIO, "Input/output error")
-        return real(self, mv, offset)
-
     with lastgood.Checkpointer(tmp_path, {"w": torch.randn(3_000_000)}, memory=1 << 20) as ckpt:
-        monkeypatch.setattr(PosixFile, "write_at", write_at)
+        faulty_files.inject(Fault("write", "*.safetensors"))
         save = ckpt.save(1)
         with pytest.raises(errors.TierDown):
             save.result(timeout=30)
-        monkeypatch.undo()
+        faulty_files.clear()
         with reported():
             ckpt.save(1).result(timeout=30)
 
@@ -294,6 +269,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     lastgood.Checkpointer(tmp_path, build()).close()
 
 
+@pytest.mark.slow
 def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_path: Path) -> None:
     program = f"""
         import os, sys, time, torch, lastgood
@@ -318,6 +294,7 @@ def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_
         worker.kill()
 
 
+@pytest.mark.slow
 def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
     state = {"w": torch.zeros(20_000)}
     me = psutil.Process()
@@ -443,21 +420,14 @@ def test_a_fork_of_the_trainer_cannot_write_and_harms_nothing(tmp_path: Path) ->
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 2]
 
 
-def test_a_passing_error_of_the_system_never_costs_the_newest_generation(tmp_path: Path, monkeypatch) -> None:
+def test_a_passing_error_of_the_system_never_costs_the_newest_generation(tmp_path: Path, faulty_files) -> None:
     """Too many open files at the wrong moment once made the run go on from an older step; retention did the rest."""
     state = run_to(tmp_path, 6, build())
-    real = PosixFiles.open
-
-    def failing(self: PosixFiles, path: str, mode: str, **options: bool) -> PosixFile:
-        if mode == "read" and "000000000006" in path and path.endswith(".safetensors"):
-            raise OSError(errno.EMFILE, "Too many open files")
-        return real(self, path, mode, **options)
-
-    monkeypatch.setattr(PosixFiles, "open", failing)
+    faulty_files.inject(Fault("open read", "*/000000000006-*.safetensors", errno.EMFILE))
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         with pytest.raises(errors.TierDown, match="Too many open files"):
             ckpt.restore()
-        monkeypatch.undo()
+        faulty_files.clear()
         assert ckpt.restore().step == 6
 
 
@@ -479,20 +449,13 @@ def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
 
 
-def test_what_the_medium_refuses_to_read_is_stepped_over_and_not_marked(tmp_path: Path, monkeypatch) -> None:
+def test_what_the_medium_refuses_to_read_is_stepped_over_and_not_marked(tmp_path: Path, faulty_files) -> None:
     """One EIO while verifying once marked an acknowledged generation as damaged for good."""
     state = run_to(tmp_path, 6, build())
-    real = PosixFile.read_into
-
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if "000000000006" in self._path and self._path.endswith(".safetensors"):
-            raise OSError(errno.EIO, "Input/output error")
-        return real(self, mv, offset)
-
-    monkeypatch.setattr(PosixFile, "read_into", failing)
+    faulty_files.inject(Fault("read", "*/000000000006-*.safetensors"))
     with reported("step 6: .*cannot be read"):
         assert restored(tmp_path, state).step == 3
-    monkeypatch.undo()
+    faulty_files.clear()
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
     assert lastgood.load(tmp_path, state, step=6).step == 6
 
@@ -528,21 +491,20 @@ def test_samplers_are_told_once_a_step_wherever_they_are_and_whoever_saves(tmp_p
     assert first.position == second.position == (0, 3)
 
 
-def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, faulty_files) -> None:
     state = run_to(tmp_path, 6, build())
     flip(newest_blob(tmp_path))
-    real = PosixFile.write_at
 
-    def full(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if "incarnations" not in self._path and ".probe" not in self._path:
+    def full(call: Call) -> None:
+        if call.operation == "write" and "incarnations" not in call.path:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(self, mv, offset)
 
-    monkeypatch.setattr(PosixFile, "write_at", full)
+    faulty_files.before = full
     with reported():
         assert restored(tmp_path, state).step == 3
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_saves_all_the_same_and_is_told_what_failed(tmp_path: Path) -> None:
     """Saves queued when a script ended were lost without a word."""
     program = f"""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness import save
+from harness import flip, save
 from lastgood.cli import app, compare, sweep
 from lastgood.convert import exporting, importing
 from lastgood.engine.arena import Arena
@@ -85,12 +85,6 @@ def _copy(array: np.ndarray, start: int, mv: memoryview) -> None:
 
 def home(root: Path, one: Generation) -> Path:
     return root / layout.folder(one.id)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
@@ -489,6 +483,7 @@ def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_pa
         assert (code, told["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
 
 
+@pytest.mark.slow
 def test_an_export_onto_a_full_disk_says_so_and_leaves_no_file(run: Path, tmp_path: Path) -> None:
     """torch.save hid the disk's error behind its own about the archive that it then could not close."""
     (tmp_path / "full").mkdir()
@@ -668,6 +663,7 @@ def test_the_package_runs_as_the_command_with_its_exit_codes(tmp_path: Path) -> 
     assert done.returncode == 3 and done.stderr.startswith("lastgood: ") and "is not a run" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error_of_ours(run: Path) -> None:
     """`lastgood show RUN | head -1`"""
     for command in (["show", run], ["ls", run, "--json"]):

@@ -116,6 +116,7 @@ def test_an_index_that_the_shards_do_not_bear_out_is_refused(tmp_path, asked):  
 # ---- completion ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_shell_completes_commands_and_steps(tmp_path):
     writing(tmp_path / "run", 100, 120, 300)
     code = "import sys; from lastgood.cli.app import main; sys.exit(main())"

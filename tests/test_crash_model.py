@@ -26,6 +26,8 @@ from lastgood_lab.hostile import ROOT, HostileDisk, Inode
 from lastgood_lab.plain import load, share
 from lastgood_lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 
+pytestmark = pytest.mark.slow
+
 INLINE = Inline()
 
 

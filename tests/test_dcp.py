@@ -6,6 +6,7 @@ import inspect
 import os
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lastgood import errors
 from lastgood.cli import app
 from lastgood_lab.worlds import world
 from ranked import dcp_loaded, dcp_of_torch, dcp_saved
+
+pytestmark = pytest.mark.slow
 
 
 def save(state: dict[str, Any], root: Path, **options: Any) -> None:
@@ -107,12 +110,8 @@ def test_an_asynchronous_save_is_the_state_at_the_call(tmp_path):
     change_during_an_asynchronous_save(tmp_path, no_dist=True)
 
 
-def test_an_asynchronous_save_in_a_process_group_is_the_state_at_the_call(tmp_path):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        change_during_an_asynchronous_save(tmp_path)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_an_asynchronous_save_in_a_process_group_is_the_state_at_the_call(tmp_path, process_group):
+    change_during_an_asynchronous_save(tmp_path)
 
 
 class Evil:
@@ -231,6 +230,7 @@ def _evil_metadata(folder: Path) -> None:
 
 
 def _evil_value(folder: Path) -> None:
+    shutil.rmtree(folder)
     dcp.save({"w": torch.ones(2), "odd": Evil()}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
 
 

@@ -22,6 +22,8 @@ from lastgood_lab.worlds import world
 from ranked_dcp import little, uneven_through_a_checkpointer, uneven_through_dcp, with_kept_plans
 from test_dcp import load, save
 
+pytestmark = pytest.mark.slow
+
 # ---- ranks and states without tensors ------------------------------------------------------------------------------
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+pytestmark = pytest.mark.slow
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "demo"))
 run = importlib.import_module("run")
 

@@ -10,16 +10,12 @@ import pytest
 import torch
 
 import lastgood
-from harness import reported, reports
+from harness import reported, reports, steps
 from lastgood import errors
-from lastgood.io.files import PosixFile
 from lastgood.policy.cadence import Every
 from lastgood.records import GenerationId
 from lastgood.run.writer import RunWriter
-
-
-def steps(path: Path) -> list[int]:
-    return [one.step for one in lastgood.open(path).generations()]
+from lastgood.testing import Fault
 
 
 def trained(path: Path, total: int, **options: object) -> torch.Tensor:
@@ -75,15 +71,8 @@ def test_close_saves_nothing_and_says_so(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-def test_a_last_save_that_failed_is_made_once_more_at_the_exit(tmp_path: Path, monkeypatch) -> None:
-    reserve, failures = PosixFile.reserve, iter([True])
-
-    def fails_once(self: PosixFile, length: int) -> None:
-        if next(failures, False):
-            raise OSError(errno.EIO, "Input/output error")
-        reserve(self, length)
-
-    monkeypatch.setattr(PosixFile, "reserve", fails_once)
+def test_a_last_save_that_failed_is_made_once_more_at_the_exit(tmp_path: Path, faulty_files) -> None:
+    faulty_files.inject(Fault("reserve", nth=1))
     with reports() as texts:
         trained(tmp_path, 10, cadence=Every(steps=10))
     assert steps(tmp_path) == [10]
@@ -91,11 +80,8 @@ def test_a_last_save_that_failed_is_made_once_more_at_the_exit(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
-def test_a_save_at_the_exit_that_fails_is_reported_or_raised(tmp_path: Path, monkeypatch, on_error: str) -> None:
-    def full(self: PosixFile, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(PosixFile, "reserve", full)
+def test_a_save_at_the_exit_that_fails_is_reported_or_raised(tmp_path: Path, faulty_files, on_error: str) -> None:
+    faulty_files.inject(Fault("reserve", errno=errno.ENOSPC))
     with reported("nothing is durable of 3 steps; 1 save failed: NoSpace", logging.ERROR):
         if on_error == "warn":
             trained(tmp_path, 3, on_error="warn")

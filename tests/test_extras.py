@@ -18,6 +18,8 @@ from commands import registered
 from lastgood.errors import NotInstalled, Refused
 from test_cli import asked, call  # noqa: F401 - fixtures
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "data" / "parity"
 WITHOUT = """

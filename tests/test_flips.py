@@ -24,6 +24,8 @@ from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
+pytestmark = pytest.mark.slow
+
 SEED = 20261121
 WORKERS = Inline()
 OLD: State = {"weight": bytes(range(200)), "bias": b"older", "empty": b""}

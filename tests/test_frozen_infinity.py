@@ -52,13 +52,11 @@ def test_a_mask_that_is_a_parameter_does_not_make_a_save_unfit(tmp_path, trains)
     assert good(tmp_path) == {3: True, 4: True, 5: True}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_weights_that_diverge_later_are_unfit_beside_an_exempt_mask(tmp_path):
     trained(tmp_path, Masked(trains=True), range(1, 4), poison=3)
     assert good(tmp_path) == {1: True, 2: True, 3: False}
 
 
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("to", [float("nan"), float("inf")])
 def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path, to):
     """Else the first save after restore(step=3) would call its own NaN, or infinity, good."""
@@ -72,13 +70,11 @@ def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path, to):
     assert not good(tmp_path)[4]
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_what_a_pattern_demands_to_be_finite_is_demanded_although_it_does_not_train(tmp_path):
     trained(tmp_path, Masked(), range(1, 2), finite_also=["model.mask"])
     assert good(tmp_path) == {1: False}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_tied_parameter_trains_if_one_of_its_names_does(tmp_path):
     model = Masked()
     model.again = nn.Module()
@@ -106,7 +102,6 @@ def test_a_frozen_mask_is_good_in_one_save_without_a_loop(tmp_path):
     assert good(tmp_path / "run") == {1: True}
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_errors_name_the_exception_and_the_step_to_load_by_hand(tmp_path):
     model = Masked()
     model.layer.weight.data.fill_(float("nan"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,37 +17,22 @@ from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NoSpace
 from lastgood.format import commit
-from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep, under_pressure
 from lastgood.run import disk_space
 from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.testing import FaultyFiles
 from test_plan import at, generation
 
 STATE_BYTES = 20_000
 MB = 1_000_000
 
 
-class Small(PosixFiles):
-    """A file system with room for so many bytes of tensor files."""
-
-    def __init__(self, root: Path, capacity: int) -> None:
-        self._root, self._capacity = root, capacity
-
-    def open(self, path: str, *args: object, **options: object) -> PosixFile:
-        file = super().open(path, *args, **options)
-        if args[0] == "new" and path.endswith(".safetensors"):
-            used = sum(one.stat().st_size for one in self._root.rglob("*.safetensors"))
-            if used + STATE_BYTES > self._capacity:
-                file.close()
-                os.unlink(path)
-                raise OSError(errno.ENOSPC, "No space left on device", path)
-        return file
-
-
 def opened(root: Path, keep: Keep, states: float) -> RunWriter:
-    run = RunWriter(Disk(Small(root, int(states * (STATE_BYTES + 4096))), str(root)), Inline(), keep=keep)
+    files = FaultyFiles(capacity_bytes=int(states * (STATE_BYTES + 4096)))
+    run = RunWriter(Disk(files, str(root)), Inline(), keep=keep)
     run.begin(None)
     return run
 
@@ -102,8 +85,9 @@ def test_room_for_two_states_and_keep_three_saves_every_step(tmp_path, caplog):
 
 def test_a_deletion_for_a_full_disk_is_an_event(tmp_path):
     events: list[lastgood.Event] = []
+    files = FaultyFiles(capacity_bytes=50_000)
     run = RunWriter(
-        Disk(Small(tmp_path, 50_000), str(tmp_path)),
+        Disk(files, str(tmp_path)),
         Inline(),
         keep=Keep(last=3),
         environment=Environment(emit=events.append),
@@ -164,7 +148,7 @@ def test_where_another_rank_finds_no_space_the_next_save_has_more(tmp_path):
     for step in (1, 2, 3):
         saved(run, step)
     with pytest.raises(NoSpace):
-        saved(run, 4, together=OtherRankIsFull())
+        saved(run, 4, topic=OtherRankIsFull())
     assert steps_in(run) == [2, 3]
 
 

@@ -115,7 +115,7 @@ FLOATS = {name for name, one in TORCH_DTYPES.items() if one.is_floating_point or
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("name", sorted(FLOATS))
 def test_what_torch_calls_not_finite_is_found_in_every_dtype_wherever_it_stands(name):
     dtype = TORCH_DTYPES[name]

@@ -65,6 +65,7 @@ def test_each_mutant_name_is_unique() -> None:
     assert [name for name, count in Counter(one.name for one in MUTANTS).items() if count > 1] == []
 
 
+@pytest.mark.slow
 def test_each_mutant_changes_its_file_into_other_valid_python() -> None:
     text_of = {name: text for text in SOURCES.values() for name, _ in marked_lines(text)}
     for one in MUTANTS:

@@ -39,6 +39,8 @@ from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
+pytestmark = pytest.mark.slow
+
 OLD: State = {"a": bytes(5000), "b": b"older" * 60, "c": b"old" * 100}
 NEW: State = {"a": bytes(range(250)) * 20, "b": b"newer" * 60, "c": b"new" * 100}
 HOME = "gen/000000000020-0a0a0a0a"

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import lastgood
-from harness import install
+
+pytestmark = pytest.mark.slow
 
 PATIENCE = 3.0
 PORT = 29411
@@ -85,8 +86,6 @@ class Rank:
 def cable() -> Iterator[Cable]:
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
-    if not shutil.which("ip"):
-        install("iproute2")
     if not shutil.which("ip"):
         pytest.skip("needs ip: apt-get install iproute2")
     found = Cable()

@@ -21,6 +21,7 @@ from lastgood.run.pipeline import Pipeline
 from lastgood.run.save_handle import Save
 from lastgood.snapshot import staging
 from lastgood.snapshot.staging import Snapshot
+from lastgood.testing import Fault
 
 EACH = lastgood.Every(steps=1)
 
@@ -108,17 +109,10 @@ def test_an_older_commit_does_not_overtake_the_newer_save(tmp_path, doors):
         assert newer.result(60).step == 2
 
 
-def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, monkeypatch):
+def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, faulty_files):
     """Its copy went on for nothing, and the next update waited for it."""
     heard: list[lastgood.Event] = []
-    reserve = PosixFile.reserve
-
-    def full(self: PosixFile, length: int) -> None:
-        if "000000000001-" in self._path and self._path.endswith(".safetensors"):
-            raise OSError(errno.ENOSPC, "full")
-        reserve(self, length)
-
-    monkeypatch.setattr(PosixFile, "reserve", full)
+    faulty_files.inject(Fault("reserve", "*/000000000001-*.safetensors", errno.ENOSPC))
     state = {"w": torch.zeros(1 << 20)}  # four times the memory: the copy cannot end before its save has failed
     options = {"memory": 1 << 20, "chunk": 1 << 16, "on_event": heard.append}
     with lastgood.Checkpointer(tmp_path, state, **options) as ckpt, reported("NoSpace"):
@@ -346,28 +340,21 @@ def test_a_place_is_free_again_whatever_ended_the_save(tmp_path, monkeypatch):
         ckpt.save(2).result(60)
 
 
-def test_a_full_disk_is_reported_at_growing_intervals_and_at_the_first_failure_of_each_row(tmp_path, monkeypatch):
-    full = threading.Event()
-    reserve = PosixFile.reserve
-
-    def none_left(self: PosixFile, length: int) -> None:
-        if full.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserve(self, length)
-
-    monkeypatch.setattr(PosixFile, "reserve", none_left)
+def test_a_full_disk_is_reported_at_growing_intervals_and_at_the_first_failure_of_each_row(tmp_path, faulty_files):
     heard: list[lastgood.Event] = []
     told: list[int] = []
     with lastgood.Checkpointer(tmp_path, build(), on_event=heard.append) as ckpt:
         ckpt.save(1)
         ckpt.wait()
         for n in range(2, 12):
-            (full.clear if n == 7 else full.set)()
+            faulty_files.clear()
+            if n != 7:
+                faulty_files.inject(Fault("reserve", errno=errno.ENOSPC))
             with reports() as texts:
                 ckpt.save(n)
                 ckpt.wait()
             told += [n] * sum("NoSpace" in one for one in texts)
-        full.clear()
+        faulty_files.clear()
     assert told == [2, 3, 5, 8, 9, 11], "the 1st, 2nd and 4th of each row"
     assert kinds(heard, "refused") == [("refused", n) for n in range(2, 12) if n != 7]
     assert sorted(path.name[:12] for path in (tmp_path / "gen").iterdir()) == [

@@ -14,6 +14,8 @@ from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.accelerate import Checkpointer
 from zygote import kill_and_compare, zygote_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_loop.py"
 DIGEST = "[model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), accelerator.step]"
 zygote = zygote_of("accelerate", "torch._dynamo", "lastgood.integrations.accelerate")

@@ -14,6 +14,8 @@ from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.lightning import LastgoodCallback
 from zygote import kill_and_compare, zygote_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "lightning_fit.py"
 VALIDATING = Path(__file__).parent / "scripts" / "lightning_validating.py"
 DIGEST = (
@@ -84,6 +86,7 @@ def test_an_early_stopped_training_stays_stopped(tmp_path):
     assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
 def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     callback = LastgoodCallback(tmp_path / "run")
     with pytest.raises(Refused, match="2 LastgoodCallbacks"):

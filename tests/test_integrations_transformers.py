@@ -14,6 +14,8 @@ from lastgood.errors import LastgoodError, Refused
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
 from zygote import kill_and_compare, zygote_of
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = Path(__file__).parent.parent / "examples" / "transformers_trainer.py"
 MASKING = Path(__file__).parent / "scripts" / "trainer_masking.py"
 DIGEST = (

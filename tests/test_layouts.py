@@ -32,12 +32,7 @@ from matching import Fed, match
 State = dict[str, Any]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Convolutions(nn.Module):
@@ -140,6 +135,7 @@ def contents(state: State) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("layout", "kind", "options"), [*cases()])
+@pytest.mark.slow
 def test_an_optimizer_resumes_exactly_whatever_the_layout(
     tmp_path: Path, layout: str, kind: type[optim.Optimizer], options: dict[str, Any]
 ) -> None:
@@ -378,13 +374,6 @@ def test_parameters_of_all_ranks_keep_their_memory_order_when_merged() -> None:
     assert found["o"]["!optimizer"]["groups"][0]["params"] == parameters
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def stored_of(captured: Any) -> Stored:
     shapes = {name: (str(one.dtype)[6:], tuple(one.shape)) for name, one in captured.tensors.items()}
     return Stored(1, shapes, captured.aliases, captured.values)
@@ -455,6 +444,7 @@ def strided_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, bytes, bool]:
     return view, raw[places].tobytes(), len(set(places)) == len(places)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @given(strided_tensors())
 def test_every_strided_tensor_is_read_and_written_in_row_major_order(case: tuple[torch.Tensor, bytes, bool]) -> None:
     view, content, apart = case

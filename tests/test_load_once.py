@@ -268,6 +268,7 @@ def test_tensors_that_no_object_owns_are_in_the_dict_by_their_names(tmp_path: Pa
     assert equal(found["model"], {"0.weight": own["0.weight"]}) and equal(found["w"], torch.ones(2))
 
 
+@pytest.mark.slow
 def test_what_several_ranks_saved_is_whole_in_the_dict(tmp_path: Path) -> None:
     world(2, trained, "fsdp", tmp_path / "run", 2)
     found = lastgood.load(tmp_path / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import lastgood
@@ -15,6 +16,8 @@ from lastgood.policy.retention import Keep
 from lastgood.run.upkeep import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+
+pytestmark = pytest.mark.slow
 
 MANY = 30
 

@@ -9,14 +9,12 @@ import copy
 import logging
 import os
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -137,6 +135,7 @@ def test_the_fence_is_for_updates_elsewhere(tmp_path, gate):
 
 
 @pytest.mark.parametrize("memory", [1 << 20, None])
+@pytest.mark.slow
 def test_with_less_memory_than_state_the_update_waits_until_all_of_it_is_read(tmp_path, memory):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
@@ -168,6 +167,7 @@ def test_a_scaler_and_accumulated_gradients_change_nothing(tmp_path, gate):
     assert same(tmp_path, 2, picture)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_copied_behind_the_fence_too(tmp_path, gate):
     loop = Loop(adamw())
     loop.net.embed.max_norm = None
@@ -502,24 +502,20 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
         assert ckpt.save(1).staged()
 
 
-def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch's, about one rank
-            model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
-            model(torch.randn(4, 8)).sum().backward()
-        optimizer = torch.optim.AdamW(model.parameters())
-        optimizer.step()
-        gate.set()
-        with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
-            with reported("FullyShardedDataParallel moves its weights", logging.INFO):
-                assert ckpt.save(1).staged()
-            with reports() as texts:
-                ckpt.save(2).result(60)
-            assert not texts
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``:UserWarning")
+def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate, process_group):
+    model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    gate.set()
+    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+        with reported("FullyShardedDataParallel moves its weights", logging.INFO):
+            assert ckpt.save(1).staged()
+        with reports() as texts:
+            ckpt.save(2).result(60)
+        assert not texts
 
 
 def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):

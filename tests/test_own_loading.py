@@ -118,7 +118,6 @@ def test_a_load_state_dict_that_drops_what_does_not_fit_is_no_success(tmp_path):
         lastgood.load(tmp_path, {"model": FineTuned(7)})
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_a_lazy_module_takes_its_shape_from_the_generation(tmp_path):
     """Uninitialised lazy modules were refused, where torch makes them from the checkpoint."""
     saved, live = (
@@ -132,7 +131,6 @@ def test_a_lazy_module_takes_its_shape_from_the_generation(tmp_path):
     assert torch.equal(live.eval()(x), saved.eval()(x))
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_an_optimizer_of_a_parameter_without_a_shape_says_what_to_do(tmp_path):
     saved = {"model": nn.Linear(2, 3)}
     saved["optimizer"] = torch.optim.SGD(saved["model"].parameters(), 0.1)
@@ -143,7 +141,8 @@ def test_an_optimizer_of_a_parameter_without_a_shape_says_what_to_do(tmp_path):
         lastgood.load(tmp_path, live)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_model_in_quantization_aware_training_that_has_seen_data_is_restored(per_channel, tmp_path):
     """A model with observers was a StateMismatch; torch says of the same 'All keys matched successfully'."""

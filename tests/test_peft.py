@@ -13,6 +13,8 @@ from lastgood.errors import Refused, StateMismatch, Unstorable
 from lastgood.integrations.peft import Adapters
 from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
 
+pytestmark = pytest.mark.slow
+
 
 def lora(**options):
     plain = {"r": 4, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -90,6 +92,7 @@ KINDS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning:peft")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 def test_a_fine_tuning_with_adapters_resumes_exactly(kind, tmp_path):
     losses, uninterrupted = resumed(tmp_path / "run", lambda seed: job(**kind, seed=seed))
@@ -171,6 +174,7 @@ def test_an_adapter_that_was_activated_on_the_way_is_active_after_a_restore(tmp_
     assert losses == uninterrupted
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning:peft")
 @pytest.mark.parametrize("active", [["second"], ["default", "second"]])
 @pytest.mark.parametrize("native", [False, True], ids=["of PEFT", "of transformers"])
 def test_any_adapters_that_were_active_are_activated(native, active, tmp_path):

@@ -20,11 +20,11 @@ from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refuse
 from lastgood.format import commit, layout
 from lastgood.format.commit import survey
 from lastgood.io.checksum import digest
-from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.ports import OpenMode
+from lastgood.io.files import PosixFiles
 from lastgood.run import access
 from lastgood.run.reader import RunReader
 from lastgood.run.writer import RunWriter
+from lastgood.testing import Fault
 
 STATE = {"weight": bytes(range(250))}
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to give up rights")
@@ -425,19 +425,12 @@ def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_cont
     assert len([*(tmp_path / "incarnations").iterdir()]) == 1, "nothing was written"
 
 
-def test_on_a_full_disk_a_generation_goes_without_its_reason(tmp_path, monkeypatch):
+def test_on_a_full_disk_a_generation_goes_without_its_reason(tmp_path, faulty_files):
     """Else a disk that is full stays full."""
     write(tmp_path, 10)
     write(tmp_path, 11)
-    real = PosixFiles.open
-
-    def full(self: PosixFiles, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile:
-        if mode == "new":
-            raise OSError(errno.ENOSPC, "full", path)
-        return real(self, path, mode, direct=direct, fresh=fresh)
-
     with access.for_writing(tmp_path, "atomic_dirsync") as tier:
-        monkeypatch.setattr(PosixFiles, "open", full)
+        faulty_files.inject(Fault("open new", errno=errno.ENOSPC))
         commit.retire(tier, min(commit.survey(tier).generations))
     assert [at.step for at in commit.survey(access.for_reading(tmp_path)).generations] == [11]
 

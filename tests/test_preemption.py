@@ -17,6 +17,9 @@ import lastgood
 from lastgood.errors import Refused, TornSnapshot
 from lastgood.loop.preemption import EXIT_CODE, Asked, Preempted, Preemption
 from lastgood.run import access
+from lastgood.testing import Clock
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(autouse=True)
@@ -85,24 +88,16 @@ def test_a_second_signal_ends_a_loop_that_comes_to_no_step_at_once(tmp_path):
     assert process.returncode == EXIT_CODE and "a second signal" in told
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_the_same_request_twice_is_one_and_the_grace_runs_from_the_first():
-    clock = Clock()
+    clock = Clock(100.0)
     asked = Asked(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
     try:
         assert asked.at is None and asked.left_seconds == 30
         os.kill(os.getpid(), signal.SIGUSR1)
-        clock.now += 0.9  # a launcher passes on what the whole process group had
+        clock.advance(0.9)  # a launcher passes on what the whole process group had
         os.kill(os.getpid(), signal.SIGUSR1)
         assert asked.at == 100.0 and asked.left_seconds == pytest.approx(29.1)
-        clock.now += 100
+        clock.advance(100)
         assert asked.left_seconds == 0
     finally:
         asked.close()
@@ -112,7 +107,7 @@ def test_a_handler_that_was_there_before_is_called_once():
     """A scheduler's or logger's own SIGTERM handler was replaced, and never ran."""
     calls: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
-    clock = Clock()
+    clock = Clock(100.0)
     asked = Asked(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)

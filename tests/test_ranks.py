@@ -27,6 +27,8 @@ from ranked import (
     whole,
 )
 
+pytestmark = pytest.mark.slow
+
 WORLDS = {
     "one process": ("plain", 1),
     "two of DDP": ("ddp", 2),

@@ -39,6 +39,8 @@ from ranked import (
 )
 from ranked_twice import saved_again
 
+pytestmark = pytest.mark.slow
+
 
 def test_what_is_due_by_time_is_saved_by_all_ranks_at_one_step(tmp_path):
     first, *others = world(3, timed, tmp_path, False)

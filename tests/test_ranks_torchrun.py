@@ -11,6 +11,8 @@ import pytest
 
 import lastgood
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 

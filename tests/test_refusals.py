@@ -288,6 +288,7 @@ def stages(rank: int, size: int, root: Path, patterns: list[str]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_pattern_is_refused_where_no_rank_has_a_match_and_only_there(tmp_path: Path) -> None:
     """The stages of a pipeline have names of their own: "stage1.*" matches nothing on rank 0, and is right."""
     assert world(2, stages, tmp_path / "right", ["stage0.*", "stage1.weight"]) == ["", ""]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 import warnings
 from pathlib import Path
 
@@ -15,34 +14,14 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.errors import Cancelled, Damaged, NoSpace, NothingDurable, Overtaken, TierDown, TornSnapshot
-from lastgood.io.files import PosixFile
 from lastgood.run.outcomes import Outcomes
 from lastgood.run.writer import RunWriter
+from lastgood.testing import Clock, Fault
+
+FULL = Fault("reserve", errno=errno.ENOSPC)
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set: the disk is full."""
-    event, reserve = threading.Event(), PosixFile.reserve
-
-    def none_left(self: PosixFile, length: int) -> None:
-        if event.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        reserve(self, length)
-
-    monkeypatch.setattr(PosixFile, "reserve", none_left)
-    return event
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, full, capfd) -> None:
+def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, faulty_files, capfd) -> None:
     """With warnings filtered, 29 failed saves in a row printed nothing, and the exit code was 0."""
     with warnings.catch_warnings(), reports(logging.ERROR) as threats:
         warnings.simplefilter("ignore")
@@ -50,7 +29,7 @@ def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, fu
             for n in range(1, 31):
                 ckpt.step(n)
                 ckpt.wait()
-                full.set()
+                faulty_files.inject(FULL)
     *saves, closing = threats
     assert [one.split("step ")[1].split(" ")[0] for one in saves] == ["2", "3", "5", "9", "17"]
     assert "failed save 16 in a row" in saves[-1] and "NoSpace" in saves[-1]
@@ -141,24 +120,24 @@ def test_a_bug_behind_the_loop_is_raised_if_asked_to(tmp_path: Path, monkeypatch
         ckpt.wait()
 
 
-def test_a_run_in_which_nothing_becomes_durable_for_the_stated_time_ends(tmp_path: Path, full) -> None:
+def test_a_run_in_which_nothing_becomes_durable_for_the_stated_time_ends(tmp_path: Path, faulty_files) -> None:
     """With on_error="warn" a run could go on for weeks without a single save."""
-    clock, cadence = Clock(), lastgood.Every(steps=1)
+    clock, cadence = Clock(1000.0), lastgood.Every(steps=1)
     state = {"w": torch.zeros(3)}
     options = {"cadence": cadence, "durable_within_seconds": 3600, "save_on_exit": False}
     with lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
         ckpt._pipeline.outcomes._now = clock
         for n in (1, 2):  # a durable save starts the time anew
-            clock.now += 3000
+            clock.advance(3000)
             ckpt.step(n)
             ckpt.wait()
-        full.set()
+        faulty_files.inject(FULL)
         ckpt.step(3)
         ckpt.wait()
-        clock.now += 3599
+        clock.advance(3599)
         ckpt.step(4)
         ckpt.wait()
-        clock.now += 2
+        clock.advance(2)
         with pytest.raises(NothingDurable, match=r"(?s)step 5 .* 3601 s .*NoSpace.*untouched") as raised:
             ckpt.step(5)
         assert raised.value.retry and "more time" in raised.value.todo

@@ -10,9 +10,9 @@ import torch
 
 import lastgood
 from lastgood import errors
-from lastgood.io.files import PosixFile
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
+from lastgood.testing import Fault
 
 
 def trained(path: Path) -> dict[str, torch.Tensor]:
@@ -61,41 +61,27 @@ def test_the_first_save_after_a_rewind_makes_it_durable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [".safetensors", "COMMIT"])
-def test_a_first_save_that_does_not_reach_its_commit_leaves_the_old_lineage(tmp_path, monkeypatch, what) -> None:
+def test_a_first_save_that_does_not_reach_its_commit_leaves_the_old_lineage(tmp_path, faulty_files, what) -> None:
     """The rewind is all or nothing with the COMMIT of that save."""
     state = trained(tmp_path)
-    write_at = PosixFile.write_at
-
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if what in self._path:
-            raise OSError(errno.EIO, "Input/output error")
-        return write_at(self, mv, offset)
-
     with lastgood.Checkpointer(tmp_path, state, save_on_exit=False) as ckpt:
         ckpt.restore(step=2)
-        monkeypatch.setattr(PosixFile, "write_at", failing)
+        faulty_files.inject(Fault("write", f"*{what}*"))
         with pytest.raises(errors.TierDown):
             ckpt.save(3).result()
-        monkeypatch.undo()
+        faulty_files.clear()
     assert newest(tmp_path) == 5
 
 
-def test_a_rewind_whose_record_could_not_be_written_is_durable_all_the_same(tmp_path: Path, monkeypatch) -> None:
+def test_a_rewind_whose_record_could_not_be_written_is_durable_all_the_same(tmp_path: Path, faulty_files) -> None:
     """Its COMMIT says what it continues; the next save, or the next session, writes the record."""
     state = trained(tmp_path)
-    write_at = PosixFile.write_at
-
-    def full(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if "incarnations/" in self._path:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_at(self, mv, offset)
-
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
         ckpt.restore(step=2)
-        monkeypatch.setattr(PosixFile, "write_at", full)
+        faulty_files.inject(Fault("write", "*/incarnations/*", errno.ENOSPC))
         ckpt.save(3).result()
         assert newest(tmp_path) == 3
-        monkeypatch.undo()
+        faulty_files.clear()
         assert len(list((tmp_path / "incarnations").iterdir())) == 1
         ckpt.save(4).result()
     assert len(list((tmp_path / "incarnations").iterdir())) == 2

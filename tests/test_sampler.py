@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from harness import place
 from lastgood.data.audit import Audit
 from lastgood.data.sampler import ResumableSampler
 from lastgood.errors import Refused
@@ -71,12 +72,6 @@ def resumed(sampler: ResumableSampler, **world) -> ResumableSampler:
     again = ResumableSampler(sampler.dataset_size, sampler.global_batch, saved["seed"], **world)
     again.load_state_dict(saved)
     return again
-
-
-def place(sampler: ResumableSampler) -> tuple[int, int]:
-    """Epoch and cursor, as they are saved."""
-    state = sampler.state_dict()
-    return state["epoch"], state["cursor_step"]
 
 
 def ids_of(batches) -> list[list[int]]:

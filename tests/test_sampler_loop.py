@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import lastgood
+from harness import place
 from lastgood import ResumableSampler
 from lastgood.data.step_counting import count_step
 from lastgood.errors import Refused
@@ -24,11 +25,6 @@ DATA = torch.arange(40)
 
 def make(**options) -> ResumableSampler:
     return ResumableSampler(40, 4, **{"seed": 7, **options})
-
-
-def place(sampler: ResumableSampler) -> tuple[int, int]:
-    state = sampler.state_dict()
-    return state["epoch"], state["cursor_step"]
 
 
 # ---- wrong ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import lastgood
+from harness import place
 from lastgood import Audit, ResumableSampler
 from lastgood.errors import Refused, StateMismatch
 
@@ -22,11 +23,6 @@ def make(size: int = 40, batch: int = 4, **options) -> ResumableSampler:
 def own_loader(sampler: ResumableSampler, num_workers: int = 0) -> DataLoader:
     """A DataLoader as a user writes it. A sample is its id."""
     return DataLoader(range(sampler.dataset_size), batch_sampler=sampler, num_workers=num_workers)
-
-
-def place(sampler: ResumableSampler) -> tuple[int, int]:
-    state = sampler.state_dict()
-    return state["epoch"], state["cursor_step"]
 
 
 def scheduled(batches: int) -> list[list[int]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import lastgood
-from harness import reported
+from harness import reported, steps
 from lastgood import errors
 from lastgood.format import commit
 from lastgood.format.layout import label_number
@@ -24,10 +24,6 @@ from lastgood.policy.retention import Keep
 from lastgood.records import GenerationId
 from lastgood.run import access
 from lastgood.run.writer import RunWriter
-
-
-def steps(path: Path) -> list[int]:
-    return [one.step for one in lastgood.open(path).generations()]
 
 
 def test_a_milestone_at_the_end_of_an_epoch_is_added_to_what_the_cadence_saved(tmp_path: Path) -> None:

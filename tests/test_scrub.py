@@ -23,11 +23,13 @@ from lastgood.io import isal
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.policy.scrub import Scrub, next_to_read
+from lastgood.ports import Files
 from lastgood.records import Finding
 from lastgood.run.reader import RunReader
 from lastgood.run.scrubber import Scrubber
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.testing import Clock, Fault, FaultyFiles
 from test_plan import at, generation
 
 CHUNK = 8192
@@ -38,21 +40,8 @@ def state(step: int) -> State:
     return {"weight": bytes([step]) * 40_000}
 
 
-class Clock:
-    """Time that passes only while somebody waits."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-
-def run_of(root: Path, steps: int, parity: str | None = None) -> RunWriter:
-    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), keep=Keep(last=99), parity=parity)
+def run_of(root: Path, steps: int, parity: str | None = None, files: Files | None = None) -> RunWriter:
+    run = RunWriter(Disk(files or PosixFiles(), str(root)), Inline(), keep=Keep(last=99), parity=parity)
     for step in range(1, steps + 1):
         save(run, step, state(step), chunk_bytes=CHUNK)
         run.verify(Arena(3 * CHUNK, CHUNK))
@@ -61,7 +50,7 @@ def run_of(root: Path, steps: int, parity: str | None = None) -> RunWriter:
 
 def scrubber(run: RunWriter, clock: Clock, rate: float = float("inf")) -> Scrubber:
     arena = Arena(3 * CHUNK, CHUNK)
-    return Scrubber(run, lambda: arena, bytes_per_second=rate, pause=clock.wait, monotonic_seconds=clock)
+    return Scrubber(run.known, run.mender, lambda: arena, bytes_per_second=rate, pause=clock.advance, monotonic_seconds=clock)
 
 
 def hit(root: Path, step: int, name: str = DATA) -> None:
@@ -117,7 +106,7 @@ def test_reading_keeps_to_its_bandwidth(tmp_path):
     total = sum(path.stat().st_size for path in tmp_path.glob(f"gen/*/{DATA}"))
     for _ in iter(rounds.next_one, None):
         pass
-    assert clock.now == pytest.approx(total / 10_000.0)
+    assert clock() == pytest.approx(total / 10_000.0)
 
 
 def test_a_reading_that_was_given_up_has_its_turn_again(tmp_path):
@@ -150,8 +139,7 @@ def test_a_reading_that_gives_way_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 def test_what_was_judged_by_others_while_it_was_put_aside_is_read_from_the_beginning_in_its_turn(tmp_path):
-    run, asked, clock = run_of(tmp_path, 3), itertools.count(), Clock()
-    clock.now = 5.0
+    run, asked, clock = run_of(tmp_path, 3), itertools.count(), Clock(5.0)
     rounds = scrubber(run, clock)
     with pytest.raises(Cancelled):
         rounds.next_one(stop=lambda: next(asked) == 2)
@@ -165,7 +153,7 @@ def test_what_was_judged_by_others_while_it_was_put_aside_is_read_from_the_begin
 def test_what_was_put_aside_and_has_gone_meanwhile_is_let_go_and_so_is_its_memory(tmp_path):
     run, asked = run_of(tmp_path, 3), itertools.count()
     arena = Arena(3 * CHUNK, CHUNK)
-    rounds = Scrubber(run, lambda: arena)
+    rounds = Scrubber(run.known, run.mender, lambda: arena)
     with pytest.raises(Cancelled):
         rounds.next_one(stop=lambda: next(asked) == 2)
     assert not arena.idle
@@ -274,17 +262,11 @@ def test_a_scrub_that_makes_no_sense_is_refused(tmp_path):
         lastgood.Checkpointer(f"slots://{tmp_path}", {"net": nn.Linear(2, 2)}, parity="10+2")
 
 
-def test_what_cannot_be_read_has_its_turn_and_the_others_theirs(tmp_path, monkeypatch):
+def test_what_cannot_be_read_has_its_turn_and_the_others_theirs(tmp_path):
     """One unreadable sector kept the scrubber at the same generation for ever."""
-    run, clock = run_of(tmp_path, 3), Clock()
-    read = PosixFile.read_into
-
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if "000000000002-" in self._path and self._path.endswith(DATA):
-            raise OSError(errno.EIO, "bad sector")
-        return read(self, mv, offset)
-
-    monkeypatch.setattr(PosixFile, "read_into", failing)
+    files, clock = FaultyFiles(), Clock()
+    run = run_of(tmp_path, 3, files=files)
+    files.inject(Fault("read", f"*/000000000002-*/{DATA}"))
     rounds, seen = scrubber(run, clock), []
     for _ in range(3):
         try:

@@ -25,15 +25,7 @@ from lastgood.state.rules import Stored, as_bytes, capture, dtype_name, from_byt
 from lastgood.state.tensors import TORCH_DTYPES
 from matching import Fed, match
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 writer = msgspec.json.Encoder(order="deterministic")
 
 
@@ -208,7 +200,8 @@ def fake():
         return torch.ones(2)
 
 
-@pytest.mark.filterwarnings("ignore")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated:UserWarning")
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -398,13 +391,6 @@ def test_empty_tensors_share_no_memory_whatever_their_address():
     assert saved.stored.aliases == {}
 
 
-@pytest.fixture
-def process_group():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_plain_compiled_wrapped_and_distributed_models_load_each_others_weights_and_moments(process_group):
     ways = {
         "plain": lambda net: net,
@@ -536,7 +522,7 @@ def step(state, count=1, sparse=False):
         loss = optimizer.step(closure)
         if "scheduler" in state:
             takes_loss = isinstance(state["scheduler"], lr_scheduler.ReduceLROnPlateau)
-            state["scheduler"].step(*[loss] if takes_loss else [])
+            state["scheduler"].step(*[loss.detach()] if takes_loss else [])
     return state
 
 

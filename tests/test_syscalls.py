@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "prove"))
 import kills
 import syscalls
 
-from harness import install
 from victim import Ledger, litter, live
+
+pytestmark = pytest.mark.slow
 
 SEED = 1
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -29,8 +30,6 @@ ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 @pytest.fixture(scope="module")
 def strace() -> str:
-    if not shutil.which("strace"):
-        install("strace")
     found = shutil.which("strace")
     if not found:
         pytest.skip("needs strace: apt-get install strace")

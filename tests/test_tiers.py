@@ -26,6 +26,7 @@ from lastgood.records import Extent
 from lastgood.run import access
 from lastgood.storage.directory import Disk
 from lastgood.storage.slots import Slots
+from lastgood.testing import Call, Fault, FaultyFiles
 
 HOME = "gen/000000000001-0a0b0c0d"
 BLOB = f"{HOME}/r00000.safetensors"
@@ -317,86 +318,9 @@ def test_a_name_outside_of_the_tier_is_none(tier, name):
 # ---- tiers over a file system: what single calls of it do to them ----------------------------------------------
 
 
-class Failing(PosixFiles):
-    """The real file system, but for calls that `rules` break: name of the call -> what to do instead of it.
-
-    A rule is given the real call (without arguments) and the path, and does it, does not, or fails.
-    """
-
-    def __init__(self, **rules: Callable[[Callable[[], object], str], object]) -> None:
-        self.rules, self.called, self.offsets, self.takes_direct = rules, [], [], True
-
-    def do(self, call: str, path: str, real: Callable[[], object]):
-        self.called.append((call, path))
-        return self.rules[call](real, path) if call in self.rules else real()
-
-    def open(self, path, mode, *, direct=False, fresh=False):
-        direct = direct and self.takes_direct
-        file = self.do(f"open_{mode}", path, lambda: PosixFiles.open(self, path, mode, direct=direct, fresh=fresh))
-        return FailingFile(self, path, file)
-
-    def make_dir(self, path):
-        self.do("make_dir", path, lambda: PosixFiles.make_dir(self, path))
-
-    def link(self, old, new):
-        self.do("link", new, lambda: PosixFiles.link(self, old, new))
-
-    def rename(self, old, new):
-        self.do("rename", new, lambda: PosixFiles.rename(self, old, new))
-
-    def symlink(self, target, path):
-        self.do("symlink", path, lambda: PosixFiles.symlink(self, target, path))
-
-    def remove(self, path):
-        self.do("remove", path, lambda: PosixFiles.remove(self, path))
-
-    def sync_dir(self, path):
-        self.do("sync_dir", path, lambda: PosixFiles.sync_dir(self, path))
-
-
-class FailingFile:
-    def __init__(self, files: Failing, path: str, file) -> None:
-        self.files, self.path, self.file = files, path, file
-        self.size, self.resize, self.close = file.size, file.resize, file.close
-
-    def read_into(self, mv, offset):
-        short = self.files.rules.get("short_read", lambda length: length)(len(mv))
-        return self.file.read_into(mv[:short], offset)
-
-    def write_at(self, mv, offset):
-        short = self.files.rules.get("short_write", lambda length: length)(len(mv))
-        self.files.offsets.append(offset)
-        return self.files.do("write", self.path, lambda: self.file.write_at(mv[:short], offset))
-
-    def reserve(self, length):
-        self.files.do("reserve", self.path, lambda: self.file.reserve(length))
-
-    def sync(self):
-        self.files.do("sync", self.path, self.file.sync)
-
-
-def failing(number: int, after: bool = False, only: str = "") -> Callable:
-    """A rule: fail with this errno, before or after the call was done, where the path holds `only`."""
-
-    def rule(real, path):
-        if only not in path:
-            return real()
-        if after:
-            real()
-        raise OSError(number, os.strerror(number), path)
-
-    return rule
-
-
-def counted(at: int, rule: Callable) -> Callable:
-    """A rule for the `at`-th call alone."""
-    calls = iter(range(1_000_000))
-    return lambda real, path: rule(real, path) if next(calls) == at else real()
-
-
 def test_a_link_whose_reply_was_lost_is_success_when_the_bytes_are_there(tmp_path):
     for number in (errno.EIO, errno.ETIMEDOUT, errno.EEXIST):
-        tier = disk(str(tmp_path), Failing(link=failing(number, after=True)))
+        tier = disk(str(tmp_path), FaultyFiles(Fault("link", errno=number, after=True)))
         name = f"{HOME}/{number}.json"
         tier.put_new(name, b"record")
         assert read(tier, name, 6) == b"record"
@@ -404,29 +328,29 @@ def test_a_link_whose_reply_was_lost_is_success_when_the_bytes_are_there(tmp_pat
 
 
 def test_a_link_that_failed_without_a_trace_is_unknown_and_nothing_is_deleted(tmp_path):
-    files = Failing(link=failing(errno.EIO))
+    files = FaultyFiles(Fault("link"))
     for name, data in ((RECORD, b"record"), (f"{HOME}/empty.json", b"")):
         with pytest.raises(CommitUnknown, match="Nothing was deleted"):
             disk(str(tmp_path), files).put_new(name, data)
     assert sorted(everything(tmp_path).values()) == [b"", b"record"], "under their staged names"
-    assert not any(call == "remove" and not path.endswith(".tmp") for call, path in files.called)
+    assert not any(call == "remove" and not path.endswith(".tmp") for call, path in files.changes())
 
 
 def test_a_link_that_failed_over_half_a_record_is_unknown_and_nothing_is_deleted(tmp_path):
     """Half a record appears at the name while it is linked; without a refusal by EEXIST nobody knows whose it is."""
 
-    def half(real, path):
-        Path(path).write_bytes(b"rec")
-        raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+    def half(call: Call) -> None:
+        if call.operation == "link":
+            Path(call.path).write_bytes(b"rec")
 
-    tier = disk(str(tmp_path), Failing(link=half))
+    tier = disk(str(tmp_path), FaultyFiles(Fault("link"), before=half))
     with pytest.raises(CommitUnknown):
         tier.put_new(RECORD, b"record")
     assert (tmp_path / RECORD).read_bytes() == b"rec"
 
 
 def test_a_folder_that_cannot_be_synced_after_the_link_is_unknown_and_nothing_is_deleted(tmp_path):
-    files = Failing(sync_dir=failing(errno.EIO, only="0a0b0c0d"))
+    files = FaultyFiles(Fault("sync_dir", "*0a0b0c0d*"))
     with pytest.raises(CommitUnknown, match="Nothing was deleted"):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
     assert (tmp_path / RECORD).read_bytes() == b"record"
@@ -434,7 +358,7 @@ def test_a_folder_that_cannot_be_synced_after_the_link_is_unknown_and_nothing_is
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
 def test_where_there_are_no_links_a_record_is_created_exclusively(tmp_path, number):
-    tier = disk(str(tmp_path), Failing(link=failing(number)))
+    tier = disk(str(tmp_path), FaultyFiles(Fault("link", errno=number)))
     tier.put_new(RECORD, b"record")
     tier.put_new(RECORD, b"record")
     with pytest.raises(NameTaken, match="untouched"):
@@ -444,7 +368,7 @@ def test_where_there_are_no_links_a_record_is_created_exclusively(tmp_path, numb
 
 @pytest.mark.parametrize("call", ["write", "sync"])
 def test_where_there_are_no_links_a_failure_in_place_is_unknown_and_nothing_is_deleted(tmp_path, call):
-    files = Failing(link=failing(errno.EPERM), **{call: counted(1, failing(errno.EIO))})  # the first is the staged file
+    files = FaultyFiles(Fault("link", errno=errno.EPERM), Fault(call, nth=2))  # the first is the staged file
     with pytest.raises(CommitUnknown):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
     assert (tmp_path / RECORD).exists()
@@ -455,23 +379,23 @@ def test_identical_bytes_found_in_place_are_synced_before_they_are_success(tmp_p
     and lost in the next power failure."""
     (tmp_path / HOME).mkdir(parents=True)
     (tmp_path / RECORD).write_bytes(b"record")
-    files = Failing(link=failing(errno.EPERM))
+    files = FaultyFiles(Fault("link", errno=errno.EPERM))
     disk(str(tmp_path), files).put_new(RECORD, b"record")
-    assert ("sync", str(tmp_path / RECORD)) in files.called
-    files.rules["sync"] = lambda real, path: failing(errno.EIO)(real, path) if path.endswith(".json") else real()
+    assert ("sync", str(tmp_path / RECORD)) in files.changes()
+    files.inject(Fault("sync", "*.json"))
     with pytest.raises(NameTaken):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
 
 
-PUT_CALLS = {"atomic_dirsync": ["open_new", "write", "sync", "link"], "unsafe": ["open_new", "write"]}
-UPLOAD_CALLS = {"atomic_dirsync": ["open_new", "reserve", "write", "sync"], "unsafe": ["open_new", "reserve", "write"]}
+PUT_CALLS = {"atomic_dirsync": ["open new", "write", "sync", "link"], "unsafe": ["open new", "write"]}
+UPLOAD_CALLS = {"atomic_dirsync": ["open new", "reserve", "write", "sync"], "unsafe": ["open new", "reserve", "write"]}
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("mode", "call"), [(mode, call) for mode, calls in PUT_CALLS.items() for call in calls])
 def test_a_record_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_path, mode, call, number):
     with pytest.raises(NoSpace, match="Free space"):
-        disk(str(tmp_path), Failing(**{call: failing(number)}), mode=mode).put_new(RECORD, b"record")
+        disk(str(tmp_path), FaultyFiles(Fault(call, errno=number)), mode=mode).put_new(RECORD, b"record")
     assert not everything(tmp_path)
 
 
@@ -479,15 +403,15 @@ def test_a_record_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_pat
 @pytest.mark.parametrize(("mode", "call"), [(mode, call) for mode, calls in UPLOAD_CALLS.items() for call in calls])
 def test_a_blob_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_path, mode, call, number):
     with pytest.raises(NoSpace, match="Free space"):
-        upload_or_abort(disk(str(tmp_path), Failing(**{call: failing(number)}), mode=mode), pattern(9000))
+        upload_or_abort(disk(str(tmp_path), FaultyFiles(Fault(call, errno=number)), mode=mode), pattern(9000))
     assert not everything(tmp_path)
 
 
 def test_space_is_reserved_before_the_first_byte(tmp_path):
-    files = Failing(reserve=failing(errno.ENOSPC))
+    files = FaultyFiles(Fault("reserve", errno=errno.ENOSPC))
     with pytest.raises(NoSpace):
         disk(str(tmp_path), files).create(BLOB, 9000)
-    assert "write" not in [call for call, _ in files.called] and not everything(tmp_path)
+    assert "write" not in [call for call, _ in files.changes()] and not everything(tmp_path)
 
 
 def upload_or_abort(tier: Tier, data: bytes) -> None:
@@ -502,7 +426,7 @@ def upload_or_abort(tier: Tier, data: bytes) -> None:
 
 
 def test_without_links_a_full_disk_leaves_no_litter_either(tmp_path):
-    files = Failing(link=failing(errno.EPERM), write=counted(1, failing(errno.ENOSPC)))
+    files = FaultyFiles(Fault("link", errno=errno.EPERM), Fault("write", errno=errno.ENOSPC, nth=2))
     with pytest.raises(NoSpace):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
     assert not everything(tmp_path)
@@ -511,10 +435,10 @@ def test_without_links_a_full_disk_leaves_no_litter_either(tmp_path):
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.EIO, TierDown), (errno.EACCES, NotWritable), (errno.EROFS, NotWritable)]
 )
-@pytest.mark.parametrize("call", ["open_new", "make_dir", "write", "sync"])
+@pytest.mark.parametrize("call", ["open new", "make_dir", "write", "sync"])
 def test_a_disk_that_fails_before_the_link_leaves_no_record(tmp_path, call, number, kind):
     with pytest.raises(kind):
-        disk(str(tmp_path), Failing(**{call: failing(number)})).put_new(RECORD, b"record")
+        disk(str(tmp_path), FaultyFiles(Fault(call, errno=number))).put_new(RECORD, b"record")
     assert not everything(tmp_path)
 
 
@@ -524,15 +448,14 @@ def test_a_disk_that_fails_before_the_link_leaves_no_record(tmp_path, call, numb
 )
 def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
     """`direct`: a call that was cut short goes on from the last whole block, where direct I/O can go on."""
-    files = Failing(short_write=lambda length: min(length, most), short_read=lambda length: min(length, most))
-    files.takes_direct = False  # the disk may want larger blocks than these cuts leave
+    files = FaultyFiles(most_bytes=most)
     tier = disk(str(tmp_path), files, direct=direct)
     data = pattern(20_001)
     upload(tier, BLOB, data)
     assert (tmp_path / BLOB).read_bytes() == data
     assert read(tier, BLOB, len(data), fresh=True) == data
     if direct:
-        assert not any(offset % 4096 for offset in files.offsets)
+        assert not any(call.offset % 4096 for call in files.calls if call.operation == "write")
     tier.put_new(RECORD, data)
     assert (tmp_path / RECORD).read_bytes() == data
     tier.put_new(RECORD, data)  # it is read back, in as many pieces, and found to be the same
@@ -540,7 +463,7 @@ def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
 
 def test_a_file_that_takes_no_more_bytes_is_an_error_and_not_a_loop(tmp_path):
     with pytest.raises(TierDown, match="accepts no more"):
-        disk(str(tmp_path), Failing(short_write=lambda _: 0)).put_new(RECORD, b"record")
+        disk(str(tmp_path), FaultyFiles(most_bytes=0)).put_new(RECORD, b"record")
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 50_000])
@@ -572,7 +495,7 @@ def test_the_first_failed_fsync_of_a_file_is_final(tmp_path, monkeypatch):
 
 
 def test_what_finish_cannot_sync_is_an_error(tmp_path):
-    tier = disk(str(tmp_path), Failing(sync=failing(errno.EIO)))
+    tier = disk(str(tmp_path), FaultyFiles(Fault("sync")))
     with pytest.raises(TierDown):
         upload_or_abort(tier, pattern(100))
     assert not everything(tmp_path)
@@ -588,9 +511,9 @@ def test_a_folder_is_synced_through_its_own_descriptor(tmp_path, monkeypatch):
 def test_names_that_were_there_already_are_synced_all_the_same(tmp_path):
     """Whoever made them may have died before they were durable: the folder, and the record itself."""
     disk(str(tmp_path)).put_new(RECORD, b"record")
-    files = Failing()
+    files = FaultyFiles()
     disk(str(tmp_path), files).put_new(RECORD, b"record")
-    assert [path for call, path in files.called if call == "sync_dir"] == [
+    assert [path for call, path in files.changes() if call == "sync_dir"] == [
         str(tmp_path),
         str(tmp_path / "gen"),
         str(tmp_path / HOME),
@@ -598,24 +521,26 @@ def test_names_that_were_there_already_are_synced_all_the_same(tmp_path):
 
 
 def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
-    files = Failing()
+    files = FaultyFiles()
     disk(str(tmp_path), files).put_new(RECORD, b"record")
     home, gen, root = str(tmp_path / HOME), str(tmp_path / "gen"), str(tmp_path)
-    said = [(call, path if not path.endswith(".tmp") else "staged") for call, path in files.called if call != "remove"]
+    said = [
+        (call, path if not path.endswith(".tmp") else "staged") for call, path in files.changes() if call != "remove"
+    ]
     assert said == [
         ("make_dir", gen),
         ("sync_dir", root),
         ("make_dir", home),
         ("sync_dir", gen),
-        ("open_new", "staged"),
+        ("open new", "staged"),
         ("write", "staged"),
         ("sync", "staged"),
         ("link", str(tmp_path / RECORD)),
         ("sync_dir", home),
     ]
-    files.called.clear()
+    files.calls.clear()
     disk(str(tmp_path), files).delete(RECORD)
-    assert files.called == [
+    assert files.changes() == [
         ("remove", str(tmp_path / RECORD)),
         ("sync_dir", home),
         ("remove", home),
@@ -624,10 +549,10 @@ def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
 
 
 def test_a_pointer_moves_only_once_its_bytes_are_durable(tmp_path):
-    files = Failing()
+    files = FaultyFiles()
     disk(str(tmp_path), files).point("LASTGOOD.json", b"pointer", HOME)
-    calls = [call for call, _ in files.called if call != "remove"]
-    assert calls == ["open_new", "write", "sync", "rename", "symlink", "rename", "sync_dir"]
+    calls = [call for call, _ in files.changes() if call != "remove"]
+    assert calls == ["open new", "write", "sync", "rename", "symlink", "rename", "sync_dir"]
 
 
 def test_latest_ok_leads_people_to_the_generation(tmp_path):
@@ -640,28 +565,21 @@ def test_latest_ok_leads_people_to_the_generation(tmp_path):
 
 
 def test_where_there_are_no_symbolic_links_the_pointer_still_moves(tmp_path):
-    disk(str(tmp_path), Failing(symlink=failing(errno.EPERM))).point("LASTGOOD.json", b"pointer", HOME)
+    disk(str(tmp_path), FaultyFiles(Fault("symlink", errno=errno.EPERM))).point("LASTGOOD.json", b"pointer", HOME)
     assert everything(tmp_path) == {"LASTGOOD.json": b"pointer"}
 
 
-@pytest.mark.parametrize("call", ["rename", "sync", "write", "open_new"])
+@pytest.mark.parametrize("call", ["rename", "sync", "write", "open new"])
 def test_a_pointer_that_cannot_be_replaced_stays_as_it_was(tmp_path, call):
     disk(str(tmp_path)).point("LASTGOOD.json", b"old", HOME)
     with pytest.raises(TierDown):
-        disk(str(tmp_path), Failing(**{call: failing(errno.EIO)})).point("LASTGOOD.json", b"new", HOME)
+        disk(str(tmp_path), FaultyFiles(Fault(call))).point("LASTGOOD.json", b"new", HOME)
     assert (tmp_path / "LASTGOOD.json").read_bytes() == b"old"
 
 
 def test_a_pointer_moves_again_after_a_link_that_was_made_and_could_not_be_renamed(tmp_path):
     """The staged link stayed, and every later pointer of this process failed at its name."""
-    broken = iter([False, True, False, False])
-
-    def rename(real: Callable[[], object], _: str) -> None:
-        if next(broken):
-            raise OSError(errno.EIO, "injected")
-        real()
-
-    tier = disk(str(tmp_path), Failing(rename=rename))
+    tier = disk(str(tmp_path), FaultyFiles(Fault("rename", nth=2)))
     with pytest.raises(TierDown):
         tier.point("LASTGOOD.json", b"1", "gen/none")
     tier.point("LASTGOOD.json", b"2", HOME)

@@ -27,6 +27,8 @@ from lastgood.run import access, measure, scratch
 from lastgood.run.trial_saves import TrainingLoad, TrialSaves
 from lastgood.storage.directory import Disk, DiskUpload
 
+pytestmark = pytest.mark.slow
+
 SECONDS = st.floats(1e-4, 1e4)
 OVERHEADS = st.floats(0.001, 1.0)
 IN_FLIGHT = st.integers(1, 8)

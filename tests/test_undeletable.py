@@ -16,29 +16,18 @@ from harness import continued, load, save
 from lastgood.cli import app
 from lastgood.engine.arena import Arena
 from lastgood.format import commit, layout
-from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.policy import restore
 from lastgood.policy.retention import Keep
-from lastgood.ports import OpenMode
-from lastgood.run import access
 from lastgood.run.retire import RETRY_CLEANINGS
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.testing import Fault, FaultyFiles
 
 
-class Sticky(PosixFiles):
-    """A file system that refuses to remove, or to create, what has one of these texts in its path."""
-
-    def __init__(self, *texts: str, code: int = errno.EPERM) -> None:
-        self.texts, self.code = list(texts), code
-
-    def _refuse(self, path: str) -> None:
-        if any(text in path for text in self.texts):
-            raise OSError(self.code, os.strerror(self.code), path)
-
-    def remove(self, path: str) -> None:
-        self._refuse(path)
-        super().remove(path)
+def sticky(path: str, number: int = errno.EPERM) -> FaultyFiles:
+    """A file system that refuses to remove what has this text in its path."""
+    return FaultyFiles(Fault("remove", f"*{path}*", number))
 
 
 class SilentlyRenamed(PosixFiles):
@@ -81,12 +70,12 @@ STUCK = [layout.COMMIT, layout.blob_name(0), layout.manifest_name(0), layout.VER
 @pytest.mark.parametrize("name", STUCK)
 def test_one_generation_that_cannot_be_deleted_keeps_no_other(run_of_three, caplog, name):
     """Twelve generations lay there with Keep(last=3): the oldest was immutable, and nothing was deleted any more."""
-    files = Sticky(f"{one_folder(run_of_three, 1)}/{name}")
+    files = sticky(f"{one_folder(run_of_three, 1)}/{name}")
     run = opened(run_of_three, files)
     saved(run, 4, 5, 6)
     assert steps_in(run_of_three) == ([1, 6] if name == layout.COMMIT else [6])
     assert caplog.text.count("could not be deleted") == 1, "it is reported once for each opening"
-    files.texts.clear()
+    files.clear()
     again = opened(run_of_three, PosixFiles())
     again.clean()
     assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000006"]
@@ -98,7 +87,7 @@ def one_folder(root: Path, step: int) -> str:
 
 
 def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
-    files = Sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
+    files = sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
     run = opened(run_of_three, files)
     run.clean()
     assert {one.step for one in run.survey.generations} == {3}, "it counts for nothing any more"
@@ -108,7 +97,7 @@ def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
 
 def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_three):
     """Its COMMIT is gone, and a later commit names it: without GOING it would count as a loss for ever."""
-    opened(run_of_three, Sticky(one_folder(run_of_three, 1) + "/" + layout.blob_name(0))).clean()
+    opened(run_of_three, sticky(one_folder(run_of_three, 1) + "/" + layout.blob_name(0))).clean()
     seen = commit.survey(Disk(PosixFiles(), str(run_of_three)))
     assert {at.step for at in seen.going} == {1} and not seen.broken and not seen.incomplete
     assert restore.lineage(seen).lost == []
@@ -130,22 +119,22 @@ def test_a_file_that_an_nfs_client_keeps_open_stays_known_as_deleted(run_of_thre
 def test_litter_that_cannot_be_removed_does_not_stop_an_opening(run_of_three, litter, caplog):
     path = run_of_three / litter.format(one_folder(run_of_three, 3))
     path.write_bytes(b"half")
-    run = opened(run_of_three, Sticky(path.name))
+    run = opened(run_of_three, sticky(path.name))
     assert load(run.tier)[0].generation.step == 3
     assert path.name in caplog.text
 
 
 def test_a_stale_incarnation_that_cannot_be_removed_does_not_stop_a_restore(run_of_three):
     opened(run_of_three, PosixFiles())
-    opened(run_of_three, Sticky("incarnations/000002"))
+    opened(run_of_three, sticky("incarnations/000002"))
     assert load(Disk(PosixFiles(), str(run_of_three)))[0].generation.step == 3
 
 
 def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three):
-    files = Sticky(one_folder(run_of_three, 1), code=errno.EIO)
+    files = sticky(one_folder(run_of_three, 1), errno.EIO)
     run = opened(run_of_three, files)
     run.clean()
-    files.texts.clear()
+    files.clear()
     for _ in range(RETRY_CLEANINGS - 1):
         run.clean()
     assert steps_in(run_of_three) == [1, 3]
@@ -153,12 +142,12 @@ def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three
     assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000003"]
 
 
-def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three, monkeypatch, capsys):
+def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three, capsys):
     name = one_folder(run_of_three, 1)
-    monkeypatch.setattr(access, "PosixFiles", lambda: Sticky(f"{name}/{layout.blob_name(0)}"))
-    for _ in range(2):  # the second time its COMMIT is gone already
-        assert app.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
-        assert "step 1" in capsys.readouterr().out
+    with sticky(f"{name}/{layout.blob_name(0)}").installed():
+        for _ in range(2):  # the second time its COMMIT is gone already
+            assert app.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
+            assert "step 1" in capsys.readouterr().out
     assert steps_in(run_of_three) == [3]
 
 
@@ -175,24 +164,14 @@ def test_gc_does_not_count_a_folder_that_stays_as_deleted(run_of_three, capsys):
     assert "a deletion that did not end" in told and "crash" not in told
 
 
-class Unmarkable(PosixFiles):
-    """A run whose generations belong to another user: nothing can be made beside them."""
-
-    def open(self, path: str, mode: OpenMode, **options: bool) -> PosixFile:
-        if mode == "new" and layout.VERIFIED in path:
-            raise PermissionError(errno.EACCES, "Permission denied", path)
-        return super().open(path, mode, **options)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path, monkeypatch):
+def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path):
     """restore() raised NotWritable after it had loaded the state of a generation that root had saved."""
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
     (mark,) = (tmp_path / "run").glob(f"gen/*/{layout.VERIFIED}")
     mark.unlink()
-    monkeypatch.setattr(access, "PosixFiles", Unmarkable)
+    files = FaultyFiles(Fault("open new", f"*{layout.VERIFIED}*", errno.EACCES))
     state = {"w": torch.zeros(4)}
-    with lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
+    with files.installed(), lastgood.Checkpointer(tmp_path / "run", state) as ckpt:
         assert ckpt.restore().step == 3
     assert state["w"].sum() == 4
 

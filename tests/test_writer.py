@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,14 @@ from lastgood.errors import Damaged, Overtaken
 from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
+from lastgood.ports import Files
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.testing import Fault, FaultyFiles
 
 
-def writer(root: Path) -> RunWriter:
-    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), keep=Keep(last=1))
+def writer(root: Path, files: Files | None = None) -> RunWriter:
+    run = RunWriter(Disk(files or PosixFiles(), str(root)), Inline(), keep=Keep(last=1))
     run.begin(None)
     return run
 
@@ -78,27 +79,20 @@ def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
     assert commit.survey(run.tier).pointer.step == 1, "step 3 is not verified yet"
 
 
-def test_a_pointer_that_cannot_move_keeps_only_what_it_names(tmp_path, monkeypatch, caplog):
+def test_a_pointer_that_cannot_move_keeps_only_what_it_names(tmp_path, caplog):
     """It is a hint. It once stopped all deletion, and the disk ran full."""
-    run = writer(tmp_path)
+    run = writer(tmp_path, files := FaultyFiles())
     saved(run, 1)
     verify(run)
     saved(run, 2)
-    rename = PosixFiles.rename
-
-    def failing(self: PosixFiles, old: str, new: str) -> None:
-        if new.endswith(layout.POINTER):
-            raise OSError(errno.EIO, "injected", new)
-        rename(self, old, new)
-
-    monkeypatch.setattr(PosixFiles, "rename", failing)
+    files.inject(Fault("rename", f"*{layout.POINTER}"))
     verify(run)
     saved(run, 3)
     verify(run)
     run.clean()
     assert {at.step for at in commit.survey(run.tier).generations} == {1, 3}
     assert caplog.text.count("cannot be moved") == 1
-    monkeypatch.setattr(PosixFiles, "rename", rename)
+    files.clear()
     run.clean()
     seen = commit.survey(run.tier)
     assert {at.step for at in seen.generations} == {3} and seen.pointer and seen.pointer.step == 3

@@ -42,7 +42,7 @@ class Zygote:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()  # waits for its end, and closes both pipes
 
     def live(self, script: Path, run: Path, output: Path, **wishes: Any) -> int:
         """One life of `script RUN`, whose output is appended; returns its exit code, or minus the signal.

@@ -24,7 +24,8 @@ from lastgood_lab.replay import Costs, Trace, artifact_count, ideal, parse, publ
 from lastgood_lab.report import Report, Table, command_line, percent, quantile, spread
 from lastgood_lab.stores import SlotFile
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP says it at every save
+pytestmark = pytest.mark.slow
+
 TINY = {"scale": 0.002, "work": 0.03}
 
 

@@ -10,11 +10,12 @@ import shutil
 import pytest
 import torch
 
-from harness import install
 from lastgood.errors import Refused
 from lastgood_lab import corrupt, crash, guard, latency, peers, powerloss, ranks, scale, timeline, trials
 from lastgood_lab.journal import Journal
 from lastgood_lab.trials import Share
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
@@ -164,9 +165,6 @@ PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     """A mounted xfs, which can clone what lies in it."""
-    for kind, package in PACKAGES.items():
-        if not shutil.which(f"mkfs.{kind}"):
-            install(package)
     folder = tmp_path_factory.mktemp("powerloss")
     try:
         powerloss.here()

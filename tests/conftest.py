@@ -1,0 +1,50 @@
+"""Fixtures that several test files share. Helpers that are plain functions are in harness.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+from lastgood.testing import FaultyFiles
+
+hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
+hypothesis.settings.register_profile("check", deadline=None, max_examples=10)
+hypothesis.settings.load_profile("tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m "not slow"`, a file that is slow as a whole is not imported: many of them import a framework."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+
+
+@pytest.fixture
+def faulty_files() -> Iterator[FaultyFiles]:
+    """The file system of every run that is opened in the test; faults are injected while it goes on."""
+    with FaultyFiles().installed() as files:
+        yield files
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """torch computes in one thread: results do not depend on the machine, and a fork inherits no thread pool."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """The default process group of torch.distributed, with this process as its only rank."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
