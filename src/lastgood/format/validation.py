@@ -77,9 +77,8 @@ def validate_manifest(manifest: Manifest, at: GenerationId, rank: int, ranks: in
     hex_length = HEX_LENGTH[manifest.digest]
     blobs: dict[str, Blob] = {}
     for part, blob in enumerate(manifest.blobs):
-        need(
-            blob.name == blob_name(rank, part), f"{blob.name!r} is not the name of a blob here"
-        )  # guard: blob-name-checked
+        # guard: blob-name-checked
+        need(blob.name == blob_name(rank, part), f"{blob.name!r} is not the name of a blob here")
         need(blob.chunk_bytes % PAGE_BYTES == 0, f"chunks of {blob.chunk_bytes:,} bytes")
         # guard: chunk-bytes-in-range
         need(PAGE_BYTES <= blob.chunk_bytes <= CHUNK_LIMIT_BYTES, f"chunks of {blob.chunk_bytes:,} bytes")
