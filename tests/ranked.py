@@ -639,7 +639,7 @@ def losing_words(rank: int, size: int, root: Path) -> list[str]:
 
 def losing_homes(rank: int, size: int, root: Path) -> list[str]:
     """Ranks 1 and 2 get the same new tensor, and do not hear that the other has it."""
-    from lastgood.ranks.replica_check import Together
+    from lastgood.ranks.replica_check import Replicas
 
     state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
     with opened(root, state) as ckpt:
@@ -647,7 +647,7 @@ def losing_homes(rank: int, size: int, root: Path) -> list[str]:
         ckpt.save(1).result(LIMIT_SECONDS)
         if rank:
             state["x"] = torch.arange(50.0)
-            once(Together, "_ask", errors.TierDown("the verdict was lost"), after=True)
+            once(Replicas, "_ask", errors.TierDown("the verdict was lost"), after=True)
         return [said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
 
 

@@ -192,7 +192,9 @@ def test_a_step_that_is_no_whole_number_is_refused_with_the_steps_that_are_there
     with lastgood.Checkpointer(tmp_path, {"n": 1}) as ckpt:
         ckpt.restore()
         for way in (ckpt.restore, lambda step: lastgood.load(tmp_path, step=step), lastgood.open(tmp_path).generation):
-            with pytest.raises(errors.NoSuchStep, match=re.escape(f"step={step!r} is not a whole number")) as refused:
+            with pytest.raises(
+                errors.NoSuchStep, match=re.escape(f"step={step!r} is neither a whole number")
+            ) as refused:
                 way(step=step)
             assert refused.value.safe and refused.value.todo == "Steps that are there: 5, 10."
     with pytest.raises(errors.Refused, match=f"step={step!r}"):

@@ -201,7 +201,7 @@ def test_generations_that_are_deleted_side_by_side_leave_nothing_between():
     world.steps(1, 2, 3, 4, 5, 6)
     world.ledger.keep, before = Keep(last=1), len(judge.states)
     world.open()
-    world.run._workers = jobs = InTurns(world.disk)
+    world.run.retirement._workers = jobs = InTurns(world.disk)
     world.run.clean()
     assert jobs.most == 3 and len(judge.states) - before > 100
     assert steps_on(world.disk) == [6]

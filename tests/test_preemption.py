@@ -253,14 +253,14 @@ def test_a_disk_that_hangs_does_not_outlast_the_grace_and_costs_nothing_that_was
 
 def test_a_last_save_that_was_torn_is_made_once_more(tmp_path, monkeypatch):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
-        real, torn = ckpt._save, iter([True])
+        real, torn = ckpt._saver.save, iter([True])
 
         def failing(*arguments: object, **options: object) -> object:
             if next(torn, False):
                 raise TornSnapshot("the state changed while it was copied")
             return real(*arguments, **options)
 
-        monkeypatch.setattr(ckpt, "_save", failing)
+        monkeypatch.setattr(ckpt._saver, "save", failing)
         ask(ckpt)
         ckpt.step(1)
     assert ended.value.durable == 1

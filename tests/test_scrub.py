@@ -50,7 +50,9 @@ def run_of(root: Path, steps: int, parity: str | None = None, files: Files | Non
 
 def scrubber(run: RunWriter, clock: Clock, rate: float = float("inf")) -> Scrubber:
     arena = Arena(3 * CHUNK, CHUNK)
-    return Scrubber(run.known, run.mender, lambda: arena, bytes_per_second=rate, pause=clock.advance, monotonic_seconds=clock)
+    return Scrubber(
+        run.known, run.mender, lambda: arena, bytes_per_second=rate, pause=clock.advance, monotonic_seconds=clock
+    )
 
 
 def hit(root: Path, step: int, name: str = DATA) -> None:

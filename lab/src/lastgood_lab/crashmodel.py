@@ -629,9 +629,9 @@ class World:
         if at.incarnation != ledger.current:
             ledger.opening.add(at.incarnation)
         others = Others(self, at, meanwhile)
-        together: Any = others if ledger.ranks > 1 else None
+        topic: Any = others if ledger.ranks > 1 else None
         try:
-            save(self.run, step, others.part(0), chunk_bytes=CHUNK_BYTES, meanwhile=others.begin, together=together)
+            save(self.run, step, others.part(0), chunk_bytes=CHUNK_BYTES, meanwhile=others.begin, topic=topic)
         except CommitUnknown:
             return False
         except Overtaken:

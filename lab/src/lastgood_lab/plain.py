@@ -64,8 +64,8 @@ def save(
 
     at, ready = run.admit(step), ReadyChunks(chunks())
     request = SaveRequest(at=at, images=images, chunks=ready, chunk_bytes=arena.chunk_bytes, **options)
-    if isinstance(run, RunWriter) and topic is None:
-        return run.save(request)
+    if isinstance(run, RunWriter):
+        return run.save(request, topic)
     return save_as_rank(run, request, run.rank_writer(Inline()), topic or SingleTopic())
 
 

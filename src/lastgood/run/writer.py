@@ -126,11 +126,14 @@ class RunWriter:
             self.begin(None)
         return self.known.next_id(step)
 
-    def save(self, request: SaveRequest) -> Generation:
-        """As `save.save`, in a world of one, on the threads of the run; pinned where retention wants the step."""
+    def save(self, request: SaveRequest, topic: AnyTopic | None = None) -> Generation:
+        """As `save.save`, on the threads of the run; pinned where retention wants the step.
+
+        `topic`: where the ranks agree on this save; default: the one of its step.
+        """
         pinned = request.pinned or wanted(self.keep, request.at.step, request.milestone, request.metrics)
         by = self.rank_writer(self._workers)
-        return save(self, replace(request, pinned=pinned), by, self.ranks.at("save", request.at.step))
+        return save(self, replace(request, pinned=pinned), by, topic or self.ranks.at("save", request.at.step))
 
     def rank_writer(self, writers: Executor) -> RankWriter:
         """How this rank writes its part; on a full disk older generations give way."""
