@@ -22,7 +22,7 @@ from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..run import access
-from ..run.pipeline import RunOptions
+from ..run.planned_save import RunOptions
 from ..run.reader import WORKERS
 from ..storage.directory import WriteMode
 from .preemption import Preemption

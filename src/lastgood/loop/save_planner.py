@@ -23,7 +23,7 @@ from ..io.files import round_up
 from ..ranks.partition import Division
 from ..ranks.replica_check import ReplicaCheck, Replicas
 from ..records import Piece
-from ..run.pipeline import PlannedSave
+from ..run.planned_save import PlannedSave
 from ..run.save import Files
 from ..snapshot import overlap, staging, torn_check
 from ..state.capture import Capture, Captured, Origin, finite

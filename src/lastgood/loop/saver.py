@@ -6,14 +6,13 @@ What follows the start runs behind the loop (run/pipeline.py). Nothing here deci
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from .. import reporting
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import Ranks
-from ..coordination.single_rank import AnyRanks
+from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Damaged, InFlightFull, StepTaken
 from ..format import commit
 from ..format import parity_layout as striping
@@ -21,9 +20,10 @@ from ..policy.arguments import require
 from ..policy.cadence import Every
 from ..policy.retention import wanted
 from ..policy.tune import Auto
-from ..records import Generation
+from ..records import Generation, GenerationId
 from ..run import disk_space
 from ..run.pipeline import Pipeline
+from ..run.planned_save import PlannedSave
 from ..run.save_handle import Save
 from ..snapshot.unchanged import changed, is_same, require_unchanged
 from ..state.live_check import Numbers
@@ -111,42 +111,49 @@ class Saver:
             return None
         begun = time.monotonic()
         self.schedule.counted(n)
-        save = self._started(n, milestone, metrics, must)
+        save, topic = Save(n), self._ranks.at("save", n)
+        with self._reading_the_state():
+            try:
+                at, planned = self._planned(n, topic)
+                newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
+                pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
+            except BaseException as error:
+                self._pipeline.leave(n, topic, error)  # guard: unstarted-save-frees-place
+                raise
+            self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
+            if planned.overlapped:
+                self._planner.begun(planned)
         now = time.monotonic()
         save.stall_seconds, self.last = waited + now - begun, save
         self.schedule.begun(save, begun, now, waited)
         self._numbers.saved(n, self._request.state)
         return save
 
-    def _started(self, n: int, milestone: bool, metrics: Mapping[str, float], must: bool) -> Save:
-        """Plan the save of step `n` and hand it to the pipeline. The place in flight is given back on an error."""
-        self.busy, started = True, False
-        pipeline, topic, save = self._pipeline, self._ranks.at("save", n), Save(n)
+    @contextlib.contextmanager
+    def _reading_the_state(self) -> Iterator[None]:
+        """`busy` inside; an exception that is no Exception may come between any two lines of the copy."""
+        self.busy = True
         try:
-            if self._ranks.size > 1:
-                pipeline.admit_step(n)  # the first opens the incarnation: nobody waits there for a plan that fails
-            planned = self._planner.plan(self._request.state, topic)
-            at = pipeline.admit_step(n)
-            if self.last is None:
-                if self._ranks.size > 1 and self._ranks.coordinates:
-                    self.report_bound(planned.bytes * self._ranks.size)  # all write about as much
-                if self._planner.note:
-                    reporting.info(self._planner.note)
-            newest_only = pipeline.run.tier.newest_only  # there an older one would take the place of a newer one
-            pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
-            started = True
-            pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
-            if planned.overlapped:
-                self._planner.begun(planned)
+            yield
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._planner.interrupted()
             raise
         finally:
             self.busy = False
-            if not started:  # guard: unstarted-save-frees-place
-                pipeline.leave(n, topic, sys.exc_info()[1])
-        return save
+
+    def _planned(self, n: int, topic: AnyTopic) -> tuple[GenerationId, PlannedSave]:
+        """Where the save of step `n` goes, and how the state gets there."""
+        if self._ranks.size > 1:
+            self._pipeline.admit_step(n)  # the first opens the incarnation: nobody waits there for a plan that fails
+        planned = self._planner.plan(self._request.state, topic)
+        at = self._pipeline.admit_step(n)
+        if self.last is None:
+            if self._ranks.size > 1 and self._ranks.coordinates:
+                self.report_bound(planned.bytes * self._ranks.size)  # all write about as much
+            if self._planner.note:
+                reporting.info(self._planner.note)
+        return at, planned
 
     def _wait_for_a_place(self, n: int, must: bool, timeout_seconds: float | None) -> float | None:
         """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped.

@@ -175,14 +175,26 @@ def write_part(request: SaveRequest, by: RankWriter, known: KnownRun | None = No
     """
     blobs: list[Blob] = []
     pieces: list[Piece] = []
-    for image in request.images:
-        blob, its_pieces = _written(image, request.chunks, request, by)
-        blobs.append(blob)
-        pieces += its_pieces
-    seconds = known.environment.monotonic_seconds() - begun if known else 0.0
-    request.chunks.finish()  # guard: copier-finished-before-commit
-    for image, chunks in request.check.approve(pieces):
-        blob, its_pieces = _written(image, chunks, request, by)
+
+    seconds = 0.0
+
+    def files() -> Iterator[tuple[Image, Iterator[write_file.Chunk]]]:
+        nonlocal seconds
+        yield from ((image, request.chunks) for image in request.images)
+        seconds = known.environment.monotonic_seconds() - begun if known else 0.0
+        request.chunks.finish()  # guard: copier-finished-before-commit
+        yield from request.check.approve(pieces)
+
+    for image, chunks in files():
+        blob, its_pieces = write_file.write(
+            by.tier,
+            layout.folder(request.at),
+            image,
+            chunks,
+            chunk_bytes=request.chunk_bytes,
+            algorithm=by.algorithm,
+            writers=by.writers,
+        )
         blobs.append(blob)
         pieces += its_pieces
     at = request.at
@@ -201,20 +213,6 @@ def write_part(request: SaveRequest, by: RankWriter, known: KnownRun | None = No
     )
     seal = commit.seal(by.tier, manifest)
     return RankPart(seal=seal, bytes=seal.length + sum(blob.length for blob in blobs))
-
-
-def _written(
-    image: Image, chunks: Iterator[write_file.Chunk], request: SaveRequest, by: RankWriter
-) -> tuple[Blob, list[Piece]]:
-    return write_file.write(
-        by.tier,
-        layout.folder(request.at),
-        image,
-        chunks,
-        chunk_bytes=request.chunk_bytes,
-        algorithm=by.algorithm,
-        writers=by.writers,
-    )
 
 
 def _committed(run: Saving, request: SaveRequest, part: RankPart, topic: AnyTopic) -> Generation:
