@@ -15,7 +15,7 @@ from harness import reported, reports
 from lastgood import errors
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
-from lastgood.loop import save_planner
+from lastgood.loop import save_planner, saver
 from lastgood.loop.save_planner import SavePlanner
 from lastgood.run.pipeline import Pipeline
 from lastgood.run.save_handle import Save
@@ -392,3 +392,13 @@ def test_threads_and_descriptors_are_bounded_by_what_was_asked_for(tmp_path):
             ckpt.save(n)
         assert threading.active_count() - before <= 3 * (1 + 2) + 1 + 1 + 3
     assert threading.active_count() == before
+
+
+def test_the_seconds_of_a_save_begin_when_it_is_planned(tmp_path, monkeypatch):
+    """Planning may wait for other ranks; a rank that was asked to end took that for a slow disk, and saved no more."""
+    order, plan = list[str](), SavePlanner.plan
+    monkeypatch.setattr(SavePlanner, "plan", lambda *given: (plan(*given), order.append("planned"))[0])
+    monkeypatch.setattr(saver, "Save", lambda step: (order.append("begun"), Save(step))[1])
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(2)}) as ckpt:
+        ckpt.save(1).result()
+    assert order == ["planned", "begun"]

@@ -222,9 +222,10 @@ def test_nothing_is_read_again_while_a_save_is_under_way_or_somebody_waits_for_t
         pipeline, upkeep = ckpt._pipeline, ckpt._pipeline.upkeep
         pipeline._scrubbing, after_save = None, upkeep.after_save
 
-        def beside_a_save(*args: object) -> None:
-            after_save(*args)
+        def beside_a_save(*args: object) -> bool:
+            done = after_save(*args)
             pipeline._flights.append(None)
+            return done
 
         upkeep.after_save = beside_a_save
         pipeline._after_save()

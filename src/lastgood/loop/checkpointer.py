@@ -183,7 +183,7 @@ class Checkpointer:
             start = ckpt.restore().step
         """
         self._require_open()
-        run, arena = self._pipeline.run, self._pipeline.upkeep.arena()
+        run = self._pipeline.run
         source = WritableRun(self._pipeline, self._planner, self._ranks)
         topic = self._ranks.topic("restore", lasting=True)
         with topic.failing():
@@ -194,7 +194,7 @@ class Checkpointer:
         try:
             if mender is not None:
                 mender.mended.clear()
-                mender.mend_known(step, arena)
+                mender.mend_known(step, self._pipeline.upkeep.arena())
             found = load(request, source, self._ranks)
         except NoSuchStep:
             if step != 0 or not is_whole(step, 0):

@@ -111,7 +111,7 @@ class Saver:
             return None
         begun = time.monotonic()
         self.schedule.counted(n)
-        save, topic = Save(n), self._ranks.at("save", n)
+        topic = self._ranks.at("save", n)
         with self._reading_the_state():
             try:
                 at, planned = self._planned(n, topic)
@@ -120,6 +120,7 @@ class Saver:
             except BaseException as error:
                 self._pipeline.leave(n, topic, error)  # guard: unstarted-save-frees-place
                 raise
+            save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
             self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
             if planned.overlapped:
                 self._planner.begun(planned)

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena
 from ..engine.finite import exception
-from ..errors import Damaged, HalfLoaded, LastgoodError, NotFinite, NothingGood, Unreadable
+from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, NothingGood, Unreadable
 from ..format import layout
 from ..format.commit import Survey
 from ..policy import restore
@@ -114,8 +114,8 @@ class Candidates:
                 if again:
                     yield generation
                     error = self._failure()
-            if not isinstance(error, (Damaged, NotFinite)):
-                raise error
+            if isinstance(error, HalfLoaded) or not isinstance(error, (Damaged, NotFinite)):
+                raise error  # of several ranks, once all have examined it: none waits for another
             if isinstance(error, NotFinite):
                 self._unfit[at.step] = [error.tensor]
             if again or (self._step is not None and self.is_last(at)):  # guard: next-older-after-damage
@@ -126,7 +126,7 @@ class Candidates:
 
     def failed(self, error: Damaged | NotFinite) -> None:
         """Report that the current generation did not load. Raises `error` itself where no other may be tried."""
-        if isinstance(error, HalfLoaded):
+        if isinstance(error, LoadFailed):
             raise error
         self._error = error
 

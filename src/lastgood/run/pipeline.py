@@ -401,9 +401,8 @@ class Pipeline:
         def give_way() -> bool:
             return bool(self._flights)  # guard: upkeep-yields-to-saves
 
-        if give_way():
+        if give_way() or not self.upkeep.after_save(give_way):
             return
-        self.upkeep.after_save(give_way)
         if self.upkeep.scrub_is_due():
             with self._state:
                 if not self._flights and not self._closing:  # guard: scrub-yields-to-saves

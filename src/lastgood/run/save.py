@@ -176,14 +176,14 @@ def write_part(request: SaveRequest, by: RankWriter, known: KnownRun | None = No
     blobs: list[Blob] = []
     pieces: list[Piece] = []
 
-    seconds = 0.0
-
     def files() -> Iterator[tuple[Image, Iterator[write_file.Chunk]]]:
-        nonlocal seconds
         yield from ((image, request.chunks) for image in request.images)
         seconds = known.environment.monotonic_seconds() - begun if known else 0.0
         request.chunks.finish()  # guard: copier-finished-before-commit
-        yield from request.check.approve(pieces)
+        further = request.check.approve(pieces)
+        if known:
+            known.emit("written", request.at, seconds, sum(image.length for image in request.images))
+        yield from further
 
     for image, chunks in files():
         blob, its_pieces = write_file.write(
@@ -198,8 +198,6 @@ def write_part(request: SaveRequest, by: RankWriter, known: KnownRun | None = No
         blobs.append(blob)
         pieces += its_pieces
     at = request.at
-    if known:
-        known.emit("written", at, seconds, sum(image.length for image in request.images))
     manifest = Manifest(
         format=layout.FORMAT,
         step=at.step,

@@ -72,14 +72,18 @@ class Upkeep:
             self._scrubber.close()
         self._arena = None
 
-    def after_save(self, stop: Stop) -> None:
-        """Verify, point and delete, until `stop()`; what is found is reported by the training thread."""
+    def after_save(self, stop: Stop) -> bool:
+        """Verify, point and delete, until `stop()`; what is found is reported by the training thread.
+
+        Returns False where it gave way: a later commit has made this one unimportant, and upkeep follows that one.
+        """
         try:
             self._maintain(stop)
         except Cancelled:
-            return  # a later commit has made this one unimportant; upkeep follows that one
+            return False
         except BaseException as error:  # noqa: BLE001 - reported by the training thread
             self._outcomes.put(error)
+        return True
 
     def before_save(self) -> None:
         """Verify and delete before the next reservation: the disk stays bounded. Findings do not stop the save.
