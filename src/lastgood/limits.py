@@ -93,7 +93,7 @@ RANK_TIMEOUT_SECONDS = 120.0
 COORDINATOR_TIMEOUTS = 2
 """For how many of these timeouts the other ranks wait for the coordinator."""
 POLLS_PER_TIMEOUT = 60
-"""A wait polls after this part of its timeout for the first time, whether to go on waiting."""
+"""The first poll in a wait comes after timeout / POLLS_PER_TIMEOUT. A rendezvous reads all nonces again as often."""
 QUICK_STORE_SECONDS = 5.0
 """The timeout of calls to the store that must not block for long: those of the training thread, and polls in a wait."""
 ANNOUNCEMENT_POLL_SECONDS = 1.0

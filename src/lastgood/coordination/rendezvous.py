@@ -56,14 +56,15 @@ def _gather(store: MessageStore, place: str, name: str, others: range, timeout_s
     until = time.monotonic() + timeout_seconds
 
     def answer(nonces: Iterable[str]) -> None:
-        # The answers to nonces of dead processes stay unread.
+        # Nobody reads the answers to nonces of dead processes.
         store.post_all({f"{place}/named/{nonce}": name for nonce in nonces})
 
     while True:
         left_seconds = max(until - time.monotonic(), 0.0)
         try:
             answer(store.receive(joining, left_seconds))
-            # A rank whose nonce was that of a dead process may post its own meanwhile: then all are answered again.
+            # A nonce without acknowledgement may be that of a dead process, whose rank posts a new one when it joins:
+            # after a short wait all nonces are read again.
             store.receive(received, min(left_seconds, timeout_seconds / POLLS_PER_TIMEOUT))
             break
         except TimedOut:
