@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ..coordination.rounds import Ranks, raised
+from ..coordination.rounds import RankGroup, decode_error
 from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena
 from ..errors import Damaged, StepTaken, TierDown
@@ -38,7 +38,7 @@ class Follower:
         self,
         tier: Shared,
         workers: Executor,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         algorithm: str = "xxh3_128",
         environment: Environment | None = None,
@@ -142,7 +142,7 @@ class Follower:
         shared, known = msgspec.convert(posted, SharedSurvey), self.known
         survey = commit.Survey(
             run=known.survey.run,
-            broken={at: raised(post) for at, post in shared.broken},
+            broken={at: decode_error(post) for at, post in shared.broken},
             incomplete=set(shared.incomplete),
             witnessed=set(shared.witnessed),
             incarnations={one.id: one for one in shared.incarnations},
