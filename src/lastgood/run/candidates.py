@@ -99,7 +99,8 @@ class Candidates:
     The constructor raises NoSuchStep. The iteration raises
       - the error of a generation that failed twice, and that of the last generation of an explicit `step`;
       - NothingGood, with the reason for each generation, if none is left;
-      - LoadFailed and HalfLoaded, after which no other generation may be tried;
+      - HalfLoaded, after which no other generation may be tried;
+      - Unavailable, if the commit record of a generation could not be read when the run was listed;
       - what `run` raises.
     It ends without an error only if nothing was ever committed.
     """
@@ -134,7 +135,7 @@ class Candidates:
             raise self._nothing_good()
 
     def failed(self, error: Damaged | NotFinite) -> None:
-        """Report that the current generation did not load. Raises `error` itself if no other one may be tried."""
+        """Report that the current generation did not load. Raises LoadFailed at once: no other may be tried then."""
         if isinstance(error, LoadFailed):
             raise error
         self._error = error

@@ -142,10 +142,10 @@ class Follower:
             self.known.survey = commit.survey(self.tier)
 
     def adopt(self, posted: Any) -> None:
-        """Replace this rank's survey by that of the coordinator, whatever this machine lists. Raises Unavailable.
+        """Replace this rank's survey by that of the coordinator, even where it differs from what this machine lists.
 
         `posted`: the `SharedSurvey` that the coordinator published. A generation whose commit record this rank cannot
-        read counts as broken here.
+        read counts as broken here. Raises Unavailable.
         """
         shared, known = msgspec.convert(posted, SharedSurvey), self.known
         survey = commit.Survey(

@@ -1,8 +1,9 @@
 """Records about committed generations: marks of the guard, labels of users, and the pointer to the newest good one.
 
 Marks and the pointer are hints for restores and for people: a run without any of them restores the same generation,
-because a restore verifies what it reads. A hint that cannot be written is therefore reported and raises nothing, with
-one exception: a generation counts as verified only once its mark is durable.
+because a restore verifies what it reads. If one of them cannot be written, this is therefore reported, and nothing is
+raised. The exception is the mark of a good generation: the error is raised, because the generation counts as verified
+only once its mark is durable.
 """
 
 from __future__ import annotations
