@@ -42,6 +42,8 @@ class Marks:
             now = known.survey.generations.get(generation.id)
             if now is not None:  # a label may have been added while the generation was read
                 generation = msgspec.structs.replace(generation, commit=now.commit)
+            if findings:  # before the mark: this process must not count on the generation, even if the mark fails
+                known.record(judged(generation, findings))
             try:
                 commit.mark(known.tier, generation, findings)  # guard: mark-before-pointer
             except (Unavailable, NotWritable) as error:
