@@ -118,7 +118,9 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     limits = ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
-    code = pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *limits, *tests])
+    preloaded = ["-W", "ignore:Module already imported so cannot be rewritten"]  # the forkserver imported hypothesis
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    code = pytest.main(["-x", "--tb=no", *preloaded, *plugins, *limits, *tests])
     sys.stdout.flush()
     os._exit(code)
 
