@@ -72,6 +72,10 @@ READ_LIMIT = 3
 """The largest number of chunks that are read at once (engine/read_file.py takes fewer on few processors)."""
 UPKEEP_CHUNKS = 3
 """Chunks of memory in which generations are verified after their commit."""
+EXAMINATION_CHUNKS = 3
+"""Chunks of memory in which a restore or a command examines a generation."""
+DELETED_AT_ONCE = 3
+"""Generations that are deleted at the same time, so that they share the waits for the disk."""
 DELETIONS_AHEAD = 2
 """Generations that are deleted before a save reserves its space, at most."""
 BACKLOG_LIMIT = 2
@@ -80,7 +84,8 @@ UNREAD_LIMIT = 10
 """The same on a tier that deletes old generations by itself, where a backlog fills no disk."""
 
 assert READ_LIMIT <= WORKERS, "each chunk that is read at once has a thread"
-assert UPKEEP_CHUNKS >= 2, "one chunk is read while another one is examined"
+assert min(UPKEEP_CHUNKS, EXAMINATION_CHUNKS) >= 2, "one chunk is read while another one is examined"
+assert DELETED_AT_ONCE <= WORKERS, "each deletion has a thread"
 assert DELETIONS_AHEAD > 1, "a save adds one generation, so a run that holds too many shrinks with every save"
 assert BACKLOG_LIMIT <= UNREAD_LIMIT
 

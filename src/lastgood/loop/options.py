@@ -16,14 +16,13 @@ from ..format import parity_layout
 from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
-from ..limits import MAX_IN_FLIGHT, RANK_TIMEOUT_SECONDS
+from ..limits import MAX_IN_FLIGHT, RANK_TIMEOUT_SECONDS, WORKERS
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..run import access
 from ..run.planned_save import RunOptions
-from ..run.reader import WORKERS
 from ..storage.directory import WriteMode
 from .preemption import Preemption
 

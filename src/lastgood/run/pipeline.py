@@ -25,6 +25,7 @@ from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, TimedOut
 from ..events import Event, EventKind
+from ..limits import WORKERS
 from ..records import Generation, GenerationId
 from . import access
 from .chunk_queue import ChunkQueue
@@ -32,7 +33,6 @@ from .follower import Follower
 from .known import Environment
 from .outcomes import Outcomes
 from .planned_save import PlannedSave, RunOptions
-from .reader import WORKERS
 from .save import SaveRequest, save
 from .save_handle import Save
 from .thread_pools import Pool, Workers, started

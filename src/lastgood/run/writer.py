@@ -27,7 +27,7 @@ from ..io.reed_solomon import Code
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
-from .disk_space import Roomy
+from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
 from .mend import Mender
@@ -81,7 +81,7 @@ class RunWriter:
         code = Code(*striping.parsed(parity)) if parity else None
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
-        self._roomy = Roomy(tier, self.make_room)
+        self._roomy = RetryingTier(tier, self.make_room)
 
     @property
     def rank(self) -> int:
