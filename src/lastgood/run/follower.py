@@ -83,7 +83,7 @@ class Follower:
         """Only the coordinator decides."""
         raise AssertionError("only the coordinator decides")
 
-    def take_up(self, generation: Generation) -> None:
+    def note_published(self, generation: Generation) -> None:
         """Note what the coordinator has published."""
         with self.known.lock:
             self.known.note_tried(generation.id)
