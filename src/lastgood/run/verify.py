@@ -43,23 +43,23 @@ def _ignore(_: memoryview) -> None:
     """Receives the bytes of a reading that nothing but the guard needs."""
 
 
-def own_seals(ranks: AnyRanks, generation: Generation, of: Collection[int]) -> list[int]:
-    """The ranks of a generation's seals whose files are read by the present ranks `of`.
+def ranks_read_by(readers: Collection[int], ranks: AnyRanks, generation: Generation) -> list[int]:
+    """The ranks that wrote a generation whose files the present ranks `readers` read.
 
-    If more ranks wrote the generation than there are now, its seals are divided among the present ranks.
+    If more ranks wrote the generation than there are now, their files are divided among the present ranks.
     """
-    return [one.rank for one in generation.commit.seals if one.rank % ranks.size in of]
+    return [one.rank for one in generation.commit.seals if one.rank % ranks.size in readers]
 
 
 def own_findings(
     known: KnownRun, ranks: AnyRanks, generation: Generation, arena: Arena, workers: Executor, stop: Stop = never
 ) -> list[Finding]:
     """Read the files that this rank has to read and return the findings. All ranks together read every file."""
-    return read_all(known.tier, generation, arena, workers, stop, of=own_seals(ranks, generation, [ranks.rank]))
+    return read_all(known.tier, generation, arena, workers, stop, of=ranks_read_by([ranks.rank], ranks, generation))
 
 
 def post_key(ranks: Ranks, generation: Generation, rank: int) -> str:
-    """The key under which a rank posts that its part of a generation is good."""
+    """The key under which a rank posts whether its part of a generation is good."""
     return f"{ranks.name}/read/{generation.id}/{rank}"
 
 
@@ -136,12 +136,11 @@ class Verifier:
         if not isinstance(ranks, Ranks):
             return read_all(known.tier, generation, arena, self._workers, stop, also=also)
         begun = now()
-        findings = own_findings(
-            known, ranks, generation, arena, self._workers, stop
-        )  # guard: rank-zero-reads-own-files
+        # guard: rank-zero-reads-own-files
+        findings = own_findings(known, ranks, generation, arena, self._workers, stop)
         reported = self._reported_good(ranks, generation, max(now() - begun, LEAST_WAIT_SECONDS))
         good = {ranks.rank, *reported}
-        rest = own_seals(ranks, generation, set(range(ranks.size)) - good)  # guard: only-unconfirmed-ranks-reread
+        rest = ranks_read_by(set(range(ranks.size)) - good, ranks, generation)  # guard: only-unconfirmed-ranks-reread
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
         return findings or disagreeing(known.tier, generation)
