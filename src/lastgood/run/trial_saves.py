@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from ..engine import write_file
 from ..engine.arena import Arena, Lease
 from ..errors import Damaged
 from ..format import commit, layout
@@ -20,8 +19,9 @@ from ..limits import WORKERS
 from ..policy import restore, tune
 from ..policy.tune import Setting
 from ..ports import Tier
-from ..records import Commit, Generation, GenerationId, Manifest, World
+from ..records import Commit, Generation, GenerationId, World
 from .reader import read_all
+from .save import RankWriter, ReadyChunks, SaveRequest, write_part
 from .scratch import INCARNATION
 from .watched import CountBytes
 
@@ -68,11 +68,11 @@ class TrainingLoad:
 
 
 class TrialSaves:
-    """Measures how long one copy, write, save or read of a sample takes. Call `set_sample` and `make_arena` first.
+    """Measures how long a copy, write, save or read of a sample takes. Call `set_sample` and `make_arena` first.
 
     `state_bytes`: the length of the state of the job for which settings are searched; `memory_bytes`: the memory that
-    its arena may take. `count_bytes` is called for all that is copied or written. The last saves stay on the disk until
-    the next measurement.
+    its arena may take. `count_bytes` is called for all that is copied or written. The generations of the last `save`
+    stay on the disk, for `read`, until the next `save` or `write`.
     """
 
     def __init__(self, tier: Tier, state_bytes: int, memory_bytes: int, count_bytes: CountBytes, clock: Clock) -> None:
@@ -204,26 +204,8 @@ class TrialSaves:
 
     def _save(self, at: GenerationId, image: layout.Image, chunks: Iterator[Lease], writers: Executor) -> Generation:
         """Write and commit one generation, as `RunWriter` does."""
-        blob, pieces = write_file.write(
-            self._tier,
-            layout.folder(at),
-            image,
-            chunks,
-            chunk_bytes=self._arena.chunk_bytes,
-            algorithm=ALGORITHM,
-            writers=writers,
-        )
-        manifest = Manifest(
-            format=layout.FORMAT,
-            step=at.step,
-            incarnation=at.incarnation,
-            rank=0,
-            digest=ALGORITHM,
-            blobs=[blob],
-            pieces=pieces,
-            aliases={},
-            values={},
-        )
+        request = SaveRequest(at=at, images=[image], chunks=ReadyChunks(chunks), chunk_bytes=self._arena.chunk_bytes)
+        part = write_part(request, RankWriter(self._tier, 0, ALGORITHM, writers))
         record = Commit(
             format=layout.FORMAT,
             run=INCARNATION,
@@ -233,7 +215,7 @@ class TrialSaves:
             world=World(ranks=1),
             continues=None,
             parent=None,
-            seals=[commit.seal(self._tier, manifest)],
+            seals=[part.seal],
             created=0.0,
         )
         return commit.publish(self._tier, record, ALGORITHM)
