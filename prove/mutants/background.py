@@ -77,7 +77,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "bearers are found anew",
             "stale-bearers-refreshed",
-            Swap(" or plan.found_in is not captured.origins or not plan.behind.holds(captured)", ""),
+            Swap(" or plan.found_in is not captured.origins or not plan.overlappable.holds(captured)", ""),
         ),
         (
             "layout is made anew",

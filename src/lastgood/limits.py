@@ -87,6 +87,18 @@ assert UPKEEP_CHUNKS >= 2, "one chunk is read while another one is examined"
 assert DELETIONS_AHEAD > 1, "a save adds one generation, so a run that holds too many shrinks with every save"
 assert BACKLOG_LIMIT <= UNREAD_LIMIT
 
+# ---- the training loop -------------------------------------------------------------------------------------------
+
+MEMORY_LEAST_BYTES = 1 << 20
+"""The least memory to which a user may bound the buffers of a run."""
+STAGING_CHUNKS = 4
+"""Bounded memory is divided into so many chunks at least, so that some are filled while others are written."""
+STEPS_REMEMBERED = 10_000
+"""Steps of the loop among which a rank finds the one at which a save was announced that it received too late."""
+
+assert MEMORY_LEAST_BYTES // STAGING_CHUNKS >= PAGE_BYTES, "a chunk of bounded memory has a page at least"
+assert STEPS_REMEMBERED > STEP_HISTORY, "a step that other ranks may still wait for is remembered"
+
 # ---- slots -------------------------------------------------------------------------------------------------------
 
 SLOT_LIMIT = 100

@@ -71,6 +71,8 @@ class Pipeline:
         self._scrubbing: Future[None] | None = None
         self._busy = threading.Event()
         self._free_places = threading.BoundedSemaphore(options.in_flight)
+        self.admitted = False
+        """whether the training thread holds a place that no flight has taken over yet"""
         self._state = threading.Lock()
         self._flights: list[_Flight] = []
         self._work: list[Future[None]] = []
@@ -121,7 +123,8 @@ class Pipeline:
 
     def admit(self, timeout_seconds: float | None) -> bool:
         """Take a place for one more save in flight, waiting so long at most (None: for ever); False if none is free."""
-        return self._free_places.acquire(timeout=timeout_seconds)
+        self.admitted = self._free_places.acquire(timeout=timeout_seconds)
+        return self.admitted
 
     def admit_step(self, step: int) -> GenerationId:
         """Where a save of `step` will go, as `RunWriter.admit`, once an earlier try of the same has ended.
@@ -139,9 +142,11 @@ class Pipeline:
             job.exception()
         return self.run.admit(step)
 
-    def leave(self, step: int, topic: AnyTopic, error: BaseException | None) -> None:
-        """Give back a place that `start` was not called for; the other ranks learn why, behind the loop."""
-        if self._ranks.size == 1 or error is None:
+    def leave(self, step: int, topic: AnyTopic, error: BaseException) -> None:
+        """Give back the place that was admitted and that no flight has taken over; behind the loop the other ranks
+        receive `error`, which is why."""
+        self.admitted = False
+        if self._ranks.size == 1:
             self._free_places.release()
             return
 
@@ -191,7 +196,7 @@ class Pipeline:
         writing: Future[None] | None = None
         try:
             with self._state:
-                self._flights.append(flight)
+                self._flights, self.admitted = [*self._flights, flight], False  # from now on the flight has the place
                 self._busy.set()
                 if pinned:
                     self.run.known.pinned.add(at)
