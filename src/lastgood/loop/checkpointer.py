@@ -76,8 +76,8 @@ class Checkpointer:
     these two may also be given as a keyword argument of its own.
 
     In a process group, every rank opens the same path and makes the same calls. Each writes its own part of a
-    generation; a save that fails on one rank fails on all. Raises Refused, NotARun, NotWritable, RunLocked, and
-    Unavailable; no generation has been changed then.
+    generation; a save that fails on one rank fails on all. Raises Refused, NotARun, NotWritable, RunLocked: nothing has
+    been touched then. Raises Unavailable if the disk fails, and RankFailed if another rank does not come.
 
         with lastgood.Checkpointer("runs/gpt", {"model": model, "optimizer": optimizer}) as ckpt:
             for step in range(ckpt.restore().step + 1, total + 1):
@@ -226,7 +226,7 @@ class Checkpointer:
         return saver.save(n, False, numbers(metrics), must=False)
 
     def save(self, n: int, milestone: bool = False, metrics: Mapping[str, Any] | None = None) -> Save:
-        """Save now. Returns when the state is copied, or as soon as it may be copied behind the loop.
+        """Save now. Returns as soon as training may go on; `Save.result()` waits until the save is durable.
 
         `n`: the number of completed optimizer steps. `milestone`: whether the generation is kept for ever; default
         False. `metrics`: name -> number, for Keep(best=...); NaN, infinity and None are left out; default None: none.

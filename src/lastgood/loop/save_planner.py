@@ -212,7 +212,7 @@ class SavePlanner:
         self._plan = None
 
     def reading_arena(self, image_bytes: int, chunk_bytes: int) -> Arena:
-        """The arena for a restore, made anew if the present one is too small. No save may be in flight."""
+        """The arena for a restore; a new one replaces it if it is too small. No save may be in flight."""
         bound = image_bytes if self._memory is None else min(self._memory, image_bytes)
         arena = self._fitting(bound, chunk_bytes)
         if arena is None:
@@ -227,7 +227,7 @@ class SavePlanner:
         plan = self._plan
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
         if Origin.STEPPED not in captured.origins.values():
-            known = False  # without an optimizer only `requires_grad` tells what trains, and it may have changed
+            known = False  # without an optimizer only `requires_grad` shows what trains, and it may have changed
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
         division = (
             self._replicas.divided(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
@@ -249,7 +249,11 @@ class SavePlanner:
     def _overlapped(
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
     ) -> Mapping[str, torn_check.Bearer] | None:
-        """The tensors that are copied while training goes on; None if the loop waits for the whole copy."""
+        """The tensors that are copied while training goes on; None if the loop waits for the whole copy.
+
+        It waits with staging="blocking", and by default for a small state and for optimizers that cannot be made to
+        wait; also if more than SIDE_BYTES would have to be cloned, and with torn_check="full" on a CUDA device.
+        """
         small = self._staging is None and sum(one.length for one in plan.images) <= SMALL_BYTES
         if self._staging == "blocking" or small:
             return None

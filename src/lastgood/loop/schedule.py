@@ -8,7 +8,8 @@ knows. It announces that to the others some steps ahead (coordination/announceme
     "ended"   the end of a save, whose place in flight is free again from a step on
 
 A rank that receives an announcement only after its step has missed a save of the others. It then fails this save for
-all ranks, with HeardLate, so that none of them waits for it. Everything here runs on the training thread.
+all ranks, with HeardLate, so that none of them waits for it, and rank 0 announces the later ones further ahead.
+Everything here runs on the training thread.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Schedule:
         return None
 
     def admitted(self, n: int) -> None:
-        """Record that a save of step `n` has a place in flight, whatever becomes of it."""
+        """Record that a save of step `n` has a place in flight, even if it fails later."""
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
         """Record a save that was planned and started from `began` to `now`, after a wait for its place."""
