@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "src"), str(HERE.parent / "lab/src")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "tests/support"), str(HERE.parent / "src"), str(HERE.parent / "lab/src")]
 
 from telling import report  # noqa: E402
 

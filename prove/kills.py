@@ -1,4 +1,4 @@
-"""Thousands of SIGKILLs at random instants of tests/victim.py; what is left is judged after each.
+"""Thousands of SIGKILLs at random instants of tests/support/victim.py; what is left is judged after each.
 
 One run is killed fifty times in a row, each life restoring what the one before left; then two undisturbed lives follow,
 and a new run begins. Lives run with writer threads and real syncs. Writes prove/reports/kills.*

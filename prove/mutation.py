@@ -31,6 +31,7 @@ from typing import NamedTuple, NoReturn
 import pytest
 from mutants import MUTANTS, Mutant
 from mutants.change import Nothing, Unfit, marked_lines
+from mutants.record import test_file
 from telling import report
 
 HERE = Path(__file__).resolve().parent
@@ -79,7 +80,8 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
         (copy / file.relative_to(HOME)).write_text(mutated)
         rounds = [list(mutant.tests)]
         if last and last.outcome == "killed" and "::" in last.told:
-            rounds.insert(0, [f"tests/test_{last.told}"])
+            file, _, test = last.told.partition(".py::")
+            rounds.insert(0, [f"{test_file(file)}::{test}"])
         for tests in rounds:
             child = CHILDREN.Process(target=run_tests, args=(copy, scratch, tests))
             child.start()
@@ -91,7 +93,7 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # what a mutant left running
             told = Path(scratch, "told").read_text(errors="replace")
-            found = re.search(r"^(?:FAILED|ERROR) tests/test_(.+?)(?: - .*)?$", told, re.M)
+            found = re.search(r"^(?:FAILED|ERROR) tests/\w+/test_(.+?)(?: - .*)?$", told, re.M)
             if found:
                 return Judgement("killed", found[1], time.monotonic() - begun)
     if -child.exitcode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
@@ -116,7 +118,9 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     limits = ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
-    code = pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *limits, *tests])
+    preloaded = ["-W", "ignore:Module already imported so cannot be rewritten"]  # the forkserver imported hypothesis
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist"]
+    code = pytest.main(["-x", "--tb=no", *preloaded, *plugins, *limits, *tests])
     sys.stdout.flush()
     os._exit(code)
 
@@ -142,8 +146,8 @@ def unchanged(wanted: list[Mutant]) -> list[Mutant]:
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
-    killer = found.told.partition("::")[0] if found.outcome == "killed" and "::" in found.told else ""
-    tests = [f"tests/test_{killer}"] if killer else mutant.tests
+    killer = found.told.partition(".py::")[0] if found.outcome == "killed" and "::" in found.told else ""
+    tests = [test_file(killer)] if killer else mutant.tests
     told = hashlib.sha256(repr(mutant).encode())
     for path in [holder(mutant), *(HOME / test for test in tests)]:
         told.update(path.read_bytes())

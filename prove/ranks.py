@@ -1,6 +1,6 @@
 """Every system call of a save by several ranks, on each rank: failed with an errno, or the process ended there.
 
-A trial is a world of tests/ranked.py, real processes under gloo: three saves, the fault in the second. What all ranks
+A trial is a world of `ranked.py`, real processes under gloo: three saves, the fault in the second. What all ranks
 say of it must be one thing, in bounded time; what was durable is there to the bit, what was refused is not; after an
 errno the next save works, and after a death another world restores the newest and saves. Writes prove/reports/ranks.*
 """
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from syscalls import in_memory, progress
 from telling import report

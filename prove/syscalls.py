@@ -1,6 +1,6 @@
 """Every system call of save, restore and gc that touches a run: killed at, failed with an errno; once and for good.
 
-A scenario is one life of tests/victim.py on a run that is copied anew for each trial. It is traced once, to learn each
+A scenario is one life of `victim.py` on a run that is copied anew for each trial. It is traced once, to learn each
 call on each path; then it lives again for every call and every fault, and the victim's ledger judges what is left:
 what was acknowledged is there bit for bit, what was refused is not, an errno was told by name or stands in IGNORED
 with its reason, and two undisturbed lives follow that leave no litter. strace cannot shorten a write and has no full
@@ -27,7 +27,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
 
 from telling import report
 
@@ -35,7 +35,7 @@ from lastgood.format import layout
 from victim import TIERS, Ledger, litter, live
 
 HERE = Path(__file__).resolve().parent
-VICTIM = [sys.executable, "-S", str(HERE.parent / "tests" / "victim.py")]
+VICTIM = [sys.executable, "-S", str(HERE.parent / "tests/support/victim.py")]
 SCENARIOS: dict[str, list[str]] = {
     "fresh": ["--saves=2", "--seed=12"],
     "resume": ["--saves=2", "--seed=12"],
@@ -219,7 +219,7 @@ class Sweep:
 
 def environment(at: Path) -> dict[str, str]:
     """Of a victim: the sources, and a place for compiled modules, so that it starts fast and each time alike."""
-    paths = [*(str(HERE.parent / one) for one in ("src", "lab/src", "tests")), *filter(None, sys.path)]
+    paths = [*(str(HERE.parent / one) for one in ("src", "lab/src", "tests/support")), *filter(None, sys.path)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": str(at / "pyc"), "PYTHONHASHSEED": "0"}
     return {**kept, **ours}

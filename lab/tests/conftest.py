@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import registered
+from commands import asked, call, registered  # noqa: F401 - two of them are fixtures
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from test_cli import asked, call  # noqa: F401 - fixtures
-
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
@@ -24,7 +22,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return [lab, bench]
 
 
-def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(folders, tmp_path, asked):  # noqa: F811
+def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(folders, tmp_path, asked):
     out = tmp_path / "page.html"
     code, told = asked("report", *folders, "--out", out)
     text = out.read_text()
@@ -35,7 +33,7 @@ def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(f
     assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text
 
 
-def test_a_folder_without_a_report_is_refused_and_the_old_page_stays(folders, tmp_path, call):  # noqa: F811
+def test_a_folder_without_a_report_is_refused_and_the_old_page_stays(folders, tmp_path, call):
     out = tmp_path / "page.html"
     out.write_text("old")
     empty = tmp_path / "empty"

@@ -82,7 +82,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "layout is made anew",
             "stale-layout-rebuilt",
-            Swap(" or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division", ""),
+            Swap(" or (plan.key, plan.finite) != (captured.key, must) or plan.partition is not partition", ""),
         ),
         ("torn: identity and version", "replaced-tensors-are-torn", Remove()),
         (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from .change import Change, Statement
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Mutant(NamedTuple):
@@ -32,9 +35,16 @@ class Mutant(NamedTuple):
 Row = tuple[str, str, Change] | tuple[str, str, Change, str]
 
 
+def test_file(name: str) -> str:
+    """The path of tests/ROOM/test_NAME.py, relative to the repository. Raises LookupError where there is none."""
+    found = list(ROOT.glob(f"tests/*/test_{name}.py"))
+    if not found:
+        raise LookupError(f"no room of tests/ holds test_{name}.py")
+    return str(found[0].relative_to(ROOT))
+
+
 def table(kind: str, tests: tuple[str, ...], *rows: Row) -> tuple[Mutant, ...]:
     """Mutants of one kind from rows of (what, guard, change) or (what, guard, change, why no test can find it)."""
     return tuple(
-        Mutant(kind, what, guard, change, tuple(f"tests/test_{name}.py" for name in tests), *why)
-        for what, guard, change, *why in rows
+        Mutant(kind, what, guard, change, tuple(map(test_file, tests)), *why) for what, guard, change, *why in rows
     )

@@ -734,7 +734,7 @@ class World:
         self.ledger.rotten.add(at)
         path = f"{ROOT}/{layout.folder(at)}/{name}"
         if self.ledger.in_flight:
-            if name == layout.COMMIT:  # in the table: tests/test_slots.py
+            if name == layout.COMMIT:  # in the table: tests/storage/test_slots.py
                 name = layout.manifest_name(0)
             slot, start, _ = self.tier._find(f"{layout.folder(at)}/{name}")
             path, offset = f"{ROOT}/slots/{slot:02d}", start + offset

@@ -24,7 +24,7 @@ from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..ranks.replica_check import Replicas
-from ..ranks.torch_store import among_ranks, ranks_of, require_group, world_size
+from ..ranks.torch_store import among_ranks, join_group, require_group, world_size
 from ..run import access
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
@@ -141,7 +141,7 @@ class Checkpointer:
         if several:
             require_no_flat_parameters(state)
         self._process, self._closed = os.getpid(), False
-        group = ranks_of(path, options.ranks.patience) if several else None
+        group = join_group(path, options.ranks.patience) if several else None
         self._ranks = ranks = group or SingleRank()
         self._pipeline = pipeline = Pipeline(path, options.of_run(), ranks)
         replicas = Replicas(group, options.tuning.digest) if group else None
@@ -180,7 +180,7 @@ class Checkpointer:
         """
         self._require_open()
         restorer = self._restorer
-        topic = self._ranks.topic("restore", lasting=True)
+        topic = self._ranks.topic("restore", across_restores=True)
         with topic.failing():
             self.wait()
             restorer.run.share_survey(topic)
@@ -216,7 +216,7 @@ class Checkpointer:
         saver = self._saver
         if saver.announcements is not None and saver.expects_announcements:
             with self._reports.deferring_problems():
-                saver.announcements.look(n, self.preempted)
+                saver.announcements.poll(n, self.preempted)
                 saver.schedule.announce(n, time.monotonic())
         self._ending.end_if_requested(n)
         self._surface()

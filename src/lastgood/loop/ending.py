@@ -100,7 +100,7 @@ class Ending:
         announced = self._saver.announcements
         if announced is None or announced.end is None:
             return mine
-        topic = self._ranks.at("leave", announced.end)
+        topic = self._ranks.step_topic("leave", announced.end)
         if self._saver.schedule.previous_step >= announced.end:
             late = HeardLate(f"the end at step {announced.end} was announced to this rank only at its step {n}")
             topic.fail(late)
@@ -128,7 +128,7 @@ class Ending:
 
     def report(self) -> None:
         """Write the closing line, at rank 0: what is not durable, or that nothing was saved."""
-        if not self._ranks.coordinates:
+        if not self._ranks.is_coordinator:
             return
         step = self._progress.step
         if not self._progress.called:

@@ -23,7 +23,7 @@ from ..format.layout import images as lay_out
 from ..io.files import round_up
 from ..limits import PAGE_BYTES, STAGING_CHUNKS
 from ..policy.arguments import require
-from ..ranks.partition import Division
+from ..ranks.partition import Partition
 from ..ranks.replica_check import ReplicaCheck, Replicas
 from ..records import Piece
 from ..run.pipeline import Pipeline
@@ -71,7 +71,7 @@ class _Plan:
     """names of the tensors that must be finite"""
     images: list[Image]
     """the files of this rank"""
-    division: Division | None = None
+    partition: Partition | None = None
     """which tensors this rank writes; None in a world of one"""
     origins: Mapping[str, Origin] | None = None
     """`Captured.origins` of the capture for which `finite` was found"""
@@ -116,8 +116,8 @@ class SavePlanner:
         captured = self._capture.take(state)
         tensors, addresses = captured.tensors, captured.addresses
         plan = self._layout(state, captured, topic)
-        if plan.division:
-            tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.division.mine}
+        if plan.partition:
+            tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.partition.mine}
             addresses = [one.data_ptr() for one in tensors.values()]
         images = plan.images
         arena = self._writing_arena(images)
@@ -131,7 +131,7 @@ class SavePlanner:
         self.fence.hook(captured.optimizers if bearers is not None else [])
         watch = self._watched(plan, bearers) if bearers is not None else None
         cloned = _cloned(plan, tensors, bearers) if bearers is not None else set[str]()
-        witness, kept = self._witnessed(plan.division, captured)
+        witness, kept = self._witnessed(plan.partition, captured)
         later = tensors.keys() - cloned if bearers is not None and self._torn_check == "full" else ()
         digests = {key: staging.content_digest(tensors[key], self._algorithm) for key in later}
         copy_plan = staging.CopyPlan(
@@ -147,8 +147,8 @@ class SavePlanner:
         )
         snapshot = staging.Snapshot(copy_plan, arena)
         replicas = None
-        if self._replicas and plan.division and isinstance(topic, Topic):
-            replicas = self._replicas.check(topic, plan.division, captured, snapshot, kept)
+        if self._replicas and plan.partition and isinstance(topic, Topic):
+            replicas = self._replicas.check(topic, plan.partition, captured, snapshot, kept)
         return PlannedSave(
             images=images,
             arena=arena,
@@ -183,7 +183,7 @@ class SavePlanner:
             return sum(image.length for image in staging.lay_out(captured.tensors))
         with self._replicas.topic() as topic:
             captured = require_storable(self._capture, state)
-            self._replicas.agree(topic, captured, patterns.unmatched(state), beside)
+            self._replicas.start_exchange(topic, captured, patterns.unmatched(state), beside)
         return None
 
     def captured(self, state: Mapping[str, Any]) -> Captured:
@@ -229,16 +229,16 @@ class SavePlanner:
         if Origin.STEPPED not in captured.origins.values():
             known = False  # without an optimizer only `requires_grad` shows what trains, and it may have changed
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
-        division = (
-            self._replicas.divided(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
+        partition = (
+            self._replicas.partition(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
         )
         # guard: stale-layout-rebuilt
-        if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
-            if self._replicas and division:
-                files = lay_out([item.tensor for item in division.mine], self._replicas.rank)
+        if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.partition is not partition:
+            if self._replicas and partition:
+                files = lay_out([item.tensor for item in partition.mine], self._replicas.rank)
             else:
                 files = staging.lay_out(captured.tensors, must)
-            plan = self._plan = _Plan(captured.key, must, files, division)
+            plan = self._plan = _Plan(captured.key, must, files, partition)
         plan.origins = captured.origins
         return plan
 
@@ -273,12 +273,12 @@ class SavePlanner:
     def _watched(self, plan: _Plan, bearers: Mapping[str, torn_check.Bearer]) -> torn_check.Watch:
         if plan.watch is None or plan.watch.bearers is not bearers:
             plan.watch = watch = torn_check.Watch(bearers)
-            in_part = {item.name for item in plan.division.mine if item.rows} if plan.division else ()
+            in_part = {item.name for item in plan.partition.mine if item.rows} if plan.partition else ()
             plan.samples = [watch.in_chunks(image, chunks, in_part) for image, chunks in plan.chunks]
         return plan.watch
 
     def _witnessed(
-        self, division: Division | None, captured: Captured
+        self, partition: Partition | None, captured: Captured
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The replicas of tensors that other ranks write, by key; and clones of those that this rank may have to write.
 
@@ -286,7 +286,7 @@ class SavePlanner:
         """
         witness: dict[str, torch.Tensor] = {}
         kept: dict[str, torch.Tensor] = {}
-        for item in chain.from_iterable(division.witnessed.values()) if division else ():
+        for item in chain.from_iterable(partition.witnessed.values()) if partition else ():
             key, one = item.tensor.key, item.view(captured.tensors)
             if captured.origins[item.name] is Origin.OTHER:
                 one = kept[key] = one.clone()
@@ -322,9 +322,9 @@ class SavePlanner:
 
 def _cloned(plan: _Plan, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn_check.Bearer]) -> set[str]:
     """Keys of the tensors that are cloned before the loop goes on, because forward and backward may change them."""
-    if plan.division is None:
+    if plan.partition is None:
         return tensors.keys() - bearers.keys()  # guard: forward-buffers-cloned
-    return {item.tensor.key for item in plan.division.mine if item.name not in bearers}
+    return {item.tensor.key for item in plan.partition.mine if item.name not in bearers}
 
 
 def require_no_flat_parameters(state: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 
 from .. import reporting
 from ..coordination.announcements import Announcements
-from ..coordination.rounds import Ranks
+from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Damaged, InFlightFull, StepTaken
 from ..format import commit
@@ -81,7 +81,7 @@ class Saver:
         self.schedule: Schedule
         self.expects_announcements = False
         """whether rank 0 may publish anything for this run"""
-        if isinstance(self._ranks, Ranks):
+        if isinstance(self._ranks, RankGroup):
             self.announcements = Announcements(self._ranks)
             bound = None if options.tuning.when_full == "wait" else options.tuning.in_flight
             self.schedule = agreed = AgreedSchedule(
@@ -142,7 +142,7 @@ class Saver:
             if waited is None:
                 return None
             begun = time.monotonic()
-            topic = self._ranks.at("save", n)
+            topic = self._ranks.step_topic("save", n)
             self.schedule.admitted(n)
             with self._reading_the_state():
                 at, planned = self._planned(n, topic)
@@ -154,7 +154,9 @@ class Saver:
                     self._planner.hold_updates(planned)
         except BaseException as error:  # also Ctrl-C, between any two of these lines
             if self._pipeline.admitted:
-                self._pipeline.leave(n, topic or self._ranks.at("save", n), error)  # guard: unstarted-save-frees-place
+                self._pipeline.leave(
+                    n, topic or self._ranks.step_topic("save", n), error
+                )  # guard: unstarted-save-frees-place
             raise
         now = time.monotonic()
         save.stall_seconds, self.last = waited + now - begun, save
@@ -183,7 +185,7 @@ class Saver:
         planned = self._planner.plan(self._request.state, topic)
         at = self._pipeline.admit_step(n)
         if self.last is None:
-            if self._ranks.size > 1 and self._ranks.coordinates:
+            if self._ranks.size > 1 and self._ranks.is_coordinator:
                 self.report_bound(planned.bytes * self._ranks.size)  # the ranks write about equal parts
             if self._planner.note:
                 reporting.info(self._planner.note)
@@ -240,7 +242,7 @@ class Saver:
         save.wait_ended()
         if not save.durable():
             return
-        topic = self._ranks.at("same", save.step)
+        topic = self._ranks.step_topic("same", save.step)
         with topic.failing():
             manifest = commit.read_manifest(self._pipeline.run.tier, save.result(), self._ranks.rank)
             names = changed(self._planner.captured(self._request.state), manifest)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..coordination.announcements import Announcements
-from ..coordination.rounds import Ranks
+from ..coordination.rounds import RankGroup
 from ..errors import HeardLate
 from ..limits import STEPS_REMEMBERED
 from ..policy.cadence import Every, crossed
@@ -72,7 +72,7 @@ class AgreedSchedule(Schedule):
     """The schedule of one of several ranks. `in_flight`: how many saves at a time; None: a further save waits."""
 
     def __init__(
-        self, cadence: Every | Pace, reports: Reports, ranks: Ranks, ahead: Announcements, in_flight: int | None
+        self, cadence: Every | Pace, reports: Reports, ranks: RankGroup, ahead: Announcements, in_flight: int | None
     ) -> None:
         super().__init__(cadence, reports)
         self._ranks, self._ahead, self._in_flight = ranks, ahead, in_flight
@@ -102,35 +102,35 @@ class AgreedSchedule(Schedule):
         due, missed = self._take_announced(n, before)
         for step in missed:
             late = HeardLate(f"the save of step {step} was announced to this rank only at its step {n}")
-            self._ranks.at("save", step).fail(late)
+            self._ranks.step_topic("save", step).fail(late)
             self._reports.emit("failed", step, str(late))
         due = (due or self._by_steps(n, since)) and n != self._begun
         self._steps.append((n, due))
         return due
 
     def announce(self, n: int, now: float) -> None:
-        if not self._ranks.coordinates:
+        if not self._ranks.is_coordinator:
             return
         ahead, cadence = self._ahead, self._cadence
         if isinstance(cadence, Pace):
             if why := cadence.passed(n, now):
                 self._reports.emit("tuned", n, why)
             steps = cadence.auto.interval_steps
-            if steps != self._announced_interval and ahead.tell(n, "every", steps):
+            if steps != self._announced_interval and ahead.announce(n, "every", steps):
                 self._announced_interval = steps
         elif self._due_by_time(now, cadence) and not self.full():
             if self._last is not None and isinstance(self._last.error(), HeardLate):
-                ahead.further()
-            ahead.tell(n, "save")
+                ahead.extend_lead()
+            ahead.announce(n, "save")
         for step, save in self._unended.items():
             # guard: save-end-announced
-            if step not in self._announced_ends and (save is None or save.ended()) and ahead.tell(n, "ended", step):
+            if step not in self._announced_ends and (save is None or save.ended()) and ahead.announce(n, "ended", step):
                 self._announced_ends.add(step)
 
     def _due_by_time(self, now: float, cadence: Every) -> bool:
         """Whether enough seconds have passed since the last save, and no save is announced for a later step."""
         late = cadence.seconds is not None and now - self._saved_at >= cadence.seconds
-        return late and not any(one.word == "save" for one in self._ahead.coming)
+        return late and not any(one.kind == "save" for one in self._ahead.pending)
 
     def full(self) -> bool | None:
         # guard: unannounced-end-counts-in-flight
@@ -142,7 +142,7 @@ class AgreedSchedule(Schedule):
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
         self._saved_at, self._saved_step, self._begun, self._last = now, save.step, save.step, save
-        if isinstance(self._cadence, Pace) and self._ranks.coordinates:
+        if isinstance(self._cadence, Pace) and self._ranks.is_coordinator:
             self._cadence.begun(save, save.step, began, waited_seconds)
         if save.step in self._unended:
             self._unended[save.step] = save
@@ -159,14 +159,14 @@ class AgreedSchedule(Schedule):
         holds at the second of them.
         """
         due, missed = False, list[int]()
-        for one in self._ahead.take(n):
-            if one.word == "ended":
+        for one in self._ahead.pop_due(n):
+            if one.kind == "ended":
                 self._unended.pop(one.value, None)
                 self._announced_ends.discard(one.value)
-            elif one.word == "save":
+            elif one.kind == "save":
                 due |= one.step > before
                 missed += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
-            elif one.word == "every":
+            elif one.kind == "every":
                 self._interval, self._from = one.value, one.step  # guard: interval-holds-from-its-step
                 missed += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
         held = [self._held_at(step) for step in missed]

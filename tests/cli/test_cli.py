@@ -1,0 +1,699 @@
+"""The command line, on small runs: what it says, what it leaves alone, and with which code it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cli_runs import STATE, contents, writing
+from commands import Call
+from harness import flip
+from lastgood.cli import compare, sweep
+from lastgood.convert import exporting, importing
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import MissingBlob
+from lastgood.format import layout
+from lastgood.records import Generation
+from lastgood.run import access
+from lastgood.run.reader import RunReader
+from lastgood.run.writer import RunWriter
+
+
+def typed(root: Path, step: int, arrays: Mapping[str, tuple[str, np.ndarray]], **options: Any) -> None:
+    """Save arrays as the dtypes that stand beside them."""
+    source = importing.Foreign(lambda name, start, mv: _copy(arrays[name][1], start, mv))
+    for name, (dtype, array) in arrays.items():
+        source.add(name, dtype, (array.nbytes * 8 // layout.DTYPES[dtype][0],))
+    source.values |= options.get("values", {})
+    source.aliases |= options.get("aliases", {})
+    importing.bring(source, str(root), step, lambda _: None)
+
+
+def _copy(array: np.ndarray, start: int, mv: memoryview) -> None:
+    mv[:] = array.tobytes()[start : start + len(mv)]
+
+
+def home(root: Path, one: Generation) -> Path:
+    return root / layout.folder(one.id)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three verified generations."""
+    writing(tmp_path / "run", 10, 20, 30)
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def troubled(tmp_path: Path) -> Path:
+    """A rewind to 20 abandoned 30 and 40; then 25 (damaged COMMIT), 26 (lost), 27 (unfinished), 28 (unverified)."""
+    root = tmp_path / "troubled"
+    writing(root, 10, 20, 30, 40, milestone=True, metrics={"loss": 0.5})
+    broken, lost = writing(root, 25, 26, after=20)
+    writing(root, 28, after=26, verified=False)
+    (home(root, lost) / layout.COMMIT).unlink()
+    flip(home(root, broken) / layout.COMMIT, 100)
+    unfinished = root / "gen" / f"{27:012d}-{broken.id.incarnation}"
+    unfinished.mkdir()
+    (unfinished / "r00000.safetensors").write_bytes(b"half")
+    return root
+
+
+# ---- ls ----------------------------------------------------------------------------------------------------------
+
+
+def test_ls_tells_the_state_of_everything_that_lies_in_a_run_newest_first(troubled: Path, asked: Any) -> None:
+    code, told = asked("ls", troubled)
+    assert code == 0
+    assert [(row["step"], row["state"]) for row in told["generations"]] == [
+        (28, "committed"), (27, "incomplete"), (26, "lost"), (25, "damaged"),
+        (40, "abandoned"), (30, "abandoned"), (20, "verified"), (10, "verified"),
+    ]  # fmt: skip
+    assert [row["step"] for row in told["generations"] if row["restores"]] == [28]
+    assert told["generations"][-1]["metrics"] == {"loss": 0.5} and told["generations"][-1]["milestone"]
+
+
+def test_ls_gives_the_reason_below_the_table_and_fits_eighty_columns(
+    troubled: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = call("ls", troubled)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert "DAMAGED" in out and "LOST" in out and "differs from its own digest" in " ".join(out.split())
+    assert "a restore takes step 28" in out and "milestone, loss 0.5" in out
+
+
+def test_ls_says_which_generation_lastgood_points_at(run: Path, asked: Any) -> None:
+    _, told = asked("ls", run)
+    assert told["lastgood"]["step"] == 30
+    assert [row["step"] for row in told["generations"] if row["lastgood"]] == [30]
+
+
+def test_a_generation_that_is_marked_damaged_is_listed_with_the_evidence(run: Path, asked: Any) -> None:
+    newest = RunReader(access.for_reading(run)).generation()
+    flip(home(run, newest) / "r00000.safetensors", 5000)
+    with access.for_writing(run, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline())
+        writer.conclude(newest, RunReader(tier).verify(30).findings)
+    row = asked("ls", run)[1]["generations"][0]
+    assert row["state"] == "damaged" and "chunk 0" in row["why"] and not row["restores"]
+
+
+@pytest.mark.parametrize(("command", "code"), [("ls", 0), ("show", 3), ("verify", 3), ("gc", 0)])
+def test_an_empty_run_is_no_error_where_there_is_nothing_to_ask_of_it(
+    tmp_path: Path, call: Call, command: str, code: int
+) -> None:
+    writing(tmp_path / "empty")
+    found, out, err = call(command, tmp_path / "empty")
+    assert found == code and ("nothing has been committed" in out + err or command == "gc")
+
+
+@pytest.mark.parametrize("args", ["ls", "show", "verify", "diff 1 2", "gc", "gc --dry-run", "export 1 --to x.pt"])
+def test_a_directory_that_is_no_run_is_refused_and_untouched(tmp_path: Path, asked: Any, args: str) -> None:
+    (tmp_path / "photos").mkdir()
+    command, *rest = args.split()
+    code, told = asked(command, tmp_path / "photos", *rest)
+    assert (code, told["error"]) == (3, "NotARun") and not list((tmp_path / "photos").iterdir())
+
+
+# ---- show --------------------------------------------------------------------------------------------------------
+
+
+def test_show_groups_names_by_their_parts_with_totals_aliases_and_values(tmp_path: Path, call: Call) -> None:
+    values = {"sched": {"!object": {"last_epoch": 7, "lrs": [0.1, 0.2]}}, "seen": {"!tuple": [{"!float": "inf"}]}}
+    values |= {"model": {"!module": {}}, "opt": {"m": {"!tensor": "optimizer.exp_avg"}}}
+    writing(tmp_path, 5, aliases={"head.weight": "model.h.0.weight"}, values=values)
+    code, out, _ = call("show", tmp_path)
+    lines = [" ".join(line.strip("│├└─ ").split()) for line in out.splitlines()]
+    assert code == 0 and lines[0].startswith("step 5 (") and "verified" in lines[0]
+    for line in (
+        "4 tensors, 1 alias, 18 kB", "model.h 2 tensors, 9 kB", "0.weight uint8 6000 6 kB", "sched",
+        "head.weight = model.h.0.weight", "optimizer.exp_avg uint8 9000 9 kB", "last_epoch = 7", "0 = inf",
+    ):  # fmt: skip
+        assert line in lines
+    assert "values" in lines and not any(line.startswith(("opt ", "m ")) for line in lines[lines.index("values") :])
+
+
+def test_show_counts_what_lies_below_a_depth(run: Path, call: Call) -> None:
+    out = call("show", run, 10, "--depth", 1)[1]
+    assert "model.h  2 tensors, 9 kB" in out and "weight" not in out
+
+
+def test_show_in_json_has_every_tensor_in_full(run: Path, asked: Any) -> None:
+    code, told = asked("show", run, 20)
+    assert code == 0 and told["step"] == 20
+    assert {"name": "model.h.0.weight", "dtype": "uint8", "shape": [6000], "bytes": 6000}.items() <= told["tensors"][
+        1
+    ].items()
+
+
+def test_a_name_in_a_run_cannot_steer_the_terminal(tmp_path: Path, call: Call) -> None:
+    writing(tmp_path, 1, aliases={"a\x1b[2Jb\r": "counter"}, values={"[bold]x": "\x1b]0;title\x07"})
+    out = call("show", tmp_path)[1]
+    assert "\x1b" not in out and "\r" not in out and "\x07" not in out and "[bold]x" in out
+
+
+def test_a_step_in_two_incarnations_is_that_of_the_lineage_unless_the_other_is_named(run: Path, asked: Any) -> None:
+    (abandoned,) = [one for one in RunReader(access.for_reading(run)).generations() if one.step == 30]
+    (newer,) = writing(run, 30, after=20)
+    assert asked("show", run, 30)[1]["incarnation"] == newer.id.incarnation
+    _, told = asked("show", run, f"30-{abandoned.id.incarnation}")
+    assert (told["incarnation"], told["state"]) == (abandoned.id.incarnation, "abandoned")
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, call: Call, troubled: Path) -> None:
+    code, out, err = call("show", run, 31)
+    assert code == 3 and out == "" and "10, 20, 30" in err
+    assert call("show", troubled, 26)[0] == 4  # lost
+    assert call("show", troubled, 25)[0] == 4  # its commit cannot be believed
+
+
+# ---- verify ------------------------------------------------------------------------------------------------------
+
+
+def test_verify_finds_a_flipped_bit_names_the_tensor_and_leaves_no_mark(run: Path, asked: Any) -> None:
+    newest = RunReader(access.for_reading(run)).generation()
+    flip(home(run, newest) / "r00000.safetensors", 20000)
+    before = contents(run)
+    code, told = asked("verify", run)
+    finding, content = sorted(told["generations"][0]["findings"], key=lambda one: one["layer"], reverse=True)
+    assert (finding["layer"], content["layer"], content["tensor"]) == ("digests", "contents", "optimizer.exp_avg")
+    assert code == 4 and not told["good"] and contents(run) == before
+    assert (finding["kind"], finding["chunk"], finding["offset"]) == ("SumMismatch", 2, 16384)
+    assert finding["tensor"] == "optimizer.exp_avg" and finding["blob"] == "r00000.safetensors"
+
+
+def test_verify_of_a_good_run_is_zero_and_all_reads_every_generation(run: Path, asked: Any) -> None:
+    writing(run, 15, after=10)
+    assert asked("verify", run)[0] == 0
+    code, told = asked("verify", run, "--all")
+    assert code == 0 and [one["step"] for one in told["generations"]] == [15, 30, 20, 10]
+
+
+def test_verify_is_not_content_with_an_older_good_generation_when_the_newest_is_broken(run: Path, asked: Any) -> None:
+    newest = RunReader(access.for_reading(run)).generation()
+    flip(home(run, newest) / layout.COMMIT, 100)
+    code, told = asked("verify", run)
+    assert code == 4
+    assert [(one["step"], bool(one["findings"])) for one in told["generations"]] == [(30, True), (20, False)]
+    assert asked("verify", run, 20)[0] == 0
+
+
+def test_verify_all_counts_what_is_lost_as_damage(troubled: Path, asked: Any) -> None:
+    code, told = asked("verify", troubled, "--all")
+    assert code == 4
+    assert {one["step"] for one in told["generations"] if one["findings"]} == {25, 26}
+
+
+def test_a_generation_that_retention_deletes_while_it_is_read_is_not_damage(run: Path) -> None:
+    tier = access.for_reading(run)
+    one = RunReader(tier).generation()
+
+    class Deleting:
+        place, list, create, put_new, point, delete = run, tier.list, None, None, None, None
+
+        def read_into(self, extent: Any, mv: memoryview, *, fresh: bool = False) -> None:
+            if extent.blob.endswith(".safetensors"):
+                shutil.rmtree(home(run, one), ignore_errors=True)
+                raise MissingBlob("gone")
+            tier.read_into(extent, mv, fresh=fresh)
+
+    with ThreadPoolExecutor(2) as workers:
+        assert sweep.damage(Deleting(), one, workers) == []  # type: ignore[arg-type]
+
+
+# ---- diff --------------------------------------------------------------------------------------------------------
+
+
+def test_diff_counts_elements_and_says_how_far_apart_they_are(tmp_path: Path, asked: Any) -> None:
+    a, b = np.array([3, 4, 0, 1], "f4"), np.array([3, 4, 0, 1.5], "f4")
+    half = {"w": ("bfloat16", np.array([0x3F80, 0x4000], "u2"))}  # 1, 2
+    other = {"w": ("bfloat16", np.array([0x3F80, 0x4040], "u2"))}  # 1, 3
+    typed(tmp_path, 1, {"same": ("float32", a), "x": ("float32", a), **half, "old": ("uint8", np.zeros(3, "u1"))})
+    changed = {"x": ("float32", b), **other, "old": ("int8", np.zeros(3, "i1")), "new": ("uint8", np.zeros(1, "u1"))}
+    typed(tmp_path, 2, {"same": ("float32", a), **changed}, values={"lr": {"!tuple": [0.5, {"!float": "inf"}]}})
+    code, told = asked("diff", tmp_path, 1, 2)
+    rows = {row["name"]: row for row in told["tensors"]}
+    assert code == 7 and not told["same"]
+    assert {name: row["status"] for name, row in rows.items()} == {
+        "same": "same", "x": "differs", "w": "differs", "old": "other type or shape", "new": "only in the second",
+    }  # fmt: skip
+    assert (rows["x"]["differing"], rows["x"]["elements"], rows["x"]["max_abs"]) == (1, 4, 0.5)
+    assert rows["x"]["relative_l2"] == pytest.approx(0.5 / np.sqrt(26))
+    assert (rows["w"]["differing"], rows["w"]["max_abs"]) == (1, 1.0)
+    assert told["values"] == [{"path": "lr.0", "second": 0.5}, {"path": "lr.1", "second": {"!float": "inf"}}]
+
+
+def test_diff_of_equal_generations_reads_no_tensor(run: Path, call: Call) -> None:
+    """Equal content digests are equal tensors: so a step is compared with itself even where its bytes are damaged."""
+    newest = RunReader(access.for_reading(run)).generation()
+    flip(home(run, newest) / "r00000.safetensors", 5000)
+    assert call("diff", run, 30, 30)[0] == 0
+    code, out, _ = call("diff", run, 20, 30)
+    assert code == 7 and "4 tensors: 3 same, 1 differ" in out
+
+
+def test_diff_of_damaged_bytes_is_damage_and_no_difference(run: Path, asked: Any) -> None:
+    newest = RunReader(access.for_reading(run)).generation()
+    flip(home(run, newest) / "r00000.safetensors", 4096)
+    code, told = asked("diff", run, 20, 30)
+    assert code == 4 and told["error"] == "SumMismatch" and "counter" in told["message"]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+def test_numbers_that_numpy_lacks_are_decoded_as_torch_does(dtype: str) -> None:
+    import torch
+
+    codes = np.arange(1 << (16 if dtype == "bfloat16" else 8), dtype="u2" if dtype == "bfloat16" else "u1")
+    theirs = torch.from_numpy(codes.view("i2") if dtype == "bfloat16" else codes).view(getattr(torch, dtype)).double()
+    ours = compare._decoded(codes.view("u1"), dtype)
+    assert ours is not None
+    np.testing.assert_array_equal(ours, theirs.numpy().astype(ours.dtype))
+
+
+def test_differences_of_whole_numbers_are_exact_and_nan_is_said(tmp_path: Path) -> None:
+    low, high = np.array([-(2**63), 2**53], "i8"), np.array([2**63 - 1, 2**53 + 1], "i8")
+    assert compare.differences(bytearray(low), bytearray(high), "int64")["max_abs"] == float(2**64 - 1)
+    assert compare.differences(bytearray(low[1:]), bytearray(high[1:]), "int64")["max_abs"] == 1.0
+    nan, one = np.array([np.nan, 1], "f4"), np.array([np.nan, 2], "f4")
+    assert compare.differences(bytearray(nan), bytearray(one), "float32")["max_abs"] == 1.0
+    assert compare.differences(bytearray(one), bytearray(nan[::-1].copy()), "float32")["max_abs"] == "nan"
+    raw = compare.differences(bytearray(b"\1\2\3"), bytearray(b"\1\2\4"), "float8_e8m0fnu")
+    assert raw == {"elements": 3, "differing": 1}
+
+
+# ---- gc ----------------------------------------------------------------------------------------------------------
+
+
+def steps(root: Path) -> list[int]:
+    return [one.step for one in RunReader(access.for_reading(root)).generations()]
+
+
+def test_gc_clears_litter_and_finishes_deletions_and_touches_no_generation(troubled: Path, asked: Any) -> None:
+    going = troubled / "gen" / f"{5:012d}-{'0' * 8}"
+    going.mkdir()
+    (going / layout.GOING).write_bytes(b"{}")
+    for name in ("LASTGOOD.json.tmp", "incarnations/000009-00000000.json.tmp", ".probe-77"):
+        (troubled / name).write_bytes(b"half")
+    lines, before = steps(troubled), contents(troubled)
+    dry = asked("gc", troubled, "--dry-run")
+    assert contents(troubled) == before
+    code, told = asked("gc", troubled)
+    assert code == 0 and {**dry[1], "dry_run": False} == told
+    assert [(one["step"], one["why"]) for one in told["deleted"]] == [
+        (5, "an unfinished deletion"),
+        (27, "never committed"),
+    ]
+    gone = before.keys() - contents(troubled).keys()
+    assert {
+        "LASTGOOD.json.tmp",
+        "incarnations/000009-00000000.json.tmp",
+        ".probe-77",
+        str(going.relative_to(troubled)),
+    } < gone
+    assert all("000000000027-" in name or "000000000005-" in name or "tmp" in name or "probe" in name for name in gone)
+    assert steps(troubled) == lines
+
+
+def test_gc_keeps_the_newest_verified_and_every_nth_and_says_the_same_in_a_dry_run(tmp_path: Path, asked: Any) -> None:
+    writing(tmp_path, 10, 20, 30, 40, 50)
+    options = ("--keep-last", 2, "--keep-every", 20)
+    would = asked("gc", tmp_path, *options, "--dry-run")[1]["deleted"]
+    assert steps(tmp_path) == [10, 20, 30, 40, 50]
+    _, told = asked("gc", tmp_path, *options)
+    assert told["deleted"] == would and [one["step"] for one in would] == [10, 30]
+    assert steps(tmp_path) == [20, 40, 50]
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_gc_verifies_the_newest_before_it_counts_it(run: Path, asked: Any, dry: bool) -> None:
+    """Kept were the last one: had the damaged 40 counted, no good generation would be left."""
+    (bad,) = writing(run, 40, verified=False)
+    flip(home(run, bad) / "r00000.safetensors", 5000)
+    code, told = asked("gc", run, "--keep-last", 1, *["--dry-run"] * dry)
+    assert code == 4 and [one["step"] for one in told["damaged"]] == [40]
+    assert [one["step"] for one in told["deleted"]] == [10, 20]
+    assert steps(run) == ([10, 20, 30, 40] if dry else [30, 40])
+    assert (home(run, bad) / layout.DAMAGED).exists() is not dry
+
+
+def test_gc_deletes_what_is_damaged_only_when_asked_and_never_all_there_is(
+    run: Path, asked: Any, troubled: Path
+) -> None:
+    code, told = asked("gc", troubled, "--damaged")
+    assert code == 0 and {(one["step"], one["why"]) for one in told["deleted"]} >= {(26, "lost"), (25, "damaged")}
+    assert [row["state"] for row in asked("ls", troubled)[1]["generations"]] == [
+        "verified",
+        *["abandoned"] * 2,
+        *["verified"] * 2,
+    ]
+    for one in RunReader(access.for_reading(run)).generations():
+        flip(home(run, one) / layout.COMMIT, 100)
+    code, told = asked("gc", run, "--damaged")
+    assert (code, told["error"]) == (4, "NothingGood") and len(list((run / "gen").iterdir())) == 3
+
+
+def test_gc_is_refused_while_somebody_writes(run: Path, asked: Any) -> None:
+    with access.for_writing(run, "atomic_dirsync"):
+        code, told = asked("gc", run)
+        assert (code, told["error"]) == (3, "RunLocked")
+        assert asked("gc", run, "--dry-run")[0] == 0
+
+
+# ---- export ------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_read_by_safetensors_with_the_prefix_taken_off(tmp_path: Path, asked: Any) -> None:
+    from safetensors.numpy import load_file
+
+    arrays = {
+        "model.w": ("float32", np.arange(5, dtype="f4")),
+        "model.n": ("int64", np.arange(3)),
+        "opt.m": ("uint8", np.ones(2, "u1")),
+    }
+    typed(tmp_path / "run", 1, arrays, aliases={"model.tied": "model.w"})
+    code, told = asked("export", tmp_path / "run", 1, "--to", tmp_path / "m.safetensors", "--only", "model")
+    found = load_file(tmp_path / "m.safetensors")
+    assert code == 0 and told["tensors"] == 3 and told["as_bytes"] == {}
+    assert {name: found[name].tolist() for name in found} == {
+        "w": [0, 1, 2, 3, 4],
+        "tied": [0, 1, 2, 3, 4],
+        "n": [0, 1, 2],
+    }
+    assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "run"]
+
+
+def test_an_export_to_pt_keeps_types_and_ties_and_loads_without_code(tmp_path: Path, call: Call) -> None:
+    import torch
+
+    arrays = {
+        "a": ("complex128", np.array([1 + 2j])),
+        "b": ("bfloat16", np.array([0x3F80], "u2")),
+        "none": ("float32", np.zeros(0, "f4")),
+    }
+    typed(tmp_path / "run", 1, arrays, aliases={"tied": "a"})
+    assert call("export", tmp_path / "run", "--to", tmp_path / "m.pt")[0] == 0
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert found["a"].tolist() == [1 + 2j] and found["b"].tolist() == [1.0] and found["none"].numel() == 0
+    assert found["tied"].data_ptr() == found["a"].data_ptr()
+    code, out, _ = call("export", tmp_path / "run", "--to", tmp_path / "m.safetensors")
+    assert code == 0 and "a: complex128, written as its bytes (U8)" in out
+
+
+def test_an_export_in_shards_is_laid_out_as_hugging_face_does(tmp_path: Path, asked: Any) -> None:
+    from safetensors.numpy import load_file
+
+    arrays = {f"layer.{n}.w": ("float32", np.full(100, n, "f4")) for n in range(5)}
+    typed(tmp_path / "run", 1, arrays)
+    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", "800")[0] == 0
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 2000}
+    assert sorted(os.listdir(tmp_path / "hf")) == [*sorted(set(index["weight_map"].values())), exporting.HF_INDEX]
+    assert set(index["weight_map"].values()) == {f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)}
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(load_file(tmp_path / "hf" / file)[name], arrays[name][1])
+    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/small/")[0] == 0
+    assert os.listdir(tmp_path / "small") == ["model.safetensors"], "what fits into one file needs no index"
+    code, told = asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--force")
+    assert (code, told["error"]) == (3, "Refused") and len(os.listdir(tmp_path / "hf")) == 4
+
+
+def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_path: Path) -> None:
+    newest = RunReader(access.for_reading(run)).generation()
+    flip(home(run, newest) / "r00000.safetensors", 5000)
+    for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
+        code, told = asked("export", run, 30, "--to", f"{tmp_path}/{name}")
+        assert (code, told["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.slow
+def test_an_export_onto_a_full_disk_says_so_and_leaves_no_file(run: Path, tmp_path: Path) -> None:
+    """torch.save hid the disk's error behind its own about the archive that it then could not close."""
+    (tmp_path / "full").mkdir()
+    code = f"""
+import resource, signal
+from lastgood.cli.app import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))
+for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
+    print(main(["export", {str(run)!r}, "--to", {str(tmp_path / "full")!r} + "/" + name]))
+"""
+    done = python("-c", code, capture_output=True)
+    assert done.stdout.split() == ["5"] * 4 and done.stderr.count("File too large") == 4, done.stderr
+    assert os.listdir(tmp_path / "full") == []
+
+
+def test_an_export_replaces_a_file_only_by_force(run: Path, asked: Any, tmp_path: Path) -> None:
+    target = tmp_path / "m.safetensors"
+    target.write_bytes(b"mine")
+    code, told = asked("export", run, 10, "--to", target)
+    assert (code, told["error"]) == (3, "Refused") and target.read_bytes() == b"mine"
+    assert asked("export", run, 10, "--to", target, "--force")[0] == 0
+    assert target.stat().st_size > 18000
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [(["--to", "x.zip"], 2), (["--to", "no/such/x.pt"], 3), (["--to", "x.pt", "--only", "mod"], 3), ([], 2)],
+)
+def test_an_export_that_cannot_be_is_refused_before_anything_is_written(
+    run: Path, call: Call, tmp_path: Path, options: list[str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call("export", run, 10, *options)[0] == code and os.listdir(tmp_path) == ["run"]
+
+
+# ---- import ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_imported_is_verified_and_equal_to_the_file(run: Path, asked: Any, tmp_path: Path) -> None:
+    file, link = tmp_path / "m.safetensors", tmp_path / "link.safetensors"
+    asked("export", run, 20, "--to", file, "--only", "model")
+    link.symlink_to(file)  # as model caches hold them
+    code, told = asked("import", link, tmp_path / "new", "--under", "model", "--step", 7)
+    assert code == 0 and told["verified"] and (told["step"], told["tensors"]) == (7, 2)
+    reader = RunReader(access.for_reading(tmp_path / "new"))
+    assert reader.generation().verified and reader.bytes_of("model.h.0.weight")[1] == STATE["model.h.0.weight"]
+    assert asked("verify", tmp_path / "new")[0] == 0
+
+
+def test_an_import_never_hides_a_newer_state(run: Path, asked: Any, tmp_path: Path) -> None:
+    """At step 0 of a newer incarnation, a restore would have taken it in place of step 30."""
+    asked("export", run, 20, "--to", tmp_path / "m.safetensors")
+    code, told = asked("import", tmp_path / "m.safetensors", run)
+    assert (code, told["error"]) == (3, "StepTaken") and "--step 31" in told["todo"]
+    assert asked("import", tmp_path / "m.safetensors", run, "--step", 31)[0] == 0
+    assert [row["step"] for row in asked("ls", run)[1]["generations"]] == [31, 30, 20, 10]
+
+
+def test_imported_weights_load_into_a_module(tmp_path: Path, asked: Any) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    import lastgood
+
+    source, module = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    save_file(source.state_dict(), tmp_path / "m.safetensors")
+    assert asked("import", tmp_path / "m.safetensors", tmp_path / "new", "--under", "model")[0] == 0
+    lastgood.load(tmp_path / "new", {"model": module})
+    assert torch.equal(module.weight, source.weight) and torch.equal(module.bias, source.bias)
+
+
+def header(text: str, data: bytes = b"") -> bytes:
+    return len(text).to_bytes(8, "little") + text.encode() + data
+
+
+def entry(dtype: str = "U8", shape: str = "[2]", span: str = "[0,2]") -> str:
+    return f'{{"dtype":"{dtype}","shape":{shape},"data_offsets":{span}}}'
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(b"\x01", id="shorter than a length"),
+        pytest.param((1 << 62).to_bytes(8, "little") + b"{}", id="a huge header"),
+        pytest.param(header("[]"), id="no object"),
+        pytest.param(header("{"), id="no JSON"),
+        pytest.param(header("[" * 100000), id="nested without end"),
+        pytest.param(header(f'{{"a":{entry()},"a":{entry()}}}', b"12"), id="a name twice"),
+        pytest.param(header(f'{{"a":{entry("U9")}}}', b"12"), id="an unknown type"),
+        pytest.param(header(f'{{"a":{entry(shape="[-2]")}}}', b"12"), id="a negative size"),
+        pytest.param(header(f'{{"a":{entry(shape="[true,2]")}}}', b"12"), id="a size that is no number"),
+        pytest.param(header(f'{{"a":{entry(shape="[3]")}}}', b"12"), id="a shape of another length"),
+        pytest.param(header(f'{{"a":{entry(span="[1,3]")}}}', b"123"), id="a hole"),
+        pytest.param(header(f'{{"a":{entry()},"b":{entry()}}}', b"12"), id="an overlap"),
+        pytest.param(header(f'{{"a":{entry()}}}', b"1"), id="cut off"),
+        pytest.param(header(f'{{"a":{entry()}}}', b"123"), id="more than it says"),
+        pytest.param(header(f'{{"":{entry()}}}', b"12"), id="no name"),
+    ],
+)
+def test_a_file_that_is_not_what_it_says_is_refused_before_a_run_is_made(
+    tmp_path: Path, asked: Any, data: bytes
+) -> None:
+    (tmp_path / "m.safetensors").write_bytes(data)
+    code, told = asked("import", tmp_path / "m.safetensors", tmp_path / "new")
+    assert code in (3, 4) and told["error"] in ("ManifestInvalid", "Unstorable") and not (tmp_path / "new").exists()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["EVIL"],)
+
+
+def test_a_pt_runs_no_code_and_its_dicts_are_flattened(
+    tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setenv("EVIL", str(tmp_path / "ran"))
+    torch.save({"w": torch.zeros(2), "x": Evil()}, tmp_path / "evil.pt")
+    code, told = asked("import", tmp_path / "evil.pt", tmp_path / "new")
+    assert (code, told["error"]) == (3, "Unstorable") and os.listdir(tmp_path) == ["evil.pt"]
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    tree = {
+        "model": {"h.0.weight": weight.T, "tied": weight, "again": weight},
+        "epoch": 3,
+        "opt": {"groups": [{"lr": 0.1}]},
+    }
+    for name, options in (("zip.pt", {}), ("legacy.pth", {"_use_new_zipfile_serialization": False})):
+        torch.save(tree, tmp_path / name, **options)
+        assert asked("import", tmp_path / name, tmp_path / name[:3])[0] == 0
+        told = asked("show", tmp_path / name[:3])[1]
+        assert [(row["name"], row["shape"]) for row in told["tensors"]] == [
+            ("model.h.0.weight", [3, 2]),
+            ("model.tied", [2, 3]),
+        ]
+        assert told["aliases"] == {"model.again": "model.tied"}
+        assert told["values"] == {"rng": {}, "epoch": 3, "opt": {"groups": [{"lr": 0.1}]}}
+        stored = RunReader(access.for_reading(tmp_path / name[:3])).bytes_of("model.h.0.weight")[1]
+        assert np.frombuffer(stored, "f4").tolist() == weight.T.flatten().tolist()
+
+
+def test_a_pt_that_is_no_pt_is_refused(tmp_path: Path, asked: Any) -> None:
+    (tmp_path / "m.pt").write_bytes(b"hello")
+    assert asked("import", tmp_path / "m.pt", tmp_path / "new")[0] in (3, 4)
+    assert asked("import", tmp_path / "absent.pt", tmp_path / "new")[0] == 3
+    assert not (tmp_path / "new").exists()
+
+
+# ---- the terminal, pipes and exit codes ----------------------------------------------------------------------------
+
+
+def python(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)} | options.pop("env", {})
+    return subprocess.run([sys.executable, *map(str, args)], env=env, text=True, check=False, timeout=60, **options)
+
+
+def test_no_command_imports_torch_but_for_a_pt(run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    commands = [
+        ["ls", run], ["show", run], ["verify", run, "--all"], ["diff", run, 10, 20], ["gc", run, "--keep-last", 3],
+        ["export", run, 10, "--to", file], ["import", file, tmp_path / "new"],
+    ]  # fmt: skip
+    code = f"""
+import sys
+from lastgood.cli.app import main
+codes = [main(args) for args in {[[str(one) for one in command] for command in commands]!r}]
+print(codes, "torch" in sys.modules)
+"""
+    assert python("-c", code, capture_output=True).stdout.splitlines()[-1] == "[0, 0, 0, 7, 0, 0, 0] False"
+
+
+def test_the_package_runs_as_the_command_with_its_exit_codes(tmp_path: Path) -> None:
+    """`python -m lastgood`: "No module named lastgood.__main__", where the command is not on the PATH."""
+    done = python("-m", "lastgood", "ls", tmp_path, capture_output=True)
+    assert done.returncode == 3 and done.stderr.startswith("lastgood: ") and "is not a run" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_reader_that_goes_away_is_no_error_of_ours(run: Path) -> None:
+    """`lastgood show RUN | head -1`"""
+    for command in (["show", run], ["ls", run, "--json"]):
+        near, far = os.pipe()
+        os.close(near)
+        done = python("-m", "lastgood", *command, stdout=far, stderr=subprocess.PIPE)
+        os.close(far)
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    for name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    yield monkeypatch
+
+
+def test_colour_is_for_terminals_that_want_it(run: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
+    assert "\x1b[" not in call("ls", run)[1]  # a pipe
+    terminal.setenv("FORCE_COLOR", "1")  # stands for a terminal
+    assert "\x1b[" in call("ls", run)[1]
+    terminal.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in call("ls", run)[1]
+
+
+def test_nothing_is_wrapped_in_a_pipe(tmp_path: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
+    writing(tmp_path, 1, aliases={"x" * 300: "counter"})
+    assert "x" * 300 in call("show", tmp_path)[1]
+
+
+def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(
+    run: Path, call: Call, terminal: pytest.MonkeyPatch
+) -> None:
+    terminal.setattr("lastgood.cli.terminal.QUIET_SECONDS", -1.0)
+    assert call("verify", run)[2] == ""
+    terminal.setenv("FORCE_COLOR", "1")
+    _, out, err = call("verify", run)
+    assert "reading" in err and "reading" not in out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["ls"],
+        ["frobnicate"],
+        ["gc", "x", "--keep-last", "0"],
+        ["verify", "{run}", "1", "--all"],
+        ["show", "{run}", "x"],
+    ],
+)
+def test_a_wrong_call_is_two_and_json_all_the_same(run: Path, call: Call, asked: Any, args: list[str]) -> None:
+    args = [one.format(run=run) for one in args]
+    code, out, err = call(*args)
+    assert code == 2 and out == "" and "Traceback" not in err and err
+    code, told = asked(*args)
+    assert code == 2 and told["error"] == "Usage" and told["message"]
+
+
+def test_an_error_is_one_message_with_what_is_safe_and_what_to_do(run: Path, call: Call, asked: Any) -> None:
+    with access.for_writing(run, "atomic_dirsync"):
+        code, out, err = call("gc", run)
+        assert code == 3 and out == "" and len(err.splitlines()) == 3 and err.startswith("lastgood: ")
+        assert asked("gc", run)[1].keys() == {"error", "message", "safe", "todo"}
+
+
+def test_a_name_that_the_terminal_cannot_spell_is_shown_escaped(tmp_path: Path) -> None:
+    writing(tmp_path, 1, aliases={"größe": "counter"})
+    done = python("-m", "lastgood.cli.app", "show", tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "gr\\xf6\\xdfe" in done.stdout
+
+
+def test_a_bug_is_a_traceback_and_one(run: Path) -> None:
+    code = "import sys; from lastgood.cli import app, listing; listing.commit = None; app.main(['ls', sys.argv[1]])"
+    done = python("-c", code, run, capture_output=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_version_and_help_are_no_errors(call: Call) -> None:
+    assert call("--version")[0] == 0 and call("--help")[0] == 0 and call("gc", "-h")[0] == 0

@@ -1,0 +1,135 @@
+"""`lastgood repair` looks for damage itself; parity that is missing is reported; folders go out and come in again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from cli_runs import DATA, at, writing
+from harness import flip
+from lastgood.cli import completion
+from lastgood.format import layout
+from lastgood.run import access
+from lastgood.run.reader import RunReader
+
+
+def test_repair_finds_what_verify_finds_and_puts_it_back(run, asked):
+    """`verify` found damage, and `repair` right after it said "nothing is known to be damaged", exit 0."""
+    flip(at(run, 2) / DATA, 9000)
+    flip(at(run, 3) / DATA, 9000)
+    assert asked("verify", run, "--all")[0] == 4
+    code, found = asked("repair", run)
+    assert code == 0 and {row["step"]: row["repaired"] for row in found["generations"]} == {2: [DATA], 3: [DATA]}
+    assert found["whole"] == 2 and found["looked"]
+    assert asked("verify", run, "--all")[0] == 8, "step 4 holds NaN, and is intact"
+
+
+def test_repair_of_a_run_without_damage_says_that_it_has_looked(run, call):
+    code, out, _ = call("repair", run)
+    assert code == 0 and "4 generations read: nothing is damaged" in out
+
+
+def test_repair_without_parity_marks_what_is_damaged_and_ends_with_its_code(tmp_path, asked):
+    writing(tmp_path / "run", 1, 2)
+    flip(at(tmp_path / "run", 2) / DATA, 9000)
+    code, found = asked("repair", tmp_path / "run")
+    assert code == 4 and "no parity" in found["generations"][0]["why"]
+    assert (at(tmp_path / "run", 2) / layout.DAMAGED).exists()
+    assert asked("ls", tmp_path / "run")[1]["restores"]["step"] == 1
+    assert asked("repair", tmp_path / "run", 1)[0] == 0, "nothing is damaged there"
+
+
+def test_a_generation_without_the_parity_that_others_have_is_reported(run, asked, call):
+    for path in at(run, 2).glob("*.parity-*"):
+        path.unlink()
+    (at(run, 1) / "r00000.parity-1").unlink()
+    for command in (["ls", run], ["verify", run, "--all"], ["scrub", run]):
+        lacking = {row["step"]: row["unprotected"] for row in asked(*command)[1]["generations"]}
+        assert "has no parity" in lacking[2] and lacking[3] == lacking[4] == "", command
+        assert command[0] == "scrub" or "has 1 of 2 parity files" in lacking[1], command
+        assert "has no parity" in call(*command)[1], command
+
+
+def test_a_run_that_never_had_parity_lacks_none(tmp_path, asked):
+    writing(tmp_path / "run", 1, 2)
+    assert all(not row["unprotected"] for row in asked("ls", tmp_path / "run")[1]["generations"])
+
+
+def test_an_export_says_on_stderr_what_it_stepped_over(run, call, asked):
+    """The newest was marked damaged, an older one was written, and nothing said so."""
+    flip(at(run, 3) / DATA, 9000)
+    places_of_parity = [*at(run, 3).glob("*.parity-*")]
+    for path in places_of_parity:
+        path.unlink()
+    assert call("scrub", run)[0] == 4
+    code, out, err = call("export", run, "--to", run.parent / "model.safetensors")
+    assert code == 0 and "step 2" in out and "stepped over step 3" in err and "stepped over step 4" in err
+    data = asked("export", run, "--to", run.parent / "again.safetensors")[1]
+    assert [one["step"] for one in data["stepped_over"]] == [4, 3]
+    assert asked("export", run, 2, "--to", run.parent / "third.safetensors")[1]["stepped_over"] == []
+
+
+# ---- a folder of Hugging Face ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shard", ["1GB", "4kB"], ids=["one file", "shards"])
+def test_the_folder_that_export_wrote_is_imported_again(tmp_path, asked, shard):
+    """It was refused: "give a name that ends in .safetensors"."""
+    writing(tmp_path / "run", 1)
+    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", shard)[0] == 0
+    code, found = asked("import", tmp_path / "hf", tmp_path / "back", "--step", 7)
+    assert (code, found["step"], found["verified"]) == (0, 7, True)
+    before, after = (RunReader(access.for_reading(tmp_path / name)).content() for name in ("run", "back"))
+    assert {name: after.tensor(name)[1] for name in after.names()} == {
+        name: before.tensor(name)[1] for name in before.names()
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"weight_map": {"w": "../run/other.safetensors"}}, {"weight_map": {}}, {"weight_map": [1]}, [], {"w": 1}],
+    ids=["outside", "empty", "list", "no object", "no map"],
+)
+def test_an_index_that_makes_no_sense_is_refused(tmp_path, asked, wrong):
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(wrong))
+    code, found = asked("import", tmp_path / "hf", tmp_path / "run")
+    assert (code, found["error"]) == (4, "ManifestInvalid") and not (tmp_path / "run").exists()
+
+
+def test_an_index_that_the_shards_do_not_bear_out_is_refused(tmp_path, asked):
+    writing(tmp_path / "run", 1)
+    asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", "4kB")
+    path = tmp_path / "hf" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["nobody"] = index["weight_map"].pop("counter")
+    path.write_text(json.dumps(index))
+    code, found = asked("import", tmp_path / "hf", tmp_path / "back")
+    assert (code, found["error"]) == (4, "ManifestInvalid") and "counter" in found["message"]
+
+
+# ---- completion ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_shell_completes_commands_and_steps(tmp_path):
+    writing(tmp_path / "run", 100, 120, 300)
+    code = "import sys; from lastgood.cli.app import main; sys.exit(main())"
+
+    def completed(*words: str) -> list[str]:
+        line = {"COMP_WORDS": " ".join(("lastgood", *words)), "COMP_CWORD": str(len(words))}
+        environment = {**os.environ, **line, "_LASTGOOD_COMPLETE": "complete_bash"}
+        found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        return found.stdout.split()
+
+    assert "repair" in completed("re")
+    assert completed("show", f"{tmp_path}/run", "1") == ["120", "100"]
+
+
+def test_completion_of_what_is_no_run_offers_nothing(tmp_path):
+    assert completion.steps(SimpleNamespace(params={"run": str(tmp_path)}), "1") == []

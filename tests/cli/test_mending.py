@@ -1,0 +1,71 @@
+"""`lastgood scrub` and `repair`: what they say, what they leave, and with which code they end."""
+
+from __future__ import annotations
+
+from cli_runs import DATA, at, contents
+from harness import flip, save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.format import layout
+from lastgood.policy.retention import Keep
+from lastgood.run import access
+from lastgood.run.writer import RunWriter
+
+NAN = b"\x00\x00\xc0\x7f"
+
+
+def test_scrub_reads_everything_rebuilds_what_it_can_and_says_what_it_found(run, asked):
+    before = contents(run)
+    flip(at(run, 2) / DATA, 9000)
+    (at(run, 1) / DATA).unlink()
+    code, told = asked("scrub", run)
+    states = {row["step"]: (row["state"], row["repaired"]) for row in told["generations"]}
+    assert code == 4 and not told["intact"]
+    assert states == {1: ("damaged", []), 2: ("repaired", [DATA]), 3: ("good", []), 4: ("not good", [])}
+    after = contents(run)
+    mine = [name for name in before if "000000000002-" in name]
+    assert {name: after.get(name) for name in mine} == {name: before[name] for name in mine}
+    assert (at(run, 1) / layout.DAMAGED).exists() and (at(run, 4) / layout.UNFIT).exists()
+
+
+def test_scrub_deletes_nothing_whatever_the_trainer_keeps(run, asked):
+    """It once cleaned up by the default of Keep, which knew nothing of the trainer's."""
+    with access.for_writing(run, "atomic_dirsync") as tier:
+        writer = RunWriter(tier, Inline(), keep=Keep(last=99))
+        writer.begin(max(writer.survey.generations))
+        for step in (5, 6, 7, 8):
+            save(writer, step, {"weight": b"more"}, chunk_bytes=8192)
+            writer.verify(Arena(1 << 16, 8192))
+    assert asked("scrub", run)[0] == 8
+    assert len(list(run.glob("gen/*/COMMIT.json"))) == 8
+
+
+def test_a_run_whose_only_fault_is_that_one_save_is_not_good_ends_with_its_own_code(run, call):
+    code, out, _ = call("scrub", run)
+    assert code == 8 and "NOT GOOD" in out and "weight holds NaN or infinity" in out
+    assert call("verify", run, 4)[0] == 8 and call("verify", run, 4, "--without", "finite")[0] == 0
+    assert call("verify", run, 4, "--without", "finesse")[0] == 2
+
+
+def test_repair_puts_back_what_is_known_to_be_damaged_and_a_step_that_is_asked_for(run, asked):
+    before = contents(run)
+    flip(at(run, 3) / layout.COMMIT, 100)
+    code, told = asked("repair", run)
+    assert code == 0 and [(row["step"], row["repaired"]) for row in told["generations"]] == [(3, [layout.COMMIT])]
+    flip(at(run, 2) / DATA, 9000)  # nobody knows yet
+    assert asked("repair", run, "--known")[1]["generations"] == []
+    assert asked("repair", run, 2)[1]["generations"][0]["repaired"] == [DATA]
+    assert contents(run) == before
+
+
+def test_what_is_beyond_repair_is_said_and_left_alone(run, asked, call):
+    (at(run, 2) / DATA).unlink()
+    before = contents(run)
+    code, told = asked("repair", run, 2)
+    assert code == 4 and told["error"] == "BeyondRepair" and "too many" in told["message"]
+    after, marks = contents(run), (layout.VERIFIED, layout.DAMAGED)
+    assert all(after.get(name) == data for name, data in before.items() if not name.endswith(marks))
+    assert (at(run, 2) / layout.DAMAGED).exists()
+    call("scrub", run)
+    code, out, _ = call("repair", run)
+    assert code == 4 and "BEYOND REPAIR" in out

@@ -1,0 +1,519 @@
+"""Agreeing: what ranks say to each other, in one process, on a board; and at which steps they save by it."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from msgspec import structs
+
+import lastgood
+from harness import save
+from lastgood.coordination.announcements import Announcements
+from lastgood.coordination.rendezvous import join
+from lastgood.coordination.rounds import MessageStore, RankGroup
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.format import layout
+from lastgood.io.files import PosixFiles
+from lastgood.loop.adaptive_interval import Pace
+from lastgood.loop.schedule import AgreedSchedule
+from lastgood.policy.cadence import Every
+from lastgood.policy.tune import FIRST_STEPS, Auto
+from lastgood.ranks.torch_store import Clients, GroupStore
+from lastgood.run.follower import Follower
+from lastgood.run.known import Environment
+from lastgood.run.pipeline import Save
+from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk
+from lastgood.testing import Clock
+
+
+class Board:
+    """`ports.Store` in one process. Whoever waits has waited in vain; while it is `down` nobody is answered."""
+
+    def __init__(self):
+        self.posts: dict[str, bytes] = {}
+        self.down, self.asked = False, 0
+
+    def set(self, values):
+        self._answer()
+        self.posts |= values
+
+    def has(self, keys):
+        self._answer()
+        return self.posts.keys() >= set(keys)
+
+    def get(self, keys, timeout_seconds, cancelled=lambda: False):
+        self._answer()
+        if not self.posts.keys() >= set(keys):
+            cancelled()
+            raise TimedOut("nobody else is here")
+        return [self.posts[key] for key in keys]
+
+    def delete(self, keys):
+        for key in keys:
+            self.posts.pop(key, None)
+
+    def _answer(self):
+        self.asked += 1
+        if self.down:
+            raise TierDown("the board is gone")
+
+
+class Meeting(Board):
+    """A board on which others post from their threads; what nobody must wait for is not waited for."""
+
+    def __init__(self):
+        super().__init__()
+        self.news = threading.Condition()
+
+    def set(self, values):
+        with self.news:
+            super().set(values)
+            self.news.notify_all()
+
+    def get(self, keys, timeout_seconds, cancelled=lambda: False):
+        with self.news:
+            self.news.notify_all()
+            self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(timeout_seconds, 20.0))
+            return super().get(keys, timeout_seconds)
+
+
+def two_on(board):
+    return [RankGroup(rank, 2, board, "run") for rank in (0, 1)]
+
+
+# ---- meeting ---------------------------------------------------------------------------------------------------
+
+
+def met(board, ranks, size, patience_seconds=6.0):
+    """What each of these hears of who is here."""
+
+    def tell(rank):
+        try:
+            return join(MessageStore(board), "run", rank, size, patience_seconds)
+        except RankFailed as error:
+            return error.what
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(tell, ranks))
+
+
+def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said():
+    """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
+    one had died between two such, none of them came together any more, however often they were started."""
+    board = Meeting()
+    board.set({"run/joining/1": b'"of a dead one"', "run/joining/2": b'"of another"'})
+    with ThreadPoolExecutor(1) as pool:
+        leading = pool.submit(met, board, [0], 3)
+        with board.news:  # the others come when it has looked for them some times
+            assert board.news.wait_for(lambda: board.asked >= 12, 20.0)
+        first = {*met(board, [1, 2], 3), *leading.result()}
+    second = set(met(board, range(3), 3))
+    assert len(first) == len(second) == 1 and first != second
+    assert len(board.posts) == 4  # the answers to the dead, and two ends
+
+
+def test_who_is_here_hears_who_is_not():
+    assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
+    assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run within 0 s"]
+    assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run within 0 s"]
+
+
+def test_a_rank_that_died_since_it_was_here_is_named():
+    board = Meeting()
+    board.set({"run/joining/1": b'"of a dead one"'})
+    assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
+
+
+@pytest.mark.slow
+def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
+    """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
+    came after one that died was not looked for."""
+    store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
+    assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
+
+
+# ---- topics ----------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
+    """Saves met by their number: from then on each of one rank's met another one of the other's, and failed."""
+    first, second = two_on(Board())
+    later = second.step_topic("save", 3)
+    with pytest.raises(RankFailed, match="rank 0 published no verdict"):
+        later.agree("of 3", len)
+    with pytest.raises(StepDiffers, match="rank 1: has begun step 3 and skipped step 2"):
+        first.step_topic("save", 2).agree("of 2", len)
+    assert first.step_topic("save", 3).agree("of 3", list) == ["of 3", "of 3"]
+
+
+def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
+    first, second = two_on(Board())
+    with pytest.raises(TimedOut, match="rank 1: posted nothing"):
+        first.step_topic("save", 3).agree("of 3", len)
+    with pytest.raises(StepDiffers, match="rank 0 has begun step 3 and skipped step 2"):
+        second.step_topic("save", 2).agree("of 2", len)
+
+
+def test_a_rank_that_comes_to_a_step_late_is_waited_for():
+    first, second = two_on(Board())
+    with pytest.raises(RankFailed):
+        second.step_topic("save", 1).agree("of 1", len)  # it is there, and may come to 2
+    with pytest.raises(TimedOut, match="rank 1: posted nothing within 120 s"):
+        first.step_topic("save", 2).agree("of 2", len)
+
+
+def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
+    first, second = two_on(Board())
+    second.step_topic("save", 1).fail(StepDiffers("of before"))
+    for one in (first, second):
+        one.rewind(1)
+    with pytest.raises(TimedOut, match="rank 1: posted nothing"):
+        first.step_topic("save", 1).agree("of now", list)
+
+
+def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
+    """No memory for it, or a bug: the others waited for twice their patience."""
+    board = Board()
+    first, second = two_on(board)
+
+    def decide(_):
+        raise MemoryError("for the verdict")
+
+    with pytest.raises(RankFailed):
+        second.step_topic("save", 1).agree("mine", len)
+    with pytest.raises(MemoryError):
+        first.step_topic("save", 1).agree("mine", decide)
+    with pytest.raises(RankFailed, match="MemoryError: for the verdict"):
+        RankGroup(1, 2, board, "run").step_topic("save", 1).agree("mine", len)
+
+
+# ---- announcements ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])
+def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_it(step_seconds, ahead):
+    """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
+    board, clock = Board(), Clock()
+    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    n = 0
+
+    def step(*ranks, ends=False):
+        nonlocal n
+        n += 1
+        clock.advance(step_seconds)
+        for one in ranks:
+            one.poll(n, ends and one is asking)
+
+    while n < 200:
+        step(asking, telling)
+    while telling.end is None:
+        step(asking, telling, ends=True)
+    assert telling.end == n + ahead
+    while asking.end is None:
+        step(asking)
+    assert n <= asking.end == telling.end
+
+
+def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_back():
+    """It was noted as asked before it was: nobody asked again, and the run ended without its last save."""
+    board, clock = Board(), Clock()
+    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    board.down, failed = True, 0
+    for n in range(1, 601):
+        clock.advance(0.1)
+        for one in (telling, asking):
+            try:
+                one.poll(n, request_end=one is asking)
+            except TierDown:
+                failed += 1
+    assert 5 <= failed <= 20, "told each time, and asked ever more rarely"
+    assert board.asked == failed
+    board.down = False
+    for n in range(601, 3000):
+        clock.advance(0.1)
+        telling.poll(n)
+        asking.poll(n, request_end=True)
+    assert telling.end == asking.end is not None
+
+
+def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
+    """Told again, it was another step under the same number: rank 0 went by one, and the others by the other."""
+    board, clock = Board(), Clock()
+    first, second = two_on(board)
+    telling, hearing = Announcements(first, clock), Announcements(second, clock)
+    telling.poll(1)
+    real = board.set
+
+    def lost(posts):
+        real(posts)
+        raise TierDown("its answer was lost")
+
+    board.set = lost
+    with pytest.raises(TierDown):
+        telling.announce(1, "save")
+    board.set = real
+    for n in range(2, 12):
+        clock.advance(1)
+        telling.poll(n)
+        hearing.poll(n)
+    assert not telling.announce(12, "ended", 5), "first what was begun"
+    assert telling.pending == hearing.pending and telling.pending[0].kind == "save"
+    assert telling.announce(12, "ended", 5)
+
+
+def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
+    """It was refused as taken, out of the loop."""
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
+    n = 0
+    while not any(one.kind == "save" for one in second.ahead.pending):
+        n += 1
+        run((first, second), clock, 1, first=n)
+    told = second.ahead.pending[0].step
+    run((first, second), clock, told - 1 - n, first=n + 1)
+    for one in (first, second):
+        one.timing.begun(Save(told), clock(), clock(), 0.0)
+    run((first, second), clock, 1, first=told)
+    assert not first.saved + second.saved
+
+
+# ---- at which steps --------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A loop of one rank, as far as it is about when to save: at which steps it did, did not, or came too late."""
+
+    def __init__(self, ranks, clock, cadence, in_flight=None):
+        self.ahead = Announcements(ranks, clock)
+        self.saved, self.failed, self.flying, self.skipped = [], [], [], []
+        self.timing = AgreedSchedule(cadence, self, ranks, self.ahead, in_flight)
+        self.timing.restored(0, clock())
+        self.clock, self.deaf = clock, False
+
+    def emit(self, kind, step, detail):
+        if kind == "failed":
+            self.failed.append(step)
+
+    def step(self, n, save_seconds=0.0):
+        for one, until in self.flying:
+            if until <= self.clock() and not one.ended():
+                one.note_outcome(None, Overtaken(""))
+        if not self.deaf:
+            self.ahead.poll(n)
+            self.timing.announce(n, self.clock())
+        if not self.timing.due(n, self.clock()):
+            return
+        if self.timing.full():
+            self.skipped.append(n)
+            return
+        self.saved.append(n)
+        self.timing.admitted(n)
+        one = Save(n)
+        self.timing.begun(one, self.clock(), self.clock(), 0.0)
+        self.flying.append((one, self.clock() + save_seconds))
+
+
+class Told(Pace):
+    """An interval that changes when it is told to."""
+
+    def __init__(self, changes):
+        super().__init__(Auto())
+        self.changes = changes
+
+    def passed(self, n, now):
+        if n not in self.changes:
+            return ""
+        self.auto = replace(self.auto, interval_steps=self.changes[n])
+        return "told"
+
+    def begun(self, *_):
+        pass
+
+
+def run(ranks, clock, steps, save_seconds=0.0, first=1, stride=1):
+    for n in range(first, first + steps):
+        clock.advance(0.1)
+        for number, one in enumerate(ranks):
+            clock.advance(0.01 * number)  # one is always a little later
+            one.step(n * stride, save_seconds)
+
+
+def test_what_is_due_by_time_is_due_at_one_step_everywhere():
+    clock = Clock()
+    first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(Board()))
+    run((first, second), clock, 2000)
+    assert len(first.saved) >= 8 and first.saved == second.saved and not first.failed + second.failed
+
+
+@pytest.mark.parametrize("cadence", [Every(seconds=20.0), Every(steps=100_000)])
+def test_steps_that_count_tokens_are_due_at_one_step_everywhere(cadence):
+    """An announced step was never called: each save that was due by time was heard of too late, on all ranks."""
+    clock = Clock()
+    first, second = (Rank(one, clock, cadence) for one in two_on(Board()))
+    run((first, second), clock, 1000, stride=4097)
+    assert len(first.saved) >= 4 and first.saved == second.saved and not first.failed + second.failed
+
+
+def test_a_rank_that_counts_tokens_and_hears_late_fails_the_step_at_which_the_others_saved():
+    clock = Clock()
+    first, second = (Rank(one, clock, Every(seconds=5.0)) for one in two_on(Board()))
+    run((first, second), clock, 100, stride=4097)
+    second.deaf = True
+    run((first, second), clock, 100, first=101, stride=4097)
+    second.deaf = False
+    run((first, second), clock, 400, first=201, stride=4097)
+    assert second.failed and set(second.failed) <= set(first.saved)
+    assert first.saved[-2:] == second.saved[-2:]
+
+
+def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on():
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Told({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board))
+    run((first, second), clock, 1000)
+    assert first.saved == second.saved and not second.failed
+    apart = [after - before for before, after in zip(first.saved, first.saved[1:], strict=False)]
+    assert apart[0] == FIRST_STEPS and {30, 70} <= set(apart) and apart[-1] == 70
+
+
+def test_a_rank_that_hears_of_an_interval_late_fails_what_it_missed_and_saves_with_the_others_again():
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Told({100: 37} if not one.rank else {})) for one in two_on(board))
+    run((first, second), clock, 90)
+    second.deaf = True
+    run((first, second), clock, 110, first=91)
+    second.deaf = False
+    run((first, second), clock, 400, first=201)
+    assert second.failed and set(second.failed) <= set(first.saved)
+    assert first.saved[-8:] == second.saved[-8:]
+
+
+def test_a_step_is_skipped_on_all_ranks_or_on_none():
+    """Each looked for a place in flight by itself: one found it free and another did not."""
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
+    run((first, second), clock, 1000, save_seconds=3.0)
+    assert first.saved == second.saved and first.skipped == second.skipped
+    assert len(first.saved) > 20 and len(first.skipped) > 20
+    assert first.saved[:2] == [10, 20] and first.skipped[0] == 30
+
+
+# ---- what was saved is read again by those who have written it ----------------------------------------------------
+
+
+def test_what_is_posted_does_not_pile_up():
+    board = Meeting()
+    first, second = two_on(board)
+    with ThreadPoolExecutor(1) as other:
+        for step in range(1, 301):
+            theirs = other.submit(second.step_topic("save", step).agree, "mine", len)
+            assert first.step_topic("save", step).agree("mine", len) == theirs.result() == 2
+    assert len(board.posts) < 150
+
+
+class Reading(Disk):
+    """Remembers of whose tensor files something was read."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.of: set[str] = set()
+
+    def read_into(self, extent, mv, *, fresh=False):
+        if extent.blob.endswith(".safetensors"):
+            self.of.add(extent.blob.rpartition("/")[2][:6])
+        super().read_into(extent, mv, fresh=fresh)
+
+
+@pytest.fixture
+def both(tmp_path):
+    """A leader and a follower that have saved step 1 together, and the file of each."""
+    board = Meeting()
+    first, second = two_on(board)
+    clock = Clock()
+    environment = Environment(monotonic_seconds=clock, pause=clock.advance)
+    leader = RunWriter(Reading(PosixFiles(), str(tmp_path)), Inline(), ranks=first, environment=environment)
+    follower = Follower(Reading(PosixFiles(), str(tmp_path)), Inline(), second)
+
+    def saved(run):
+        run.begin(None)
+        ranks = first if run is leader else second
+        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.step_topic("save", 1))
+
+    with ThreadPoolExecutor(2) as pool:
+        first_told, second_told = pool.map(saved, (leader, follower))
+    assert first_told == second_told
+    home = tmp_path / layout.folder(first_told.id)
+    return leader, follower, [home / layout.blob_name(rank) for rank in (0, 1)]
+
+
+def verify(run):
+    run.verify(Arena(3 * 8192, 8192))
+
+
+def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
+    """Rank 0 read the files of all ranks: of a thousand it would never have been done."""
+    leader, follower, _ = both
+    verify(follower)
+    verify(leader)
+    assert (leader.tier.of, follower.tier.of) == ({"r00000"}, {"r00001"})
+    assert leader.known.newest_verified().step == 1
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both, whose):
+    leader, follower, blobs = both
+    blobs[whose].write_bytes(blobs[whose].read_bytes()[:-1] + b"?")
+    verify(follower)
+    with pytest.raises(Damaged, match="step 1 was committed and does not read back"):
+        verify(leader)
+    assert leader.known.newest_verified() is None
+    assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
+
+
+def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both, tmp_path):
+    leader, follower, _ = both
+    follower.known.incarnation = structs.replace(follower.known.incarnation, id="deadbeef")
+
+    def saved(run):
+        with pytest.raises(StepDiffers, match=r"ranks have sealed gen/000000000002-.*, gen/000000000002-"):
+            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.step_topic("save", 2))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(saved, (leader, follower)))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [1]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
+    leader, _, blobs = both
+    if broken:
+        blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged) if broken else nullcontext():
+        verify(leader)
+    assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
+
+
+class Deaf(Board):
+    """It can be asked, and takes no verdict."""
+
+    def set(self, values):
+        if any(key.endswith("verdict") for key in values):
+            raise TierDown("the store is gone")
+        super().set(values)
+
+
+def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
+    """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
+    disk = Disk(PosixFiles(), str(tmp_path))
+    writer = RunWriter(disk, Inline(), ranks=RankGroup(0, 1, Board(), "run"))
+    writer.begin(None)
+    deaf = Deaf()
+    told = save(writer, 1, {"w": b"x" * 100}, topic=RankGroup(0, 1, deaf, "run").step_topic("save", 1))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]

@@ -1,0 +1,81 @@
+"""The layout of the package: ARCHITECTURE.md is its map, and no file or function outgrows its limit."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOME = Path(__file__).resolve().parents[2]
+SOURCE = HOME / "src/lastgood"
+FILE_LINES, FUNCTION_LINES, PARAMETERS, COMPLEXITY = 450, 60, 8, 15
+EXCEPTIONS = json.loads((Path(__file__).parent / "exceptions.json").read_text())
+"""kind -> what is over its limit today, and its size: a size may shrink, and an entry that fits again must go"""
+
+
+def test_the_map_names_every_file_and_no_other() -> None:
+    page = (HOME / "ARCHITECTURE.md").read_text().partition("src/lastgood/\n")[2].partition("```")[0]
+    named, folder = set(), ""
+    for line in page.splitlines():
+        if found := re.match(r"  (\w+)/  ", line):
+            folder = f"{found[1]}/"
+        elif found := re.match(r"( +)((?:\w+\.py ?)+)", line):
+            named |= {(folder if len(found[1]) == 4 else "") + name for name in found[2].split()}
+    there = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")}
+    assert named == {name for name in there if not name.endswith("/__init__.py")}
+
+
+def files_over() -> dict[str, int]:
+    lines = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
+    return {name: count for name, count in lines.items() if count > FILE_LINES}
+
+
+def functions_over() -> dict[str, int]:
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > FUNCTION_LINES:
+                    found[f"{path.relative_to(SOURCE)}: {node.name}"] = count
+    return found
+
+
+def rule_broken(rule: str) -> dict[str, int]:
+    """Functions that break a rule of ruff, and the number that the message gives first."""
+    limits = [
+        f"lint.mccabe.max-complexity={COMPLEXITY}",
+        f"lint.pylint.max-args={PARAMETERS}",
+    ]
+    settings = [part for limit in limits for part in ("--config", limit)]
+    call = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--select", rule, *settings]
+    done = subprocess.run([*call, "--output-format", "json", str(SOURCE)], capture_output=True, text=True, check=False)
+    found = {}
+    for one in json.loads(done.stdout):
+        path, row = Path(one["filename"]), one["location"]["row"]
+        name = re.search(r"def (\w+)", path.read_text().splitlines()[row - 1])
+        size = re.search(r"\((\d+) > ", one["message"])
+        assert name and size, one
+        found[f"{path.relative_to(SOURCE)}: {name[1]}"] = int(size[1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "over"),
+    [
+        ("file lines", files_over),
+        ("function lines", functions_over),
+        ("parameters", lambda: rule_broken("PLR0913")),
+        ("complexity", lambda: rule_broken("C901")),
+    ],
+)
+def test_nothing_outgrows_its_limit_but_the_listed_exceptions(kind: str, over) -> None:
+    today, listed = over(), EXCEPTIONS[kind]
+    grown = {name: size for name, size in today.items() if size > listed.get(name, 0)}
+    assert not grown, f"{kind}: over the limit, and not listed or grown: {grown}"
+    assert not (listed.keys() - today.keys()), f"{kind}: fits again, remove it from the list"

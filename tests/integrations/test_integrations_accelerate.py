@@ -1,0 +1,147 @@
+"""Loops over accelerate: killed anywhere, they continue in the middle of an epoch as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+import torch
+from accelerate import Accelerator
+
+import lastgood
+from lastgood.errors import LastgoodError, Refused
+from lastgood.integrations.accelerate import Checkpointer
+from zygote import kill_and_compare, zygote_of
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "accelerate_loop.py"
+DIGEST = "[model.state_dict(), optimizer.state_dict(), scheduler.state_dict(), accelerator.step]"
+zygote = zygote_of("accelerate", "torch._dynamo", "lastgood.integrations.accelerate")
+
+
+def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST)
+
+
+def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST, kills=3, ranks=2)
+
+
+class Job:
+    """A training of 12 samples: what a script makes before its loop."""
+
+    def __init__(self, batch=2, seed=0):
+        torch.manual_seed(seed)
+        self.accelerator = Accelerator(cpu=True)
+        net = torch.nn.Linear(2, 1)
+        data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12.0))
+        loader = torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True)
+        prepared = self.accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-3), loader)
+        self.net, self.optimizer, self.loader = prepared
+
+    def train(self, path, stop_at=24, epochs=4, **options):
+        """The samples that were trained, of the steps up to `stop_at`."""
+        seen = []
+        with Checkpointer(self.accelerator, path, **{"every_steps": 1} | options) as ckpt:
+            step = ckpt.restore().step
+            for _ in range(ckpt.epoch, epochs):
+                for x, y in self.loader:
+                    self.accelerator.backward(((self.net(x)[:, 0] - y) ** 2).mean())
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                    seen += y.tolist()
+                    step += 1
+                    ckpt.step(step)
+                    if step == stop_at:
+                        return seen
+        return seen
+
+
+@pytest.mark.parametrize("stop_at", [5, 6, 7, 10, 11, 12])
+def test_a_batch_fetched_ahead_is_not_counted_as_consumed(tmp_path, stop_at):
+    """accelerate fetches one batch ahead: a count of what the loader handed out leaves one batch out after a resume."""
+    whole = Job().train(tmp_path / "whole")
+    first = Job().train(tmp_path / "run", stop_at=stop_at)
+    rest = Job(seed=1).train(tmp_path / "run")  # the order is that of the run, whatever the script seeds later
+    assert first + rest == whole and sorted(whole) == sorted([float(n) for n in range(12)] * 4)
+
+
+def evaluate_often(path, every_steps, stop_at=8):
+    """The samples of the first two batches of an evaluation loader, for each step up to `stop_at`."""
+    accelerator, net = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+    training = torch.utils.data.DataLoader(torch.zeros(8, 2), batch_size=2)
+    evaluation = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=2)
+    _, training, evaluation = accelerator.prepare(net, training, evaluation)
+
+    def evaluated():
+        found = []
+        for number, batch in enumerate(evaluation):
+            found += batch.tolist()
+            if number == 1:
+                break
+        return found
+
+    with Checkpointer(accelerator, path, every_steps) as ckpt:
+        step, found = ckpt.restore().step, []
+        for _ in range(ckpt.epoch, 2):
+            for _batch in training:
+                step += 1
+                found.append(evaluated())
+                ckpt.step(step)
+                found.append(evaluated())
+                if step == stop_at:
+                    return found
+    return found
+
+
+@pytest.mark.parametrize("every_steps", [1, 100], ids=["saved in step()", "saved on exit"])
+def test_an_evaluation_left_by_break_starts_at_its_first_batch_again(tmp_path, every_steps):
+    """After a resume, an evaluation of the first two batches evaluated the third and the fourth."""
+    assert evaluate_often(tmp_path / "run", every_steps, stop_at=3) == [[0, 1, 2, 3]] * 6
+    assert evaluate_often(tmp_path / "run", every_steps) == [[0, 1, 2, 3]] * 10
+
+
+@pytest.mark.parametrize("stop_at", [1, 7])
+def test_a_training_loop_left_early_continues_after_the_step_saved_on_exit(tmp_path, stop_at):
+    """The last save comes after the loop is left, and still holds the place that the loop was left at."""
+    whole = Job().train(tmp_path / "whole")
+    first = Job().train(tmp_path / "run", stop_at=stop_at, every_steps=5)
+    assert first + Job(seed=1).train(tmp_path / "run") == whole
+
+
+def test_a_second_checkpointer_or_reader_of_the_state_is_refused(tmp_path):
+    job = Job()
+    folder = job.accelerator.save_state(str(tmp_path / "folder"))
+    with Checkpointer(job.accelerator, tmp_path / "run") as ckpt:
+        with pytest.raises(Refused, match="has a Checkpointer already"):
+            Checkpointer(job.accelerator, tmp_path / "other")
+        ckpt.restore()
+        job.accelerator.load_state(folder)  # a new run may start from another checkpoint
+        ckpt.save(1).result()
+        with pytest.raises(Refused, match="continues from its step 1 by itself"):
+            job.accelerator.load_state(folder)
+        job.accelerator.save_state(folder)
+    job.accelerator.load_state(folder)
+
+
+def test_names_in_the_run_have_no_wrappers(tmp_path):
+    job = Job()
+    job.train(tmp_path / "run", stop_at=1)
+    net = torch.nn.Linear(2, 1)
+    lastgood.load(tmp_path / "run", {"model": net}, strict=False)
+    assert torch.equal(net.weight, job.net.weight)
+
+
+def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
+    Job().train(tmp_path / "run", stop_at=3)
+    with pytest.raises(LastgoodError, match="saved with 6 batches an epoch, and this loader has 3"):
+        Job(batch=4).train(tmp_path / "run")
+
+
+def test_wrong_arguments_are_refused_by_name(tmp_path):
+    with pytest.raises(Refused, match="Did you mean every_steps"):
+        Job().train(tmp_path, everysteps=3)
+    with pytest.raises(Refused, match="nothing is prepared yet"):
+        Checkpointer(Accelerator(cpu=True), tmp_path)

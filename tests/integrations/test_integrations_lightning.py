@@ -1,0 +1,127 @@
+"""Lightning: killed anywhere, it continues with `trainer.fit(model)` as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+
+import lightning
+import torch
+
+import lastgood
+from lastgood.errors import LastgoodError, Refused
+from lastgood.integrations.lightning import LastgoodCallback
+from zygote import kill_and_compare, zygote_of
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_fit.py"
+VALIDATING = Path(__file__).parents[1] / "support" / "scripts" / "lightning_validating.py"
+DIGEST = (
+    "[model.state_dict(), [one.state_dict() for one in trainer.optimizers],"
+    " [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs], trainer.fit_loop.state_dict()]"
+)
+zygote = zygote_of("lightning", "lightning.pytorch.loggers", "lastgood.integrations.lightning")
+
+
+def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST)
+
+
+def test_validation_schedules_means_and_callbacks_resume_exactly(zygote, tmp_path):
+    """Lightning's own resume in mid-epoch skips validation, starts means anew and gives the first samples again."""
+    kill_and_compare(zygote, VALIDATING, tmp_path, f"[{DIGEST}, model.average, stopping.state_dict()]", kills=12)
+
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+        self.seen = []
+
+    def training_step(self, batch, index):
+        self.seen += batch[1].tolist()
+        return ((self.line(batch[0])[:, 0] - batch[1]) ** 2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class StopAt(lightning.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *args):
+        trainer.should_stop |= trainer.global_step == self.step
+
+
+def fit(*callbacks, batch=2, ckpt_path=None, **options):
+    """A training of 12 samples; returns the module."""
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12.0))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {"max_epochs": 2, "enable_checkpointing": False} | options
+    trainer, net = lightning.Trainer(callbacks=list(callbacks), **quiet, **options), Net()
+    trainer.fit(net, torch.utils.data.DataLoader(data, batch_size=batch, shuffle=True), ckpt_path=ckpt_path)
+    return net
+
+
+def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
+    first = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
+    assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
+    again = fit(LastgoodCallback(tmp_path / "run", every_steps=5))
+    assert not again.seen and torch.equal(again.line.weight, first.line.weight)
+
+
+def test_more_epochs_continue_a_finished_training_exactly(tmp_path):
+    whole = fit(LastgoodCallback(tmp_path / "whole"), max_epochs=4)
+    fit(LastgoodCallback(tmp_path / "run"), max_epochs=2)
+    rest = fit(LastgoodCallback(tmp_path / "run"), max_epochs=4)
+    assert rest.seen == whole.seen[24:] and torch.equal(rest.line.weight, whole.line.weight)
+
+
+def test_an_early_stopped_training_stays_stopped(tmp_path):
+    assert len(fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen) == 14
+    assert not fit(LastgoodCallback(tmp_path / "run"), StopAt(7)).seen
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning:lightning")
+def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
+    callback = LastgoodCallback(tmp_path / "run")
+    with pytest.raises(Refused, match="2 LastgoodCallbacks"):
+        fit(callback, LastgoodCallback(tmp_path / "other"))
+    files = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path / "files")
+    fit(callback, files, enable_checkpointing=True)
+    with pytest.raises(Refused, match="continues from its step 12 by itself"):
+        fit(callback, ckpt_path=files.best_model_path)
+    fit(LastgoodCallback(tmp_path / "new"), ckpt_path=files.best_model_path)
+
+
+def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
+    fit(LastgoodCallback(tmp_path / "run"))
+    with pytest.raises(LastgoodError, match="batches_per_epoch 6 -> 3"):
+        fit(LastgoodCallback(tmp_path / "run"), batch=4)
+
+
+def test_a_run_is_closed_when_training_fails(tmp_path):
+    """The background threads of a run that was never closed kept the process from ending."""
+
+    class Failing(lightning.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 3:
+                raise KeyError("out of luck")
+
+    with pytest.raises(KeyError, match="out of luck"):
+        fit(LastgoodCallback(tmp_path / "run", every_steps=1), Failing())
+    assert fit(LastgoodCallback(tmp_path / "run", every_steps=1)).seen
+
+
+def test_fast_dev_run_leaves_the_run_alone(tmp_path):
+    fit(LastgoodCallback(tmp_path / "run"), fast_dev_run=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistyped_argument_is_refused_when_the_callback_is_made():
+    with pytest.raises(Refused, match="Did you mean retention"):
+        LastgoodCallback("run", retentoin=lastgood.Keep(last=2))

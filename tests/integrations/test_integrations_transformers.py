@@ -1,0 +1,135 @@
+"""`transformers.Trainer`: killed anywhere, it continues with `trainer.train()` as if nothing had happened."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import lastgood
+from lastgood.errors import LastgoodError, Refused
+from lastgood.integrations.transformers import LastgoodCallback, LastgoodTrainerMixin
+from zygote import kill_and_compare, zygote_of
+
+pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
+MASKING = Path(__file__).parents[1] / "support" / "scripts" / "trainer_masking.py"
+DIGEST = (
+    "[trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict(),"
+    " [one for one in trainer.state.log_history if 'loss' in one]]"
+)
+zygote = zygote_of("transformers.trainer", "transformers.models.bert.modeling_bert", "lastgood.loop.oneshot")
+
+
+def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST)
+
+
+def test_random_collators_running_losses_and_callbacks_resume_exactly(zygote, tmp_path):
+    """A Trainer's own resume sets the random numbers back after the first batches were collated with others."""
+    kill_and_compare(zygote, MASKING, tmp_path, DIGEST, kills=8)
+
+
+def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
+    kill_and_compare(zygote, EXAMPLE, tmp_path, DIGEST, kills=2, ranks=2)
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(2, 1)
+
+    def forward(self, x, labels=None):
+        return {"loss": ((self.line(x)[:, 0] - labels) ** 2).mean()}
+
+
+class Resuming(LastgoodTrainerMixin, Trainer):
+    pass
+
+
+class Steps(TrainerCallback):
+    def __init__(self, stop_at=None):
+        self.seen, self.stop_at = [], stop_at
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.append(state.global_step)
+        control.should_training_stop |= state.global_step == self.stop_at
+
+
+def trainer(tmp_path, *callbacks, kind=Resuming, batch=2, **options):
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(2), "labels": torch.tensor(float(n))} for n in range(12)]
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), per_device_train_batch_size=batch, num_train_epochs=2, **quiet,
+        **{"save_strategy": "no"} | options,
+    )  # fmt: skip
+    return kind(Net(), arguments, train_dataset=data, callbacks=list(callbacks))
+
+
+def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
+    """With every_steps=5 the last of 12 steps was not due, and the finished model was not in the run."""
+    first = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=5))
+    first.train()
+    assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
+    again, steps = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=5)), Steps()
+    again.add_callback(steps)
+    again.train()
+    assert not steps.seen and again.state.global_step == 12
+    assert torch.equal(again.model.line.weight, first.model.line.weight)
+
+
+def test_a_training_that_a_callback_stopped_stays_stopped(tmp_path):
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Steps(stop_at=7)).train()
+    steps = Steps()
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), steps).train()
+    assert not steps.seen
+
+
+def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
+    callback = LastgoodCallback(tmp_path / "run")
+    with pytest.raises(Refused, match='save_strategy="no"'):
+        trainer(tmp_path, callback, save_strategy="steps").train()
+    with pytest.raises(Refused, match="2 LastgoodCallbacks"):
+        trainer(tmp_path, callback, LastgoodCallback(tmp_path / "other")).train()
+    trainer(tmp_path, callback).train()
+    with pytest.raises(Refused, match="continues from its step 12 by itself"):
+        trainer(tmp_path, callback).train(resume_from_checkpoint=str(tmp_path / "somewhere"))
+
+
+def test_folders_of_the_model_alone_are_written_beside(tmp_path):
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), save_strategy="epoch", save_only_model=True).train()
+    assert {one.name for one in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-12"}
+
+
+def test_a_trainer_without_the_mixin_is_refused_before_it_trains(tmp_path):
+    steps = Steps()
+    with pytest.raises(Refused, match="LastgoodTrainerMixin, Trainer"):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run"), steps, kind=Trainer).train()
+    assert not steps.seen
+
+
+def test_the_mixin_without_the_callback_changes_nothing(tmp_path):
+    plain, mixed = trainer(tmp_path, kind=Trainer), trainer(tmp_path)
+    plain.train()
+    mixed.train()
+    assert torch.equal(plain.model.line.weight, mixed.model.line.weight)
+
+
+def test_another_batch_size_than_the_saved_one_is_refused(tmp_path):
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run")).train()
+    with pytest.raises(LastgoodError, match="steps_per_epoch 6 -> 3"):
+        trainer(tmp_path, LastgoodCallback(tmp_path / "run"), batch=4).train()
+
+
+def test_a_mistyped_argument_is_refused_when_the_callback_is_made():
+    with pytest.raises(Refused, match="Did you mean every_steps"):
+        LastgoodCallback("run", every_step=5)
+    with pytest.raises(Refused, match="path=None"):
+        LastgoodCallback(None)
+    with pytest.raises(Refused, match="both define when"):
+        LastgoodCallback("run", every_steps=5, cadence=lastgood.Every(steps=5))

@@ -1,0 +1,54 @@
+"""What stays, by example, although nobody would miss it in most runs. The rules for all runs: test_plan.py."""
+
+from __future__ import annotations
+
+from histories import History, at, generation
+from lastgood.policy.restore import lineage, never_committed
+from lastgood.policy.retention import Keep, stale_incarnations, surplus
+
+
+def test_where_too_few_are_verified_the_newest_unread_ones_stay_in_their_place():
+    """Verification has not kept pace: one is known to be good, and three were promised."""
+    row = [generation(50, verified=True), *(generation(step) for step in (40, 30, 20, 10))]
+    assert surplus(Keep(last=3), row, []) == [at(10), at(20)]
+    assert surplus(Keep(last=1), row, []) == [at(10), at(20), at(30), at(40)]
+
+
+def test_the_best_that_was_read_stays_beside_a_better_one_that_nobody_has_read():
+    row = [
+        generation(40, verified=True, metrics={"loss": 9.0}),
+        generation(30, metrics={"loss": 1.0}),
+        generation(20, verified=True, metrics={"loss": 2.0}),
+        generation(10, verified=True, metrics={"loss": 3.0}),
+    ]
+    assert surplus(Keep(last=1, best=("loss", "min", 1)), row, []) == [at(10)]
+
+
+def test_a_step_that_a_rerun_saves_again_counts_once():
+    """Each rerun of a finished script saved its last step again, and the older steps were deleted for it."""
+    again = [generation(30, incarnation, verified=True) for incarnation in "cba"]
+    row = [*again, generation(20, verified=True), generation(10, verified=True)]
+    assert surplus(Keep(last=2), row, []) == [at(10), at(30, "a"), at(30, "b")]
+
+
+def test_an_opening_whose_saves_have_all_gone_stays_while_it_leads_to_what_is_kept():
+    """Step 10 is a milestone of the first opening; all that the second one saved was deleted; the third continues it.
+    Without the second one's record nobody would find the way from 30 back to 10."""
+    past = History()
+    first = past.open(None)
+    second = past.open(at(10, first))
+    third = past.open(at(20, second))
+    for step, incarnation in ((10, first), (30, third)):
+        past.survey.generations[at(step, incarnation)] = generation(step, incarnation, verified=True)
+    assert stale_incarnations(past.survey) == []
+    assert lineage(past.survey).chain == [at(30, third), at(10, first)]
+
+
+def test_what_was_committed_once_is_no_litter_when_its_commit_is_gone():
+    """It is evidence, and its neighbours name it; only what nobody has ever named was never committed."""
+    past = History()
+    only = past.open(None)
+    past.survey.generations[at(30, only)] = generation(30, only, parent=at(20, only))
+    past.survey.incomplete |= {at(20, only), at(31, only)}
+    assert never_committed(past.survey) == {at(31, only)}
+    assert lineage(past.survey).lost == [at(20, only)]

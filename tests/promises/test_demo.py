@@ -1,0 +1,48 @@
+"""Promises of the demo, in a shortened slice: two epochs, two kills, both damages; and that it tells a difference."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+pytestmark = pytest.mark.slow
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "demo"))
+run = importlib.import_module("run")
+
+BLOWS = (run.Blow(in_a_save=True, harm=run.flip_a_bit), run.Blow(in_a_save=False, harm=run.cut_the_end))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo")
+
+
+@pytest.fixture(scope="module")
+def outcome(out: Path):
+    return run.demo(out, epochs=2, blows=BLOWS, seed=0, console=Console(quiet=True))
+
+
+def test_a_run_killed_in_a_save_and_damaged_twice_ends_as_one_left_in_peace(outcome):
+    assert [check for check in outcome.checks if not check.holds] == []
+    assert any(attempt.half_a_save for attempt in outcome.attempts)
+    damaged = [(before, after) for before, after in pairwise(outcome.attempts) if before.damage]
+    assert [before.damage.kind for before, _ in damaged] == ["one bit flipped", "truncated"]
+    for before, after in damaged:
+        assert [step for step, _ in after.stepped_over] == [before.damage.step]
+        assert 0 < after.resumed < before.damage.step
+    assert outcome.picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_is_one_save_behind_is_told_from_one_that_is_not(outcome, out):
+    newest = max((out / "killed" / "gen").iterdir())
+    shutil.move(newest, out / "taken-away")
+    behind = run.Stored(out / "killed")
+    again = run.compare(run.Stored(out / "uninterrupted"), behind, outcome.peace, outcome.attempts, BLOWS)
+    assert [check.claim for check in again if check.holds] == [check.claim for check in outcome.checks[:3]]

@@ -1,0 +1,85 @@
+"""Golden runs open for ever: what earlier code wrote in slots, with parity, and by several ranks, and how it goes on.
+
+The run of a directory by one process, `v1`, has its tests in test_layout.py and test_pointers.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from harness import digests
+from lastgood.cli import app
+
+DATA = Path(__file__).parents[1] / "golden"
+NEWEST = {"slots": 3, "parity": 3, "ranks": 4}
+EXPECTED = json.loads((DATA / "golden.json").read_text())
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str], str]:
+    """The path of a copy of a golden run, so that nothing can happen to the kept one."""
+
+    def copy(name: str) -> str:
+        shutil.copytree(DATA / name, tmp_path / name)
+        return f"slots://{tmp_path}/{name}" if name == "slots" else str(tmp_path / name)
+
+    return copy
+
+
+def state_of_one_process() -> dict[str, object]:
+    model = torch.nn.Linear(6, 3)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "losses": (), "note": ""}
+
+
+@pytest.mark.parametrize("name", NEWEST)
+def test_every_tensor_of_a_golden_run_is_what_it_was(copied, name: str) -> None:
+    path = copied(name)
+    run = lastgood.open(path)
+    assert run.generation().step == NEWEST[name] and run.verify().good
+    assert digests(path) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", ["slots", "parity"])
+def test_a_golden_run_of_one_process_is_restored_and_goes_on(copied, name: str) -> None:
+    path, state = copied(name), state_of_one_process()
+    with lastgood.Checkpointer(path, state) as ckpt:
+        assert ckpt.restore().step == 3
+        assert state["losses"] == (0.5, float("inf")) and state["note"] == "naïve ✓"
+        ckpt.save(4).result()
+    before, after = EXPECTED[name], digests(path)
+    assert after == {**before, **{one: after[one] for one in before if one.startswith("rng.")}}
+
+
+def test_a_golden_run_of_two_ranks_is_read_by_one_process(copied) -> None:
+    loaded = lastgood.load(copied("ranks"))
+    assert loaded.restored.step == 4 and loaded["net"]["up.weight"].shape == (32, 16)
+    digest = hashlib.sha256(loaded["net"]["up.weight"].numpy().tobytes()).hexdigest()
+    assert digest == EXPECTED["ranks"]["net.up.weight"]
+
+
+def test_the_parity_of_a_golden_run_rebuilds_what_is_damaged(copied) -> None:
+    path = copied("parity")
+    (file,) = Path(path).glob("gen/*03-*/r00000.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:5000] + bytes(100) + whole[5100:])
+    assert not lastgood.open(path).verify(3).good
+    assert app.main(["repair", path]) == 0
+    assert file.read_bytes() == whole
+
+
+def test_the_milestone_that_was_added_to_a_golden_run_is_kept(copied) -> None:
+    path = copied("parity")
+    with lastgood.Checkpointer(path, state_of_one_process(), retention=lastgood.Keep(last=1)) as ckpt:
+        ckpt.restore()
+        ckpt.save(4).result()
+        ckpt.wait()
+    kept = {one.step: one.commit for one in lastgood.open(path).generations()}
+    assert [*kept] == [2, 4] and kept[2].milestone and kept[2].metrics == {"loss": 0.25}

@@ -1,0 +1,143 @@
+"""System calls that fail, disks that are full, writes that fall short, processes that are killed: a seeded slice.
+
+The campaigns are prove/syscalls.py and prove/kills.py; this is a part of each, chosen by a seed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "prove"))
+
+import kills
+import syscalls
+
+from victim import Ledger, litter, live
+
+pytestmark = pytest.mark.slow
+
+SEED = 1
+ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
+
+
+@pytest.fixture(scope="module")
+def strace() -> str:
+    found = shutil.which("strace")
+    if not found:
+        pytest.skip("needs strace: apt-get install strace")
+    if subprocess.run([found, "-o", os.devnull, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to trace a process (ptrace)")
+    return found
+
+
+def lived(run: Path, *options: str) -> tuple[int, list[str]]:
+    lines: list[str] = []
+    return live([str(run), *options], lines.append), lines
+
+
+# ---- single calls ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep(strace: str) -> Iterator[syscalls.Sweep]:
+    with syscalls.in_memory() as at:
+        yield syscalls.Sweep(at, boxes=1)
+
+
+def test_every_kind_of_call_may_be_the_last_one_or_fail(sweep: syscalls.Sweep) -> None:
+    faults = syscalls.spread(sweep.faults(), 50, SEED)
+    assert {one.scenario for one in faults} == set(syscalls.SCENARIOS)
+    wrong = [one for one in map(sweep.trial, faults) if one.problems]
+    assert wrong == []
+
+
+def the_fault(sweep: syscalls.Sweep, scenario: str, call: str, path: str, what: str, sticky: bool) -> syscalls.Result:
+    """The first such call."""
+    wanted = (scenario, call, what, sticky)
+    found = [one for one in sweep.faults() if (one.scenario, one.call, one.what, one.sticky) == wanted]
+    return sweep.trial(next(one for one in found if fnmatch(one.path, f"*{path}")))
+
+
+@pytest.mark.parametrize(
+    ("first", "told"), [("run/lastgood.json", "Unreadable"), ("/COMMIT.json", "NothingGood+unread")]
+)
+def test_a_run_that_cannot_be_read_for_a_while_is_not_begun_anew(sweep: syscalls.Sweep, first: str, told: str) -> None:
+    """Every read failed with EIO for the time of one opening. No commit and no incarnation could be read, so the run
+    looked as if nothing had ever been committed: it got a new name, which disowned every commit for good, and training
+    began again at step 0."""
+    result = the_fault(sweep, "resume", "preadv2", first, "EIO", True)
+    assert (result.outcome, result.problems) == (told, [])
+
+
+def test_a_place_that_cannot_be_looked_at_is_not_taken_for_an_empty_one(sweep: syscalls.Sweep) -> None:
+    """os.path.lexists and isdir say False when stat fails: the question whose folder it is was not asked, and the
+    search for the first folder that exists went on above the root for ever."""
+    result = the_fault(sweep, "fresh", "newfstatat", "run", "EIO", True)
+    assert (result.outcome, result.problems) == ("TierDown", [])
+
+
+def test_an_incarnation_that_could_not_be_read_once_keeps_its_place(sweep: syscalls.Sweep) -> None:
+    """The newest incarnation's record failed to read, once. The next one took the same order, and from then on their
+    names decided which of the two was the newest: what the later one had acknowledged was out of the lineage."""
+    result = the_fault(sweep, "recover", "preadv2", "1c9338eb-*.json", "EIO", False)
+    assert (result.outcome, result.problems) == ("ignored", [])
+
+
+def test_a_commit_whose_link_failed_is_not_mourned(sweep: syscalls.Sweep) -> None:
+    """link(COMMIT) failed with EIO: CommitUnknown, rightly. But the next commit named that step as its parent, so every
+    later opening kept its folder and reported a lost generation that nobody had ever been promised."""
+    result = the_fault(sweep, "fresh", "link", "/COMMIT.json", "EIO", False)
+    assert (result.outcome, result.problems) == ("CommitUnknown", [])
+
+
+# ---- space -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["ext4", "tmpfs"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    if not ROOT or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root, to mount a small file system, and e2fsprogs")
+    if subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("needs the right to mount a small file system")
+    with syscalls.small_disk(request.param, tmp_path) as mount:
+        yield mount
+
+
+@pytest.mark.root
+def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:
+    told = {free: syscalls.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
+    assert {free: problems for free, (_, problems) in told.items() if problems} == {}
+    assert told[0][0] == "NoSpace" and told[80_000][0] == ""
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 100, 700, 4096, 36_000])
+def test_a_file_that_may_not_grow_costs_the_save_and_nothing_else(tmp_path: Path, limit_bytes: int) -> None:
+    assert syscalls.short_writes(tmp_path, limit_bytes) == ("NoSpace", [])
+
+
+@pytest.mark.parametrize("how", ["--short", "--buffered"])
+def test_reads_and_writes_that_fall_short_are_taken_up_again(tmp_path: Path, how: str) -> None:
+    run, ledger = tmp_path / "run", Ledger()
+    for seed in (1, 2, 3):
+        code, lines = lived(run, f"--seed={seed}", "--short", how)
+        ledger.hear(lines)
+        ledger.judge(str(run))
+        assert (code, ledger.problems, litter(str(run))) == (0, [], [])
+    assert len(ledger.verified) == 9
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_was_killed_thirty_times_is_as_good_as_new(tmp_path: Path) -> None:
+    result = kills.series(tmp_path, SEED, 30, kills.pause(tmp_path))
+    assert result.problems == []
+    assert result.ends.total() - result.ends["done"] >= 20, "lives ended before they were killed"

@@ -1,0 +1,158 @@
+"""Ranks on separate hosts, as far as one machine has them: network namespaces with a cable between, which is pulled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lastgood
+
+pytestmark = pytest.mark.slow
+
+PATIENCE = 3.0
+PORT = 29411
+HOST = Path(__file__).parents[1] / "support" / "host.py"
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class Cable:
+    """Two hosts and what connects them."""
+
+    def __init__(self) -> None:
+        self.names = [f"lastgood-{os.getpid()}-{rank}" for rank in (0, 1)]
+        self.ends = [f"lg{os.getpid() % 100_000}e{rank}" for rank in (0, 1)]
+
+    def lay(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+        ip("link", "add", self.ends[0], "type", "veth", "peer", "name", self.ends[1])
+        for rank, (name, end) in enumerate(zip(self.names, self.ends, strict=True)):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", end)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", end, "up")
+
+    def pull(self) -> None:
+        ip("-n", self.names[1], "link", "set", self.ends[1], "down")
+
+    def plug(self) -> None:
+        ip("-n", self.names[1], "link", "set", self.ends[1], "up")
+
+    def remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+class Rank:
+    """A process on one of the hosts."""
+
+    def __init__(self, rank: int, cable: Cable, root: Path) -> None:
+        # Not `ip netns exec`: that makes a mount namespace too, which holds whatever other tests have mounted.
+        command = ["nsenter", f"--net=/run/netns/{cable.names[rank]}", sys.executable, str(HOST)]
+        self._process = subprocess.Popen(
+            [*command, str(rank), "10.77.0.1", str(PORT), str(root), str(PATIENCE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": cable.ends[rank]},
+        )
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture
+def cable() -> Iterator[Cable]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to make network namespaces")
+    if not shutil.which("ip"):
+        pytest.skip("needs ip: apt-get install iproute2")
+    found = Cable()
+    try:
+        try:
+            found.lay()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"needs the right to make network namespaces: {error.stderr.decode().strip()}")
+        yield found
+    finally:
+        found.remove()
+
+
+@pytest.fixture
+def ranks(cable: Cable, tmp_path: Path) -> Iterator[list[Rank]]:
+    """Both have the run open, and step 1 is durable."""
+    found: list[Rank] = []
+    try:
+        found += [Rank(rank, cable, tmp_path / "run") for rank in (0, 1)]
+        assert [one.hear()["said"] for one in found] == ["ready", "ready"]
+        assert both(found, "save 1") == ["done", "done"]
+        yield found
+    finally:
+        for one in found:
+            one.end()
+
+
+def both(ranks: list[Rank], line: str) -> list[str]:
+    for one in ranks:
+        one.tell(line)
+    return [one.hear()["said"] for one in ranks]
+
+
+def test_a_host_that_is_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time_and_the_next_one_works(
+    cable, ranks, tmp_path
+):
+    ranks[0].tell("save 2")
+    ranks[1].tell("save 2 held")
+    assert ranks[1].hear()["said"] == "held"
+    cable.pull()
+    ranks[1].tell("on")
+    near, far = (one.hear() for one in ranks)
+    assert near["said"].startswith("TimedOut: rank 1: ") and near["seconds"] < 2 * PATIENCE
+    assert far["said"].partition(":")[0] in ("RankFailed", "TierDown") and far["seconds"] < 4 * PATIENCE
+    cable.plug()
+    assert both(ranks, "save 3") == ["done", "done"]
+    assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1, 3]
+
+
+def test_a_host_that_is_slow_in_a_save_is_waited_for(ranks, tmp_path):
+    ranks[0].tell("save 2")
+    ranks[1].tell("save 2 held")
+    assert ranks[1].hear()["said"] == "held"
+    ranks[1].tell("on")
+    assert [one.hear()["said"] for one in ranks] == ["done", "done"]
+
+
+def test_a_host_that_is_cut_off_in_a_restore_fails_it_on_both_and_nothing_is_half_loaded(cable, ranks):
+    ranks[0].tell("restore")
+    ranks[1].tell("restore held")
+    assert ranks[1].hear()["said"] == "held"
+    cable.pull()
+    ranks[1].tell("on")
+    for one in ranks:
+        told = one.hear()
+        assert told["said"] != "done" and told["seconds"] < 4 * PATIENCE
+        assert one.hear() == {"said": "state", "first": -1.0, "alike": True}
+    cable.plug()
+    assert both(ranks, "restore") == ["done", "done"]
+    assert [one.hear()["first"] for one in ranks] == [1.0, 1.0]

@@ -1,0 +1,203 @@
+"""Ranks: one state, many writers, any number of readers. Worlds of real processes."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "prove"))
+
+
+import lastgood
+from lastgood.policy.merge_values import merged, unplaced
+from lastgood.records import Manifest
+from lastgood.run.content import Content
+from lastgood_lab.ranks import replicas
+from lastgood_lab.worlds import world
+from ranked import (
+    Pipeline,
+    made,
+    resaved,
+    trained,
+    trained_in_parts,
+    whole,
+)
+
+pytestmark = pytest.mark.slow
+
+WORLDS = {
+    "one process": ("plain", 1),
+    "two of DDP": ("ddp", 2),
+    "two of FSDP2": ("fsdp", 2),
+    "two of tensor parallel": ("tp", 2),
+    "three of FSDP2": ("fsdp", 3),
+    "four of HSDP": ("hsdp", 4),
+    "two by two of FSDP2 and tensor parallel": ("fsdp_tp", 4),
+}
+STEPS = 4
+
+
+Factory = pytest.TempPathFactory
+
+
+def runs_of(worlds: dict[str, tuple[str, int]], paths: Factory) -> dict[str, Path]:
+    """A run of each world."""
+    runs = {name: paths.mktemp("runs") / kind.replace(" ", "-") for name, (kind, _) in worlds.items()}
+    for name, (kind, size) in worlds.items():
+        world(size, trained, kind, runs[name], STEPS)
+    return runs
+
+
+def copied(root: Path, to: Path) -> Path:
+    return Path(shutil.copytree(root, to, symlinks=True))
+
+
+def goes_on(kind: str, size: int, run: Path, at: Path) -> None:
+    """A run that was interrupted makes the very losses that it would have made."""
+    straight = world(size, trained, kind, at / "straight", STEPS + 3)
+    resumed = world(size, trained, kind, copied(run, at / "stopped"), STEPS + 3)
+    assert resumed == [losses[STEPS:] for losses in straight]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Factory) -> dict[str, Path]:
+    return runs_of(WORLDS, tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_what_any_world_saved_any_other_loads_to_the_bit(saved, tmp_path, name):
+    kind, size = WORLDS[name]
+    roots = [copied(root, tmp_path / str(number)) for number, root in enumerate(saved.values())]
+    assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
+    for root in roots:
+        before, after = whole(root, STEPS), whole(root, STEPS + 1)
+        assert before == after
+        assert {name.partition(".")[0] for name in before} == {"net", "optimizer"}
+        assert lastgood.open(root).verify(STEPS + 1).good
+
+
+@pytest.mark.parametrize("name", ["two of DDP", "two of FSDP2", "two of tensor parallel", "four of HSDP"])
+def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(saved, tmp_path, name):
+    goes_on(*WORLDS[name], saved[name], tmp_path)
+
+
+STAGED = {
+    "one process": ("stages", 1),
+    "a rank for each stage": ("pipeline", 2),
+    "two by two by two of stages, FSDP2 and tensor parallel": ("pipeline of meshes", 8),
+}
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: Factory) -> dict[str, Path]:
+    return runs_of(STAGED, tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_the_stages_of_a_pipeline_go_to_any_other_and_on_as_if_nothing_had_been(staged, tmp_path, name):
+    kind, size = STAGED[name]
+    roots = [copied(root, tmp_path / root.name) for root in staged.values()]
+    assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
+    for root in roots:
+        assert whole(root, STEPS) == whole(root, STEPS + 1)
+        assert {one.partition(".")[0] for one in whole(root, STEPS)} == {"stage0", "stage1", "optimizer0", "optimizer1"}
+    goes_on(kind, size, staged[name], tmp_path)
+
+
+def test_an_entry_that_only_another_rank_had_may_have_another_name_now(staged):
+    """It was looked for under its new name, and missed."""
+    loop = Pipeline("stages", 1)
+    loop.state["second"] = loop.state.pop("stage1")
+    found = lastgood.load(staged["a rank for each stage"], loop.state, rename={"stage1.": "second."})
+    assert found.step == STEPS and not found.skipped
+    head = lastgood.open(staged["a rank for each stage"]).tensor("stage1.2.weight")
+    assert torch.equal(loop.state["second"][2].weight, head)
+
+
+def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
+    loop = made("stages", 1)
+    lastgood.save(tmp_path, {**loop.state, "odd": torch.ones(2)})
+    with pytest.raises(RuntimeError, match=r"unexpected in the generation: odd\s*Nothing was loaded"):
+        world(2, resaved, "pipeline", [tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "found"),
+    [
+        ([["stage1", "odd"], ["stage0", "odd"]], ["odd"]),
+        ([["stage1", "stage0.more"], ["stage0"]], ["stage0.more"]),
+        ([["stage0more.x"], ["stage0"]], []),
+        ([[], ["stage0"]], []),
+    ],
+)
+def test_a_name_that_a_rank_has_no_place_for_speaks_of_all_below_it(of_ranks, found):
+    assert unplaced(of_ranks) == found
+
+
+HANDED = {"one process": ("app plain", 1), "two of FSDP2": ("app fsdp", 2), "three of FSDP1": ("app fsdp1", 3)}
+
+
+@pytest.fixture(scope="module")
+def handed_out(tmp_path_factory: Factory) -> dict[str, Path]:
+    return runs_of(HANDED, tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", HANDED)
+def test_an_object_that_hands_out_shards_is_handed_them_back_in_any_world(handed_out, tmp_path, name):
+    """As torch's helpers for state dicts make them; those of FSDP1 are spread no other way. They came back as plain
+    tensors."""
+    kind, size = HANDED[name]
+    roots = [copied(root, tmp_path / root.name) for root in handed_out.values()]
+    assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
+    for root in roots:
+        assert whole(root, STEPS) == whole(root, STEPS + 1)
+    goes_on(kind, size, handed_out[name], tmp_path)
+
+
+def test_flat_parameters_of_several_ranks_are_refused_with_a_way_out(tmp_path):
+    with pytest.raises(RuntimeError, match=r"FSDP1 with several ranks: net .*get_state_dict"):
+        world(2, trained, "fsdp1", tmp_path, STEPS)
+
+
+def test_digests_of_everything_at_the_cut_are_those_of_the_parts_that_each_rank_writes(tmp_path):
+    """A tensor that several ranks write in parts was digested whole at the cut, and each of its parts then torn."""
+    world(3, trained_in_parts, tmp_path, STEPS)
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [2, 4]
+    assert world(2, resaved, "ddp", [tmp_path]) == [[STEPS]] * 2
+    assert whole(tmp_path, STEPS) == whole(tmp_path, STEPS + 1)
+
+
+@pytest.mark.parametrize("name", ["two of DDP", "four of HSDP"])
+def test_what_several_ranks_hold_is_written_once(saved, name):
+    run = lastgood.open(saved[name])
+    generation = run.generation(STEPS)
+    manifests = [run.manifest(generation, rank) for rank in range(WORLDS[name][1])]
+    pieces = [piece for one in manifests for piece in one.pieces if not piece.name.startswith("rng.")]
+    content = Content(run.tier, generation)
+    names = {piece.name for piece in pieces}
+    assert sum(one.extent.length for one in pieces) == sum(len(content.tensor(name)[1]) for name in names)
+
+
+def test_what_all_ranks_of_a_machine_want_is_read_from_its_disk_once(tmp_path):
+    """Each rank read all of a replicated state past the page cache."""
+    told = world(4, replicas, tmp_path / "run", 24)
+    assert {one["read"] for one in told} == {told[0]["read"]} and told[0]["read"] < 1.5 * told[0]["unique"]
+
+
+def test_what_a_module_says_of_itself_is_each_ranks_own():
+    """The last rank's went to all of them."""
+    manifests = [
+        Manifest(
+            format=1, step=1, incarnation="0" * 8, rank=rank, digest="xxh3_128", blobs=[], pieces=[], aliases={},
+            values={"net": {"!module": {"net._extra_state": rank, f"net.{rank}": rank}}, f"stage{rank}": rank},
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    for rank in range(3):
+        found = merged(manifests, rank, 3, {"net", "stage2"}.__contains__)
+        assert found["net"]["!module"]["net._extra_state"] == rank and len(found["net"]["!module"]) == 4
+        assert found["stage2"] == 2 and found.keys() == {"net", "stage2", f"stage{rank}"}

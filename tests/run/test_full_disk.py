@@ -1,0 +1,248 @@
+"""A disk with less room than retention asks for: saves go on, and older verified generations make room for them."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import lastgood
+from harness import save
+from histories import at, generation
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import NoSpace
+from lastgood.format import commit
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep, under_pressure
+from lastgood.run import disk_space
+from lastgood.run.known import Environment
+from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk
+from lastgood.testing import FaultyFiles
+
+STATE_BYTES = 20_000
+MB = 1_000_000
+
+
+def opened(root: Path, keep: Keep, states: float) -> RunWriter:
+    files = FaultyFiles(capacity_bytes=int(states * (STATE_BYTES + 4096)))
+    run = RunWriter(Disk(files, str(root)), Inline(), keep=keep)
+    run.begin(None)
+    return run
+
+
+def saved(run: RunWriter, step: int, *, look_after: bool = True, **options: object) -> None:
+    save(run, step, {"w": bytes([step]) * STATE_BYTES}, **options)
+    if look_after:
+        run.verify(Arena(3 * 8192, 8192))
+        run.clean()
+
+
+def steps_in(run: RunWriter) -> list[int]:
+    return sorted(one.step for one in commit.survey(run.tier).generations)
+
+
+# ---- what may go ---------------------------------------------------------------------------------------------------
+
+
+def test_under_pressure_all_go_but_the_newest_verified_and_what_is_newer():
+    row = [generation(50), generation(40, verified=True), generation(30, verified=True), generation(20), generation(10)]
+    assert under_pressure(Keep(last=3), row, []) == [at(10), at(20), at(30)]
+
+
+def test_under_pressure_nothing_goes_where_nothing_is_verified():
+    assert under_pressure(Keep(last=3), [generation(20), generation(10)], []) == []
+
+
+def test_under_pressure_what_is_kept_for_itself_stays():
+    row = [
+        generation(50, verified=True),
+        generation(40, verified=True, milestone=True),
+        generation(30, verified=True, metrics={"loss": 1.0}),
+        generation(20, verified=True),
+        generation(10, verified=True),
+    ]
+    assert under_pressure(Keep(last=9, every=20, best=("loss", "min", 1)), row, []) == [at(10)]
+
+
+# ---- a save that finds the disk full -----------------------------------------------------------------------------
+
+
+def test_room_for_two_states_and_keep_three_saves_every_step(tmp_path, caplog):
+    """Two of ten saves were durable, one warning was printed, and the run was stuck for ever."""
+    run = opened(tmp_path, Keep(last=3), states=2.5)
+    for step in range(1, 11):
+        saved(run, step)
+    assert steps_in(run) == [9, 10]
+    assert caplog.text.count("is full: step 1") == 1 and caplog.text.count("is full") == 1
+
+
+def test_a_deletion_for_a_full_disk_is_an_event(tmp_path):
+    events: list[lastgood.Event] = []
+    files = FaultyFiles(capacity_bytes=50_000)
+    run = RunWriter(
+        Disk(files, str(tmp_path)),
+        Inline(),
+        keep=Keep(last=3),
+        environment=Environment(emit=events.append),
+    )
+    run.begin(None)
+    for step in (1, 2, 3):
+        saved(run, step)
+    assert [(one.step, one.detail) for one in events if one.kind == "deleted"] == [(1, "the disk is full")]
+
+
+def test_the_newest_verified_generation_is_never_given_up(tmp_path):
+    run = opened(tmp_path, Keep(last=3), states=1.5)
+    saved(run, 1)
+    with pytest.raises(NoSpace):
+        saved(run, 2)
+    assert steps_in(run) == [1]
+
+
+def test_an_unverified_generation_does_not_make_an_older_one_needless(tmp_path):
+    run = opened(tmp_path, Keep(last=3), states=2.5)
+    saved(run, 1)
+    saved(run, 2, look_after=False)
+    with pytest.raises(NoSpace):
+        saved(run, 3)
+    assert steps_in(run) == [1, 2]
+
+
+def test_a_milestone_is_not_given_up_to_a_full_disk(tmp_path):
+    run = opened(tmp_path, Keep(last=1), states=2.5)
+    saved(run, 1, milestone=True)
+    saved(run, 2)
+    with pytest.raises(NoSpace):
+        saved(run, 3)
+    assert steps_in(run) == [1, 2]
+
+
+def test_only_as_many_go_as_the_save_needs(tmp_path):
+    run = opened(tmp_path, Keep(last=9), states=4.5)
+    for step in (1, 2, 3, 4, 5):
+        saved(run, step)
+    assert steps_in(run) == [2, 3, 4, 5]
+
+
+class OtherRankIsFull:
+    """`Topic` of a save in which another rank finds no space for its part."""
+
+    again, failing = False, staticmethod(contextlib.nullcontext)
+
+    def agree(self, *_: object) -> object:
+        raise NoSpace("rank 1 found no space")
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody is waiting."""
+
+
+def test_where_another_rank_finds_no_space_the_next_save_has_more(tmp_path):
+    run = opened(tmp_path, Keep(last=9), states=9)
+    for step in (1, 2, 3):
+        saved(run, step)
+    with pytest.raises(NoSpace):
+        saved(run, 4, topic=OtherRankIsFull())
+    assert steps_in(run) == [2, 3]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 12 MB."""
+    mount = tmp_path / "mounted"
+    mount.mkdir()
+    try:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(mount)], check=True, capture_output=True)
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        pytest.skip("needs root and the right to mount a tmpfs")
+    try:
+        yield mount
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+def test_a_training_run_on_a_disk_for_two_states_goes_on_and_says_so(small_disk, caplog):
+    state = {"w": torch.zeros(1_250_000)}  # 5 MB
+    with lastgood.Checkpointer(small_disk / "run", state, on_error="raise", exclude=["rng"]) as ckpt:
+        ckpt.restore()
+        for step in range(1, 7):
+            state["w"].fill_(step)
+            ckpt.save(step).result(60)
+            ckpt.wait()
+    assert lastgood.load(small_disk / "run", state, strict=False).step == 6
+    assert "has room for 2 states" in caplog.text and "retention=Keep(last=...)" in caplog.text
+
+
+# ---- what is reported before ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("held", "free", "level", "text"),
+    [
+        (0, 70 * MB, None, ""),
+        (60 * MB, 10 * MB, None, ""),
+        (0, 69 * MB, "WARNING", "room for 6 states of 10 MB"),
+        (20 * MB, 5 * MB, "WARNING", "Free 45 MB"),
+        (0, 19 * MB, "ERROR", "no save after the first can succeed"),
+    ],
+)
+def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text):
+    """ "takes at most 35.1 MB" was printed beside 12 MB of free space, and nobody compared the two."""
+    disk_space.compare("/run", 10 * MB, 7, held, free)
+    assert [one.levelname for one in caplog.records] == ([level] if level else [])
+    assert text in caplog.text
+
+
+def test_the_bound_is_compared_with_what_is_free_at_the_first_step(tmp_path, monkeypatch, caplog) -> None:
+    """A disk that was too small was reported at the first save only: five minutes after the start, or hours."""
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 30_000)
+    state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header
+    with lastgood.Checkpointer(tmp_path, state, exclude=["rng"], save_on_exit=False) as ckpt:
+        ckpt.step(1)
+        assert "takes at most (3 kept + 2 in flight + 2) x" in caplog.text and "has room for 2 states" in caplog.text
+        ckpt.save(2)
+        ckpt.step(3)
+    assert caplog.text.count("takes at most") == caplog.text.count("has room for") == 1
+
+
+def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that had grown beyond the disk cost all older generations, and was refused all the same."""
+    run = opened(tmp_path, Keep(last=5), 10)
+    for step in range(1, 6):
+        saved(run, step)
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 0)
+    assert not run.retirement.relieve(100 * STATE_BYTES)
+    assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
+    assert run.retirement.relieve(STATE_BYTES), "what may fit is made room for"
+
+
+def test_a_milestone_on_a_full_disk_makes_room_without_holding_the_run(tmp_path: Path, monkeypatch) -> None:
+    """Room was made under the lock of the run, while a save that verifies takes the two locks the other way round."""
+    full, label, free = [True], commit.label, []
+
+    def one_refused(*args: object) -> object:
+        if full:
+            full.clear()
+            raise NoSpace("the disk is full")
+        return label(*args)
+
+    def is_free() -> bool:
+        if taken := run.known.lock.acquire(blocking=False):
+            run.known.lock.release()
+        return taken
+
+    def make_room(_: int) -> bool:
+        with ThreadPoolExecutor(1) as other:
+            free.append(other.submit(is_free).result())
+        return True
+
+    run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), environment=Environment(make_room=make_room))
+    generation = save(run, 1, {"w": bytes(STATE_BYTES)})
+    monkeypatch.setattr(commit, "label", one_refused)
+    assert run.label(generation.id, True, {}).commit.milestone and free == [True]

@@ -1,0 +1,129 @@
+"""Save, verify, point, clean, in this order: what one of them finds or fails at, and what the others do then."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from harness import save
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, Overtaken
+from lastgood.format import commit, layout
+from lastgood.io.files import PosixFiles
+from lastgood.policy.retention import Keep
+from lastgood.ports import Files
+from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk
+from lastgood.testing import Fault, FaultyFiles
+
+
+def writer(root: Path, files: Files | None = None) -> RunWriter:
+    run = RunWriter(Disk(files or PosixFiles(), str(root)), Inline(), keep=Keep(last=1))
+    run.begin(None)
+    return run
+
+
+def saved(run: RunWriter, *steps: int) -> None:
+    for step in steps:
+        save(run, step, {"w": bytes([step]) * 20_000})
+
+
+def verify(run: RunWriter) -> None:
+    run.verify(Arena(3 * 8192, 8192))
+
+
+def test_damage_is_raised_and_the_next_older_one_is_verified_and_pointed_at(tmp_path):
+    run = writer(tmp_path)
+    saved(run, 1, 2, 3)
+    newest = max(run.survey.generations)
+    blob = tmp_path / layout.folder(newest) / layout.blob_name(0)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged, match="step 3 was committed and does not read back"):
+        verify(run)
+    seen = commit.survey(run.tier)
+    told = {at.step: (one.verified, bool(one.damaged)) for at, one in seen.generations.items()}
+    assert told == {1: (False, False), 2: (True, False), 3: (False, True)}
+    assert seen.pointer is not None and seen.pointer.step == 2
+
+
+def test_damage_is_raised_even_if_its_mark_cannot_be_written(tmp_path, caplog):
+    """The disk was full when a damaged generation was to be marked. Only NoSpace was raised, and every later attempt
+    passed over the generation: nobody learned that it was damaged."""
+    files = FaultyFiles(Fault("open new", f"*{layout.DAMAGED}*", errno.ENOSPC))
+    run = writer(tmp_path, files)
+    saved(run, 1, 2)
+    blob = tmp_path / layout.folder(max(run.survey.generations)) / layout.blob_name(0)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged, match="step 2 was committed and does not read back"):
+        verify(run)
+    assert caplog.text.count("could not be marked") == 1
+    assert {at.step: one.good for at, one in run.survey.generations.items()} == {1: True, 2: False}
+    assert run.survey.pointer is not None and run.survey.pointer.step == 1
+
+
+def test_an_opening_writes_the_records_of_incarnations_that_are_missing(tmp_path):
+    """A process died between its first COMMIT and the record of its incarnation. When that COMMIT was deleted, nothing
+    led from the newest step to those before it: they counted as abandoned, and the best of them was deleted."""
+    keep = Keep(last=1, best=("loss", "min", 1))
+    for step, loss in (1, 0.1), (2, 0.5), (3, 0.5), (4, 0.5):
+        run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=keep)
+        run.begin(max(run.survey.generations, default=None))
+        save(run, step, {"w": bytes(20)}, metrics={"loss": loss})
+        verify(run)
+        if step == 2:
+            (record,) = tmp_path.glob(f"incarnations/000002-{run.lineage()[0].id.incarnation}*")
+            record.unlink()
+        else:
+            run.clean()
+    assert [one.step for one in run.lineage()] == [4, 1]
+
+
+def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
+    """restore(step=1) to look at an old step moved the pointer, and the next session resumed there."""
+    run = writer(tmp_path)
+    for step in (1, 2):
+        saved(run, step)
+        verify(run)
+    run.begin(min(run.survey.generations))
+    run.marks.point()
+    assert commit.survey(run.tier).pointer.step == 2
+    saved(run, 3)
+    run.marks.point()
+    assert commit.survey(run.tier).pointer.step == 1, "step 3 is not verified yet"
+
+
+def test_a_pointer_that_cannot_move_keeps_only_what_it_names(tmp_path, caplog):
+    """It is a hint. It once stopped all deletion, and the disk ran full."""
+    run = writer(tmp_path, files := FaultyFiles())
+    saved(run, 1)
+    verify(run)
+    saved(run, 2)
+    files.inject(Fault("rename", f"*{layout.POINTER}"))
+    verify(run)
+    saved(run, 3)
+    verify(run)
+    run.clean()
+    assert {at.step for at in commit.survey(run.tier).generations} == {1, 3}
+    assert caplog.text.count("cannot be moved") == 1
+    files.clear()
+    run.clean()
+    seen = commit.survey(run.tier)
+    assert {at.step for at in seen.generations} == {3} and seen.pointer and seen.pointer.step == 3
+
+
+def test_of_two_saves_the_older_one_is_given_up_once_the_newer_one_is_committed(tmp_path):
+    run = writer(tmp_path)
+    with pytest.raises(Overtaken):
+        save(run, 1, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 2))
+    assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"], "nothing of it is left"
+
+
+def test_an_older_save_that_retention_wants_for_itself_is_committed_all_the_same_and_names_what_was_before_it(tmp_path):
+    run = writer(tmp_path)
+    saved(run, 1)
+    kept = save(run, 2, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 3), milestone=True)
+    assert kept.commit.parent == min(run.survey.generations)
+    assert {at.step for at in commit.survey(run.tier).generations} == {1, 2, 3}

@@ -1,0 +1,18 @@
+"""torch.distributed.checkpoint's save and load of one process, with this storage under them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+import lastgood
+
+
+def save(state: dict[str, Any], root: Path, **options: Any) -> None:
+    dcp.save(state, storage_writer=lastgood.dcp.Writer(root), no_dist=True, **options)
+
+
+def load(state: dict[str, Any], root: Path, **options: Any) -> None:
+    dcp.load(state, storage_reader=lastgood.dcp.Reader(root), no_dist=True, **options)

@@ -1,0 +1,427 @@
+"""The program that is killed: it restores a run and saves to it, and says what it was promised; and who judges it.
+
+`python tests/support/victim.py RUN --saves 3 --seed 7` is one life. It says one line before and one after every step:
+
+    opening | unread G why | stepped_over STEP why | restored G | beginning G | began G | saving G | durable G
+    verified G | retiring G | error NAME STEP what | done           (G: the folder of a generation, `-` for none)
+
+A life goes on after a failed save, as training does, and ends with the exit code of its first error. What a save holds
+follows from its seed and step, so a `Ledger` of all that was said can judge whatever lies on the disk, bit for bit.
+Never imports torch: a life takes a quarter of a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import re
+import resource
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness import State, save
+from lastgood import reporting
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, LastgoodError, NotARun, NotFinite
+from lastgood.events import Event
+from lastgood.format import commit, layout
+from lastgood.io.files import PosixFile, PosixFiles, round_up
+from lastgood.limits import DIRECT_IO_BYTES
+from lastgood.policy.restore import lineage
+from lastgood.policy.retention import Keep
+from lastgood.ports import OpenMode, Tier
+from lastgood.records import Generation, GenerationId, Manifest
+from lastgood.run import access, paths
+from lastgood.run.candidates import Candidates, Found
+from lastgood.run.content import read_rank
+from lastgood.run.known import Environment
+from lastgood.run.retire import FULL
+from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk
+
+TIERS = ("directory", "slots", "mmap")
+"""how a run may live at its path; mmap: slots, written through a mapping"""
+CHUNK_BYTES = 8192
+SIZES = {"w": 20_000, "b": 5, "empty": 0, "m.v": 12_345}
+"""five chunks with the header, the last one ends off any block"""
+
+
+def content(seed: int, step: int) -> State:
+    return {name: hashlib.shake_256(f"{seed} {step} {name}".encode()).digest(size) for name, size in SIZES.items()}
+
+
+# ---- the victim ------------------------------------------------------------------------------------------------
+
+
+class Watched:
+    """A tier that says which COMMIT it is about to remove."""
+
+    def __init__(self, tier: Tier, say: Callable[[str], None]) -> None:
+        self._tier, self._say = tier, say
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tier, name)
+
+    def delete(self, name: str) -> None:
+        if name.endswith(f"/{layout.COMMIT}"):
+            self._say(f"retiring {name.split('/')[1]}")
+        self._tier.delete(name)
+
+
+class ShortFiles(PosixFiles):
+    """Every read and write takes less than it was given, by chance; direct I/O whole blocks, as far as it says so."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self._chance = chance
+
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> Any:
+        return ShortFile(super().open(path, mode, direct=direct, fresh=fresh), direct, self._chance)
+
+
+class ShortFile:
+    def __init__(self, file: PosixFile, direct: bool, chance: random.Random) -> None:
+        self._file, self._direct, self._chance = file, direct, chance
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def read_into(self, mv: memoryview, offset: int) -> int:
+        return self._file.read_into(self._some(mv), offset)
+
+    def write_at(self, mv: memoryview, offset: int) -> int:
+        count = self._file.write_at(self._some(mv), offset)
+        return self._chance.randint(min(count, DIRECT_IO_BYTES), count) if self._direct else count
+
+    def _some(self, mv: memoryview) -> memoryview:
+        length = self._chance.randint(1, len(mv))
+        return mv[: round_up(length) if self._direct else length]
+
+
+def live(argv: list[str], say: Callable[[str], None]) -> int:
+    """One life; returns its exit code. Only what is not of the tree of errors is raised."""
+    options = _parser().parse_args(argv)
+    if options.file_limit:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_limit, options.file_limit))
+    codes: list[int] = []
+
+    @contextlib.contextmanager
+    def telling(step: int | str) -> Iterator[None]:
+        try:
+            yield
+        except LastgoodError as error:
+            say(f"error {type(error).__name__} {step} {' '.join(str(error).split())}")
+            codes.append(error.exit_code)
+
+    pool: Executor = ThreadPoolExecutor(options.threads) if options.threads else Inline()
+    with pool, warnings_to(say), telling("-"):
+        if options.mode == "restore":
+            tier = access.for_reading(path(options.run, options.tier))
+            restored(tier, commit.survey(tier), pool, say)
+        else:
+            persist = "mmap" if options.tier == "mmap" else "direct"
+            with access.for_writing(path(options.run, options.tier), "atomic_dirsync", persist=persist) as tier:
+                _write(tier, pool, options, say, telling)
+    say("done")
+    return codes[0] if codes else 0
+
+
+@contextlib.contextmanager
+def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+    """What is reported outside of exceptions becomes a line, too."""
+    handler = logging.Handler()
+    handler.emit = lambda record: say(f"warned {record.getMessage()}")  # type: ignore[method-assign]
+    reporting.LOGGER.addHandler(handler)
+    try:
+        yield
+    finally:
+        reporting.LOGGER.removeHandler(handler)
+
+
+def path(run: str, tier: str) -> str:
+    return run if tier == "directory" else f"{paths.SLOTS}{os.path.abspath(run)}"
+
+
+def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callable[[str], None], telling: Any) -> None:
+    say("opening")
+    if options.buffered or options.short:
+        files = ShortFiles(random.Random(options.seed)) if options.short else PosixFiles()
+        kind = Disk if options.tier == "directory" else access.slots
+        tier = kind(files, os.path.abspath(options.run), direct=options.short and not options.buffered)
+    names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
+
+    def tell(event: Event) -> None:
+        if event.kind == "deleted" and event.detail == FULL:
+            say(f"pressed {event.step}")
+        if event.kind == "verified" and (newest := run.known.newest_verified()):
+            say(f"verified {place(newest.id)}")
+
+    run = RunWriter(
+        Watched(tier, say),
+        pool,
+        keep=Keep(last=options.last),
+        environment=Environment(new_id=lambda: next(names), emit=tell),
+    )
+    found = restored(tier, run.survey, pool, say)
+    parent = found.generation.id if found.generation else None
+    say(f"beginning {place(parent)}")
+    run.begin(parent)
+    say(f"began {place(parent)}")
+    if found.generation:
+        run.conclude(found.generation, [])
+        say(f"verified {place(parent)}")
+    arena = Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
+    first = parent.step + 1 if parent else 1
+    for step in range(first, first + options.saves):
+        with telling(step):
+            say(f"saving {place(run.admit(step))}")
+            generation = save(
+                run, step, content(options.seed, step), chunk_bytes=CHUNK_BYTES, values={"seed": options.seed}
+            )
+            say(f"durable {place(generation.id)}")
+        with telling("-"):
+            run.verify(arena)
+        with telling("-"):
+            run.clean()
+    if options.mode == "gc":
+        run.clean()
+
+
+def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[str], None]) -> Found:
+    """What a restore finds, each bit of it looked at."""
+    for at, error in survey.broken.items():
+        say(f"unread {place(at)} {' '.join(str(error).split())}")
+    candidates, loaded = Candidates(survey), None
+    for generation in candidates:
+        try:
+            (manifest,) = commit.read_manifests(tier, generation)
+            state = _bytes_of(tier, generation, manifest, pool)
+        except (Damaged, NotFinite) as error:
+            candidates.failed(error)
+            continue
+        if problem := differs(generation, manifest, state):
+            say(f"wrong {problem}")
+        loaded = generation
+        break
+    found = candidates.found(loaded)
+    for step, reason in found.stepped_over:
+        say(f"stepped_over {step} {' '.join(reason.split())}")
+    say(f"restored {place(found.generation.id if found.generation else None)}")
+    return found
+
+
+def place(at: GenerationId | None) -> str:
+    return layout.folder(at).partition("/")[2] if at else "-"
+
+
+def differs(generation: Generation, manifest: Manifest, state: State) -> str:
+    """What is wrong with a state that was read from a generation; empty when each bit is as it was saved."""
+    expected = content(manifest.values["seed"], generation.step)
+    wrong = sorted(name for name in expected.keys() | state.keys() if expected.get(name) != state.get(name))
+    return f"{place(generation.id)} holds other bytes in {', '.join(wrong)}" if wrong else ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run")
+    parser.add_argument("--mode", choices=("save", "restore", "gc"), default="save", help="restore: read only")
+    parser.add_argument("--tier", choices=TIERS, default="directory", help="how the run lives there")
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the contents and of the names of incarnations")
+    parser.add_argument("--last", type=int, default=2, help="verified generations to keep")
+    parser.add_argument("--threads", type=int, default=0, help="0: everything in the main thread, in one order")
+    parser.add_argument("--buffered", action="store_true", help="no direct I/O, whatever the file system takes")
+    parser.add_argument("--short", action="store_true", help="reads and writes that take less than they were given")
+    parser.add_argument("--file-limit", type=int, default=0, help="RLIMIT_FSIZE in bytes: writes past it fall short")
+    return parser
+
+
+# ---- the judge -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ledger:
+    """What the lives of one run said, and so what must lie on its disk. `last`, `tier`: as the victim's options."""
+
+    last: int = 2
+    tier: str = "directory"
+    heads: set[str] = field(default_factory=lambda: {"-"})
+    """what a restore may find: the newest acknowledged generation, or two while nobody can say"""
+    maybe: set[str] = field(default_factory=set)
+    """announced, and neither acknowledged nor refused: there in full, or absent"""
+    refused: set[str] = field(default_factory=set)
+    """their save ended in an error other than CommitUnknown, so they must not exist"""
+    durable: list[str] = field(default_factory=list)
+    """acknowledged, and not announced to be going"""
+    verified: set[str] = field(default_factory=set)
+    perhaps: set[str] = field(default_factory=set)
+    """the newest when looking after it failed: its mark may be there, and what is older let go"""
+    cut_short: set[str] = field(default_factory=set)
+    """going while the disk was full, so without their reason: they may be taken for lost"""
+    reported: list[str] = field(default_factory=list)
+    """errors and steps over damage of the life that was heard last"""
+    warned: list[str] = field(default_factory=list)
+    """what that life reported outside of errors"""
+    pressed: bool = False
+    """the disk was full, and older verified generations made room"""
+    problems: list[str] = field(default_factory=list)
+
+    def hear(self, lines: Iterable[str]) -> None:
+        """Take in what one life said, from its first line to where it was cut."""
+        saving, going, self.reported, self.warned = "", set[str](), [], []
+        for line in lines:
+            word, _, rest = line.partition(" ")
+            at = rest.partition(" ")[0]
+            if word == "restored":
+                if at not in self.heads | self.maybe and not self.reported:
+                    self._wrong(f"it restored {at}, expected was one of {sorted(self.heads | self.maybe)}")
+            elif word == "beginning":
+                self.heads = self.heads | {at}
+            elif word == "began":
+                self.heads, self.maybe = {at}, set()
+                if at != "-" and at not in self.durable:
+                    # Of slots: it came true, and what was beside it then, nobody said.
+                    self.durable = [*self.durable, at] if self.tier == "directory" else [at]
+            elif word == "saving":
+                saving = at
+                self.maybe.add(at)
+            elif word == "durable":
+                self.heads, saving = {at}, ""
+                self.maybe.discard(at)
+                self.durable = [*self._beside_a_commit(), at]
+            elif word == "verified" and at != "-":
+                self.verified.add(at)
+            elif word == "retiring":
+                if at in self.heads:
+                    self._wrong(f"it retires {at}, the newest that it acknowledged")
+                going.add(at)
+                if at in self.durable:
+                    self.durable.remove(at)
+            elif word == "error":
+                self.reported.append(at)
+                if saving and at != "CommitUnknown":
+                    self.maybe.discard(saving)
+                    self.refused.add(saving)
+                if not saving and self.tier != "directory":
+                    self.perhaps |= {*self.durable[-1:]}
+                saving = ""
+            elif word == "pressed":
+                self.pressed = True
+            elif word == "warned":
+                self.warned.append(rest)
+            elif word in ("stepped_over", "unread"):
+                self.reported.append(line)
+            elif word == "wrong":
+                self._wrong(rest)
+        if "NoSpace" in self.reported:
+            self.cut_short |= going
+
+    def judge(self, run: str) -> None:
+        """Look at the disk as it was left, changing nothing: the promises, as far as it can show them."""
+        try:
+            tier = access.for_reading(path(run, self.tier))
+        except NotARun:
+            if self.durable:
+                self._wrong("the run is gone")
+            return
+        survey = commit.survey(tier)
+        there = {place(at): one for at, one in survey.generations.items()}
+        for at, error in survey.broken.items():
+            self._wrong(f"{place(at)} has a COMMIT that cannot be believed: {error}")
+        gone = set(self.durable) - there.keys()
+        if self.tier != "directory" and self.maybe & there.keys():  # it let go of all but one; a mark decided which
+            least = self._beside_a_commit()
+            either = self.durable[self.durable.index(least[0]) :] if least else []
+            gone = set() if there.keys() & {*either} else {*least}
+        newer = max(self.perhaps & there.keys(), default="")
+        for at in sorted(one for one in gone if one >= newer):
+            self._wrong(f"{at} was acknowledged and is gone")
+        for at in sorted(self.refused & there.keys()):
+            self._wrong(f"{at} exists, although its save was refused")
+        for at, generation in there.items():
+            try:
+                manifest = commit.read_manifest(tier, generation)
+                problem = differs(generation, manifest, _bytes_of(tier, generation, manifest, Inline()))
+            except LastgoodError as error:
+                problem = f"{at} is half there: {error}"
+            if problem:
+                self._wrong(problem)
+        good = [at for at, one in there.items() if one.verified or at in self.verified]
+        owed = self.last if self.tier == "directory" and not self.pressed else 1
+        if len(good) < min(owed, len(self.verified)):
+            self._wrong(f"of {len(self.verified)} verified generations {good} are left")
+        for at in {place(one) for one in lineage(survey).lost} - self.cut_short:
+            self._wrong(f"{at} is reported as lost, and nobody acknowledged it")
+        lines: list[str] = []
+        try:
+            found = restored(tier, survey, Inline(), lines.append)
+        except LastgoodError as error:
+            self._wrong(f"a restore ends in {type(error).__name__}: {error}")
+            return
+        at = place(found.generation.id if found.generation else None)
+        if at not in self.heads | self.maybe:
+            self._wrong(f"a restore finds {at}, expected was one of {sorted(self.heads | self.maybe)}")
+        for line in lines[:-1]:
+            self._wrong(f"a restore of it says: {line}")
+
+    def go_on(self, run: str, seed: int) -> None:
+        """Two undisturbed lives more: the run must take them, and nothing of its past may lie about."""
+        for more in (1, 2):
+            lines: list[str] = []
+            code = live(
+                [run, f"--seed={seed + more}", "--saves=1", f"--last={self.last}", f"--tier={self.tier}"], lines.append
+            )
+            self.hear(lines)
+            if code or self.reported:
+                self._wrong(f"an undisturbed life said: {[one for one in lines if one.split()[0] in TROUBLE]}")
+            self.judge(run)
+            for one in litter(run):
+                if not any(at in one for at in self.cut_short):
+                    self._wrong(f"after {more} openings there is still {one}")
+
+    def _beside_a_commit(self) -> list[str]:
+        """What stays when a further generation is committed."""
+        if self.tier == "directory":
+            return self.durable
+        return [at for at in self.durable if at in self.verified][-1:] or self.durable[-1:]
+
+    def _wrong(self, what: str) -> None:
+        self.problems.append(what)
+
+
+TROUBLE = ("error", "stepped_over", "unread", "wrong")
+
+
+def _bytes_of(tier: Tier, generation: Generation, manifest: Manifest, pool: Executor) -> State:
+    arena = Arena(sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs), CHUNK_BYTES)
+    found = read_rank(tier, generation, manifest, arena, pool)
+    return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}
+
+
+def litter(run: str) -> list[str]:
+    """Names in a run that belong to no generation and to no record."""
+    found = []
+    for folder, names, files in os.walk(run):
+        inside = os.path.relpath(folder, run)
+        found += [f"{inside}/{one}" for one in (*names, *files) if re.search(r"\.tmp$|^\.probe-|^GOING", one)]
+        if inside.startswith("gen/") and layout.COMMIT not in files:
+            found.append(f"{inside} without COMMIT")
+    return sorted(found)
+
+
+def main() -> int:
+    def say(line: str) -> None:
+        os.write(1, f"{line}\n".encode())
+
+    return live(sys.argv[1:], say)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
