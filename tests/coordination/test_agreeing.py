@@ -22,7 +22,7 @@ from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDow
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.loop.adaptive_interval import Pace
-from lastgood.loop.schedule import TimingTogether
+from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
@@ -294,11 +294,11 @@ class Rank:
     def __init__(self, ranks, clock, cadence, in_flight=None):
         self.ahead = Announcements(ranks, clock)
         self.saved, self.failed, self.flying, self.skipped = [], [], [], []
-        self.timing = TimingTogether(cadence, self.note, ranks, self.ahead, in_flight)
+        self.timing = AgreedSchedule(cadence, self, ranks, self.ahead, in_flight)
         self.timing.restored(0, clock())
         self.clock, self.deaf = clock, False
 
-    def note(self, kind, step, detail):
+    def emit(self, kind, step, detail):
         if kind == "failed":
             self.failed.append(step)
 
@@ -308,14 +308,14 @@ class Rank:
                 one.note_outcome(None, Overtaken(""))
         if not self.deaf:
             self.ahead.poll(n)
-            self.timing.tell(n, self.clock())
+            self.timing.announce(n, self.clock())
         if not self.timing.due(n, self.clock()):
             return
         if self.timing.full():
             self.skipped.append(n)
             return
         self.saved.append(n)
-        self.timing.counted(n)
+        self.timing.admitted(n)
         one = Save(n)
         self.timing.begun(one, self.clock(), self.clock(), 0.0)
         self.flying.append((one, self.clock() + save_seconds))

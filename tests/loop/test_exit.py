@@ -99,7 +99,7 @@ def test_a_save_at_the_exit_waits_for_a_place_whatever_when_full_says(tmp_path: 
 def test_a_state_that_was_not_restored_is_not_saved_at_the_exit(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3)}, cadence=Every(steps=100)) as ckpt:
-        ckpt._advanced = 5  # stepped, before anything could be known
+        ckpt._progress.step = 5  # stepped, before anything could be known
     assert steps(tmp_path) == [3]
 
 

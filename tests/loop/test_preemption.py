@@ -15,7 +15,7 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused, TornSnapshot
-from lastgood.loop.preemption import EXIT_CODE, Asked, Preempted, Preemption
+from lastgood.loop.preemption import EXIT_CODE, EndRequest, Preempted, Preemption
 from lastgood.run import access
 from lastgood.testing import Clock
 
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_a_loop_that_comes_to_no_step_at_once(tmp_path):
 
 def test_the_same_request_twice_is_one_and_the_grace_runs_from_the_first():
     clock = Clock(100.0)
-    asked = Asked(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
+    asked = EndRequest(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
     try:
         assert asked.at is None and asked.left_seconds == 30
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -108,14 +108,14 @@ def test_a_handler_that_was_there_before_is_called_once():
     calls: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
     clock = Clock(100.0)
-    asked = Asked(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
+    asked = EndRequest(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert calls == [signal.SIGUSR1] and asked.at == 100.0
     finally:
         asked.close()
-    asked = Asked(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
+    asked = EndRequest(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
     try:
         os.kill(os.getpid(), signal.SIGINT)  # raises no KeyboardInterrupt
         assert asked.at == 100.0
@@ -143,7 +143,7 @@ def test_a_handler_that_ends_the_process_does_not_take_the_last_save_away(tmp_pa
 def test_a_worker_that_was_forked_dies_of_sigterm_as_ever_and_of_no_other_signal(number, code):
     """Stories: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever. And a
     SIGUSR1 to the whole group killed the workers, whose death ended the loop before its last save."""
-    asked = Asked(Preemption())
+    asked = EndRequest(Preemption())
     try:
         child = os.fork()
         if child == 0:

@@ -499,6 +499,14 @@ def test_a_place_that_numpy_cannot_write_to_is_written_through_torch() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
+def test_a_restore_of_a_single_rank_encodes_no_survey(tmp_path: Path, monkeypatch) -> None:
+    """A world of one encoded everything it knew of its run, for no other rank."""
+    lastgood.save(tmp_path, {"w": torch.ones(3)}, step=1)
+    monkeypatch.setattr(RunWriter, "shared_survey", lambda _: pytest.fail("nobody receives it"))
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        assert ckpt.restore().step == 1
+
+
 def test_a_restore_asks_for_its_buffers_only(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     asked: list[tuple[int, int]] = []

@@ -134,7 +134,7 @@ def test_only_as_many_go_as_the_save_needs(tmp_path):
 class OtherRankIsFull:
     """`Topic` of a save in which another rank finds no space for its part."""
 
-    again, failing = False, staticmethod(contextlib.nullcontext)
+    is_retry, failing = False, staticmethod(contextlib.nullcontext)
 
     def agree(self, *_: object) -> object:
         raise NoSpace("rank 1 found no space")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +18,12 @@ import torch
 import lastgood
 from harness import reported, reports
 from lastgood import errors
+from lastgood.coordination.single_rank import SingleTopic
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop import save_planner, saver
 from lastgood.loop.save_planner import SavePlanner
+from lastgood.loop.saver import Saver
 from lastgood.run.pipeline import Pipeline
 from lastgood.run.save_handle import Save
 from lastgood.snapshot import staging
@@ -338,6 +345,53 @@ def test_a_place_is_free_again_whatever_ended_the_save(tmp_path, monkeypatch):
         with reported("ZeroDivisionError"):
             ckpt.wait()
         ckpt.save(2).result(60)
+
+
+class CtrlC:
+    """Raises KeyboardInterrupt before the line number `line` (0, 1, ...) that is executed in `functions`."""
+
+    def __init__(self, line: int, *functions: Callable[..., object]) -> None:
+        self._left, self._codes, self._before = line, {one.__code__ for one in functions}, sys.gettrace()
+        self.raised = False
+
+    def __enter__(self) -> CtrlC:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, kind: str, _: object) -> Any:
+        if frame.f_code not in self._codes:
+            return None
+        if kind == "line" and not self.raised:
+            self._left -= 1
+            if self._left < 0:
+                self.raised = True
+                raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlap"])
+def test_ctrl_c_at_any_line_of_a_save_leaves_its_place_free(tmp_path, staging):
+    """Between taking a place and the block that gave it back, Ctrl-C left the place taken: in_flight=1 saved no more.
+
+    Pressed in a notebook, where the run stays open.
+    """
+    functions = Saver.save, Saver._wait_for_a_place, Saver._planned, Pipeline.acquire_place
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=1, when_full="raise", staging=staging) as ckpt:
+        ckpt.save(1).result(60)
+        for line in itertools.count():
+            with contextlib.suppress(KeyboardInterrupt), CtrlC(line, *functions) as ctrl_c:
+                ckpt.save(line + 2)
+            with reports():  # of the interrupted save, if it had begun
+                ckpt.wait(60)
+            assert ckpt._pipeline.acquire_place(0.0), f"line {line}"
+            ckpt._pipeline.release_place(0, SingleTopic(), errors.Cancelled("not started"))
+            if not ctrl_c.raised:
+                break
+        assert line > 30, "the lines of a save were traced"
+        ckpt.save(1000).result(60)
 
 
 def test_a_full_disk_is_reported_at_growing_intervals_and_at_the_first_failure_of_each_row(tmp_path, faulty_files):

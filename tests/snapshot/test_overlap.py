@@ -497,7 +497,7 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
-    monkeypatch.setattr(save_planner.SavePlanner, "begun", lambda *_: pytest.fail("it was left to the fence"))
+    monkeypatch.setattr(save_planner.SavePlanner, "hold_updates", lambda *_: pytest.fail("it was left to the fence"))
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 

@@ -43,7 +43,7 @@ from lastgood.run import access, paths
 from lastgood.run.candidates import Candidates, Found
 from lastgood.run.content import read_rank
 from lastgood.run.known import Environment
-from lastgood.run.retire import FULL
+from lastgood.run.retire import DISK_FULL
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -158,7 +158,7 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 
     def tell(event: Event) -> None:
-        if event.kind == "deleted" and event.detail == FULL:
+        if event.kind == "deleted" and event.detail == DISK_FULL:
             say(f"pressed {event.step}")
         if event.kind == "verified" and (newest := run.known.newest_verified()):
             say(f"verified {place(newest.id)}")
