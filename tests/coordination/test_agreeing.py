@@ -105,7 +105,7 @@ def met(board, ranks, size, patience_seconds=6.0):
         return list(pool.map(tell, ranks))
 
 
-def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said():
+def test_restarted_ranks_find_each_other_beside_keys_of_dead_processes():
     """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
     one had died between two such, none of them came together any more, however often they were started."""
     board = Meeting()
@@ -120,20 +120,20 @@ def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said(
     assert len(board.posts) == 4  # the answers to the dead, and two ends
 
 
-def test_who_is_here_hears_who_is_not():
+def test_a_rendezvous_timeout_names_the_missing_ranks():
     assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
     assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run in 0 s"]
     assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run in 0 s"]
 
 
-def test_a_rank_that_died_since_it_was_here_is_named():
+def test_a_rank_that_died_after_it_joined_is_named():
     board = Meeting()
     board.set({"run/here/1": b'"of a dead one"'})
     assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
 
 
 @pytest.mark.slow
-def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
+def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
     """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
     came after one that died was not looked for."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
@@ -143,7 +143,7 @@ def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
 # ---- topics ----------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
+def test_a_rank_that_skips_a_step_is_named_and_the_next_step_succeeds():
     """Saves met by their number: from then on each of one rank's met another one of the other's, and failed."""
     first, second = two_on(Board())
     later = second.at("save", 3)
@@ -154,7 +154,7 @@ def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
     assert first.at("save", 3).agree("of 3", list) == ["of 3", "of 3"]
 
 
-def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
+def test_a_step_that_rank_0_skipped_fails_at_once_on_the_others():
     first, second = two_on(Board())
     with pytest.raises(TimedOut, match="rank 1: nothing was heard"):
         first.at("save", 3).agree("of 3", len)
@@ -162,7 +162,7 @@ def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
         second.at("save", 2).agree("of 2", len)
 
 
-def test_a_rank_that_comes_to_a_step_late_is_waited_for():
+def test_the_ranks_wait_for_a_late_rank():
     first, second = two_on(Board())
     with pytest.raises(RankFailed):
         second.at("save", 1).agree("of 1", len)  # it is there, and may come to 2
@@ -170,7 +170,7 @@ def test_a_rank_that_comes_to_a_step_late_is_waited_for():
         first.at("save", 2).agree("of 2", len)
 
 
-def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
+def test_messages_from_before_a_rewind_are_ignored_after_it():
     first, second = two_on(Board())
     second.at("save", 1).fail(StepDiffers("of before"))
     for one in (first, second):
@@ -179,7 +179,7 @@ def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
         first.at("save", 1).agree("of now", list)
 
 
-def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
+def test_a_failed_verdict_ends_the_wait_of_every_rank():
     """No memory for it, or a bug: the others waited for twice their patience."""
     board = Board()
     first, second = two_on(board)
@@ -199,7 +199,7 @@ def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
 
 
 @pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])
-def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_it(step_seconds, ahead):
+def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
     """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
     board, clock = Board(), Clock()
     telling, asking = (Announcements(one, clock) for one in two_on(board))
@@ -222,7 +222,7 @@ def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_i
     assert n <= asking.end == telling.end
 
 
-def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_back():
+def test_a_request_during_a_store_outage_is_repeated_afterwards():
     """It was noted as asked before it was: nobody asked again, and the run ended without its last save."""
     board, clock = Board(), Clock()
     telling, asking = (Announcements(one, clock) for one in two_on(board))
@@ -244,7 +244,7 @@ def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_ba
     assert telling.end == asking.end is not None
 
 
-def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
+def test_a_post_of_unknown_outcome_is_published_unchanged():
     """Told again, it was another step under the same number: rank 0 went by one, and the others by the other."""
     board, clock = Board(), Clock()
     first, second = two_on(board)
@@ -269,7 +269,7 @@ def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
     assert telling.tell(12, "ended", 5)
 
 
-def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
+def test_an_explicitly_saved_step_is_not_saved_again_when_announced():
     """It was refused as taken, out of the loop."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
@@ -346,7 +346,7 @@ def run(ranks, clock, steps, save_seconds=0.0, first=1, stride=1):
             one.step(n * stride, save_seconds)
 
 
-def test_what_is_due_by_time_is_due_at_one_step_everywhere():
+def test_a_cadence_in_seconds_is_due_at_one_step_on_every_rank():
     clock = Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(Board()))
     run((first, second), clock, 2000)
@@ -354,7 +354,7 @@ def test_what_is_due_by_time_is_due_at_one_step_everywhere():
 
 
 @pytest.mark.parametrize("cadence", [Every(seconds=20.0), Every(steps=100_000)])
-def test_steps_that_count_tokens_are_due_at_one_step_everywhere(cadence):
+def test_steps_that_count_tokens_are_due_at_one_step_on_every_rank(cadence):
     """An announced step was never called: each save that was due by time was heard of too late, on all ranks."""
     clock = Clock()
     first, second = (Rank(one, clock, cadence) for one in two_on(Board()))
@@ -362,7 +362,7 @@ def test_steps_that_count_tokens_are_due_at_one_step_everywhere(cadence):
     assert len(first.saved) >= 4 and first.saved == second.saved and not first.failed + second.failed
 
 
-def test_a_rank_that_counts_tokens_and_hears_late_fails_the_step_at_which_the_others_saved():
+def test_a_late_announcement_fails_the_missed_save_of_a_token_count():
     clock = Clock()
     first, second = (Rank(one, clock, Every(seconds=5.0)) for one in two_on(Board()))
     run((first, second), clock, 100, stride=4097)
@@ -374,7 +374,7 @@ def test_a_rank_that_counts_tokens_and_hears_late_fails_the_step_at_which_the_ot
     assert first.saved[-2:] == second.saved[-2:]
 
 
-def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on():
+def test_a_measured_interval_takes_effect_at_one_step_on_every_rank():
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Told({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board))
     run((first, second), clock, 1000)
@@ -383,7 +383,7 @@ def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on(
     assert apart[0] == FIRST_STEPS and {30, 70} <= set(apart) and apart[-1] == 70
 
 
-def test_a_rank_that_hears_of_an_interval_late_fails_what_it_missed_and_saves_with_the_others_again():
+def test_a_rank_with_a_late_interval_fails_its_missed_saves_and_recovers():
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Told({100: 37} if not one.rank else {})) for one in two_on(board))
     run((first, second), clock, 90)
@@ -408,7 +408,7 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
 # ---- what was saved is read again by those who have written it ----------------------------------------------------
 
 
-def test_what_is_posted_does_not_pile_up():
+def test_posted_keys_do_not_accumulate():
     board = Meeting()
     first, second = two_on(board)
     with ThreadPoolExecutor(1) as other:
@@ -457,7 +457,7 @@ def verify(run):
     run.verify(Arena(3 * 8192, 8192))
 
 
-def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
+def test_each_rank_verifies_its_own_files_and_rank_0_marks_them(both):
     """Rank 0 read the files of all ranks: of a thousand it would never have been done."""
     leader, follower, _ = both
     verify(follower)
@@ -467,7 +467,7 @@ def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
 
 
 @pytest.mark.parametrize("whose", [0, 1])
-def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both, whose):
+def test_rank_0_confirms_a_finding_of_another_rank_before_it_marks(both, whose):
     leader, follower, blobs = both
     blobs[whose].write_bytes(blobs[whose].read_bytes()[:-1] + b"?")
     verify(follower)
@@ -477,7 +477,7 @@ def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both,
     assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
 
 
-def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both, tmp_path):
+def test_seals_of_different_generations_are_not_committed(both, tmp_path):
     leader, follower, _ = both
     follower.known.incarnation = structs.replace(follower.known.incarnation, id="deadbeef")
 
@@ -491,7 +491,7 @@ def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both,
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
+def test_rank_0_verifies_the_files_of_a_rank_that_does_not_answer(both, broken):
     leader, _, blobs = both
     if broken:
         blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
@@ -509,7 +509,7 @@ class Deaf(Board):
         super().set(posts)
 
 
-def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
+def test_a_commit_stays_although_its_verdict_could_not_be_published(tmp_path):
     """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
     writer = RunWriter(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))

@@ -119,9 +119,7 @@ def both(ranks: list[Rank], line: str) -> list[str]:
     return [one.hear()["said"] for one in ranks]
 
 
-def test_a_host_that_is_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time_and_the_next_one_works(
-    cable, ranks, tmp_path
-):
+def test_a_host_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time(cable, ranks, tmp_path):
     ranks[0].tell("save 2")
     ranks[1].tell("save 2 held")
     assert ranks[1].hear()["said"] == "held"
@@ -135,7 +133,7 @@ def test_a_host_that_is_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1, 3]
 
 
-def test_a_host_that_is_slow_in_a_save_is_waited_for(ranks, tmp_path):
+def test_a_save_waits_for_a_slow_host(ranks, tmp_path):
     ranks[0].tell("save 2")
     ranks[1].tell("save 2 held")
     assert ranks[1].hear()["said"] == "held"
@@ -143,7 +141,7 @@ def test_a_host_that_is_slow_in_a_save_is_waited_for(ranks, tmp_path):
     assert [one.hear()["said"] for one in ranks] == ["done", "done"]
 
 
-def test_a_host_that_is_cut_off_in_a_restore_fails_it_on_both_and_nothing_is_half_loaded(cable, ranks):
+def test_a_host_cut_off_in_a_restore_half_loads_no_state(cable, ranks):
     ranks[0].tell("restore")
     ranks[1].tell("restore held")
     assert ranks[1].hear()["said"] == "held"
