@@ -1,4 +1,4 @@
-"""The command line, on small runs: what it says, what it leaves alone, and with which code it ends."""
+"""The command line on small runs: its output, its exit codes, and what it leaves unchanged."""
 
 from __future__ import annotations
 

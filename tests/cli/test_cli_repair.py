@@ -1,4 +1,4 @@
-"""`lastgood repair` looks for damage itself; parity that is missing is reported; folders go out and come in again."""
+"""`lastgood repair` finds damage by itself; missing parity is reported; exported folders can be imported again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lastgood scrub` and `repair`: what they say, what they leave, and with which code they end."""
+"""`lastgood scrub` and `lastgood repair`: their output, their exit codes, and what they leave unchanged."""
 
 from __future__ import annotations
 

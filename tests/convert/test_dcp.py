@@ -1,4 +1,4 @@
-"""The drop-in: torch.distributed.checkpoint's own usage patterns, with this storage under them."""
+"""The drop-in for torch.distributed.checkpoint: the documented usage patterns of DCP on this storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States, plans and values that torch's own storage takes and that the drop-in once refused or lost."""
+"""States, plans and values that torch's own storage accepts and that the drop-in once refused or lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreeing: what ranks say to each other, in one process, on a board; and at which steps they save by it."""
+"""Agreement between ranks through an in-process store, and the steps at which they save because of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of the audit in the state: every sample is in it once, whatever worlds have trained the run."""
+"""The audit in the state lists every sample once, whatever world sizes have trained the run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Promises about a sampler in the state and a loop that does not read from it as it should.
+"""A sampler in the state, and loops that do not read from it as they should.
 
-And the loops that only look like that: nothing is refused there.
+Loops that only seem wrong are covered too: nothing is refused there.
 """
 
 from __future__ import annotations

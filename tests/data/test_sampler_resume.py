@@ -1,4 +1,4 @@
-"""Promises of the sampler between sessions: which states it continues, and which batches a step has counted."""
+"""The sampler between sessions: which states it continues, and which batches a step has counted."""
 
 from __future__ import annotations
 

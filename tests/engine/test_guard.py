@@ -1,4 +1,4 @@
-"""The guard's layers: each finds what it is there for, names the place, and needs none of the others."""
+"""The guard: each layer finds its kind of damage, names the place, and works without the other layers."""
 
 from __future__ import annotations
 

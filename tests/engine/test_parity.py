@@ -1,4 +1,4 @@
-"""Parity: what is damaged within the budget comes back to the bit; beyond it is refused, and nothing is touched."""
+"""Parity rebuilds damage within its budget exactly; damage beyond the budget is refused and nothing is changed."""
 
 from __future__ import annotations
 

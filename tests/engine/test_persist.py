@@ -1,4 +1,4 @@
-"""The mover that writes a file from chunks: what it leaves when something fails, and in which order it does things."""
+"""The mover that writes a file from chunks: the order of its calls, and what remains when one of them fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encodings: the everyday Python values that a state holds come back as they were, and no code runs to make them."""
+"""Encodings: common Python values in a state are restored unchanged, and restoring them runs no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of the layout: every byte of an image has one place, any safetensors reader opens it, records come back."""
+"""The layout: every byte of an image has one place, any safetensors reader opens it, records round-trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values: what goes into JSON comes out the same, and what comes out of JSON was never code."""
+"""Values round-trip through JSON, and decoding JSON never creates or runs code."""
 
 from __future__ import annotations
 

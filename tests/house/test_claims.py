@@ -1,4 +1,4 @@
-"""Claims: what the documents say of campaigns, promises and events is what the reports and the code say."""
+"""The documents state about campaigns, promises and events what the reports and the code show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What works without torch, without typer and rich, and without the lab; and how what does not work says so."""
+"""The package without torch, without typer and rich, and without the lab: what works, and what the errors say."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print(json.dumps({
     }
 
 
-def test_each_public_name_that_needs_torch_says_how_to_install_it() -> None:
+def test_each_public_name_that_needs_torch_explains_how_to_install_it() -> None:
     program = """
 import lastgood
 from lastgood.errors import NotInstalled

@@ -1,4 +1,4 @@
-"""The public face and the tree of errors are pinned: a change here is a change for every user."""
+"""The public names and the tree of errors are fixed: each change here is a change for every user."""
 
 from __future__ import annotations
 

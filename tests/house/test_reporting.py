@@ -1,4 +1,4 @@
-"""Reports: what threatens the run reaches a person however the script has set up warnings and logging."""
+"""A report of a threat to the run reaches a person under any configuration of warnings and logging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning: killed anywhere, it continues with `trainer.fit(model)` as if nothing had happened."""
+"""A Lightning training that is killed at any point continues exactly with `trainer.fit(model)`."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The loader of the integrations: what a batch holds depends on seed, epoch and number alone."""
+"""The loader of the integrations: a batch depends only on the seed, the epoch and its number."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""`transformers.Trainer`: killed anywhere, it continues with `trainer.train()` as if nothing had happened."""
+"""A `transformers.Trainer` that is killed at any point continues exactly with `trainer.train()`."""
 
 from pathlib import Path
 

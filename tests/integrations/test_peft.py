@@ -1,4 +1,4 @@
-"""PEFT: models with adapters resume exactly, and what their weights do not show is stored or refused by name."""
+"""PEFT: models with adapters resume exactly; state that their weights do not show is stored or refused by name."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Disk quotas of users and groups are part of what is free."""
+"""The free space of a disk takes the quotas of the user and the group into account."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that cannot be meant are refused by name, before anything is touched."""
+"""Invalid arguments are refused by name before anything is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last state is saved when the loop ends, and the cadence passes over no multiple."""
+"""The last state is saved when the loop ends, and the cadence skips no multiple."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a run from Python: the model alone, a plain dict of everything, patterns in load and save."""
+"""Reading a run from Python: the model alone, everything as a plain dict, patterns in load and save."""
 
 from __future__ import annotations
 

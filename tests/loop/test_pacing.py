@@ -1,4 +1,4 @@
-"""cadence="auto": the interval follows what the loop shows. Time is passed in; nothing here waits."""
+"""cadence="auto": the interval follows the measurements of the loop. Time is passed in; no test waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preemption: a signal ends a run at its next step, with that step durable, in the time that it was given."""
+"""Preemption: a signal ends a run at its next step, which is made durable within the grace period."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore: verified bytes only, straight to their place; what a fault half way leaves is never taken for a state.
+"""Restore applies verified bytes only, directly in place, and a half-applied state is never used as a state.
 
 The state `w` here is 16 chunks of 256 KiB. `bare` makes a generation look as if its save had crashed before it was
 verified.

@@ -1,4 +1,4 @@
-"""A restore of an older step moves the run only with the first save after it."""
+"""A restore of an older step changes the lineage of the run only with the first save after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving a step that is saved already: milestones and metrics are added, nothing is written twice or dropped."""
+"""Saving a step that is already saved adds milestones and metrics; nothing is written twice or dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises of the deciders: which generation is tried, which may go, when a save is due. No disk, no clock."""
+"""The deciders: which generation is tried, which may be deleted, when a save is due. No disk and no clock."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ def test_openings_without_a_save_do_not_accumulate():
     assert [one.id for one in stale_incarnations(past.survey)] == [f"i{n}" for n in range(1, 20)]
 
 
-def test_an_incarnation_with_an_unfinished_or_half_deleted_folder_is_not_stale():
+def test_an_incarnation_with_an_incomplete_folder_is_not_stale():
     past = History()
     names = [past.open(None) for _ in range(4)]
     past.survey.incomplete.add(at(1, names[0]))

@@ -1,4 +1,4 @@
-"""Boxes: whatever was stored in whatever pieces fills whatever is wanted, each element once and from where it was."""
+"""Boxes: pieces of any sharding fill any other sharding, each element once and from its own place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stays, by example, although nobody would miss it in most runs. The rules for all runs: test_plan.py."""
+"""Retention by example, for rare runs. The rules for all runs are in test_plan.py."""
 
 from __future__ import annotations
 

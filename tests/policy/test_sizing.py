@@ -1,4 +1,4 @@
-"""The sums of a job: every figure of the two designs that they come from, or the correction beside it."""
+"""The sizing formulas reproduce every figure of the two designs they come from, or state the correction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises 1 to 3 in every state that a crash can leave: a slice of the crash model, and what it has found.
+"""Promises 1 to 3 in every crash state: a part of the crash model, and the bugs that it has found.
 
 prove/crash_model.py runs the same for hours.
 """
@@ -96,7 +96,7 @@ def test_a_commit_of_a_killed_process_is_durable_before_it_is_continued(links, c
 
 
 @pytest.mark.parametrize("verified", [True, False])  # else its mark would be the first to go, which harms nobody
-def test_an_interrupted_deletion_resumes_after_the_commit_is_gone_durably(verified):
+def test_an_interrupted_deletion_resumes_after_the_commit_is_deleted(verified):
     """Story: a process died between the removal of COMMIT and the sync of its folder. The next one found no COMMIT and
     removed the tensors; then the power failed, and COMMIT was back beside nothing, with its mark of verification."""
     before = begun(verified=verified)

@@ -1,4 +1,4 @@
-"""Promises of the demo, in a shortened slice: two epochs, two kills, both damages; and that it tells a difference."""
+"""A shortened demo: two epochs, two kills, both kinds of damage; and the demo detects a difference."""
 
 from __future__ import annotations
 

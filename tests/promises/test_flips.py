@@ -1,5 +1,6 @@
-"""A small run, and every one of its bytes changed, every length cut, every file gone: never a wrong load, never a lost
-run. What is damaged in the newest generation costs that generation; what is damaged in a hint costs nothing.
+"""A small run with every byte changed, every length truncated, every file deleted: no wrong load, no lost run.
+
+Damage in the newest generation loses at most that generation. Damage in a hint loses nothing.
 """
 
 from __future__ import annotations

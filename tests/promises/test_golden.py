@@ -1,6 +1,6 @@
-"""Golden runs open for ever: what earlier code wrote in slots, with parity, and by several ranks, and how it goes on.
+"""Golden runs stay readable: runs that earlier code wrote in slots, with parity and by several ranks, continue.
 
-The run of a directory by one process, `v1`, has its tests in test_layout.py and test_pointers.py.
+The run of one process in a directory, `v1`, has its tests in test_layout.py and test_pointers.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On a device: the same promises, copied by a side stream. `make gpu` runs these; without a device they are skipped."""
+"""The promises on a GPU, where a side stream copies. `make gpu` runs these tests; without a GPU they are skipped."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files made to do harm, with digests that are right, so that nothing but validation can refuse them.
+"""Malicious files with correct digests, so that only validation can refuse them.
 
-Each case is tried in a process of its own with little memory, little time, and an ear on every path that it opens: the
+Each case runs in a process of its own with little memory, little time, and a record of every path that it opens. The
 newest generation is refused by name, the older one is loaded, nothing large is reserved, nothing outside of the run is
 opened, and a writer that opens the run deletes nothing that is good.
 """

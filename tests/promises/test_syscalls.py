@@ -1,6 +1,6 @@
-"""System calls that fail, disks that are full, writes that fall short, processes that are killed: a seeded slice.
+"""Failing system calls, full disks, short writes and killed processes: a selection that a seed determines.
 
-The campaigns are prove/syscalls.py and prove/kills.py; this is a part of each, chosen by a seed.
+The campaigns are prove/syscalls.py and prove/kills.py; these tests run a part of each.
 """
 
 from __future__ import annotations

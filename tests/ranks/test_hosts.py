@@ -1,4 +1,4 @@
-"""Ranks on separate hosts, as far as one machine has them: network namespaces with a cable between, which is pulled."""
+"""Ranks on separate hosts, which are network namespaces of one machine whose connection the tests cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks: one state, many writers, any number of readers. Worlds of real processes."""
+"""Several ranks write one state, and any number of ranks reads it. Each world consists of real processes."""
 
 from __future__ import annotations
 

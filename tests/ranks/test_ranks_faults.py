@@ -1,4 +1,7 @@
-"""Ranks that fail, die, differ, come late or are asked to end: what fails on one fails on all. Worlds of processes."""
+"""Ranks that fail, die, differ, are late or are asked to end: a failure on one rank fails the save on all of them.
+
+Each world consists of real processes.
+"""
 
 from __future__ import annotations
 

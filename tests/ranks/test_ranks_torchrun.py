@@ -1,4 +1,4 @@
-"""The examples for several ranks under torchrun: as they stand, again after an end, and after a kill."""
+"""The examples for several ranks under torchrun: unmodified, started again, and restarted after a kill."""
 
 from __future__ import annotations
 

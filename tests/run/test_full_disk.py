@@ -1,4 +1,4 @@
-"""A disk with less room than retention asks for: saves go on, and older verified generations make room for them."""
+"""A disk with less space than retention needs: saves continue, and older verified generations are deleted."""
 
 from __future__ import annotations
 

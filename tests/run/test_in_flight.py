@@ -1,4 +1,4 @@
-"""Several saves in flight: any order of ends, the newest committed wins, back-pressure is said, nothing hangs."""
+"""Several saves in flight: they may end in any order, the newest commit wins, waiting is reported, nothing hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose folder goes away while it is open, and a run that several people of one group write in turn."""
+"""A run whose folder is moved while it is open, and a run that several people of one group write in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths as people type them: URLs, slots, `~` and `$HOME` are understood or refused, and never become folders."""
+"""Paths as people type them: URLs, slots, `~` and `$HOME` are expanded or refused and never become folders."""
 
 from __future__ import annotations
 

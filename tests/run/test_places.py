@@ -1,4 +1,4 @@
-"""Opening a place for a run: every kind of place that is not one is refused by name, and is untouched afterwards."""
+"""Opening a path as a run: every path that cannot be a run is refused by name and left unchanged."""
 
 from __future__ import annotations
 

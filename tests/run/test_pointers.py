@@ -1,4 +1,4 @@
-"""`POINTER.json` and `latest_ok` are hints: whatever stands in their place, a run is restored, saved and cleaned."""
+"""`POINTER.json` and `latest_ok` are hints: with anything in their place, a run is restored, saved and cleaned."""
 
 from __future__ import annotations
 

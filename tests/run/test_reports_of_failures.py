@@ -1,4 +1,4 @@
-"""What fails behind the training loop is reported, at growing intervals, whatever the script does with warnings."""
+"""Failures in the background are reported at growing intervals, whatever warning filters the script sets."""
 
 from __future__ import annotations
 

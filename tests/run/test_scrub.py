@@ -1,4 +1,4 @@
-"""Scrub: old generations are read again in the order that finds most, within a bandwidth, and mended if they can be."""
+"""The scrub reads old generations again, most suspect first, within a bandwidth, and mends them where possible."""
 
 from __future__ import annotations
 

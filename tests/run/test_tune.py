@@ -1,4 +1,4 @@
-"""The tuner: formulas against the paper and against each other, an interval that does not flap, real small runs."""
+"""The tuner: formulas against the paper and each other, an interval that does not oscillate, small real runs."""
 
 from __future__ import annotations
 
@@ -343,21 +343,19 @@ def test_the_line_to_paste_is_python_with_the_chosen_options(tmp_path: Path, cal
     assert seen.get("retention") == (("keep", most) if most else None) and told["notes"]
 
 
-def test_tune_says_it_to_people_too_and_draws_no_colour_in_a_pipe(tmp_path: Path, call: Any) -> None:
+def test_tune_prints_for_people_without_colour_in_a_pipe(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "run", *SMALL)
     assert code == 0 and "\x1b" not in out + err
     for words in ("chosen", "save every", "expected overhead", "after a crash at most", "lastgood.Checkpointer("):
         assert words in out
 
 
-def test_a_disk_that_holds_no_save_beside_the_two_that_stay_is_refused_before_a_byte_is_written(
-    tmp_path: Path, call: Any
-) -> None:
+def test_tune_refuses_a_disk_too_small_for_a_save_before_it_writes(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "run", "--state-bytes", "2MB", "--step-seconds", 1, "--disk", "5MB")
     assert code == 3 and out == "" and "6,000,000" in err and os.listdir(tmp_path) == []
 
 
-def test_a_disk_without_room_for_the_samples_is_refused_before_a_byte_is_written(
+def test_tune_refuses_a_disk_too_small_for_its_samples_before_it_writes(
     tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = tuning.shutil.disk_usage(tmp_path)._replace(free=3_000_000)
@@ -404,7 +402,7 @@ def figures(
     )
 
 
-def test_a_sample_that_costs_no_more_than_one_page_still_stands_for_a_state_a_thousand_times_its_size(
+def test_a_sample_of_one_page_stands_for_a_state_a_thousand_times_larger(
     tmp_path: Path,
 ) -> None:
     """What one page costs was taken off; where that is all, by noise, 1 GiB came out as quick as 1 MiB."""
@@ -417,7 +415,7 @@ def test_a_sample_that_costs_no_more_than_one_page_still_stands_for_a_state_a_th
         assert trials.of_state(0.12, fixed_seconds=0.02) == 0.12
 
 
-def test_what_is_written_stays_within_what_was_said(tmp_path: Path) -> None:
+def test_tune_writes_no_more_than_it_announced(tmp_path: Path) -> None:
     counted, most = [0], [0]
 
     def seen(count: int) -> None:
@@ -430,7 +428,7 @@ def test_what_is_written_stays_within_what_was_said(tmp_path: Path) -> None:
     assert 0 < counted[0] <= said.written_bytes and 0 < most[0] <= said.at_once_bytes
 
 
-def test_a_search_that_is_out_of_time_chooses_from_what_it_has_and_says_so(
+def test_a_search_out_of_time_chooses_from_its_measurements_and_reports_it(
     tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "QUICK", replace(EFFORT, limit_seconds=0.0))
@@ -438,7 +436,7 @@ def test_a_search_that_is_out_of_time_chooses_from_what_it_has_and_says_so(
     assert len(told["measured"]) == 1 and "the time was up" in told["notes"][0]
 
 
-def test_figures_that_scatter_are_told_so(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scattered_measurements_are_reported(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a machine with a load of ten, three runs in a row wanted 131, 6 and 54 steps, and said nothing."""
     found = figures(tmp_path / "run")
     for slowest, told in ((1.4, False), (1.6, True)):
@@ -482,7 +480,7 @@ def test_a_disk_that_fails_ends_the_measurement_and_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_save_that_waits_for_chunks_that_will_not_come_ends_with_the_one_that_failed(
+def test_a_save_waiting_for_chunks_ends_with_the_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load beside them ran until all were durable, and the second one, copied by half, never was."""
@@ -522,9 +520,7 @@ def test_a_save_that_waits_for_chunks_that_will_not_come_ends_with_the_one_that_
             trials.save(Setting(2, 1, 65536), trials.image, load)
 
 
-def test_a_tune_that_was_killed_leaves_only_a_scratch_directory_and_the_next_one_removes_it(
-    tmp_path: Path, call: Any
-) -> None:
+def test_the_next_tune_deletes_the_scratch_directory_of_a_killed_one(tmp_path: Path, call: Any) -> None:
     code = f"""
 import os, pathlib, signal
 from lastgood.policy import tune
@@ -544,7 +540,7 @@ measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.
     assert code == 0 and os.listdir(tmp_path) == ["running.tune-00000000"] and f"removed {left}" in out
 
 
-def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_path: Path, call: Any) -> None:
+def test_tune_keeps_locked_scratch_and_folders_that_only_resemble_it(tmp_path: Path, call: Any) -> None:
     for name, inside in (("run.tune-0123abcd", "photo.jpg"), ("run.tune-0123abce", "lastgood.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / inside).write_bytes(b"x")
@@ -558,7 +554,7 @@ def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_
     assert scratch.clear(str(tmp_path / "run")) == ["run.tune-11111111"]
 
 
-def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
+def test_tune_does_not_change_an_existing_run(tmp_path: Path, call: Any) -> None:
     run = tmp_path / "run"
     with access.for_writing(run, "atomic_dirsync") as tier:
         tier.put_new("lastgood.json", b"{}")
@@ -567,7 +563,7 @@ def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before and os.listdir(tmp_path) == ["run"]
 
 
-def test_a_place_that_no_run_can_be_at_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_tune_refuses_an_impossible_path_and_leaves_it_unchanged(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
     for place in ("photos", "photos/one.jpg", "photos/one.jpg/run"):
@@ -578,9 +574,7 @@ def test_a_place_that_no_run_can_be_at_is_refused_and_untouched(tmp_path: Path) 
     assert scratch.beside(str(tmp_path / "empty")) == str(tmp_path)
 
 
-def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_its_own_mount_is_measured_on_that_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.stat
 
     def stat(path: Any, **options: Any) -> os.stat_result:

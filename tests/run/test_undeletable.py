@@ -1,4 +1,4 @@
-"""What cannot be deleted is reported once, skipped, and tried again later; saving, restoring and deleting go on."""
+"""An undeletable file is reported once, skipped and tried again later; saves, restores and deletions continue."""
 
 from __future__ import annotations
 

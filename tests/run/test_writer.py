@@ -1,4 +1,4 @@
-"""Save, verify, point, clean, in this order: what one of them finds or fails at, and what the others do then."""
+"""Save, verify, point and clean, in this order: what each one finds, and how a failure of one affects the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Copied behind the next forward and backward: what is saved is the state at the cut, or it is dropped and said so.
+"""A save that is copied during the next forward and backward holds the state at its step, or is dropped with a report.
 
-Nothing here waits for time: the copy is held at its start until the thing that it must survive has happened.
+No test waits for time to pass: the copy is held at its start until the event that it must survive has happened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Capture from a plan: what was found the last time names things faster, and can never bring the past back.
+"""Capture with a cached plan names things faster and never returns objects of an earlier state.
 
 Most tests change a state in one way between two saves, and compare what a `Capture` that has seen the state before
 takes with what one that has never seen it does.

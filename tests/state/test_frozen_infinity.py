@@ -1,4 +1,4 @@
-"""NaN and infinity that are no sign of diverged training: what does not train, and what held them from the start."""
+"""NaN and infinity that do not show diverged training: in weights that do not train or held them from the start."""
 
 from __future__ import annotations
 

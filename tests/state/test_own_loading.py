@@ -1,4 +1,4 @@
-"""Own loading: modules that resize what they load, and what is said when the code of a user fails in a restore."""
+"""Custom loading: modules that resize themselves on load, and the errors when user code fails in a restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, or warned of, before training time is lost: snapshots, patterns, forgotten restores, unstorables."""
+"""Mistakes that are refused or reported before training time is lost: snapshots, patterns, forgotten restores."""
 
 from __future__ import annotations
 

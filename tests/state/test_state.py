@@ -1,4 +1,4 @@
-"""State: everything a training run is made of is captured without a trace, and comes back to the bit or not at all."""
+"""Everything that a training run consists of is captured without side effects and restored exactly or not at all."""
 
 from __future__ import annotations
 

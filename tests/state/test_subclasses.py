@@ -1,4 +1,4 @@
-"""Subclasses: a tensor that consists of other tensors, as quantized ones do, is stored as these and restored."""
+"""A tensor subclass that consists of other tensors, such as a quantized one, is stored as these and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of torch: what one of them lacks is refused by name where it is needed, and stands in nobody's way else."""
+"""A dtype that the installed torch lacks is refused by name where it is needed, and affects nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrapped optimizers: what Accelerate and Fabric put around an optimizer changes nothing about a run."""
+"""The wrappers that Accelerate and Fabric put around an optimizer change nothing about a run."""
 
 from __future__ import annotations
 

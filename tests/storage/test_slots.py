@@ -1,4 +1,4 @@
-"""Runs that live in slots: what is theirs beside the contract of every tier (test_tiers.py) and the crash model."""
+"""Runs in slots: what holds beyond the contract of every tier (test_tiers.py) and the crash model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank on a host of its own: does what it reads from its standard input, and says what came of it.
+"""A rank on a host of its own: it executes commands from its standard input and prints their results.
 
 `save N`, `restore`, `end`; with `held` behind it the next step of the protocol waits for another line.
 """

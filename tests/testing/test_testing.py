@@ -1,4 +1,4 @@
-"""`lastgood.testing`: what users test their own training loops with."""
+"""`lastgood.testing`: the tools with which users test their own training loops."""
 
 from __future__ import annotations
 
