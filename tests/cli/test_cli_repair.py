@@ -19,7 +19,7 @@ from lastgood.run.reader import RunReader
 
 
 def test_repair_rebuilds_the_damage_that_verify_reports(run, asked):
-    """`verify` found damage, and `repair` right after it said "nothing is known to be damaged", exit 0."""
+    """`verify` found damage, but `repair` right after it printed "nothing is known to be damaged" and exited with 0."""
     flip(at(run, 2) / DATA, 9000)
     flip(at(run, 3) / DATA, 9000)
     assert asked("verify", run, "--all")[0] == 4
@@ -61,7 +61,7 @@ def test_ls_reports_no_missing_parity_in_a_run_without_parity(tmp_path, asked):
 
 
 def test_export_lists_the_generations_it_skipped_on_stderr(run, call, asked):
-    """The newest was marked damaged, an older one was written, and nothing said so."""
+    """The newest generation was marked damaged, an older one was exported, and nothing reported it."""
     flip(at(run, 3) / DATA, 9000)
     places_of_parity = [*at(run, 3).glob("*.parity-*")]
     for path in places_of_parity:

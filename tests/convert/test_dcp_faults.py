@@ -75,7 +75,7 @@ def test_plans_cached_by_torch_serve_every_save_of_two_runs(tmp_path):
 
 
 def test_a_plan_cached_for_another_storage_is_refused_by_name(tmp_path):
-    """torch keeps plans by the class of the planner, also across storages: theirs says nothing of a generation."""
+    """torch caches plans by the class of the planner, also across storages; such a plan names no generation."""
 
     class Planner(dcp.DefaultSavePlanner):
         pass

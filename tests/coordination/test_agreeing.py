@@ -35,7 +35,7 @@ from lastgood.testing import Clock
 
 
 class Board:
-    """`ports.Store` in one process. Whoever waits has waited in vain; while it is `down` nobody is answered."""
+    """`ports.Store` in one process. A missing key times out at once; while the store is `down` each call fails."""
 
     def __init__(self):
         self.posts: dict[str, bytes] = {}
@@ -67,7 +67,7 @@ class Board:
 
 
 class Meeting(Board):
-    """A board on which others post from their threads; what nobody must wait for is not waited for."""
+    """A board on which other threads post. Waiting for a key that no rank will post times out at once."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def two_on(board):
 
 
 def met(board, ranks, size, patience_seconds=6.0):
-    """What each of these hears of who is here."""
+    """The result of the rendezvous for each of these ranks."""
 
     def tell(rank):
         try:
@@ -134,8 +134,8 @@ def test_a_rank_that_died_after_it_joined_is_named():
 
 @pytest.mark.slow
 def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
-    """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
-    came after one that died was not looked for."""
+    """In a group with a FileStore, a timeout was reported as a lost store: no missing rank was named, and a rank
+    that replaced a dead one was not found."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
     assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run in 3 s"] * 2
 
@@ -144,7 +144,7 @@ def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
 
 
 def test_a_rank_that_skips_a_step_is_named_and_the_next_step_succeeds():
-    """Saves met by their number: from then on each of one rank's met another one of the other's, and failed."""
+    """Saves were matched by their number: after a skipped one, each save was matched with another step and failed."""
     first, second = two_on(Board())
     later = second.at("save", 3)
     with pytest.raises(RankFailed, match="rank 0 said nothing"):
@@ -180,7 +180,7 @@ def test_messages_from_before_a_rewind_are_ignored_after_it():
 
 
 def test_a_failed_verdict_ends_the_wait_of_every_rank():
-    """No memory for it, or a bug: the others waited for twice their patience."""
+    """When the coordinator had no memory or a bug, the other ranks waited for twice their timeout."""
     board = Board()
     first, second = two_on(board)
 
@@ -223,7 +223,7 @@ def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
 
 
 def test_a_request_during_a_store_outage_is_repeated_afterwards():
-    """It was noted as asked before it was: nobody asked again, and the run ended without its last save."""
+    """The request was recorded before it was posted, so it was never repeated, and the last save was missing."""
     board, clock = Board(), Clock()
     telling, asking = (Announcements(one, clock) for one in two_on(board))
     board.down, failed = True, 0
@@ -245,7 +245,7 @@ def test_a_request_during_a_store_outage_is_repeated_afterwards():
 
 
 def test_a_post_of_unknown_outcome_is_published_unchanged():
-    """Told again, it was another step under the same number: rank 0 went by one, and the others by the other."""
+    """A repeated post named another step under the same number: rank 0 used one, and the other ranks the other."""
     board, clock = Board(), Clock()
     first, second = two_on(board)
     telling, hearing = Announcements(first, clock), Announcements(second, clock)
@@ -322,7 +322,7 @@ class Rank:
 
 
 class Told(Pace):
-    """An interval that changes when it is told to."""
+    """A cadence whose interval a test changes."""
 
     def __init__(self, changes):
         super().__init__(Auto())
@@ -355,7 +355,7 @@ def test_a_cadence_in_seconds_is_due_at_one_step_on_every_rank():
 
 @pytest.mark.parametrize("cadence", [Every(seconds=20.0), Every(steps=100_000)])
 def test_steps_that_count_tokens_are_due_at_one_step_on_every_rank(cadence):
-    """An announced step was never called: each save that was due by time was heard of too late, on all ranks."""
+    """The loop never called the announced step, so each save due by time was announced too late on all ranks."""
     clock = Clock()
     first, second = (Rank(one, clock, cadence) for one in two_on(Board()))
     run((first, second), clock, 1000, stride=4097)
@@ -396,7 +396,7 @@ def test_a_rank_with_a_late_interval_fails_its_missed_saves_and_recovers():
 
 
 def test_a_step_is_skipped_on_all_ranks_or_on_none():
-    """Each looked for a place in flight by itself: one found it free and another did not."""
+    """Each rank checked by itself for a free lane: one found a free lane and another did not."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
     run((first, second), clock, 1000, save_seconds=3.0)

@@ -79,7 +79,7 @@ def ids_of(batches) -> list[list[int]]:
 
 
 def train(sampler: ResumableSampler, steps: int, loader) -> list:
-    """A loop of one batch a step, over as many epochs as it takes; it tells the sampler as a Checkpointer does."""
+    """A loop of one batch per step over as many epochs as needed; it reports steps as a Checkpointer does."""
     batches = []
     while True:
         for batch in loader:
@@ -284,7 +284,7 @@ def test_a_user_dataloader_older_than_a_load_raises_and_moves_nothing():
 
 
 def test_a_second_iteration_ends_the_first_one():
-    """Peeking at a batch inside the loop: two iterations that both count would each tell half of the truth."""
+    """A batch is peeked at inside the loop: two counting iterations would each count half of the batches."""
     sampler = make()
     loader = sampler.loader(Plain(40))
     first = iter(loader)

@@ -46,7 +46,7 @@ NAMES = {"batch": "global_batch", "size": "dataset_size"}
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_order_in_mid_epoch_is_refused_before_anything_is_loaded(tmp_path: Path, change: dict) -> None:
-    """Batch 4 -> 8 was taken without a word: 200 of 800 samples were never trained."""
+    """A batch size changed from 4 to 8 was accepted without a report: 200 of 800 samples were never trained."""
     (name,) = change
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3), "sampler": sampler}) as ckpt:
@@ -182,7 +182,7 @@ def test_a_second_empty_run_does_not_renumber_the_steps_of_the_first(tmp_path: P
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_token_counts_are_refused_where_steps_select_batches(num_workers: int) -> None:
-    """`step(n)` with n += 4097 cannot say how many batches a DataLoader of the user's own has given out."""
+    """`step(n)` with n += 4097 does not determine how many batches a user's DataLoader has yielded."""
     sampler = make()
     batches = iter(own_loader(sampler, num_workers))
     next(batches)

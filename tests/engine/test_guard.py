@@ -103,7 +103,7 @@ def test_a_good_generation_has_no_findings(home, tmp_path):
 
 
 def test_memory_corruption_is_distinguished_from_disk_corruption(home, tmp_path):
-    """Only the content digest, taken while staging, can see it: the file is just as it was written."""
+    """Only the content digest, which is computed while staging, detects it: the file holds what was written."""
     reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
     put(b"\xff", 9000)(home)
     assert not any("memory changed it" in one.what for one in reader.verify(20).findings)

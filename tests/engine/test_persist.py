@@ -21,7 +21,7 @@ IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES - 100,))])[
 
 
 class Upload:
-    """Says what is done to it; `fails` at that write, the others end only once it has failed."""
+    """Records the calls to it. The write number `fails` fails, and the others end only after it has failed."""
 
     def __init__(self, said: list[str], fails: int = -1) -> None:
         self.said, self.fails, self.failed = said, fails, threading.Event()

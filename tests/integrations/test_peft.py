@@ -168,7 +168,7 @@ def switch(step, model):
 
 
 def test_an_adapter_activated_during_training_is_active_after_a_restore(tmp_path):
-    """set_adapter() at step 2, restored at step 4: training went on with the first adapter, without a word."""
+    """After set_adapter() at step 2 and a restore of step 4, training continued with the first adapter unreported."""
     build = lambda seed: job(second=True, adapters=True, seed=seed)  # noqa: E731
     losses, uninterrupted = resumed(tmp_path / "run", build, after=switch)
     assert losses == uninterrupted
@@ -254,7 +254,7 @@ def trainer(path, config, seed, first=False):
 
 @pytest.mark.parametrize("config", [lora, adalora])
 def test_a_trainer_resumes_adapters_exactly(config, tmp_path):
-    """A Trainer's state is made by the callback: nobody could have added the entry that AdaLoRA needs."""
+    """The callback builds the state of a Trainer, so a user could not add the entry that AdaLoRA needs."""
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", config(), 0, first=True).train()
     losses = []

@@ -174,7 +174,7 @@ def test_an_arena_smaller_than_the_state_saves_and_restores_exactly(tmp_path: Pa
 
 
 def test_a_write_error_while_the_arena_is_full_does_not_block_the_loop(tmp_path: Path, faulty_files) -> None:
-    """The copy waits for chunks that only the writer can free; when the writer fails it must be told."""
+    """The copy waits for chunks that only the writer can release, so a failure of the writer must end this wait."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.randn(3_000_000)}, memory=1 << 20) as ckpt:
         faulty_files.inject(Fault("write", "*.safetensors"))
         save = ckpt.save(1)
@@ -404,7 +404,7 @@ def test_every_digest_and_write_mode_round_trips(tmp_path: Path, digest: str, wr
 
 
 def test_a_forked_trainer_cannot_write_and_does_no_harm(tmp_path: Path) -> None:
-    """A forked child once saved a step; the parent's save met the taken name, and deleted the child's generation."""
+    """A forked child once saved a step; the parent's save found the name taken and deleted the child's generation."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.save(1).result()
         child = os.fork()
@@ -506,7 +506,7 @@ def test_a_resume_past_damage_works_on_a_full_disk(tmp_path: Path, faulty_files)
 
 @pytest.mark.slow
 def test_a_script_that_never_closes_saves_and_reports_failures(tmp_path: Path) -> None:
-    """Saves queued when a script ended were lost without a word."""
+    """Saves that were queued when a script ended were lost without a report."""
     program = f"""
         import lastgood, torch
         ckpt = lastgood.Checkpointer({str(tmp_path / "run")!r}, {{"w": torch.zeros(2_000_000)}})

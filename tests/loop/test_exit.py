@@ -28,7 +28,7 @@ def trained(path: Path, total: int, **options: object) -> torch.Tensor:
 
 
 def test_a_run_shorter_than_its_cadence_keeps_its_last_state(tmp_path: Path) -> None:
-    """280 steps under the default cadence of 300 s saved nothing at all, without a word."""
+    """280 steps under the default cadence of 300 s saved nothing, and nothing reported it."""
     trained(tmp_path, 280)
     assert steps(tmp_path) == [280]
     assert trained(tmp_path, 280).tolist() == [280] * 3, "nothing was stepped: nothing more is saved"
@@ -104,7 +104,7 @@ def test_a_state_that_was_not_restored_is_not_saved_at_exit(tmp_path: Path) -> N
 
 
 def test_a_step_after_the_with_block_is_refused(tmp_path: Path) -> None:
-    """By a wrong indentation 99 steps went by after the `with`, and not a word until a save was due."""
+    """Because of a wrong indentation 99 steps ran after the `with` block, unreported until a save was due."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=100)) as ckpt:
         ckpt.step(1)
     with pytest.raises(errors.Refused, match="closed"):
@@ -219,7 +219,7 @@ def test_an_opening_without_any_step_is_reported_neutrally(tmp_path: Path) -> No
 
 
 def test_a_restore_for_evaluation_reports_no_summary(tmp_path: Path) -> None:
-    """Who restores, evaluates and leaves has nothing to save."""
+    """A script that restores, evaluates and exits has nothing to save."""
     state = build()
     train(state)
     lastgood.save(tmp_path, state, step=1)
@@ -238,7 +238,7 @@ def test_an_exception_before_the_first_step_reports_no_summary(tmp_path: Path) -
 
 @pytest.mark.parametrize(("saved", "line"), [(0, "nothing is durable of 3 steps"), (2, "newest durable step 2 of 3")])
 def test_an_unclosed_run_reports_its_summary_at_interpreter_exit(tmp_path: Path, saved: int, line: str) -> None:
-    """A notebook, or a script without `with`: 280 steps under the default cadence saved nothing, without a word."""
+    """In a notebook or a script without `with`, 280 steps under the default cadence saved nothing, unreported."""
     ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
     for n in range(1, 4):
         ckpt.step(n)

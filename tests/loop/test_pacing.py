@@ -12,7 +12,7 @@ from lastgood.policy.tune import Auto
 
 
 class Flown:
-    """A save that ends when it is told to."""
+    """A save whose end a test determines."""
 
     def __init__(self) -> None:
         self.seconds, self.good, self.over = 0.0, True, False

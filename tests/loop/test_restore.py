@@ -39,7 +39,7 @@ COUNT = 16 * CHUNK_BYTES // 4
 
 
 def of_step(step: int) -> dict[str, object]:
-    """Every element of `w` says which step it is of."""
+    """A state in which every element of `w` holds its step."""
     return {"w": torch.full((COUNT,), float(step)), "epoch": step}
 
 
@@ -354,7 +354,7 @@ def test_a_disk_error_during_a_load_is_made_good_by_the_next_restore(tmp_path: P
 
 
 def test_a_fallback_that_does_not_fit_is_a_half_load_with_both_errors(tmp_path: Path) -> None:
-    """Its StateMismatch would say that the live state is untouched."""
+    """A plain StateMismatch would state that the live state is unchanged."""
     state = {"v": torch.zeros(3)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.save(3).result()
@@ -369,7 +369,7 @@ def test_a_fallback_that_does_not_fit_is_a_half_load_with_both_errors(tmp_path: 
 
 
 def test_an_interrupted_restore_is_never_saved(tmp_path: Path, monkeypatch) -> None:
-    """In a notebook the next cell would have gone on, and saved half of a state as a good one."""
+    """In a notebook the next cell would have continued and saved a half-loaded state as a good one."""
     saved(tmp_path, 3)
     state = blank() | {"w": torch.zeros(COUNT)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
@@ -399,7 +399,7 @@ def test_generators_and_values_are_applied_after_the_last_tensor(tmp_path: Path)
 
 
 def test_a_bad_expanded_tensor_is_refused_before_a_byte_is_applied(tmp_path: Path) -> None:
-    """Only the content shows it; so there all is looked at first, verified or not."""
+    """Only the content shows the mismatch, so all of it is read before the first byte is applied, verified or not."""
     state = {"a": torch.ones(COUNT), "b": torch.arange(3.0).reshape(3, 1) * torch.ones(1, 4)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.save(1).result()

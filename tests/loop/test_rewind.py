@@ -74,7 +74,7 @@ def test_an_uncommitted_first_save_leaves_the_old_lineage(tmp_path, faulty_files
 
 
 def test_a_rewind_without_its_record_is_durable_with_its_first_save(tmp_path: Path, faulty_files) -> None:
-    """Its COMMIT says what it continues; the next save, or the next session, writes the record."""
+    """Its COMMIT names the generation that it continues; the next save or session writes the record."""
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
         ckpt.restore(step=2)
@@ -109,7 +109,7 @@ def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> 
 
 
 def test_lineages_stay_distinct_after_their_commits_are_deleted(tmp_path: Path) -> None:
-    """Sessions that save once each: the records of those in between say how the newest leads to the oldest."""
+    """Each session saves once: the records of the sessions in between link the newest generation to the oldest."""
     state = trained(tmp_path)
     keep = Keep(last=1, milestones=(1,))
     for n in (6, 7, 8):

@@ -226,8 +226,8 @@ def test_retention_keeps_every_generation_of_its_policy(keep, chain, abandoned):
 
 
 def test_an_explicit_save_stays_although_a_newer_one_is_verified():
-    """Found by the crash model: a power loss took the mark of a verified `every`-th step, which was then deleted as one
-    that nobody had read. Verification may also skip it by itself, where saves follow each other fast."""
+    """Found by the crash model: a power loss took the mark of a verified `every`-th step, which was then deleted as an
+    unverified one. Verification may also skip it by itself, where saves follow each other fast."""
     newest = generation(30, verified=True, metrics={"loss": 9.0})
     row = [newest, generation(20, metrics={"loss": 1.0}), generation(10, milestone=True), generation(8)]
     assert surplus(Keep(last=1, every=20), row, []) == [at(8)]
@@ -261,7 +261,7 @@ def test_abandoned_generations_stay_until_the_new_lineage_has_enough(keep, chain
 
 
 def test_only_commits_after_a_rewind_count_against_abandoned_generations():
-    """What both lineages share says nothing about whether the new one has come far enough."""
+    """Generations that both lineages share do not show whether the new lineage has enough of its own."""
     shared = [generation(step, "a", 1, verified=True) for step in (20, 10)]
     left = [generation(30, "a", 1, verified=True)]
     newer = [generation(25, "b", 2, verified=True)]

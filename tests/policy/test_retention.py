@@ -33,7 +33,7 @@ def test_a_step_saved_again_by_a_rerun_counts_once():
 
 def test_an_incarnation_without_saves_stays_while_a_kept_one_needs_it():
     """Step 10 is a milestone of the first opening; all that the second one saved was deleted; the third continues it.
-    Without the second one's record nobody would find the way from 30 back to 10."""
+    Without the record of the second one, no reader could trace the lineage from 30 back to 10."""
     past = History()
     first = past.open(None)
     second = past.open(at(10, first))
@@ -45,7 +45,7 @@ def test_an_incarnation_without_saves_stays_while_a_kept_one_needs_it():
 
 
 def test_a_generation_that_lost_its_commit_is_not_litter():
-    """It is evidence, and its neighbours name it; only what nobody has ever named was never committed."""
+    """The folder is evidence, and other records name it; only a folder that no record names was never committed."""
     past = History()
     only = past.open(None)
     past.survey.generations[at(30, only)] = generation(30, only, parent=at(20, only))

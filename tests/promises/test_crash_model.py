@@ -43,7 +43,7 @@ def test_weaker_modes_lose_acknowledged_saves_but_never_load_wrong_values(mode):
 
 
 def begun(links: bool = True, verified: bool = True) -> World:
-    """A run that keeps one generation: step 1, verified or not, and step 2 after it. Only kills are looked at."""
+    """A run that keeps one generation: step 1, verified or not, and step 2 after it. Only kills are modelled."""
     world = World(HostileDisk(links=links), Ledger(keep=Keep(last=1)), Judge(random.Random(0), samples=0, carry_on=0))
     world.open()
     world.save(1)
@@ -210,7 +210,7 @@ def test_concurrent_deletions_leave_no_partial_generation():
 @pytest.mark.parametrize(("links", "call"), [(True, "link"), (False, "sync")])
 def test_a_label_of_a_killed_process_is_durable_after_the_next_opening(links, call):
     """Story: a process died between the link of a label and the sync of its folder. The next one read the label and
-    reported the same milestone as durable without writing it; then the power failed, and the milestone was gone."""
+    reported the same milestone as durable without writing it; then the power failed, and the milestone was lost."""
     before = begun(links)
     world = killed_after(before, call, layout.label_name(1), lambda: before.label(1, 0.5, milestone=True))
     world.start()

@@ -72,7 +72,7 @@ class Hostile:
         return msgspec.to_builtins(layout.decode(self.path(name).read_bytes(), kind, name))
 
     def put(self, name: str, body: bytes) -> bytes:
-        """A record that says what it likes, in an envelope that is right."""
+        """Write a record with forged content and a correct digest."""
         data = b'{"digest":"xxh3_128:%s","record":%s}\n' % (digest("xxh3_128", body).encode(), body)
         self.path(name).parent.mkdir(parents=True, exist_ok=True)
         self.path(name).write_bytes(data)

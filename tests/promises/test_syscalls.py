@@ -71,15 +71,15 @@ def the_fault(sweep: syscalls.Sweep, scenario: str, call: str, path: str, what: 
 )
 def test_a_temporarily_unreadable_run_is_not_started_over(sweep: syscalls.Sweep, first: str, told: str) -> None:
     """Every read failed with EIO for the time of one opening. No commit and no incarnation could be read, so the run
-    looked as if nothing had ever been committed: it got a new name, which disowned every commit for good, and training
-    began again at step 0."""
+    looked as if nothing had ever been committed: it got a new name, which made every commit invalid, and training
+    started over at step 0."""
     result = the_fault(sweep, "resume", "preadv2", first, "EIO", True)
     assert (result.outcome, result.problems) == (told, [])
 
 
 def test_an_unreadable_directory_does_not_count_as_empty(sweep: syscalls.Sweep) -> None:
-    """os.path.lexists and isdir say False when stat fails: the question whose folder it is was not asked, and the
-    search for the first folder that exists went on above the root for ever."""
+    """os.path.lexists and isdir return False when stat fails: the owner of the folder was not checked, and the search
+    for the first existing folder never ended at the root."""
     result = the_fault(sweep, "fresh", "newfstatat", "run", "EIO", True)
     assert (result.outcome, result.problems) == ("TierDown", [])
 
@@ -93,7 +93,7 @@ def test_a_temporarily_unreadable_incarnation_keeps_its_number(sweep: syscalls.S
 
 def test_a_commit_whose_link_failed_is_not_reported_as_lost(sweep: syscalls.Sweep) -> None:
     """link(COMMIT) failed with EIO: CommitUnknown, rightly. But the next commit named that step as its parent, so every
-    later opening kept its folder and reported a lost generation that nobody had ever been promised."""
+    later opening kept its folder and reported a lost generation that had never been acknowledged."""
     result = the_fault(sweep, "fresh", "link", "/COMMIT.json", "EIO", False)
     assert (result.outcome, result.problems) == ("CommitUnknown", [])
 

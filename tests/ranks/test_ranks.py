@@ -109,7 +109,7 @@ def test_pipeline_stages_restore_into_any_other_and_continue_exactly(staged, tmp
 
 
 def test_an_entry_of_another_rank_can_be_renamed_in_a_restore(staged):
-    """It was looked for under its new name, and missed."""
+    """The restore searched for the entry under its new name and reported it as missing."""
     loop = Pipeline("stages", 1)
     loop.state["second"] = loop.state.pop("stage1")
     found = lastgood.load(staged["a rank for each stage"], loop.state, rename={"stage1.": "second."})

@@ -92,7 +92,7 @@ def test_different_buffers_are_saved_per_rank_from_the_first_save_on(tmp_path):
 
 
 def test_a_plan_for_another_structure_is_never_used(tmp_path):
-    """One rank's state has grown since who writes what was agreed on."""
+    """The state of one rank has grown since the partition of the pieces was agreed on."""
     told = world(2, differing, tmp_path, "what it is made of")
     for one in told:
         assert one["1"] == one["3"] == one["4"] == "durable"
@@ -121,8 +121,8 @@ def test_a_rank_that_skips_a_save_fails_it_and_the_next_one_succeeds(tmp_path, w
 
 @pytest.mark.parametrize("where", ["cut", "seal"])
 def test_a_failed_save_can_be_repeated_at_once(tmp_path, where):
-    """Rank 0 was still clearing the first try away, and took the second one's files with it: they were committed, and
-    gone. And a rank whose folder had been removed under it did not make it again."""
+    """Rank 0 was still deleting the files of the first attempt, and deleted those of the second with them after their
+    commit. And a rank whose folder had been deleted did not create it again."""
     for one in world(2, retried, tmp_path, where):
         assert one[0].startswith(("Unstorable: ", "TierDown: ")) and one[1:] == ["step 2", "step "]
     assert lastgood.open(tmp_path).verify(2).good

@@ -193,7 +193,7 @@ def test_training_on_a_disk_for_two_states_continues_and_reports_it(small_disk, 
     ],
 )
 def test_the_disk_bound_is_compared_with_the_free_space(caplog, held, free, level, text):
-    """ "takes at most 35.1 MB" was printed beside 12 MB of free space, and nobody compared the two."""
+    """ "takes at most 35.1 MB" was printed with 12 MB of free space, and nothing compared the two."""
     disk_space.compare("/run", 10 * MB, 7, held, free)
     assert [one.levelname for one in caplog.records] == ([level] if level else [])
     assert text in caplog.text

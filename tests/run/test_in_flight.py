@@ -183,7 +183,7 @@ def test_surplus_is_deleted_before_the_next_save_reserves_space(tmp_path, monkey
 
 @pytest.mark.parametrize("last", [1, 3])
 def test_continuous_saves_verify_and_delete_so_disk_use_stays_bounded(tmp_path, doors, last):
-    """Upkeep gives way to saves in flight; here there is always one."""
+    """Upkeep pauses while a save is in flight; here a save is always in flight."""
     doors(1)
     counts = []
     with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=last), in_flight=2) as ckpt:
@@ -300,8 +300,8 @@ def test_an_interrupted_step_is_saved_again_only_after_its_cleanup(tmp_path, mon
 
 
 def test_a_failure_to_start_threads_opens_nothing_and_releases_the_lock(tmp_path, monkeypatch):
-    """A pool starts its threads when it needs them. Beside many loader workers there were none left, and the next
-    optimizer step waited for ever for a copy that nobody made."""
+    """A pool starts its threads on first use. With many loader workers no thread could be started, and the next
+    optimizer step waited forever for a copy that never began."""
     start, started = threading.Thread.start, []
 
     def scarce(self: threading.Thread) -> None:

@@ -78,7 +78,7 @@ def run(tmp_path: Path, monkeypatch) -> Path:
     "target", ["s3://b/m.pt", "s3:/b/m.safetensors", "s3://b/model", "slots:///x/m.pt", "$HOME/m.pt"]
 )
 def test_command_line_files_follow_the_rules_for_paths(run: Path, capsys, target: str) -> None:
-    """`lastgood export RUN --to s3://bucket/model.pt` looked for a folder named `s3:`."""
+    """`lastgood export RUN --to s3://bucket/model.pt` tried to write to a folder named `s3:`."""
     for command in (["export", str(run), "--to", target], ["import", target, str(run / "other")]):
         assert app.main(command) == 3
         assert "URL" in (text := capsys.readouterr().err) or "not expanded" in text

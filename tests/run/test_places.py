@@ -485,7 +485,7 @@ def test_the_lock_is_released_with_its_holder_while_a_forked_child_lives(
 
 def test_a_child_process_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
     """Between fork and exec a child of another thread has a copy of the lock's file, and no hook of Python runs in it:
-    a run that was closed and opened again in that instant was said to be open in another process."""
+    a run that was closed and opened again in that instant was reported as open in another process."""
     run = tmp_path / "run"
     with access.for_writing(run, "atomic_dirsync"):
         files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]

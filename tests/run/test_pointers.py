@@ -122,7 +122,7 @@ def test_a_run_with_the_old_pointer_name_continues_with_one_pointer(tmp_path):
 
 
 class CaseBlind(PosixFiles):
-    """A file system that keeps the case of names and ignores it when it looks for them, as APFS, SMB and exFAT."""
+    """A file system that preserves the case of names and ignores it in lookups, as APFS, SMB and exFAT do."""
 
     def _found(self, path: str) -> str:
         folder, name = os.path.split(path)

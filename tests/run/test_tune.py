@@ -437,7 +437,7 @@ def test_a_search_out_of_time_chooses_from_its_measurements_and_reports_it(
 
 
 def test_scattered_measurements_are_reported(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a load of ten, three runs in a row wanted 131, 6 and 54 steps, and said nothing."""
+    """On a machine with a load of ten, three runs in a row chose 131, 6 and 54 steps without reporting the scatter."""
     found = figures(tmp_path / "run")
     for slowest, told in ((1.4, False), (1.6, True)):
         scattered = replace(found, write_seconds_range=(1.0, slowest))

@@ -31,7 +31,7 @@ def sticky(path: str, number: int = errno.EPERM) -> FaultyFiles:
 
 
 class SilentlyRenamed(PosixFiles):
-    """An NFS client on which somebody has the tensor files open: a removed one stays under another name."""
+    """An NFS client on which a process has the tensor files open: a removed file stays under another name."""
 
     def remove(self, path: str) -> None:
         if path.endswith(".safetensors"):
@@ -96,7 +96,7 @@ def test_an_undeletable_file_keeps_no_other_file_of_its_generation(run_of_three)
 
 
 def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_three):
-    """Its COMMIT is gone, and a later commit names it: without GOING it would count as a loss for ever."""
+    """Its COMMIT is deleted and a later commit names it: without GOING it would count as lost forever."""
     opened(run_of_three, sticky(one_folder(run_of_three, 1) + "/" + layout.blob_name(0))).clean()
     seen = commit.survey(Disk(PosixFiles(), str(run_of_three)))
     assert {at.step for at in seen.going} == {1} and not seen.broken and not seen.incomplete
@@ -152,7 +152,7 @@ def test_gc_deletes_the_others_and_names_the_undeletable_one(run_of_three, capsy
 
 
 def test_gc_does_not_count_an_undeleted_folder_as_deleted(run_of_three, capsys):
-    """It said "deleted 2 generations" of a folder with a folder of somebody else in it, at each call."""
+    """Each call printed "deleted 2 generations" for a folder that a foreign subfolder keeps from being deleted."""
     (run_of_three / "gen" / one_folder(run_of_three, 1) / "plots").mkdir()
     for wanted in (["--keep-last", "1"], []):
         assert app.main(["gc", str(run_of_three), *wanted]) == 5

@@ -66,7 +66,7 @@ def test_an_opening_writes_missing_incarnation_records(tmp_path):
 
 
 def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
-    """restore(step=1) to look at an old step moved the pointer, and the next session resumed there."""
+    """restore(step=1), used to evaluate an old step, moved the pointer, and the next session resumed there."""
     run = writer(tmp_path)
     for step in (1, 2):
         saved(run, step)

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A small training, whose every state is kept as it was right after its step."""
+    """A small training that keeps a copy of its state after each step."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]) -> None:
         torch.manual_seed(7)
@@ -70,7 +70,7 @@ def same(run: Path, step: int, picture: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies begin only once it is set. The fence sets it too: whoever waits there must not wait for ever."""
+    """Copies begin only once it is set. The fence sets it too, because a wait there must end."""
     monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     opened = threading.Event()
     fill, hold = staging.Snapshot.fill, staging.Snapshot.hold
@@ -271,7 +271,7 @@ def test_a_state_that_changed_behind_the_fence_is_dropped_and_reported(tmp_path,
 
 
 def test_weights_swapped_during_the_copy_and_swapped_back_are_detected(tmp_path, monkeypatch):
-    """Before and after the copy everything is as it was: only what was copied tells."""
+    """Before and after the copy the weights are the same; only the copied bytes show the change."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -297,7 +297,7 @@ def test_weights_swapped_during_the_copy_and_swapped_back_are_detected(tmp_path,
 
 
 def test_a_change_after_the_copy_and_before_the_last_check_is_reported(tmp_path, monkeypatch):
-    """Nobody can say what else whoever wrote it has changed, and when."""
+    """The code that wrote this change may have changed other state during the copy."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -426,7 +426,7 @@ def test_a_manual_weight_average_is_copied_at_once(tmp_path, gate):
 
 
 def test_a_parameter_that_is_also_a_plain_tensor_is_copied_at_once(tmp_path, gate):
-    """Whoever put it there may change it whenever they like."""
+    """User code may change a plain tensor at any time."""
     loop = Loop(adamw())
     loop.state["bias"] = loop.net.two.bias.data
     loop.update()
@@ -455,7 +455,7 @@ def test_a_large_average_that_changes_is_torn_and_then_waited_for(tmp_path, gate
 
 
 class OwnOptimizer:
-    """Has a step that nobody can hook."""
+    """An optimizer whose step cannot be hooked."""
 
     def __init__(self, net: nn.Module) -> None:
         self.param_groups = [{"params": list(net.parameters())}]

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class Net(nn.Module):
-    """Layers, batch norm, a buffer that is not stored, an empty place, one layer met twice."""
+    """Layers, batch norm, a non-persistent buffer, an empty module slot, one layer under two names."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def state():
 
 
 def contents(captured, made_up=False):
-    """All that a `Captured` says, the tensors by content and place."""
+    """Everything in a `Captured`, with its tensors by content and address."""
     assert captured.addresses == [one.data_ptr() for one in captured.tensors.values()]
     place = [
         (name, 0 if made_up else one.data_ptr(), one.dtype, one.shape, one.stride(), one.requires_grad, one.tolist())

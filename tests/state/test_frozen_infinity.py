@@ -118,7 +118,7 @@ def test_the_errors_name_the_exempting_pattern_and_the_step_to_request(tmp_path)
 
 
 def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
-    """Without a restore() the first look came after the first update: a run that had diverged by then was "good"."""
+    """Without a restore() the first check came after the first update: a run that had diverged by then was "good"."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:

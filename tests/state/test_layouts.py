@@ -257,7 +257,7 @@ class Holder:
 
 
 def test_new_tensors_get_stored_strides_and_live_ones_keep_theirs(tmp_path: Path) -> None:
-    """What is made anew is as it was saved. What exists is written in place, in the layout that its owner gave it."""
+    """New tensors get the saved strides. Existing tensors are written in place and keep their layout."""
     basis, fortran = torch.arange(6.0).reshape(2, 3).t(), np.asfortranarray(np.arange(6.0).reshape(2, 3))
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()
     save(tmp_path, {"of": Holder(basis), "new": [basis.clone(), half, fortran], "live": [basis.clone(), fortran]})
@@ -312,7 +312,7 @@ def test_diff_names_a_tensor_that_differs_only_in_memory_order(
 
 
 def test_changed_strides_invalidate_a_cached_plan() -> None:
-    """What a `Capture` knows from the save before must not say how a tensor lay in memory then."""
+    """A `Capture` must not reuse the memory layout that a tensor had in the previous save."""
     state = made("transposed", optim.Adam, {}, 1)
     state["container"] = {"one": torch.randn(3, 3)}
     train(state, 1, 1)

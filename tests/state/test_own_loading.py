@@ -145,7 +145,7 @@ def test_an_optimizer_of_a_shapeless_parameter_is_refused_with_the_remedy(tmp_pa
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_quantization_aware_model_that_saw_data_is_restored(per_channel, tmp_path):
-    """A model with observers was a StateMismatch; torch says of the same 'All keys matched successfully'."""
+    """A model with observers was a StateMismatch, where torch reports 'All keys matched successfully'."""
     from torch.ao import quantization
 
     def prepared(seed):
@@ -193,7 +193,7 @@ class FailingModule(Cloud):
     ids=["object", "module"],
 )
 def test_a_failing_load_state_dict_is_a_named_half_load(make, cause, named, tmp_path):
-    """The raw RuntimeError came out of restore(); the model was overwritten by then, and nothing said so."""
+    """restore() raised the plain RuntimeError; the model was already overwritten, and nothing reported it."""
     state = {"model": nn.Linear(2, 2), "data": make()}
     for step in (1, 2):
         lastgood.save(tmp_path, state, step)
@@ -224,7 +224,7 @@ class RefusingModule(Cloud):
 
 
 class Forgetful(Cloud):
-    """Loads, and can then not say what it holds."""
+    """Loads a state, and then fails in state_dict()."""
 
     def state_dict(self, *arguments, **options):
         if self.loaded:
@@ -250,7 +250,7 @@ def test_any_user_code_that_raises_during_a_load_is_a_half_load(saved, live, tmp
 
 
 def test_any_other_error_during_a_load_is_a_half_load(tmp_path, monkeypatch):
-    """A raw error of torch came out of the restore, and a caller who caught HalfLoaded trained on it."""
+    """The restore raised a plain error of torch, and a caller that handled HalfLoaded trained on the state."""
 
     def failing(_):
         raise RuntimeError("RNG state must be a torch.ByteTensor")

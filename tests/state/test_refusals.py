@@ -64,7 +64,7 @@ def schedulers(optimizer: optim.Optimizer) -> list[object]:
 
 
 def test_state_dicts_in_the_state_are_refused_before_the_run_exists(tmp_path: Path) -> None:
-    """The habit of torch.save: every save stored the empty optimizer and the schedule of step 0, without a word."""
+    """As is usual with torch.save, state_dict() was passed: every save stored the optimizer and schedule of step 0."""
     state = build()
     model, optimizer = state["model"], state["optimizer"]
     sampler = lastgood.ResumableSampler(8, 4, seed=1)
@@ -387,7 +387,7 @@ def test_a_stale_optimizer_entry_is_named_with_its_own_remedy(tmp_path: Path) ->
 
 
 def test_the_check_at_the_first_step_changes_and_copies_nothing(tmp_path: Path) -> None:
-    """The look at the first step leaves the random numbers, the sampler and the weights as they are."""
+    """The check at the first step leaves the random generators, the sampler and the weights unchanged."""
     sampler = lastgood.ResumableSampler(8, 4, seed=1)
     state = build() | {"sampler": sampler}
     next(iter(sampler))

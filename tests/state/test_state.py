@@ -230,7 +230,7 @@ def test_a_lazy_parameter_is_refused_by_name():
 
 
 def test_restoring_into_a_model_on_the_meta_device_is_refused():
-    """copy_ into a meta tensor does nothing and says nothing: the run would go on with weights that nobody loaded."""
+    """copy_ into a meta tensor silently does nothing: the run would continue with weights that were never loaded."""
     saved = bare({"model": nn.Linear(2, 2)})
     with pytest.raises(Unstorable, match=r"model\.weight is on the meta device.*to_empty"):
         match({"model": nn.Linear(2, 2, device="meta")}, saved.stored, exclude=["rng"])

@@ -58,7 +58,7 @@ class _Fabric:
 
 
 class Lightning:
-    """Of the shape of lightning.pytorch's LightningOptimizer: what it lacks it looks up in the inner one."""
+    """A wrapper like lightning.pytorch's LightningOptimizer: it delegates missing attributes to the inner optimizer."""
 
     def __init__(self, optimizer):
         self._optimizer = optimizer
@@ -229,7 +229,7 @@ class LateSynced(Accelerated):
 
 @pytest.mark.parametrize("wrap", [Synced, LateSynced])
 def test_an_optimizer_that_creates_its_state_late_keeps_it(wrap, tmp_path):
-    """Lookahead was taken for a wrapper for ever, as it says nothing of its own at first: a resumed run diverged."""
+    """Lookahead has no state of its own at first and was treated as a wrapper forever: a resumed run diverged."""
     saved, live = state(0, wrap), state(1, wrap)
     with lastgood.Checkpointer(tmp_path, saved) as run:
         run.restore()

@@ -105,7 +105,7 @@ def lengths(root: Path) -> dict[str, int]:
 
 
 def restored(root: Path) -> tuple[int | None, list[int]]:
-    """What the next process loads, bit for bit as it was saved, and what it steps over."""
+    """What the next process loads, exactly as it was saved, and which generations it skips."""
     found, loaded = load(access.slots(PosixFiles(), str(root)), workers=Inline())
     if found.generation is None:
         return None, []
@@ -309,8 +309,8 @@ def test_a_table_that_temporarily_had_no_space_loses_no_slot(tmp_path):
 
 
 def test_an_unfilled_new_slot_has_a_durable_name_before_it_is_used(tmp_path):
-    """The new file could not even be removed again. The next save took it as it lay there, and a power loss brought the
-    old file back under the name that the table told."""
+    """The new file could not even be removed again. The next save used it as it was, and a power loss brought the old
+    file back under the name in the table."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     free = f"{({0, 1, 2} - set(slots_named(trainer.tier).values())).pop():02d}"
@@ -352,7 +352,7 @@ def test_a_save_that_could_not_be_cleaned_up_loses_no_slot(tmp_path):
 
 @pytest.mark.parametrize("call", ["rename", "sync_dir"])
 def test_a_commit_in_a_table_that_may_have_its_name_has_unknown_outcome(tmp_path, call):
-    """After a failed sync the table is a new file; its name may be durable whatever the call says."""
+    """After a failed sync the table is a new file; its name may be durable although the call failed."""
     trainer = Trainer(tmp_path, files := FaultyFiles(), in_flight=2)
     trainer.steps(1)
     files.inject(Fault("sync", "*/table"))
@@ -396,7 +396,7 @@ def test_a_commit_whose_sync_failed_is_retried_in_a_new_file(tmp_path):
 
 @pytest.mark.parametrize("call", ["sync", "write"])
 def test_a_slot_whose_sync_failed_is_recreated_before_it_is_reused(tmp_path, call):
-    """The second fsync of it would report success while the data is gone. Through a mapping each write is a sync."""
+    """A second fsync of the file would report success although the data is lost. In a mapping each write is a sync."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     free = ({0, 1, 2} - set(slots_named(trainer.tier).values())).pop()
@@ -466,7 +466,7 @@ def test_a_damaged_newest_generation_is_skipped_for_the_verified_one(tmp_path):
 
 
 def test_damage_after_verification_leaves_an_older_generation(tmp_path):
-    """When a commit was verified, the one before it once was let go at once: then the medium lost the newer one."""
+    """Once a commit was verified, the previous one was released at once; then the medium lost the newer one."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
     flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
@@ -502,7 +502,7 @@ def test_a_pointer_is_deleted_with_the_generation_it_names(tmp_path):
 
 
 def test_the_table_is_read_past_the_page_cache(tmp_path):
-    """Through the cache a record looks whole that the disk never got, or has lost."""
+    """Read through the page cache, a record looks complete although the disk never received it or has lost it."""
     disk = HostileDisk()
     run = RunWriter(access.slots(disk, ROOT), Inline())
     for step in (1, 2):
@@ -543,7 +543,7 @@ def test_a_truncated_or_missing_slot_is_reported_as_damage(tmp_path):
 
 
 def test_an_overwritten_generation_gets_no_mark(tmp_path):
-    """A slow verification may end when its generation is gone; its mark must not take a slot."""
+    """A slow verification may end after its generation was overwritten; its mark must not occupy a slot."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
     with pytest.raises(MissingBlob, match="it cannot be marked"):
@@ -895,7 +895,7 @@ def test_a_run_in_slots_and_a_run_in_directories_are_never_confused(tmp_path):
 
 
 def test_a_failed_write_at_close_is_reported_and_the_lock_released(tmp_path):
-    """The pointers that closing writes once failed without a word."""
+    """The writes of pointers in close() once failed without a report."""
     path = f"slots://{tmp_path}"
     with pytest.raises(TierDown, match="injected"), access.for_writing(path, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())

@@ -337,7 +337,7 @@ def test_a_link_that_failed_without_a_trace_is_unknown_and_deletes_nothing(tmp_p
 
 
 def test_a_link_that_left_half_a_record_is_unknown_and_deletes_nothing(tmp_path):
-    """Half a record appears at the name while it is linked; without a refusal by EEXIST nobody knows whose it is."""
+    """Half a record appears at the name during the link; without EEXIST its writer is unknown."""
 
     def half(call: Call) -> None:
         if call.operation == "link":
@@ -476,7 +476,7 @@ def test_direct_and_buffered_writes_give_the_same_file(tmp_path, length):
 
 
 def test_the_first_failed_fsync_of_a_file_is_final(tmp_path, monkeypatch):
-    """On ext4, xfs and btrfs the second fsync reports success while the data is gone."""
+    """On ext4, xfs and btrfs the second fsync reports success although the data is lost."""
     file = PosixFiles().open(str(tmp_path / "x"), "new")
     calls = []
 
@@ -509,7 +509,7 @@ def test_a_folder_is_synced_through_its_own_descriptor(tmp_path, monkeypatch):
 
 
 def test_names_that_already_existed_are_synced_too(tmp_path):
-    """Whoever made them may have died before they were durable: the folder, and the record itself."""
+    """The process that created the folder or the record may have died before the name was durable."""
     disk(str(tmp_path)).put_new(RECORD, b"record")
     files = FaultyFiles()
     disk(str(tmp_path), files).put_new(RECORD, b"record")

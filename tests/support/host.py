@@ -23,7 +23,7 @@ SIZE = 300_000
 
 
 def held(name: str) -> None:
-    """The next call of this step of the protocol says so, and waits to be let go."""
+    """The next call of this step of the protocol reports itself and waits until it is released."""
     real = getattr(commit, name)
 
     def once(*arguments: Any, **options: Any) -> Any:

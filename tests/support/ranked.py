@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def spread(kind: str, size: int) -> nn.Module:
-    """The net over the ranks, as `kind` says; bit for bit the same net everywhere."""
+    """The net, distributed over the ranks according to `kind`; its weights are the same on every rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -161,7 +161,7 @@ def _loss(found: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _staged(kind: str, size: int, parts: tuple[nn.Module, ...]) -> tuple[int, dist.ProcessGroup]:
-    """Which stage this rank has, spread as `kind` says, and the group of those with whom it makes a pipeline."""
+    """The stage of this rank, distributed according to `kind`, and the group of the ranks of its pipeline."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -241,7 +241,7 @@ def attempted(ckpt: Any, n: int) -> dict[str, Any]:
 
 
 def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) -> dict[str, Any]:
-    """Three saves; at the second, `who` fails or dies at a step of it. What became of each, and how long that took."""
+    """Three saves; in the second, rank `who` fails or dies at one of its stages. Returns outcomes and durations."""
     import lastgood
 
     loop = Loop("ddp", size)
@@ -455,7 +455,7 @@ def thawing(rank: int, size: int, root: Path) -> dict[str, Any]:
 
 
 def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
-    """Four saves, the second of which `who` does not make."""
+    """Four saves, of which rank `who` skips the second."""
     import lastgood
 
     loop = Loop("ddp", size)
@@ -501,7 +501,7 @@ def opened(root: Path, state: dict[str, Any]) -> Any:
 
 
 def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
-    """A save that fails on rank 1, and is made again at once; rank 0 is slow to hear of it, then to write."""
+    """A save fails on rank 1 and is repeated at once; rank 0 receives the failure late and then writes slowly."""
     from lastgood.format import commit
     from lastgood.run.writer import RunWriter
     from lastgood.storage.directory import Disk
@@ -600,7 +600,7 @@ def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
 
 
 def unfit(rank: int, size: int, root: Path) -> list[str]:
-    """NaN in rank 1's rows of step 2, which somebody asks for; then what is restored by itself."""
+    """NaN in rank 1's rows of step 2, which is restored by request; then the default restore."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -623,7 +623,7 @@ def unfit(rank: int, size: int, root: Path) -> list[str]:
 
 
 def losing_words(rank: int, size: int, root: Path) -> list[str]:
-    """Rank 1 loses what was said as a restore begins; restores and saves after it."""
+    """Rank 1 loses a message when a restore begins; then it restores and saves again."""
     from lastgood.coordination.rounds import Topic
 
     state = {"w": torch.arange(400.0)}
@@ -638,7 +638,7 @@ def losing_words(rank: int, size: int, root: Path) -> list[str]:
 
 
 def losing_homes(rank: int, size: int, root: Path) -> list[str]:
-    """Ranks 1 and 2 get the same new tensor, and do not hear that the other has it."""
+    """Ranks 1 and 2 get the same new tensor, and do not learn that the other holds it."""
     from lastgood.ranks.replica_check import Replicas
 
     state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
@@ -707,7 +707,7 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
 
 
 def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
-    """Steps in lockstep, saves that are due by time; what became of each. `late`: a rank looks too rarely at first."""
+    """Steps in lockstep with saves due by time; returns their outcomes. `late`: a rank polls too rarely at first."""
     import lastgood
     from lastgood.coordination import announcements
 
@@ -736,8 +736,8 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
 
 
 def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool) -> dict[str, Any]:
-    """Steps until a signal that `who` gets at step 5 ends them; what was said at the end. `late`: rank 1 looks too
-    rarely, and is not held back by the others."""
+    """Steps until a signal to rank `who` at step 5 ends them; returns the final reports. `late`: rank 1 polls too
+    rarely, and does not wait for the others."""
     import signal
 
     import lastgood

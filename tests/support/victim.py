@@ -62,7 +62,7 @@ def content(seed: int, step: int) -> State:
 
 
 class Watched:
-    """A tier that says which COMMIT it is about to remove."""
+    """A tier that reports which COMMIT it is about to remove."""
 
     def __init__(self, tier: Tier, say: Callable[[str], None]) -> None:
         self._tier, self._say = tier, say
@@ -195,7 +195,7 @@ def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callabl
 
 
 def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[str], None]) -> Found:
-    """What a restore finds, each bit of it looked at."""
+    """What a restore loads, with every bit checked."""
     for at, error in survey.broken.items():
         say(f"unread {place(at)} {' '.join(str(error).split())}")
     candidates, loaded = Candidates(survey), None
@@ -222,7 +222,7 @@ def place(at: GenerationId | None) -> str:
 
 
 def differs(generation: Generation, manifest: Manifest, state: State) -> str:
-    """What is wrong with a state that was read from a generation; empty when each bit is as it was saved."""
+    """The differences between a loaded state and the saved one; empty when they are equal."""
     expected = content(manifest.values["seed"], generation.step)
     wrong = sorted(name for name in expected.keys() | state.keys() if expected.get(name) != state.get(name))
     return f"{place(generation.id)} holds other bytes in {', '.join(wrong)}" if wrong else ""
@@ -248,7 +248,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Ledger:
-    """What the lives of one run said, and so what must lie on its disk. `last`, `tier`: as the victim's options."""
+    """The output of all lives of one run, and so what must be on its disk. `last`, `tier`: as the victim's options."""
 
     last: int = 2
     tier: str = "directory"
@@ -274,7 +274,7 @@ class Ledger:
     problems: list[str] = field(default_factory=list)
 
     def hear(self, lines: Iterable[str]) -> None:
-        """Take in what one life said, from its first line to where it was cut."""
+        """Read the output of one life, from its first line to where it was cut off."""
         saving, going, self.reported, self.warned = "", set[str](), [], []
         for line in lines:
             word, _, rest = line.partition(" ")
@@ -324,7 +324,7 @@ class Ledger:
             self.cut_short |= going
 
     def judge(self, run: str) -> None:
-        """Look at the disk as it was left, changing nothing: the promises, as far as it can show them."""
+        """Check the disk without changing it: the promises, as far as the disk can show them."""
         try:
             tier = access.for_reading(path(run, self.tier))
         except NotARun:
