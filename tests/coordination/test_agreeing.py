@@ -14,8 +14,8 @@ from msgspec import structs
 import lastgood
 from harness import save
 from lastgood.coordination.announcements import Announcements
-from lastgood.coordination.rendezvous import meet
-from lastgood.coordination.rounds import Posts, Ranks
+from lastgood.coordination.rendezvous import join
+from lastgood.coordination.rounds import MessageStore, RankGroup
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
@@ -41,15 +41,15 @@ class Board:
         self.posts: dict[str, bytes] = {}
         self.down, self.asked = False, 0
 
-    def set(self, posts):
+    def set(self, values):
         self._answer()
-        self.posts |= posts
+        self.posts |= values
 
     def has(self, keys):
         self._answer()
         return self.posts.keys() >= set(keys)
 
-    def get(self, keys, seconds, cancelled=lambda: False):
+    def get(self, keys, timeout_seconds, cancelled=lambda: False):
         self._answer()
         if not self.posts.keys() >= set(keys):
             cancelled()
@@ -66,70 +66,72 @@ class Board:
             raise TierDown("the board is gone")
 
 
-class Meeting(Board):
+class ThreadedBoard(Board):
     """A board on which other threads post. Waiting for a key that no rank will post times out at once."""
 
     def __init__(self):
         super().__init__()
         self.news = threading.Condition()
 
-    def set(self, posts):
+    def set(self, values):
         with self.news:
-            super().set(posts)
+            super().set(values)
             self.news.notify_all()
 
-    def get(self, keys, seconds, cancelled=lambda: False):
+    def get(self, keys, timeout_seconds, cancelled=lambda: False):
         with self.news:
             self.news.notify_all()
-            self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(seconds, 20.0))
-            return super().get(keys, seconds)
+            self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(timeout_seconds, 20.0))
+            return super().get(keys, timeout_seconds)
 
 
 def two_on(board):
-    return [Ranks(rank, 2, board, "run") for rank in (0, 1)]
+    return [RankGroup(rank, 2, board, "run") for rank in (0, 1)]
 
 
-# ---- meeting ---------------------------------------------------------------------------------------------------
+# ---- rendezvous ------------------------------------------------------------------------------------------------
 
 
-def met(board, ranks, size, patience_seconds=6.0):
+def rendezvous_results(board, ranks, size, timeout_seconds=6.0):
     """The result of the rendezvous for each of these ranks."""
 
-    def tell(rank):
+    def joined(rank):
         try:
-            return meet(Posts(board), "run", rank, size, patience_seconds)
+            return join(MessageStore(board), "run", rank, size, timeout_seconds)
         except RankFailed as error:
             return error.what
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(tell, ranks))
+        return list(pool.map(joined, ranks))
 
 
 def test_restarted_ranks_find_each_other_beside_keys_of_dead_processes():
-    """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
-    one had died between two such, none of them came together any more, however often they were started."""
-    board = Meeting()
-    board.set({"run/here/1": b'"of a dead one"', "run/here/2": b'"of another"'})
+    """torchrun restarts workers with the same store. Each worker counted its openings of the run there: after one had
+    died between two openings, the ranks never completed a rendezvous again."""
+    board = ThreadedBoard()
+    board.set({"run/joining/1": b'"of a dead one"', "run/joining/2": b'"of another"'})
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(met, board, [0], 3)
-        with board.news:  # the others come when it has looked for them some times
+        leading = pool.submit(rendezvous_results, board, [0], 3)
+        with board.news:  # the others join after it has polled for them several times
             assert board.news.wait_for(lambda: board.asked >= 12, 20.0)
-        first = {*met(board, [1, 2], 3), *leading.result()}
-    second = set(met(board, range(3), 3))
+        first = {*rendezvous_results(board, [1, 2], 3), *leading.result()}
+    second = set(rendezvous_results(board, range(3), 3))
     assert len(first) == len(second) == 1 and first != second
     assert len(board.posts) == 4  # the answers to the dead, and two ends
 
 
 def test_a_rendezvous_timeout_names_the_missing_ranks():
-    assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
-    assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run in 0 s"]
-    assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run in 0 s"]
+    assert rendezvous_results(ThreadedBoard(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
+    assert rendezvous_results(ThreadedBoard(), [0], 3, 0.0) == [
+        "rank 1 (and 1 more ranks) has not opened the run within 0 s"
+    ]
+    assert rendezvous_results(ThreadedBoard(), [1], 2, 0.0) == ["rank 0 has not opened the run within 0 s"]
 
 
 def test_a_rank_that_died_after_it_joined_is_named():
-    board = Meeting()
-    board.set({"run/here/1": b'"of a dead one"'})
-    assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
+    board = ThreadedBoard()
+    board.set({"run/joining/1": b'"of a dead one"'})
+    assert rendezvous_results(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
 
 
 @pytest.mark.slow
@@ -137,7 +139,7 @@ def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
     """In a group with a FileStore, a timeout was reported as a lost store: no missing rank was named, and a rank
     that replaced a dead one was not found."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
-    assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run in 3 s"] * 2
+    assert rendezvous_results(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
 
 
 # ---- topics ----------------------------------------------------------------------------------------------------
@@ -146,37 +148,37 @@ def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
 def test_a_rank_that_skips_a_step_is_named_and_the_next_step_succeeds():
     """Saves were matched by their number: after a skipped one, each save was matched with another step and failed."""
     first, second = two_on(Board())
-    later = second.at("save", 3)
-    with pytest.raises(RankFailed, match="rank 0 said nothing"):
+    later = second.step_topic("save", 3)
+    with pytest.raises(RankFailed, match="rank 0 published no verdict"):
         later.agree("of 3", len)
-    with pytest.raises(StepDiffers, match="rank 1: has come to step 3, without step 2"):
-        first.at("save", 2).agree("of 2", len)
-    assert first.at("save", 3).agree("of 3", list) == ["of 3", "of 3"]
+    with pytest.raises(StepDiffers, match="rank 1: has begun step 3 and skipped step 2"):
+        first.step_topic("save", 2).agree("of 2", len)
+    assert first.step_topic("save", 3).agree("of 3", list) == ["of 3", "of 3"]
 
 
 def test_a_step_that_rank_0_skipped_fails_at_once_on_the_others():
     first, second = two_on(Board())
-    with pytest.raises(TimedOut, match="rank 1: nothing was heard"):
-        first.at("save", 3).agree("of 3", len)
-    with pytest.raises(StepDiffers, match="rank 0 has come to step 3, without step 2"):
-        second.at("save", 2).agree("of 2", len)
+    with pytest.raises(TimedOut, match="rank 1: posted nothing"):
+        first.step_topic("save", 3).agree("of 3", len)
+    with pytest.raises(StepDiffers, match="rank 0 has begun step 3 and skipped step 2"):
+        second.step_topic("save", 2).agree("of 2", len)
 
 
 def test_the_ranks_wait_for_a_late_rank():
     first, second = two_on(Board())
     with pytest.raises(RankFailed):
-        second.at("save", 1).agree("of 1", len)  # it is there, and may come to 2
-    with pytest.raises(TimedOut, match="rank 1: nothing was heard for 120 s"):
-        first.at("save", 2).agree("of 2", len)
+        second.step_topic("save", 1).agree("of 1", len)  # it is there, and may come to 2
+    with pytest.raises(TimedOut, match="rank 1: posted nothing within 120 s"):
+        first.step_topic("save", 2).agree("of 2", len)
 
 
 def test_messages_from_before_a_rewind_are_ignored_after_it():
     first, second = two_on(Board())
-    second.at("save", 1).fail(StepDiffers("of before"))
+    second.step_topic("save", 1).fail(StepDiffers("of before"))
     for one in (first, second):
         one.rewind(1)
-    with pytest.raises(TimedOut, match="rank 1: nothing was heard"):
-        first.at("save", 1).agree("of now", list)
+    with pytest.raises(TimedOut, match="rank 1: posted nothing"):
+        first.step_topic("save", 1).agree("of now", list)
 
 
 def test_a_failed_verdict_ends_the_wait_of_every_rank():
@@ -188,11 +190,11 @@ def test_a_failed_verdict_ends_the_wait_of_every_rank():
         raise MemoryError("for the verdict")
 
     with pytest.raises(RankFailed):
-        second.at("save", 1).agree("mine", len)
+        second.step_topic("save", 1).agree("mine", len)
     with pytest.raises(MemoryError):
-        first.at("save", 1).agree("mine", decide)
+        first.step_topic("save", 1).agree("mine", decide)
     with pytest.raises(RankFailed, match="MemoryError: for the verdict"):
-        Ranks(1, 2, board, "run").at("save", 1).agree("mine", len)
+        RankGroup(1, 2, board, "run").step_topic("save", 1).agree("mine", len)
 
 
 # ---- announcements ---------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ def test_a_failed_verdict_ends_the_wait_of_every_rank():
 def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
     """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
     board, clock = Board(), Clock()
-    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    leading, asking = (Announcements(one, clock) for one in two_on(board))
     n = 0
 
     def step(*ranks, ends=False):
@@ -210,46 +212,46 @@ def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
         n += 1
         clock.advance(step_seconds)
         for one in ranks:
-            one.look(n, ends and one is asking)
+            one.poll(n, ends and one is asking)
 
     while n < 200:
-        step(asking, telling)
-    while telling.end is None:
-        step(asking, telling, ends=True)
-    assert telling.end == n + ahead
+        step(asking, leading)
+    while leading.end is None:
+        step(asking, leading, ends=True)
+    assert leading.end == n + ahead
     while asking.end is None:
         step(asking)
-    assert n <= asking.end == telling.end
+    assert n <= asking.end == leading.end
 
 
 def test_a_request_during_a_store_outage_is_repeated_afterwards():
     """The request was recorded before it was posted, so it was never repeated, and the last save was missing."""
     board, clock = Board(), Clock()
-    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    leading, asking = (Announcements(one, clock) for one in two_on(board))
     board.down, failed = True, 0
     for n in range(1, 601):
         clock.advance(0.1)
-        for one in (telling, asking):
+        for one in (leading, asking):
             try:
-                one.look(n, ends=one is asking)
+                one.poll(n, request_end=one is asking)
             except TierDown:
                 failed += 1
-    assert 5 <= failed <= 20, "told each time, and asked ever more rarely"
+    assert 5 <= failed <= 20, "announced each time, and asked ever more rarely"
     assert board.asked == failed
     board.down = False
     for n in range(601, 3000):
         clock.advance(0.1)
-        telling.look(n)
-        asking.look(n, ends=True)
-    assert telling.end == asking.end is not None
+        leading.poll(n)
+        asking.poll(n, request_end=True)
+    assert leading.end == asking.end is not None
 
 
 def test_a_post_of_unknown_outcome_is_published_unchanged():
     """A repeated post named another step under the same number: rank 0 used one, and the other ranks the other."""
     board, clock = Board(), Clock()
     first, second = two_on(board)
-    telling, hearing = Announcements(first, clock), Announcements(second, clock)
-    telling.look(1)
+    leading, following = Announcements(first, clock), Announcements(second, clock)
+    leading.poll(1)
     real = board.set
 
     def lost(posts):
@@ -258,15 +260,15 @@ def test_a_post_of_unknown_outcome_is_published_unchanged():
 
     board.set = lost
     with pytest.raises(TierDown):
-        telling.tell(1, "save")
+        leading.announce(1, "save")
     board.set = real
     for n in range(2, 12):
         clock.advance(1)
-        telling.look(n)
-        hearing.look(n)
-    assert not telling.tell(12, "ended", 5), "first what was begun"
-    assert telling.coming == hearing.coming and telling.coming[0].word == "save"
-    assert telling.tell(12, "ended", 5)
+        leading.poll(n)
+        following.poll(n)
+    assert not leading.announce(12, "ended", 5), "first what was begun"
+    assert leading.pending == following.pending and leading.pending[0].kind == "save"
+    assert leading.announce(12, "ended", 5)
 
 
 def test_an_explicitly_saved_step_is_not_saved_again_when_announced():
@@ -274,14 +276,14 @@ def test_an_explicitly_saved_step_is_not_saved_again_when_announced():
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
     n = 0
-    while not any(one.word == "save" for one in second.ahead.coming):
+    while not any(one.kind == "save" for one in second.ahead.pending):
         n += 1
         run((first, second), clock, 1, first=n)
-    told = second.ahead.coming[0].step
-    run((first, second), clock, told - 1 - n, first=n + 1)
+    announced = second.ahead.pending[0].step
+    run((first, second), clock, announced - 1 - n, first=n + 1)
     for one in (first, second):
-        one.timing.begun(Save(told), clock(), clock(), 0.0)
-    run((first, second), clock, 1, first=told)
+        one.timing.begun(Save(announced), clock(), clock(), 0.0)
+    run((first, second), clock, 1, first=announced)
     assert not first.saved + second.saved
 
 
@@ -296,7 +298,7 @@ class Rank:
         self.saved, self.failed, self.flying, self.skipped = [], [], [], []
         self.timing = TimingTogether(cadence, self.note, ranks, self.ahead, in_flight)
         self.timing.restored(0, clock())
-        self.clock, self.deaf = clock, False
+        self.clock, self.board = clock, False
 
     def note(self, kind, step, detail):
         if kind == "failed":
@@ -306,8 +308,8 @@ class Rank:
         for one, until in self.flying:
             if until <= self.clock() and not one.ended():
                 one.note_outcome(None, Overtaken(""))
-        if not self.deaf:
-            self.ahead.look(n)
+        if not self.board:
+            self.ahead.poll(n)
             self.timing.tell(n, self.clock())
         if not self.timing.due(n, self.clock()):
             return
@@ -321,8 +323,8 @@ class Rank:
         self.flying.append((one, self.clock() + save_seconds))
 
 
-class Told(Pace):
-    """A cadence whose interval a test changes."""
+class AnnouncedPace(Pace):
+    """A cadence owner interval a test changes."""
 
     def __init__(self, changes):
         super().__init__(Auto())
@@ -332,7 +334,7 @@ class Told(Pace):
         if n not in self.changes:
             return ""
         self.auto = replace(self.auto, interval_steps=self.changes[n])
-        return "told"
+        return "announced"
 
     def begun(self, *_):
         pass
@@ -366,9 +368,9 @@ def test_a_late_announcement_fails_the_missed_save_of_a_token_count():
     clock = Clock()
     first, second = (Rank(one, clock, Every(seconds=5.0)) for one in two_on(Board()))
     run((first, second), clock, 100, stride=4097)
-    second.deaf = True
+    second.board = True
     run((first, second), clock, 100, first=101, stride=4097)
-    second.deaf = False
+    second.board = False
     run((first, second), clock, 400, first=201, stride=4097)
     assert second.failed and set(second.failed) <= set(first.saved)
     assert first.saved[-2:] == second.saved[-2:]
@@ -376,7 +378,9 @@ def test_a_late_announcement_fails_the_missed_save_of_a_token_count():
 
 def test_a_measured_interval_takes_effect_at_one_step_on_every_rank():
     board, clock = Board(), Clock()
-    first, second = (Rank(one, clock, Told({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board))
+    first, second = (
+        Rank(one, clock, AnnouncedPace({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board)
+    )
     run((first, second), clock, 1000)
     assert first.saved == second.saved and not second.failed
     apart = [after - before for before, after in zip(first.saved, first.saved[1:], strict=False)]
@@ -385,11 +389,11 @@ def test_a_measured_interval_takes_effect_at_one_step_on_every_rank():
 
 def test_a_rank_with_a_late_interval_fails_its_missed_saves_and_recovers():
     board, clock = Board(), Clock()
-    first, second = (Rank(one, clock, Told({100: 37} if not one.rank else {})) for one in two_on(board))
+    first, second = (Rank(one, clock, AnnouncedPace({100: 37} if not one.rank else {})) for one in two_on(board))
     run((first, second), clock, 90)
-    second.deaf = True
+    second.board = True
     run((first, second), clock, 110, first=91)
-    second.deaf = False
+    second.board = False
     run((first, second), clock, 400, first=201)
     assert second.failed and set(second.failed) <= set(first.saved)
     assert first.saved[-8:] == second.saved[-8:]
@@ -409,17 +413,17 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
 
 
 def test_posted_keys_do_not_accumulate():
-    board = Meeting()
+    board = ThreadedBoard()
     first, second = two_on(board)
     with ThreadPoolExecutor(1) as other:
         for step in range(1, 301):
-            theirs = other.submit(second.at("save", step).agree, "mine", len)
-            assert first.at("save", step).agree("mine", len) == theirs.result() == 2
+            theirs = other.submit(second.step_topic("save", step).agree, "mine", len)
+            assert first.step_topic("save", step).agree("mine", len) == theirs.result() == 2
     assert len(board.posts) < 150
 
 
 class Reading(Disk):
-    """Remembers of whose tensor files something was read."""
+    """A tier that records the ranks whose tensor files were read."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -434,7 +438,7 @@ class Reading(Disk):
 @pytest.fixture
 def both(tmp_path):
     """A leader and a follower that have saved step 1 together, and the file of each."""
-    board = Meeting()
+    board = ThreadedBoard()
     first, second = two_on(board)
     clock = Clock()
     environment = Environment(monotonic_seconds=clock, pause=clock.advance)
@@ -444,12 +448,12 @@ def both(tmp_path):
     def saved(run):
         run.begin(None)
         ranks = first if run is leader else second
-        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.at("save", 1))
+        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.step_topic("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
-        first_told, second_told = pool.map(saved, (leader, follower))
-    assert first_told == second_told
-    home = tmp_path / layout.folder(first_told.id)
+        first_seen, second_seen = pool.map(saved, (leader, follower))
+    assert first_seen == second_seen
+    home = tmp_path / layout.folder(first_seen.id)
     return leader, follower, [home / layout.blob_name(rank) for rank in (0, 1)]
 
 
@@ -466,15 +470,15 @@ def test_each_rank_verifies_its_own_files_and_rank_0_marks_them(both):
     assert leader.known.newest_verified().step == 1
 
 
-@pytest.mark.parametrize("whose", [0, 1])
-def test_rank_0_confirms_a_finding_of_another_rank_before_it_marks(both, whose):
+@pytest.mark.parametrize("owner", [0, 1])
+def test_rank_0_confirms_a_finding_of_another_rank_before_it_marks(both, owner):
     leader, follower, blobs = both
-    blobs[whose].write_bytes(blobs[whose].read_bytes()[:-1] + b"?")
+    blobs[owner].write_bytes(blobs[owner].read_bytes()[:-1] + b"?")
     verify(follower)
     with pytest.raises(Damaged, match="step 1 was committed and does not read back"):
         verify(leader)
     assert leader.known.newest_verified() is None
-    assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
+    assert leader.tier.of == ({"r00000"} if owner == 0 else {"r00000", "r00001"})
 
 
 def test_seals_of_different_generations_are_not_committed(both, tmp_path):
@@ -483,7 +487,7 @@ def test_seals_of_different_generations_are_not_committed(both, tmp_path):
 
     def saved(run):
         with pytest.raises(StepDiffers, match=r"ranks have sealed gen/000000000002-.*, gen/000000000002-"):
-            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.at("save", 2))
+            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.step_topic("save", 2))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(saved, (leader, follower)))
@@ -500,20 +504,20 @@ def test_rank_0_verifies_the_files_of_a_rank_that_does_not_answer(both, broken):
     assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
 
 
-class Deaf(Board):
-    """It can be asked, and takes no verdict."""
+class VerdictLosingBoard(Board):
+    """A board that answers reads and loses every verdict."""
 
-    def set(self, posts):
-        if any(key.endswith("verdict") for key in posts):
+    def set(self, values):
+        if any(key.endswith("verdict") for key in values):
             raise TierDown("the store is gone")
-        super().set(posts)
+        super().set(values)
 
 
 def test_a_commit_stays_although_its_verdict_could_not_be_published(tmp_path):
     """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
-    writer = RunWriter(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))
+    writer = RunWriter(disk, Inline(), ranks=RankGroup(0, 1, Board(), "run"))
     writer.begin(None)
-    deaf = Deaf()
-    told = save(writer, 1, {"w": b"x" * 100}, topic=Ranks(0, 1, deaf, "run").at("save", 1))
-    assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]
+    board = VerdictLosingBoard()
+    generation = save(writer, 1, {"w": b"x" * 100}, topic=RankGroup(0, 1, board, "run").step_topic("save", 1))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [generation.step] == [1]
