@@ -13,9 +13,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from generated import examples
 from lastgood.errors import ManifestInvalid, Refused, Unstorable
 from lastgood.format import values
 from lastgood.format.encodings import ENCODINGS
@@ -102,7 +103,7 @@ def has_clash(obj):
 
 
 @given(trees)
-@settings(max_examples=400, deadline=None)
+@examples(400)
 def test_values_keep_type_bits_and_order_through_a_key_sorting_writer(tree):
     assume(not has_clash(tree))
     assert same(through_json(tree), tree)
@@ -185,7 +186,7 @@ def parts(obj):
 
 
 @given(json)
-@settings(max_examples=500, deadline=None)
+@examples(500)
 def test_malformed_json_is_refused_and_creates_no_other_type(tree):
     try:
         found = decode(tree)

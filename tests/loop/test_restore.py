@@ -33,6 +33,7 @@ from lastgood.run.save import ReadyChunks, SaveRequest
 from lastgood.run.writer import RunWriter
 from lastgood.state.tensor_sink import Place, TensorSink
 from lastgood.storage.directory import Disk
+from lastgood.testing import Call, FaultyFiles
 
 CHUNK_BYTES = 1 << 18
 COUNT = 16 * CHUNK_BYTES // 4
@@ -332,24 +333,22 @@ def test_a_bit_flip_in_a_single_read_during_a_load_is_not_damage(tmp_path: Path,
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
 
 
-def test_a_disk_error_during_a_load_is_made_good_by_the_next_restore(tmp_path: Path, monkeypatch) -> None:
+def test_a_disk_error_during_a_load_is_made_good_by_the_next_restore(tmp_path: Path, faulty_files: FaultyFiles) -> None:
     saved(tmp_path, 3, 6)
-    real = PosixFile.read_into
 
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if offset == 12 * CHUNK_BYTES:
+    def fail(call: Call) -> None:
+        if call.operation == "read" and call.offset == 12 * CHUNK_BYTES:
             raise OSError(errno.ENXIO, "No such device or address")
-        return real(self, mv, offset)
 
     state = blank()
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.restore()
-        monkeypatch.setattr(PosixFile, "read_into", failing)
+        faulty_files.before = fail
         with pytest.raises(errors.HalfLoaded, match="No such device"):
             ckpt.restore()
         with pytest.raises(errors.Refused, match="half of another step"):
             ckpt.save(7)
-        monkeypatch.undo()
+        faulty_files.before = None
         assert ckpt.restore().step == 6 and is_of(state, 6)
 
 

@@ -134,13 +134,13 @@ def test_a_full_disk_deletes_only_as_much_as_the_save_needs(tmp_path):
 class OtherRankIsFull:
     """`Topic` of a save in which another rank finds no space for its part."""
 
-    again, failing = False, staticmethod(contextlib.nullcontext)
+    is_retry, failing = False, staticmethod(contextlib.nullcontext)
 
     def agree(self, *_: object) -> object:
         raise NoSpace("rank 1 found no space")
 
     def fail(self, error: BaseException) -> None:
-        """Nobody is waiting."""
+        """Do nothing: no other rank waits."""
 
 
 def test_a_full_disk_on_another_rank_frees_space_for_the_next_save(tmp_path):

@@ -21,7 +21,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Cancelled, Refused, Unreadable
 from lastgood.format import commit, layout
 from lastgood.io import isal
-from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.policy.scrub import Scrub, next_to_read
 from lastgood.ports import Files
@@ -30,7 +30,7 @@ from lastgood.run.reader import RunReader
 from lastgood.run.scrubber import Scrubber
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
-from lastgood.testing import Clock, Fault, FaultyFiles
+from lastgood.testing import Call, Clock, Fault, FaultyFiles
 
 CHUNK = 8192
 DATA = "r00000.safetensors"
@@ -280,17 +280,19 @@ def test_an_unreadable_generation_does_not_stop_the_scrub_of_the_others(tmp_path
     assert seen == [1, "unreadable", 3]
 
 
-def test_an_unreadable_sector_is_rebuilt_from_parity(tmp_path, monkeypatch):
-    run, clock = run_of(tmp_path, 1, parity="4+2"), Clock()
+def test_an_unreadable_sector_is_rebuilt_from_parity(tmp_path):
+    files, clock = FaultyFiles(), Clock()
+    run = run_of(tmp_path, 1, parity="4+2", files=files)
     (path,) = tmp_path.glob(f"gen/*/{DATA}")
-    bad, read = path.stat().st_ino, PosixFile.read_into
+    bad = path.stat().st_ino
 
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if os.fstat(self._fd).st_ino == bad and offset <= 8192 < offset + len(mv):
-            raise OSError(errno.EIO, "bad sector")
-        return read(self, mv, offset)
+    def fail(call: Call) -> None:
+        if call.operation == "read" and os.stat(call.path).st_ino == bad:
+            assert call.offset is not None and call.length is not None
+            if call.offset <= 8192 < call.offset + call.length:
+                raise OSError(errno.EIO, "bad sector")
 
-    monkeypatch.setattr(PosixFile, "read_into", failing)
+    files.before = fail
     done = scrubber(run, clock).next_one()
     assert done is not None and done.repaired and path.stat().st_ino != bad
     assert RunReader(run.tier).verify(1).good

@@ -12,13 +12,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import lr_scheduler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from generated import examples
 from lastgood.errors import ManifestInvalid, Refused, StateMismatch, Unstorable
 from lastgood.format.layout import DTYPES
 from lastgood.state.rules import Stored, as_bytes, capture, dtype_name, from_bytes
@@ -1300,7 +1301,7 @@ lives = st.sampled_from(
 
 
 @given(tree=json, rng=json, live=lives, strict=st.booleans())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_arbitrary_values_match_or_are_refused(tree, rng, live, strict):
     tensors = {"x": ("float32", (2,)), "y": ("uint8", (3, 4))}
     with contextlib.suppress(ManifestInvalid, StateMismatch):
