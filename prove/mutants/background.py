@@ -39,9 +39,13 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "failures are reported at growing intervals",
             "failure-reports-thin-out",
-            Swap("_is_power_of_two(self.row)", "self.row == 1"),
+            Swap("_is_power_of_two(self.consecutive_failures)", "self.consecutive_failures == 1"),
         ),
-        ("a row of failures ends with a durable save", "durable-save-resets-counts", Swap("self.row = ", "")),
+        (
+            "a row of failures ends with a durable save",
+            "durable-save-resets-counts",
+            Swap("self.consecutive_failures = ", ""),
+        ),
         ("the newest step is saved on a clean exit", "newest-step-saved-on-exit", Remove()),
         ("due save is skipped", "due-save-skipped-when-full", Swap("skips or ", "")),
         ("save by hand is not skipped", "manual-save-not-skipped", Swap(" and not must", "")),
@@ -97,11 +101,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("torn: samples in the copy", "samples-compared-during-copy", Remove()),
         ("torn save is dropped", "torn-save-dropped", Remove()),
         ("full check compares", "full-check-compares", Remove()),
-        ("twice torn, then blocking", "repeated-tears-block", Swap("outcomes.torn_row >= TORN_LIMIT", "False")),
+        (
+            "twice torn, then blocking",
+            "repeated-tears-block",
+            Swap("outcomes.consecutive_torn >= TORN_LIMIT", "False"),
+        ),
     ),
     *table(
         "fence",
         core(),
-        ("torn in a row", "durable-save-resets-counts", Swap(" = self.torn_row", "")),
+        ("torn in a row", "durable-save-resets-counts", Swap(" = self.consecutive_torn", "")),
     ),
 )

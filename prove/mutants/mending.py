@@ -134,7 +134,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("longest ago first", "least-recently-read-first", Instead("return 0.0, one.commit.order, one.id")),
         ("neighbours of damage first", "damage-neighbours-first", Swap("apart(one) if damaged else ", "")),
         ("the nearest first", "distance-to-nearest-damage", Swap("min", "max")),
-        ("a round reads what was there", "scrub-round-reads-initial-set", Instead("mine = [*there.values()]")),
+        ("a round reads what was there", "scrub-round-reads-initial-set", Instead("unread = [*generations.values()]")),
         ("a round ends", "scrub-round-ends", Remove()),
         ("damage of one round is forgotten in the next", "scrub-round-forgets-damage", Remove()),
         ("its pace", "scrub-pace", Remove()),

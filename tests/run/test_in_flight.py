@@ -155,7 +155,7 @@ def test_upkeep_pauses_while_a_save_is_in_flight(tmp_path, doors):
         ckpt.save(1)
         ckpt.save(2).result(60)
         ckpt._pipeline._lanes.submit(int).result(60)  # the lane of step 2 has asked for upkeep
-        ckpt._pipeline._keeper.submit(int).result(60)  # and that has ended
+        ckpt._pipeline._upkeep_thread.submit(int).result(60)  # and that has ended
         assert ckpt.latest() is None
         doors(1).set()
     assert kinds(heard, "verified") == [("verified", 2)]

@@ -12,8 +12,8 @@ from harness import reports, save
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.io.files import PosixFiles
+from lastgood.limits import DELETIONS_AHEAD
 from lastgood.policy.retention import Keep
-from lastgood.run.upkeep import DELETIONS_AHEAD
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 

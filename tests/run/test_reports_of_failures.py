@@ -69,13 +69,13 @@ def test_failures_before_a_durable_save_do_not_count_after_it() -> None:
     for step in (1, 2):
         outcomes.put(TornSnapshot("changed"), step)
     outcomes.report()
-    assert (outcomes.row, outcomes.torn_row) == (2, 2)
+    assert (outcomes.consecutive_failures, outcomes.consecutive_torn) == (2, 2)
     outcomes.put(NoSpace("full"), 3)
     outcomes.report()
-    assert (outcomes.row, outcomes.torn_row) == (3, 0)
+    assert (outcomes.consecutive_failures, outcomes.consecutive_torn) == (3, 0)
     outcomes.durable(4)
     outcomes.report()
-    assert (outcomes.row, outcomes.failed_saves) == (0, 3)
+    assert (outcomes.consecutive_failures, outcomes.failed_saves) == (0, 3)
 
 
 def test_failed_upkeep_is_reported_at_growing_intervals_damage_each_time() -> None:
@@ -189,7 +189,7 @@ def test_a_milestone_that_fails_is_reported_each_time() -> None:
     outcomes = Outcomes("run")
     with reports() as texts:
         for _ in range(5):
-            outcomes.put_for_step(TierDown("the milestone was not written"))
+            outcomes.put_always(TierDown("the milestone was not written"))
         outcomes.report()
     assert len(texts) == 5
 
@@ -198,5 +198,5 @@ def test_an_unclosed_run_with_only_durable_saves_reports_nothing() -> None:
     outcomes = Outcomes("run")
     outcomes.durable(1)
     with reports() as texts:
-        outcomes.report_unread()
+        outcomes.report_unreported()
     assert texts == []

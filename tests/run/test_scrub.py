@@ -85,28 +85,28 @@ def test_a_scrub_round_reads_each_generation_once_then_those_near_damage(tmp_pat
     hit(tmp_path, 1)
     hit(tmp_path, 5)
     rounds = scrubber(run, clock)
-    seen = [(one.generation.step, one.whole) for one in iter(rounds.next_one, None)]
+    seen = [(one.generation.step, one.whole) for one in iter(rounds.scrub_next, None)]
     assert seen == [(1, False), (2, True), (3, True), (4, True), (5, False), (6, True)]
     assert [one.step for one in run.survey.generations.values() if one.damaged] == [1, 5]
     assert len(list(tmp_path.glob(f"gen/*/{layout.DAMAGED}"))) == 2
-    again = [one.generation.step for one in iter(rounds.next_one, None)]
+    again = [one.generation.step for one in iter(rounds.scrub_next, None)]
     assert again == [1, 2, 3, 4, 5, 6], "a new round: what is damaged may be whole again, and turns no order any more"
 
 
 def test_damage_moves_the_scrub_order_towards_it(tmp_path):
     run, clock = run_of(tmp_path, 6), Clock()
     rounds = scrubber(run, clock)
-    list(iter(rounds.next_one, None))
+    list(iter(rounds.scrub_next, None))
     rounds._read_at = {one: 0.0 if one.step == 4 else 9.0 - abs(one.step - 4) for one in run.survey.generations}
     hit(tmp_path, 4)
-    assert [one.generation.step for one in iter(rounds.next_one, None)][:3] == [4, 3, 5]
+    assert [one.generation.step for one in iter(rounds.scrub_next, None)][:3] == [4, 3, 5]
 
 
 def test_the_scrub_keeps_to_its_bandwidth(tmp_path):
     run, clock = run_of(tmp_path, 2), Clock()
     rounds = scrubber(run, clock, rate=10_000.0)
     total = sum(path.stat().st_size for path in tmp_path.glob(f"gen/*/{DATA}"))
-    for _ in iter(rounds.next_one, None):
+    for _ in iter(rounds.scrub_next, None):
         pass
     assert clock() == pytest.approx(total / 10_000.0)
 
@@ -115,8 +115,8 @@ def test_a_cancelled_scrub_of_a_generation_is_scheduled_again(tmp_path):
     run, clock = run_of(tmp_path, 2), Clock()
     rounds = scrubber(run, clock)
     with pytest.raises(Cancelled):
-        rounds.next_one(stop=lambda: True)
-    assert [one.generation.step for one in iter(rounds.next_one, None)] == [1, 2]
+        rounds.scrub_next(stop=lambda: True)
+    assert [one.generation.step for one in iter(rounds.scrub_next, None)] == [1, 2]
 
 
 def test_a_paused_scrub_resumes_where_it_stopped(tmp_path, monkeypatch):
@@ -133,7 +133,7 @@ def test_a_paused_scrub_resumes_where_it_stopped(tmp_path, monkeypatch):
     rounds, gave_way, one = scrubber(run, Clock()), 0, None
     while one is None:
         try:
-            one = rounds.next_one(stop=lambda: next(asked) % 2 == 1)
+            one = rounds.scrub_next(stop=lambda: next(asked) % 2 == 1)
         except Cancelled:
             gave_way += 1
     assert one.generation.step == 1 and one.whole and gave_way >= len(read) > 2
@@ -144,10 +144,10 @@ def test_a_paused_scrub_restarts_if_its_generation_was_judged_meanwhile(tmp_path
     run, asked, clock = run_of(tmp_path, 3), itertools.count(), Clock(5.0)
     rounds = scrubber(run, clock)
     with pytest.raises(Cancelled):
-        rounds.next_one(stop=lambda: next(asked) == 2)
+        rounds.scrub_next(stop=lambda: next(asked) == 2)
     first = run.survey.generations[min(run.survey.generations)]
     run.conclude(first, [Finding(kind="SumMismatch", what="somebody says so", layer="digests")])
-    seen = [(one.generation.step, one.whole) for one in iter(rounds.next_one, None)]
+    seen = [(one.generation.step, one.whole) for one in iter(rounds.scrub_next, None)]
     assert seen == [(1, True), (2, True), (3, True)]
     assert not run.survey.generations[first.id].damaged, "and its mark is news"
 
@@ -157,13 +157,13 @@ def test_a_paused_scrub_of_a_deleted_generation_is_dropped_with_its_memory(tmp_p
     arena = Arena(3 * CHUNK, CHUNK)
     rounds = Scrubber(run.known, run.mender, lambda: arena)
     with pytest.raises(Cancelled):
-        rounds.next_one(stop=lambda: next(asked) == 2)
+        rounds.scrub_next(stop=lambda: next(asked) == 2)
     assert not arena.idle
     commit.retire(run.tier, run.survey.generations.pop(min(run.survey.generations)).id)
-    assert [one.generation.step for one in iter(rounds.next_one, None)] == [2, 3] and arena.idle
+    assert [one.generation.step for one in iter(rounds.scrub_next, None)] == [2, 3] and arena.idle
     asked = itertools.count()
     with pytest.raises(Cancelled):
-        rounds.next_one(stop=lambda: next(asked) == 2)
+        rounds.scrub_next(stop=lambda: next(asked) == 2)
     rounds.close()
     assert arena.idle
 
@@ -174,7 +174,7 @@ def test_the_scrub_rebuilds_damage_from_parity_and_damaged_parity_itself(tmp_pat
     hit(tmp_path, 1)
     hit(tmp_path, 2, "r00000.parity-1")
     hit(tmp_path, 3, "r00000.parity-0.json")
-    done = list(iter(scrubber(run, clock).next_one, None))
+    done = list(iter(scrubber(run, clock).scrub_next, None))
     assert [(one.whole, one.repaired) for one in done] == [(True, True), (True, False), (True, False)]
     assert {path: path.read_bytes() for path in tmp_path.glob("gen/*/*")} == before
 
@@ -198,8 +198,8 @@ def looped(root: Path, scrub: Scrub, **options: object) -> list[str]:
         ckpt.restore()
         for step in range(1, 9):
             ckpt.save(step).result()
-            ckpt._pipeline._keeper.submit(int).result()  # upkeep is done
-            ckpt._pipeline._keeper.submit(int).result()  # and what it began
+            ckpt._pipeline._upkeep_thread.submit(int).result()  # upkeep is done
+            ckpt._pipeline._upkeep_thread.submit(int).result()  # and what it began
             if step == 2:
                 hit(root, 1)
     return texts
@@ -273,7 +273,7 @@ def test_an_unreadable_generation_does_not_stop_the_scrub_of_the_others(tmp_path
     rounds, seen = scrubber(run, clock), []
     for _ in range(3):
         try:
-            one = rounds.next_one()
+            one = rounds.scrub_next()
             seen.append(one.generation.step if one else None)
         except Unreadable:
             seen.append("unreadable")
@@ -293,7 +293,7 @@ def test_an_unreadable_sector_is_rebuilt_from_parity(tmp_path):
                 raise OSError(errno.EIO, "bad sector")
 
     files.before = fail
-    done = scrubber(run, clock).next_one()
+    done = scrubber(run, clock).scrub_next()
     assert done is not None and done.repaired and path.stat().st_ino != bad
     assert RunReader(run.tier).verify(1).good
 

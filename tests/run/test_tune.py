@@ -408,11 +408,11 @@ def test_a_sample_of_one_page_stands_for_a_state_a_thousand_times_larger(
     """What one page costs was taken off; where that is all, by noise, 1 GiB came out as quick as 1 MiB."""
     with scratch.opened(str(tmp_path / "run")) as tier:
         trials = TrialSaves(tier, 1 << 30, 1 << 25, lambda _: None, time.monotonic)
-        trials.take_sample(1 << 20)
-        assert trials.of_state(0.02, fixed_seconds=0.03) == pytest.approx(0.02 + 1023 * 0.01)
-        assert trials.of_state(0.12, fixed_seconds=0.02) == pytest.approx(0.02 + 1024 * 0.10)
-        trials.take_sample(1 << 30)
-        assert trials.of_state(0.12, fixed_seconds=0.02) == 0.12
+        trials.set_sample(1 << 20)
+        assert trials.extrapolated_seconds(0.02, fixed_seconds=0.03) == pytest.approx(0.02 + 1023 * 0.01)
+        assert trials.extrapolated_seconds(0.12, fixed_seconds=0.02) == pytest.approx(0.02 + 1024 * 0.10)
+        trials.set_sample(1 << 30)
+        assert trials.extrapolated_seconds(0.12, fixed_seconds=0.02) == 0.12
 
 
 def test_tune_writes_no_more_than_it_announced(tmp_path: Path) -> None:
@@ -514,7 +514,7 @@ def test_a_save_waiting_for_chunks_ends_with_the_save_that_failed(
     monkeypatch.setattr(load, "run_until", until)
     with scratch.opened(str(tmp_path / "run")) as tier:
         trials = TrialSaves(tier, 2_000_000, 1 << 25, seen, time.monotonic)
-        trials.take_sample(2_000_000)
+        trials.set_sample(2_000_000)
         trials.make_arena(Setting(2, 1, 65536), 3_000_000)
         with pytest.raises(NoSpace):
             trials.save(Setting(2, 1, 65536), trials.image, load)
@@ -571,7 +571,7 @@ def test_tune_refuses_an_impossible_path_and_leaves_it_unchanged(tmp_path: Path)
             figures(tmp_path / place)
     assert os.listdir(tmp_path) == ["photos"] and os.listdir(tmp_path / "photos") == ["one.jpg"]
     (tmp_path / "empty").mkdir()
-    assert scratch.beside(str(tmp_path / "empty")) == str(tmp_path)
+    assert scratch.parent_folder(str(tmp_path / "empty")) == str(tmp_path)
 
 
 def test_a_run_on_its_own_mount_is_measured_on_that_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -584,8 +584,8 @@ def test_a_run_on_its_own_mount_is_measured_on_that_mount(tmp_path: Path, monkey
     (tmp_path / "mounted").mkdir()
     monkeypatch.setattr(os, "stat", stat)
     with pytest.raises(Refused, match="disk of its own"):
-        scratch.beside(str(tmp_path / "mounted"))
-    assert scratch.beside(str(tmp_path / "mounted" / "run")) == str(tmp_path / "mounted")
+        scratch.parent_folder(str(tmp_path / "mounted"))
+    assert scratch.parent_folder(str(tmp_path / "mounted" / "run")) == str(tmp_path / "mounted")
 
 
 def test_tune_needs_no_torch(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
     rows = []
     with _writing(run, "reading again") as (writer, arena):
         scrubber = Scrubber(writer.known, writer.mender, lambda: arena, bytes_per_second=bytes_per_second)
-        while (one := scrubber.next_one()) is not None:
+        while (one := scrubber.scrub_next()) is not None:
             rows.append(
                 {
                     **named(one.generation.id),

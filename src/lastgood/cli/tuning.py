@@ -69,7 +69,7 @@ def tune(
     RUN need not exist. Everything that is written is removed; run it while nothing else is at work here.
     """
     run = access.directory(run)
-    free = shutil.disk_usage(scratch.beside(run)).free
+    free = shutil.disk_usage(scratch.parent_folder(run)).free
     job = Job(run, state_bytes, step_seconds, memory or state_bytes, disk or free, overhead)
     cleared, found = _measured(job, measure.QUICK if quick else measure.FULL)
     data = {**_answer(job, found), "notes": _notes(job, found, free if disk else None), "cleared": cleared}

@@ -19,13 +19,14 @@ from ..format import layout, validation
 from ..format.layout import Image
 from ..io.checksum import digest
 from ..io.files import round_up
+from ..limits import READ_LIMIT
 from ..ports import Tier
 from ..records import Blob, Extent, Manifest, Piece
 from .arena import Arena
 from .content_digest import Contents
 from .finite import not_finite, not_finite_error
 
-READS = max(1, min(3, (os.cpu_count() or 2) // 2))
+READS = max(1, min(READ_LIMIT, (os.cpu_count() or 2) // 2))
 """Reads in flight; digests and copies proceed in parallel with them. On two cores one read of a whole chunk at a time
 is fastest, because several at once only delay each other (docs/decisions/0006)."""
 BUFFERS = READS + 2

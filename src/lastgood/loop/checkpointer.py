@@ -413,7 +413,7 @@ class Checkpointer:
         self._saver.note_fence()
         outcomes = self._pipeline.outcomes
         error = outcomes.report(raises=self._options.on_error == "raise")
-        if outcomes.torn_row >= TORN_LIMIT and self._planner.stop_overlapping():  # guard: repeated-tears-block
+        if outcomes.consecutive_torn >= TORN_LIMIT and self._planner.stop_overlapping():  # guard: repeated-tears-block
             reporting.warning(
                 f"{TORN_LIMIT} saves in a row were torn: from now on the state is copied while the loop waits"
             )

@@ -118,7 +118,7 @@ class Saver:
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
                 pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
             except BaseException as error:
-                self._pipeline.leave(n, topic, error)  # guard: unstarted-save-frees-place
+                self._pipeline.release_place(n, topic, error)  # guard: unstarted-save-frees-place
                 raise
             save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
             self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
@@ -162,7 +162,7 @@ class Saver:
         With `timeout_seconds` it waits so long, whatever `when_full` says.
         """
         full = self.schedule.full()
-        if not full and self._pipeline.admit(0.0):
+        if not full and self._pipeline.acquire_place(0.0):
             return 0.0
         if full is not False and self._options.tuning.when_full == "raise" and timeout_seconds is None:
             raise InFlightFull(
@@ -174,7 +174,7 @@ class Saver:
         skips = (
             full is not False and self._options.tuning.when_full == "skip" and not must
         )  # guard: manual-save-not-skipped
-        if skips or not self._pipeline.admit(timeout_seconds):  # guard: due-save-skipped-when-full
+        if skips or not self._pipeline.acquire_place(timeout_seconds):  # guard: due-save-skipped-when-full
             self._emit("skipped", n)
             return None
         waited = time.monotonic() - begun
@@ -194,11 +194,11 @@ class Saver:
                 last.wait_ended()  # so that all ranks come to the same decision
             if last.failed():
                 return None
-            self._pipeline.add(last, False, {})  # from now on no newer save stands in for it
+            self._pipeline.pin_and_label(last, False, {})  # from now on no newer save stands in for it
             self._require_same_state(last)
-            return self._pipeline.add(last, milestone, metrics)
+            return self._pipeline.pin_and_label(last, milestone, metrics)
         if last is None and (restored := self._restored_save(n)) is not None:
-            return self._pipeline.add(restored, milestone, metrics)
+            return self._pipeline.pin_and_label(restored, milestone, metrics)
         return None
 
     def _require_same_state(self, save: Save) -> None:

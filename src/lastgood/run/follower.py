@@ -84,7 +84,7 @@ class Follower:
         """Never called: only the coordinator commits."""
         raise AssertionError("only the coordinator commits")
 
-    def take_up(self, generation: Generation) -> None:
+    def note_published(self, generation: Generation) -> None:
         """Note what the coordinator has published."""
         with self.known.lock:
             self.known.note_tried(generation.id)

@@ -57,7 +57,7 @@ class Bounds:
 class Figures:
     """The results of a measurement: medians, unless noted otherwise. Seconds are those for the whole state.
 
-    Where a smaller sample was written, the times are extrapolated (`TrialSaves.of_state`).
+    Where a smaller sample was written, the times are extrapolated (`TrialSaves.extrapolated_seconds`).
     """
 
     sample_bytes: int
@@ -111,7 +111,7 @@ def figures(
     what opening and writing the scratch run raise.
     """
     needs = bounds(allowed, state_bytes, effort)
-    folder = scratch.beside(run)
+    folder = scratch.parent_folder(run)
     free = shutil.disk_usage(folder).free
     if free < needs.at_once_bytes:
         raise NoSpace(
@@ -139,7 +139,7 @@ class _Search:
         while not late and (setting := tune.next_setting(allowed, measured, enough_seconds)):
             trials.make_arena(setting, 2 * setting.least_bytes)
             seconds = self._median(partial(trials.save, setting, trials.image))
-            measured.append(Measured(setting, trials.of_state(seconds, fixed)))
+            measured.append(Measured(setting, trials.extrapolated_seconds(seconds, fixed)))
             late = self._clock() > until
         chosen = tune.choose(measured, enough_seconds)
         spans, losses = self._beside_a_load(chosen.setting, fixed)
@@ -160,14 +160,14 @@ class _Search:
     def _fix_sample(self, smallest: Setting, state_bytes: int) -> float:
         """Choose the size of the sample. Returns the seconds of the quickest save of one page."""
         trials, effort = self._trials, self._effort
-        trials.take_sample(PILOT_BYTES)
+        trials.set_sample(PILOT_BYTES)
         trials.make_arena(smallest)
         page = image_of(min(layout.PAGE_BYTES, state_bytes))
         fixed = min(trials.save(smallest, page) for _ in range(effort.repeats))
         pilot = self._median(partial(trials.save, smallest, trials.image))
         # The sample is small enough that the four figures that are always measured fit in the time limit on any disk.
         in_time = int(trials.sample_bytes / pilot * effort.limit_seconds / (4 * effort.repeats))
-        trials.take_sample(min(effort.sample_bytes, max(PILOT_BYTES, in_time)))
+        trials.set_sample(min(effort.sample_bytes, max(PILOT_BYTES, in_time)))
         return fixed
 
     def _beside_a_load(self, setting: Setting, fixed: float) -> tuple[list[float], list[float]]:
@@ -178,8 +178,8 @@ class _Search:
         for _ in range(self._effort.repeats):
             load.calibrate()
             span = trials.save(setting, trials.image, load)
-            spans.append(trials.of_state(span, fixed))
-            losses.append(max(0.0, span - load.worth_seconds) / setting.in_flight * trials.scale)
+            spans.append(trials.extrapolated_seconds(span, fixed))
+            losses.append(max(0.0, span - load.work_seconds) / setting.in_flight * trials.scale)
         return spans, losses
 
     def _median(self, once: Callable[[], float]) -> float:

@@ -1,11 +1,15 @@
-"""Behind the training loop: saves in flight, each with its threads, and one thread for upkeep.
+"""The background threads of a run that is open for writing: saves in flight, and upkeep.
 
-    training thread: admit a save -> start it             copier: state -> arena -> chunks      (one save after another;
-                                                          where the loop waits for the copy, it makes it itself)
-    lane (one of `in_flight`): chunks -> writers -> COMMIT     upkeep: verify -> point -> clean
+    training thread: acquires a place, starts the save; copies the state itself if the copy is not overlapped
+    copier (one thread): state -> arena -> chunks, one save after another
+    lane (one of `in_flight` threads): chunks -> writer threads -> COMMIT
+    upkeep thread: verify -> point -> delete, after each save
 
-Torch-free. Owns the lock, the threads and the writer of a run. What fails here waits in `outcomes` until the training
-thread reports it, at the latest at the end of the process. Nothing here waits for the training thread.
+Invariants
+  1. The pipeline owns the threads, the lock and the writer of the run, and releases all of them in `close`.
+  2. No thread of it waits for the training thread. An error in one of them is put into `outcomes`, and the training
+     thread reports or raises it, at the latest at the end of the process.
+  3. Every place that was acquired is given back exactly once, before the outcome of its save is visible.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ from .writer import RunWriter
 
 
 class _Flight:
-    """One save between its start and its end."""
+    """One save between `start` and its end."""
 
     def __init__(self, handle: Save, request: SaveRequest, planned: PlannedSave, topic: AnyTopic) -> None:
         self.handle, self.request, self.planned, self.topic = handle, request, planned, topic
@@ -54,20 +58,24 @@ class _Flight:
         return chunks
 
     def cancel(self, reason: BaseException) -> None:
-        """The save ends at its next chunk, with this."""
+        """End the save with `reason` at its next chunk."""
         self.chunks.cancel(reason)
         self.planned.arena.wake()  # guard: memory-waiters-woken
 
 
 class Pipeline:
-    """A run that is open for writing, and the threads that keep it. Raises what `access.for_writing` raises."""
+    """A run that is open for writing, with its threads.
+
+    `path`: of the run. `options`: how it is opened. `ranks`: the ranks of the job, or `SingleRank`; all of them open
+    the run at the same time. Raises the errors of `access.for_writing`, and Refused if not all threads can be started.
+    """
 
     def __init__(self, path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.outcomes = Outcomes(os.fspath(path))
         self._ranks = ranks
         self._closing = 0
-        """callers that wait for the end of all work: nothing is read again for its own sake meanwhile"""
+        """the number of callers that wait for the end of all work; no scrub begins meanwhile"""
         self._scrubbing: Future[None] | None = None
         self._busy = threading.Event()
         self._free_places = threading.BoundedSemaphore(options.in_flight)
@@ -75,13 +83,13 @@ class Pipeline:
         self._flights: list[_Flight] = []
         self._work: list[Future[None]] = []
         self._abandoned: list[tuple[int, Future[None]]] = []
-        """what is being cleared away of steps that this rank could not save"""
+        """steps whose save failed before its start, each with the job that removes their files"""
         opening = ranks.topic("open")
         with opening.failing(), contextlib.ExitStack() as place:
             if not ranks.is_coordinator:
-                opening.agree(None, lambda _: None)  # now it is a run that may be written, and it is settled
+                opening.agree(None, lambda _: None)  # the coordinator has now opened and settled the run
             disk = place.enter_context(_opened(path, options, ranks))
-            pools = place.enter_context(contextlib.ExitStack())  # ended where what follows fails; else by `close`
+            pools = place.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
             self._start_threads(options, pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))
             self.run: RunWriter | Follower
@@ -98,11 +106,11 @@ class Pipeline:
                     environment=environment,
                 )
                 opening.agree(None, lambda _: None)
-            opening.agree(None, lambda _: None)  # every rank has it open
-            pools.pop_all()
+            opening.agree(None, lambda _: None)  # every rank has now opened the run
+            pools.pop_all()  # from now on `close` ends the threads
             self._place = place.pop_all()
         self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy)
-        self._unreported = weakref.finalize(self, self.outcomes.report_unread)
+        self._unreported = weakref.finalize(self, self.outcomes.report_unreported)
 
     def _start_threads(self, options: RunOptions, pools: contextlib.ExitStack) -> None:
         def running(pool: Pool, count: int) -> Pool:
@@ -110,7 +118,7 @@ class Pipeline:
             return started(pool, count)
 
         self.workers = running(Workers(WORKERS, "lastgood-read"), WORKERS)
-        self._keeper = running(Workers(1, "lastgood-keep"), 1)
+        self._upkeep_thread = running(Workers(1, "lastgood-keep"), 1)
         self._copier = running(ThreadPoolExecutor(1, "lastgood-copy"), 1)
         self._lanes = running(ThreadPoolExecutor(options.in_flight, "lastgood-save"), options.in_flight)
         self._writers: queue.SimpleQueue[Workers] = queue.SimpleQueue()
@@ -119,14 +127,15 @@ class Pipeline:
 
     # ---- from the training thread --------------------------------------------------------------------------
 
-    def admit(self, timeout_seconds: float | None) -> bool:
-        """Take a place for one more save in flight, waiting so long at most (None: for ever); False if none is free."""
+    def acquire_place(self, timeout_seconds: float | None) -> bool:
+        """Acquire a place for one more save in flight. Returns False if none is free within the timeout (None: wait
+        without a limit)."""
         return self._free_places.acquire(timeout=timeout_seconds)
 
     def admit_step(self, step: int) -> GenerationId:
-        """Where a save of `step` will go, as `RunWriter.admit`, once an earlier try of the same has ended.
+        """The id of a save of `step`, as `RunWriter.admit`. Waits first until an earlier attempt at the step has ended.
 
-        One that Ctrl-C cut short is still being cleared away, and would take the new one for its own.
+        An attempt that Ctrl-C interrupted still removes its files, which have the same names as those of the new one.
         """
         at = self.run.admit(step)
         with self._state:
@@ -139,9 +148,9 @@ class Pipeline:
             job.exception()
         return self.run.admit(step)
 
-    def leave(self, step: int, topic: AnyTopic, error: BaseException | None) -> None:
-        """Give back a place that `start` was not called for; the other ranks learn why, behind the loop."""
-        if self._ranks.size == 1 or error is None:
+    def release_place(self, step: int, topic: AnyTopic, error: BaseException) -> None:
+        """Give back the place of a save that failed before `start`. With several ranks a lane posts `error`."""
+        if self._ranks.size == 1:
             self._free_places.release()
             return
 
@@ -170,10 +179,11 @@ class Pipeline:
         milestone: bool,
         metrics: Mapping[str, float],
     ) -> None:
-        """Begin to copy and to write one save, whose place was taken; it ends by itself, and upkeep follows it.
+        """Begin one save, whose place was acquired. It ends in the background and gives its place back there.
 
-        Where the copy is not overlapped this thread makes it, before the return. `pinned`: the save is wanted for
-        itself. Raises Refused when the interpreter is ending.
+        If the copy is not overlapped, this thread makes it before the return. `handle` receives the progress and the
+        outcome. `pinned`: the save is completed even if a newer one is committed first. Raises Refused if the
+        interpreter is ending.
         """
         request = SaveRequest(
             at=at,
@@ -203,7 +213,7 @@ class Pipeline:
             else:
                 self._copy(flight)
         except BaseException as error:
-            # Ctrl-C may come between any two of these lines: whatever has begun ends, and close() waits for nobody.
+            # Ctrl-C may come between any two of these lines. Closing the queue ends the lane, so close() does not hang.
             flight.chunks.close(Cancelled("the save was interrupted", safe="Nothing of it was committed."))
             if writing is None:
                 self._end(flight)
@@ -215,15 +225,16 @@ class Pipeline:
         try:
             copying = self._copier.submit(self._copy, flight)
         except RuntimeError as error:
-            flight.chunks.close(error)  # the lane ends with it
+            flight.chunks.close(error)  # the save fails with it on its lane
             return
         with self._state:
             self._work.append(copying)
 
-    def add(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> Save:
-        """A save that was begun is wanted for itself from now on; what is added is written once it is durable.
+    def pin_and_label(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> Save:
+        """Pin a save that was started before, and label its generation as soon as it is durable.
 
-        Returns the save; where something is added, one that ends when that is durable too.
+        On a tier with `newest_only` it is not pinned: a newer commit deletes it anyway.
+        Returns `save`, or, if there is something to label, a handle that ends when the label is durable too.
         """
         with self._state:
             for flight in self._flights:
@@ -244,18 +255,21 @@ class Pipeline:
                     generation = self.run.label(generation.id, milestone, metrics)
             except BaseException as error:  # noqa: BLE001 - reported by the training thread
                 labelled.note_outcome(None, error)
-                if save.durable():  # else its failure is reported
-                    self.outcomes.put_for_step(error)
+                if save.durable():  # otherwise the failure of the save itself is reported
+                    self.outcomes.put_always(error)
             else:
                 labelled.note_outcome(generation, None)
 
-        job = self._keeper.submit(label)
+        job = self._upkeep_thread.submit(label)
         with self._state:
             self._work.append(job)
         return labelled
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until everything that was begun is done. Raises TimedOut after `timeout` seconds."""
+        """Wait until all saves, labels and upkeep are done.
+
+        Raises TimedOut after `timeout` seconds (None: no limit).
+        """
         until = None if timeout is None else time.monotonic() + timeout
         with self._state:
             self._closing += 1
@@ -272,9 +286,11 @@ class Pipeline:
                 self._closing -= 1
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait, then release the run. On TimedOut what is under way is cancelled at its next chunk.
+        """Wait until all work is done, then end the threads and release the lock of the run.
 
-        The lock is released when the last thread has ended. A system call that hangs holds its thread, and the process.
+        Raises TimedOut after `timeout` seconds (None: no limit). The saves in flight are then cancelled at their next
+        chunk, and the lock is released when the last thread has ended. A system call that hangs holds its thread, and
+        with it the process.
         """
         with self._state:
             self._closing += 1
@@ -291,14 +307,14 @@ class Pipeline:
         self._ranks.closed.set()
         self._lanes.shutdown()
         self._copier.shutdown()
-        self._keeper.shutdown()
+        self._upkeep_thread.shutdown()
         while not self._writers.empty():
             self._writers.get().shutdown()
         self.workers.shutdown()
-        self._release_place()
+        self._release_run()
 
     def reported(self) -> None:
-        """Every outcome has been reported: nothing is left for the end of the process."""
+        """Called when every outcome was reported: the end of the process then reports nothing."""
         self._unreported.detach()
 
     # ---- in the background ---------------------------------------------------------------------------------
@@ -309,7 +325,7 @@ class Pipeline:
             return next((job for job in work if not job.done()), None)
 
     def _end(self, flight: _Flight) -> None:
-        """Forget a flight and give back its place, once: a save that was interrupted while it began may end twice."""
+        """Remove a flight and give back its place, once: a save that is interrupted during `start` may end twice."""
         with self._state:
             if flight not in self._flights:
                 return
@@ -318,13 +334,13 @@ class Pipeline:
         self._free_places.release()  # guard: finished-save-frees-place
 
     def _release_when_done(self) -> None:
-        """Release the run after everything that was cancelled has ended."""
+        """Release the run as soon as all cancelled work has ended."""
         while (job := self._unfinished()) is not None:
             job.exception()
-        self._release_place()
+        self._release_run()
 
-    def _release_place(self) -> None:
-        """What cannot be written at the end is hints: that is reported, and the lock is released all the same."""
+    def _release_run(self) -> None:
+        """Close the storage of the run and release its lock. It writes only hints: an error of it is reported."""
         self.upkeep.close()
         try:
             self._place.close()
@@ -332,7 +348,7 @@ class Pipeline:
             self.outcomes.put(error)
 
     def _copy(self, flight: _Flight) -> None:
-        """The live state is read here, and may change again once this is over."""
+        """Copy the live state into chunks. When it returns, the live state may change again."""
         failed: BaseException | None = None
         begun = time.monotonic()
         try:
@@ -351,7 +367,7 @@ class Pipeline:
             flight.chunks.close(failed)  # guard: failed-copy-fails-save
 
     def _save(self, flight: _Flight) -> None:
-        """On a lane: one save from its chunks to its commit. The handle gets its outcome, the loop its failure."""
+        """On a lane: write and commit one save. The handle receives the outcome, and `outcomes` a failure."""
         handle, chunks, writers = flight.handle, flight.chunks, self._writers.get()
         generation: Generation | None = None
         failed: BaseException | None = None
@@ -365,22 +381,22 @@ class Pipeline:
             failed = error
             flight.cancel(error)
             if generation is None:
-                flight.topic.fail(error)  # also of what comes before the save itself
+                flight.topic.fail(error)  # an error of `before_save` was not posted yet
         chunks.drain()  # guard: failed-save-drains-chunks
         self._writers.put(writers)
-        # Who receives the outcome may begin the next save.
+        # A caller that has received the outcome may start the next save at once.
         # guard: place-freed-before-outcome
         self._end(flight)
         handle.note_outcome(generation, failed)
         if failed is not None:
             self._report_failure(handle, failed)
-        # Also after one that was dropped: upkeep for the newer one may have given way to it.
-        upkeep = self._keeper.submit(self._after_save)
+        # After a dropped save too: it may have interrupted the upkeep that follows the newer save.
+        upkeep = self._upkeep_thread.submit(self._after_save)
         with self._state:
             self._work.append(upkeep)
 
     def _overtake(self, newer: _Flight) -> None:
-        """Older saves that are not wanted for themselves end now, and their memory and space are used again."""
+        """Cancel the older saves that are not pinned; this frees their memory and their space on the disk."""
         with self._state:
             # guard: older-saves-overtaken
             older = [one for one in self._flights if one.at < newer.at and not one.pinned]
@@ -396,7 +412,7 @@ class Pipeline:
         self.outcomes.put(error, handle.step)  # guard: save-failure-raised-in-loop
 
     def _after_save(self) -> None:
-        """Upkeep, giving way to saves in flight: where too much is unverified, these see to it."""
+        """On the upkeep thread: upkeep, and a scrub if one is due. Both end when another save is in flight."""
 
         def give_way() -> bool:
             return bool(self._flights)  # guard: upkeep-yields-to-saves
@@ -407,14 +423,14 @@ class Pipeline:
             with self._state:
                 if not self._flights and not self._closing:  # guard: scrub-yields-to-saves
                     self._busy.clear()
-                    with contextlib.suppress(RuntimeError):  # the interpreter is ending: not here, and not now
-                        self._scrubbing = ThreadPoolExecutor.submit(self._keeper, self.upkeep.scrub_one)
+                    with contextlib.suppress(RuntimeError):  # the interpreter is ending, and no scrub begins
+                        self._scrubbing = ThreadPoolExecutor.submit(self._upkeep_thread, self.upkeep.scrub_one)
 
 
 def _opened(
     path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks
 ) -> contextlib.AbstractContextManager[Any]:
-    """The place of the run, locked at the coordinator."""
+    """Open the storage of the run; the coordinator also acquires its lock."""
     if ranks.is_coordinator:
         return access.for_writing(path, options.write_mode, in_flight=options.in_flight, persist=options.persist)
     return access.for_sharing(path, options.write_mode)

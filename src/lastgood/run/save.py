@@ -1,11 +1,12 @@
-"""One save, from filled chunks to its commit, as every rank makes it. Decides nothing of what is saved, or when.
+"""One save, from filled chunks to its commit, as every rank makes it. What is saved, and when, is decided elsewhere.
 
     chunks -> tensor files -> checks -> manifest -> seal        each rank, `write_part`
-    all sealed -> COMMIT                                        the coordinator, `RunWriter.publish`
+    the seals of all ranks -> COMMIT                            the coordinator, `RunWriter.publish`
 
 Invariants
-  1. Nothing is committed before every file of every rank is durable, and every check has passed.
-  2. What fails on one rank fails on all. Only after CommitUnknown may anything of a failed save exist.
+  1. A generation is committed only after every file of every rank is durable and every check has passed.
+  2. A save that fails on one rank fails on all ranks. A failed save leaves no generation; only after CommitUnknown it
+     is unknown whether the generation exists, and then no file of it is deleted.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ from ..records import Blob, Generation, GenerationId, Manifest, Piece, Record, S
 from .known import KnownRun
 
 Files = Iterable[tuple[Image, Iterator[write_file.Chunk]]]
-"""tensor files, each with the chunks of which it consists"""
+"""Tensor files, each with the chunks of which it consists."""
 
 
 class ChunkStream(Protocol):
-    """Filled chunks of all images of a save, in order. Whoever takes a chunk must release it."""
+    """Filled chunks of all images of a save, in order. The consumer owns each chunk and must `release()` it."""
 
     def __iter__(self) -> Iterator[write_file.Chunk]: ...
     def __next__(self) -> write_file.Chunk: ...
     def finish(self) -> None:
-        """Called once all chunks are taken and written. Raises what the source found out last, as TornSnapshot."""
+        """Wait for the source. Called once, after all chunks were written. Raises an error that the source detects only
+        at its end, such as TornSnapshot."""
         ...
 
 
 class Check(Protocol):
-    """What must hold of the written pieces before they are sealed."""
+    """A condition that the written pieces must meet before they are sealed."""
 
     def approve(self, pieces: Sequence[Piece]) -> Files:
-        """Further files of this rank, where they are needed. Raises where the pieces must not be published."""
+        """Return further files that this rank must write (usually none). Raises if the save must fail."""
         ...
 
 
 class NoCheck:
-    """The pieces are published as they are."""
+    """A `Check` that every save passes."""
 
     def approve(self, pieces: Sequence[Piece]) -> Files:
         return ()
@@ -69,116 +71,122 @@ class ReadyChunks:
         return next(self._chunks)
 
     def finish(self) -> None:
-        """Nothing is left to be found out."""
+        """Return at once: the source has detected every error by now."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """What is to be saved under one generation id by one rank."""
+    """What one rank saves under one generation id."""
 
     at: GenerationId
     images: Sequence[Image]
-    """the tensor files, in the order of their chunks"""
+    """the tensor files, in the order in which `chunks` yields their bytes"""
     chunks: ChunkStream
     chunk_bytes: int = layout.CHUNK_BYTES
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """further name -> stored name of the same tensor"""
+    """further name of a tensor -> the name under which it is stored"""
     values: Mapping[str, Any] = field(default_factory=dict)
     check: Check = field(default_factory=NoCheck)
     pinned: bool = False
-    """whether it is wanted for itself: a newer commit does not stand in for it"""
+    """whether the save is completed even if a newer step is committed first; otherwise it then raises Overtaken"""
     milestone: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class RankPart(Record, frozen=True, kw_only=True):
-    """What a rank has made durable of a save."""
+    """The part of a save that one rank has made durable."""
 
     seal: Seal
     bytes: int
+    """the length of the rank's tensor files and its manifest together"""
 
 
 @dataclass(frozen=True)
 class RankWriter:
-    """How one rank writes its part: where, as which rank, with which digest, on which threads."""
+    """How one rank writes its part of a save."""
 
     tier: Tier
     rank: int
     algorithm: str
+    """of all digests (io/checksum.py)"""
     writers: Executor
+    """the threads that digest and write chunks"""
 
 
-class Saving(Protocol):
-    """A rank's opening of the run, as `save` uses it."""
+class WritableRun(Protocol):
+    """The methods of a run that is open for writing which `save` calls (`RunWriter`, `Follower`)."""
 
     known: KnownRun
 
     def publish(
         self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]
     ) -> Generation:
-        """Commit what every rank has sealed. Only the coordinator is asked."""
+        """Commit the parts that the ranks have sealed. Called at the coordinator only."""
         ...
 
-    def take_up(self, generation: Generation) -> None:
-        """Note what the coordinator has published."""
+    def note_published(self, generation: Generation) -> None:
+        """Add a generation that the coordinator has committed to what this process knows of the run."""
         ...
 
     def clear(self, at: GenerationId) -> None:
-        """Remove what a failed save has left; raises nothing."""
+        """Remove the files of a failed save. Raises nothing."""
         ...
 
     def make_room(self, needed_bytes: int) -> bool:
-        """Delete what retention can spare, on a full disk. Returns whether something was deleted."""
+        """On a full disk, delete a generation that retention can spare. Returns whether something was deleted."""
         ...
 
 
-def save(run: Saving, request: SaveRequest, by: RankWriter, topic: AnyTopic) -> Generation:
-    """Bring an admitted generation into being; durable on return.
+def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyTopic) -> Generation:
+    """Write and commit a generation whose id was admitted; it is durable on return. Every rank calls it.
 
-    `by` writes the part of this rank; under `topic` the ranks agree. Raises Overtaken where a newer generation of this
-    incarnation was committed meanwhile, and retention does not want this one for itself. After an error other than
-    CommitUnknown nothing of the save is left.
+    `writer` writes the part of this rank; through `topic` the ranks agree. Raises Overtaken if a newer generation of
+    this incarnation was committed meanwhile and this save is not pinned. After an error other than CommitUnknown the
+    files of the save are removed, as far as they can be.
     """
-    known, at, begun = run.known, request.at, run.known.environment.monotonic_seconds()
+    known, at, begun_seconds = run.known, request.at, run.known.environment.monotonic_seconds()
     with topic.failing(), known.lock:
         known.require_newest(at, request.pinned)
     try:
         if topic.is_retry:  # guard: retry-waits-for-first-try
-            topic.agree(None, lambda _: None)  # now the coordinator has cleared away what the last try has left
-        part = write_part(request, by, known, begun)
+            topic.agree(None, lambda _: None)  # the coordinator has now removed the files of the earlier attempt
+        part = write_part(request, writer, known, begun_seconds)
         generation = _committed(run, request, part, topic)
     except CommitUnknown as error:  # guard: unknown-commit-deletes-nothing
         topic.fail(error)
         with known.lock:
-            # This step may exist: it is not written again.
+            # The generation may exist, so its step is not written again.
             # guard: unknown-commit-takes-step
             known.note_tried(at)
         raise
     except BaseException as error:
-        topic.fail(error)  # from here on no rank writes to it
-        # What lies under a taken name is not of this save.
+        topic.fail(error)  # after this no rank writes to the generation's folder
+        # If a name was taken, the files under it belong to another save.
         # guard: taken-name-deletes-nothing
         if not isinstance(error, NameTaken):
             run.clear(at)
         if isinstance(error, NoSpace) and not isinstance(topic, SingleTopic):
-            run.make_room(0)  # another rank had no space: this save is lost, and the next one finds some
+            run.make_room(0)  # another rank may be the one without space; this save fails, and the next one has room
         raise
-    known.emit("durable", at, seconds=known.environment.monotonic_seconds() - begun, size=generation.bytes)
+    known.emit("durable", at, seconds=known.environment.monotonic_seconds() - begun_seconds, size=generation.bytes)
     return generation
 
 
-def write_part(request: SaveRequest, by: RankWriter, known: KnownRun | None = None, begun: float = 0.0) -> RankPart:
-    """Make the files and the manifest of one rank durable, and seal them; commits nothing.
+def write_part(
+    request: SaveRequest, writer: RankWriter, known: KnownRun | None = None, begun_seconds: float = 0.0
+) -> RankPart:
+    """Make the files and the manifest of one rank durable, and seal them. Commits nothing.
 
-    `known` emits "written", with the seconds since `begun`. On an error the file that is half written is removed; what
-    was finished stays, and nothing refers to it.
+    `known`: emits "written" once the tensor files are written and checked (None: no event). `begun_seconds`: when the
+    save began, on the monotonic clock of `known`. On an error the unfinished file is removed; finished files remain
+    without a seal that names them, and the caller clears them away.
     """
     blobs: list[Blob] = []
     pieces: list[Piece] = []
 
     def files() -> Iterator[tuple[Image, Iterator[write_file.Chunk]]]:
         yield from ((image, request.chunks) for image in request.images)
-        seconds = known.environment.monotonic_seconds() - begun if known else 0.0
+        seconds = known.environment.monotonic_seconds() - begun_seconds if known else 0.0
         request.chunks.finish()  # guard: copier-finished-before-commit
         further = request.check.approve(pieces)
         if known:
@@ -186,35 +194,35 @@ def write_part(request: SaveRequest, by: RankWriter, known: KnownRun | None = No
         yield from further
 
     for image, chunks in files():
-        blob, its_pieces = write_file.write(
-            by.tier,
+        blob, blob_pieces = write_file.write(
+            writer.tier,
             layout.folder(request.at),
             image,
             chunks,
             chunk_bytes=request.chunk_bytes,
-            algorithm=by.algorithm,
-            writers=by.writers,
+            algorithm=writer.algorithm,
+            writers=writer.writers,
         )
         blobs.append(blob)
-        pieces += its_pieces
+        pieces += blob_pieces
     at = request.at
     manifest = Manifest(
         format=layout.FORMAT,
         step=at.step,
         incarnation=at.incarnation,
-        rank=by.rank,
-        digest=by.algorithm,
+        rank=writer.rank,
+        digest=writer.algorithm,
         blobs=blobs,
         pieces=pieces,
         aliases=dict(request.aliases),
         values=dict(request.values),
     )
-    seal = commit.seal(by.tier, manifest)
+    seal = commit.seal(writer.tier, manifest)
     return RankPart(seal=seal, bytes=seal.length + sum(blob.length for blob in blobs))
 
 
-def _committed(run: Saving, request: SaveRequest, part: RankPart, topic: AnyTopic) -> Generation:
-    """The generation that the coordinator publishes once every rank has sealed its part of it."""
+def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: AnyTopic) -> Generation:
+    """Exchange the seals of all ranks; the coordinator commits. Returns the generation, on every rank."""
     published: list[Generation] = []
 
     def decide(answers: list[tuple[str, Any]]) -> Any:
@@ -225,18 +233,19 @@ def _committed(run: Saving, request: SaveRequest, part: RankPart, topic: AnyTopi
         return msgspec.to_builtins(published[0])
 
     try:
-        mine = layout.folder(request.at), msgspec.to_builtins(part)
-        generation = msgspec.convert(topic.agree(mine, decide), Generation)
+        answer = layout.folder(request.at), msgspec.to_builtins(part)
+        generation = msgspec.convert(topic.agree(answer, decide), Generation)
     except TierDown:
         if not published:  # guard: published-survives-lost-store
             raise
-        generation = published[0]  # it exists, although some rank cannot be told
+        generation = published[0]  # it exists, although the other ranks may not have received it
     if not published:
-        run.take_up(generation)
+        run.note_published(generation)
     return generation
 
 
 def clear_failed(tier: Tier, at: GenerationId) -> None:
-    """Remove a failed save. What cannot be removed now is litter without a COMMIT: the next opening removes it."""
+    """Remove the files of a failed save. Raises nothing: without a COMMIT, a file that remains has no effect, and the
+    next opening of the run removes it."""
     with contextlib.suppress(LastgoodError):  # guard: failed-save-cleared
         commit.retire(tier, at)

@@ -1,4 +1,5 @@
-"""The handle of one save: how far it has come, and what it ended with. Starts nothing and stops nothing."""
+"""The handle of one save: its progress and its outcome. The pipeline notes both here; the handle starts and stops
+nothing."""
 
 from __future__ import annotations
 
@@ -13,12 +14,19 @@ from ..records import Generation
 
 
 class Save:
-    """A save under way. Every method may be called from any thread."""
+    """The handle of one save, which `Checkpointer.step` and `Checkpointer.save` return.
+
+    It passes through `staged` (the live state may change again), `written` and `durable`, or ends with an error. Every
+    method may be called from any thread. `step`: the step that is saved.
+
+        save = ckpt.save(step)
+        generation = save.result(timeout=60)
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
         self.stall_seconds = 0.0
-        """how long the training loop waited for it: in the call, and at the fence"""
+        """how long the training loop has waited for this save: in the call that began it, and at the fence"""
         self._begun = time.monotonic()
         self._ended: float | None = None
         self._staged, self._written = threading.Event(), threading.Event()
@@ -26,7 +34,7 @@ class Save:
 
     @classmethod
     def of(cls, generation: Generation) -> Save:
-        """The save that this generation came from, as one that has ended."""
+        """A handle that has ended with `generation`, for a step that was saved before."""
         save = cls(generation.step)
         save.note_staged()
         save.note_written()
@@ -38,7 +46,7 @@ class Save:
         return self._staged.is_set()
 
     def written(self) -> bool:
-        """Whether every byte has been written; it is not committed yet."""
+        """Whether every byte of the state has been written. The generation may not be committed yet."""
         return self._written.is_set()
 
     def durable(self) -> bool:
@@ -46,23 +54,28 @@ class Save:
         return self._outcome.done() and self._outcome.exception() is None
 
     def dropped(self) -> bool:
-        """Whether it was given up on purpose: a newer one was committed first, or the state changed under the copy."""
+        """Whether the save was given up on purpose: because a newer step was committed first (Overtaken), or because
+        the live state changed while it was copied (TornSnapshot)."""
         return isinstance(self.error(), (Overtaken, TornSnapshot))
 
     def ended(self) -> bool:
-        """Whether nothing more is done for it."""
+        """Whether the save is over: durable, failed or dropped."""
         return self._outcome.done()
 
     def failed(self) -> bool:
-        """Whether it ended without a generation."""
+        """Whether the save ended with an error; a dropped save counts as failed too."""
         return self.error() is not None
 
     def error(self) -> BaseException | None:
-        """What it ended with; None while it is under way, and when it is durable."""
+        """The error with which the save ended; None while it is under way, and if it is durable."""
         return self._outcome.exception() if self._outcome.done() else None
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait until it is durable. Raises what made it fail, or TimedOut after `timeout` seconds."""
+        """Wait until the save is durable and return its generation.
+
+        `timeout`: in seconds (None: no limit). Raises TimedOut after it, and the save goes on; raises the error of a
+        save that failed or was dropped.
+        """
         require_seconds(timeout)
         try:
             return self._outcome.result(timeout)
@@ -72,24 +85,24 @@ class Save:
             ) from None
 
     def wait_ended(self) -> None:
-        """Wait until nothing more is done for it; raises nothing."""
+        """Wait until the save is over. Raises nothing."""
         self._outcome.exception()
 
     @property
     def seconds(self) -> float:
-        """From the call to durable, or until now."""
+        """The seconds from the call that began the save to its end, or until now while it is under way."""
         return (self._ended or time.monotonic()) - self._begun
 
     def note_staged(self) -> None:
-        """The copy of the live state is complete, or has failed."""
+        """Called by the pipeline: the copy of the live state is complete, or has failed."""
         self._staged.set()
 
     def note_written(self) -> None:
-        """Every byte has been written."""
+        """Called by the pipeline: every byte has been written."""
         self._written.set()
 
     def note_outcome(self, generation: Generation | None, error: BaseException | None) -> None:
-        """The save has ended, with one of the two."""
+        """Called by the pipeline, once: the save has ended with a generation or with an error."""
         self._ended = time.monotonic()
         if error is not None:
             self._outcome.set_exception(error)

@@ -1,9 +1,10 @@
-"""Scratch runs: temporary directories beside a run, in which `lastgood tune` measures the disk.
+"""Scratch runs: temporary directories in which `lastgood tune` measures the disk of a run.
 
 Invariants
-  1. A scratch run of RUN is a directory `<RUN>.tune-<8 hex>`. It is removed in the end, also after an error or Ctrl-C.
-  2. A process that is killed leaves its scratch run behind. `clear` removes it, and removes nothing that is locked or
-     that holds a file which a scratch run never holds.
+  1. A scratch run of RUN is a directory `<RUN>.tune-<8 hex>` next to it. `opened` removes it at the end of its block,
+     also after an error or Ctrl-C.
+  2. A process that is killed leaves its scratch run behind. `clear` removes it. It removes no directory that is locked,
+     and none that holds a file which a scratch run never holds.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from ..ports import Tier
 from . import access
 
 INCARNATION = "0" * 8
-"""of every save in a scratch run; the random id of a real incarnation is practically never this one"""
+"""The incarnation of every save in a scratch run. The random id of a real incarnation is practically never this one."""
 _NAME = re.compile(r"\.tune-[0-9a-f]{8}")
 
 
-def beside(run: str) -> str:
-    """The directory in which scratch runs of `run` are made: its parent, or the nearest ancestor that exists.
+def parent_folder(run: str) -> str:
+    """The directory in which scratch runs of `run` are created: its parent, or the nearest ancestor that exists.
 
-    Raises NotARun for a path at which no run can be opened, Refused if the run is the mount point of another disk.
+    Raises NotARun for a path at which no run can be opened, Refused if `run` is the mount point of another disk.
     """
     path = os.path.realpath(run)
     if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
@@ -36,20 +37,23 @@ def beside(run: str) -> str:
         above = os.path.dirname(above)
     if not os.path.isdir(above):
         raise NotARun(
-            f"{above} is a file, so {path} can be no run", safe="Nothing was touched.", todo="Give another path."
+            f"{above} is a file, so {path} cannot be a run", safe="Nothing was touched.", todo="Give another path."
         )
     if os.path.isdir(path) and os.stat(path).st_dev != os.stat(above).st_dev:
         raise Refused(
             f"{path} is a disk of its own, and the directory beside it is on another disk",
             safe="Nothing was touched.",
-            todo=f"Measure that disk by a name on it: {os.path.join(path, 'new')}.",
+            todo=f"Give a path on the disk that is to be measured: {os.path.join(path, 'new')}.",
         )
     return above
 
 
 def clear(run: str) -> list[str]:
-    """Remove the scratch runs of `run` that killed processes left. Returns their names. Raises what opening raises."""
-    folder, name = beside(run), os.path.basename(os.path.realpath(run))
+    """Remove the scratch runs of `run` that killed processes left behind. Returns their names.
+
+    Raises NotARun and Refused as `parent_folder` does, and the errors of `access.for_writing` except RunLocked.
+    """
+    folder, name = parent_folder(run), os.path.basename(os.path.realpath(run))
     cleared = []
     for other in sorted(os.listdir(folder)):
         path = os.path.join(folder, other)
@@ -65,8 +69,8 @@ def clear(run: str) -> list[str]:
 
 @contextlib.contextmanager
 def opened(run: str) -> Iterator[Tier]:
-    """The tier of a new scratch run of `run`, which is removed in the end."""
-    path = os.path.join(beside(run), f"{os.path.basename(os.path.realpath(run))}.tune-{os.urandom(4).hex()}")
+    """Yield the tier of a new scratch run of `run`, which is removed at the end of the block."""
+    path = os.path.join(parent_folder(run), f"{os.path.basename(os.path.realpath(run))}.tune-{os.urandom(4).hex()}")
     try:
         with access.for_writing(path, "atomic_dirsync") as tier:
             yield tier
@@ -89,7 +93,7 @@ def _remove(path: str) -> None:
 
 
 def _is_scratch(path: str) -> bool:
-    """Whether a directory holds only what a scratch run holds. A real run has a header or an incarnation as well."""
+    """Whether a directory holds only files of a scratch run. A real run also holds a header or an incarnation."""
     names = {name for name in os.listdir(path) if not name.startswith(".probe-")}
     inside = os.listdir(os.path.join(path, "gen")) if "gen" in names else []
     return names <= {access.LOCK, "gen"} and all(name.endswith("-" + INCARNATION) for name in inside)

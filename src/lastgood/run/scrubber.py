@@ -1,6 +1,11 @@
-"""Scrub: generations that were good are read again, before the day they are needed. Decides nothing but its pace.
+"""Scrubbing: generations that were found good are read again, so that damage is found before they are needed.
 
-One at a time, in the order of policy/scrub.py; what is damaged is rebuilt from parity where there is any, else marked.
+One generation is read at a time; policy/scrub.py chooses which. A damaged generation is rebuilt from its parity if it
+has any that suffices, and is marked as damaged otherwise (mend.py).
+
+Invariants
+  1. A round reads each generation that the run held when the round began, unless it was deleted meanwhile.
+  2. A reading that was interrupted counts as read only once it was continued to its end.
 """
 
 from __future__ import annotations
@@ -20,37 +25,43 @@ from .reader import Reading
 
 
 class Scrubbed(Record, frozen=True, kw_only=True):
-    """What came of one generation."""
+    """The result of reading one generation again."""
 
     generation: Generation
     findings: list[Finding]
     repaired: bool
-    """whether it was damaged, and is whole again"""
+    """whether it was damaged and has been rebuilt"""
     seconds: float
+    """how long the last part of the reading took, since it was begun or continued"""
 
     @property
     def whole(self) -> bool:
-        """Whether every byte of it is what was committed, now."""
+        """Whether every byte of the generation is now what was committed."""
         return intact(self.findings) or self.repaired
 
 
-class _UnderWay(NamedTuple):
-    """A generation that is being read, in memory of its own."""
+class _Task(NamedTuple):
+    """The generation that is being read, with memory of its own."""
 
     generation: Generation
     arena: Arena
     reading: Reading
 
     @property
-    def put_aside(self) -> bool:
+    def interrupted(self) -> bool:
+        """Whether the reading has not reached its end and can be continued."""
         return inspect.getgeneratorstate(self.reading) != inspect.GEN_CLOSED
 
 
 class Scrubber:
-    """Rounds through a run. `pause(seconds)` is how it waits for the next chunk, and ends early when it must.
+    """Reads the generations of a run again, in rounds.
 
-    A reading that has to give way is put aside, and goes on where it was: else a large generation would never be read
-    to its end beside frequent saves. It keeps its memory (`arena()`, once for each generation) until then.
+    `arena`: makes the memory for reading one generation. `bytes_per_second`: the largest rate of reading (no limit).
+    `pause`: waits up to so many seconds; it may return early, as `Event.wait` does when a save begins.
+    `monotonic_seconds`: the clock.
+
+    A reading that is interrupted is continued by the next call from where it ended: otherwise a large generation would
+    never be read to its end between frequent saves. Its memory is held until then.
     """
 
     def __init__(
@@ -63,41 +74,43 @@ class Scrubber:
         pause: Callable[[float], object] = time.sleep,
         monotonic_seconds: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._known, self._mender, self._arena, self._rate = known, mender, arena, bytes_per_second
+        self._known, self._mender, self._arena, self._bytes_per_second = known, mender, arena, bytes_per_second
         self._pause, self._now = pause, monotonic_seconds
         self._read_at: dict[GenerationId, float] = {}
-        self._left: set[GenerationId] = set()
-        """of this round, which reads what was there when it began"""
+        self._remaining: set[GenerationId] = set()
+        """the generations that this round has still to read"""
         self._round_over = True
         self._damaged: set[GenerationId] = set()
-        self._under_way: _UnderWay | None = None
-        self._begun, self._seen = 0.0, 0
+        """the generations that were found damaged in this round"""
+        self._task: _Task | None = None
+        self._begun, self._bytes_read = 0.0, 0
 
-    def next_one(self, stop: Callable[[], bool] = lambda: False) -> Scrubbed | None:
-        """Read the generation whose turn it is; None where the round has ended, and the next call begins another.
+    def scrub_next(self, stop: Callable[[], bool] = lambda: False) -> Scrubbed | None:
+        """Read the next generation. Returns None when the round is over; the next call then begins another round.
 
-        One that is known to be damaged is read too: it may be whole again but for its mark. Raises Cancelled when
-        `stop()`: it goes on with the next call; Unreadable and Unavailable: its turn is over, in this round.
+        A generation that is already marked as damaged is read too: perhaps only its mark is wrong. Raises Cancelled
+        when `stop()` is true; the next call then continues the reading. Raises Unreadable or Unavailable when the
+        generation cannot be read now; this round does not read it again.
         """
         with self._known.lock:
-            there = dict(self._known.survey.generations)
-        one = self._under_way
-        if one is not None and there.get(one.generation.id) != one.generation:  # it has gone, or was judged meanwhile
-            self._again(one.generation.id)
-            one = None
-        if one is None:
-            generation = self._choose(there)
+            generations = dict(self._known.survey.generations)
+        task = self._task
+        if task is not None and generations.get(task.generation.id) != task.generation:
+            self._repeat(task.generation.id)  # it was deleted or marked meanwhile
+            task = None
+        if task is None:
+            generation = self._choose(generations)
             if generation is None:
                 return None
             arena = self._arena()
-            one = self._under_way = _UnderWay(generation, arena, self._mender.reading(generation, arena, self._slowly))
-        generation = one.generation
-        self._begun, self._seen = self._now(), 0
+            task = self._task = _Task(generation, arena, self._mender.reading(generation, arena, self._keep_pace))
+        generation = task.generation
+        self._begun, self._bytes_read = self._now(), 0
         try:
-            findings, repaired = self._mender.read_again(generation, one.arena, one.reading, stop)
+            findings, repaired = self._mender.read_again(generation, task.arena, task.reading, stop)
         except Cancelled:
-            if not one.put_aside:  # it was read, and what came after gave way
-                self._again(generation.id)
+            if not task.interrupted:  # it was read to its end, and marking or mending it was cancelled
+                self._repeat(generation.id)
             raise
         except BaseException:
             self.close()
@@ -108,34 +121,37 @@ class Scrubber:
         return Scrubbed(generation=generation, findings=findings, repaired=repaired, seconds=self._now() - self._begun)
 
     def close(self) -> None:
-        """Give up what is under way, and its memory."""
-        if self._under_way is not None:
-            self._under_way.reading.close()
-            self._under_way = None
+        """End a reading that is under way or interrupted, and free its memory."""
+        if self._task is not None:
+            self._task.reading.close()
+            self._task = None
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _again(self, at: GenerationId) -> None:
-        """Its turn comes again, from the beginning."""
+    def _repeat(self, at: GenerationId) -> None:
+        """Read this generation again from its beginning, in this round."""
         self.close()
-        self._left.add(at)  # guard: interrupted-scrub-repeated
+        self._remaining.add(at)  # guard: interrupted-scrub-repeated
         self._read_at.pop(at, None)  # guard: interrupted-scrub-not-counted
 
-    def _choose(self, there: Mapping[GenerationId, Generation]) -> Generation | None:
+    def _choose(self, generations: Mapping[GenerationId, Generation]) -> Generation | None:
+        """The generation to read next, noted as read; None when the round is over."""
         if self._round_over:
-            self._left, self._round_over = set(there), False
-        mine = [one for at, one in there.items() if at in self._left]  # guard: scrub-round-reads-initial-set
-        generation = scrub.next_to_read(mine, self._read_at, self._damaged)
+            self._remaining, self._round_over = set(generations), False
+        # guard: scrub-round-reads-initial-set
+        unread = [one for at, one in generations.items() if at in self._remaining]
+        generation = scrub.next_to_read(unread, self._read_at, self._damaged)
         if generation is None:
             self._round_over = True  # guard: scrub-round-ends
             self._damaged.clear()  # guard: scrub-round-forgets-damage
         else:
-            self._left.discard(generation.id)
+            self._remaining.discard(generation.id)
             self._read_at[generation.id] = self._now()
         return generation
 
-    def _slowly(self, data: memoryview) -> None:
-        self._seen += len(data)
-        ahead = self._seen / self._rate - (self._now() - self._begun)
-        if ahead > 0:
-            self._pause(ahead)  # guard: scrub-pace
+    def _keep_pace(self, data: memoryview) -> None:
+        """Pause after each block for as long as the reading is ahead of its rate."""
+        self._bytes_read += len(data)
+        ahead_seconds = self._bytes_read / self._bytes_per_second - (self._now() - self._begun)
+        if ahead_seconds > 0:
+            self._pause(ahead_seconds)  # guard: scrub-pace

@@ -1,6 +1,7 @@
-"""Opening a run for writing: completes what a crash left half done, and removes what was never committed.
+"""Settling a run when it is opened for writing: completes what a crash interrupted, removes what was never committed.
 
-Every step may be repeated: a crash in here leaves a run that the next opening settles.
+Only the rank that commits does it, under the lock of the run. Every step may be repeated: a crash during it leaves a
+run that the next opening settles.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from .retire import Deletions
 
 
 def settle(known: KnownRun, deletions: Deletions) -> str:
-    """Settle a run; returns its id. Raises Unreadable where the run cannot be told from another one now."""
-    ident = _identified(known)
+    """Settle a run and return its id. Raises Unreadable if its id is recorded only where it cannot be read now."""
+    run_id = _ensure_header(known)
     _remove_litter(known, deletions)
     _complete(known)
     survey = known.survey
@@ -27,31 +28,32 @@ def settle(known: KnownRun, deletions: Deletions) -> str:
         if deletions.delete(at):  # guard: unfinished-removed-at-opening
             survey.going.discard(at)
             survey.incomplete.discard(at)
-    return ident
+    return run_id
 
 
-def _identified(known: KnownRun) -> str:
-    """The id of the run; its header is written where it is missing or damaged."""
+def _ensure_header(known: KnownRun) -> str:
+    """The id of the run. Writes the run's header if it is missing or damaged."""
     survey, tier = known.survey, known.tier
     if survey.run is not None:
         return survey.run
     newest = max(survey.generations.values(), key=lambda one: one.commit.order, default=None)
     unread = next((one for one in survey.broken.values() if isinstance(one, Unreadable)), None)
     if newest is None and unread:
-        raise unread  # it may be read later, and a new id now would disown it
-    ident = newest.commit.run if newest else known.environment.new_id()
+        raise unread  # it may become readable later, and would not belong to a run with a new id
+    run_id = newest.commit.run if newest else known.environment.new_id()
     for name in tier.list(""):
-        if name.lower() == layout.HEADER:  # damaged, or on a disk without case the old pointer in its place
-            # The commits say which run this is.
+        # The header is damaged, or the old pointer has its name on a disk that ignores case.
+        if name.lower() == layout.HEADER:
+            # Nothing is lost: every commit holds the id of the run.
             # guard: damaged-run-header-replaced
             tier.delete(name)
     # guard: run-header-written
-    tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=ident)))
-    return ident
+    tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run_id)))
+    return run_id
 
 
 def _remove_litter(known: KnownRun, deletions: Deletions) -> None:
-    """Remove staged files and unfinished parity that a crash left beside what counts."""
+    """Remove temporary files and unfinished parity that a crash left in the folders of the run."""
     survey, tier = known.survey, known.tier
     kept = [*survey.generations, *survey.broken, *survey.incomplete]
     for folder in ("", "incarnations", *map(layout.folder, kept)):
@@ -65,12 +67,15 @@ def _remove_litter(known: KnownRun, deletions: Deletions) -> None:
 
 
 def _complete(known: KnownRun) -> None:
-    """Make durable what retention relies on, where an earlier process may have ended before it was."""
+    """Make durable what retention relies on: the records of incarnations, and labels.
+
+    The process that wrote them may have ended before they were durable.
+    """
     survey, tier = known.survey, known.tier
     recorded = tier.list("incarnations")
     for record in survey.incarnations.values():
         name = layout.incarnation_name(record)
-        # Otherwise only its COMMITs name its parent, and they may be deleted.
+        # Without the record only the COMMITs of the incarnation name its parent, and retention may delete them.
         # guard: missing-incarnation-record-written
         if name.partition("/")[2] not in recorded:
             with contextlib.suppress(LastgoodError):  # the next opening tries again
@@ -81,7 +86,7 @@ def _complete(known: KnownRun) -> None:
 
 
 def record_incarnation(known: KnownRun, deletions: Deletions) -> None:
-    """Write the record of this incarnation, once, and delete those that lead nowhere any more."""
+    """Write the record of this incarnation, and delete the records that no generation descends from any more."""
     record = known.incarnation
     assert record is not None
     name = layout.incarnation_name(record)

@@ -1,4 +1,4 @@
-"""Pools of threads of a run that is open for writing. Their threads are started before anything is touched."""
+"""The thread pools of a run that is open for writing. All threads are started before the run is changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ Pool = TypeVar("Pool", bound=ThreadPoolExecutor)
 
 
 class Workers(ThreadPoolExecutor):
-    """A pool that still works when the interpreter is ending: then in the thread that submits."""
+    """A thread pool that goes on working while the interpreter ends: each job then runs in the thread that submits it.
+
+    concurrent.futures refuses new jobs once the interpreter begins to end, and a last save may still be under way.
+    """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         try:
@@ -24,7 +27,11 @@ class Workers(ThreadPoolExecutor):
 
 
 def started(pool: Pool, count: int) -> Pool:
-    """A pool whose threads all run: later, beside many others, none might be left. Raises Refused."""
+    """Start all `count` threads of `pool` now and return the pool.
+
+    An executor starts its threads with its first jobs, and the limit of threads might be reached by then. Raises
+    Refused if not all of them can be started.
+    """
     barrier = threading.Barrier(count)
     try:
         # guard: threads-started-ahead
@@ -36,6 +43,6 @@ def started(pool: Pool, count: int) -> Pool:
         raise Refused(
             f"not all threads could be started: {error}",
             safe="Nothing was touched.",
-            todo="Raise the limit of threads of this user or container, or take fewer writers.",
+            todo="Raise the limit of threads of this user or container, or use fewer writers.",
         ) from error
     return pool

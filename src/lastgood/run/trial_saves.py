@@ -1,4 +1,4 @@
-"""Saves of a sample into a scratch run, each timed. They go through the same parts as the saves of a Checkpointer."""
+"""Timed saves of a sample into a scratch run. They use the same arena, writers and commit as a Checkpointer's saves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from queue import SimpleQueue
 
 import numpy as np
 
-from ..engine import write_file
 from ..engine.arena import Arena, Lease
 from ..errors import Damaged
 from ..format import commit, layout
@@ -20,30 +19,33 @@ from ..limits import WORKERS
 from ..policy import restore, tune
 from ..policy.tune import Setting
 from ..ports import Tier
-from ..records import Commit, Generation, GenerationId, Manifest, World
+from ..records import Commit, Generation, GenerationId, World
 from .reader import read_all
+from .save import RankWriter, ReadyChunks, SaveRequest, write_part
 from .scratch import INCARNATION
 from .watched import CountBytes
 
 ALGORITHM = "xxh3_128"
 SOURCE_BYTES = 64 << 20
-"""the samples are copied from a buffer of this size, over and over: it is larger than most processor caches"""
+"""Samples are copied from a buffer of this length, again and again. It is larger than most processor caches."""
 MATRIX_SIDE = 512
+"""Rows and columns of the matrices whose product is one unit of work."""
 CALIBRATION_SECONDS = 0.1
+"""The least time for which units of work are counted before anything is measured."""
 
 Clock = Callable[[], float]
 
 
 class TrainingLoad:
-    """Stands for training: products of matrices, on every core that numpy uses. It counts the work that is done."""
+    """Work in place of training: products of matrices, on every core that numpy uses. Counts the units of work."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._factor = np.ones((MATRIX_SIDE, MATRIX_SIDE), np.float32)
         self._product = np.empty_like(self._factor)
         self._unit_seconds = 0.0
-        self.worth_seconds = 0.0
-        """the time that the work of the last `run_until` takes on an idle machine"""
+        self.work_seconds = 0.0
+        """how long the work of the last `run_until` takes on an idle machine"""
 
     def calibrate(self) -> None:
         """Measure how long one unit of work takes while nothing else runs."""
@@ -55,19 +57,22 @@ class TrainingLoad:
         self._unit_seconds = (self._clock() - begun) / count
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        self.worth_seconds = 0.0
+        """Work until `done()` is true."""
+        self.work_seconds = 0.0
         while not done():
             self._unit()
-            self.worth_seconds += self._unit_seconds
+            self.work_seconds += self._unit_seconds
 
     def _unit(self) -> None:
         np.matmul(self._factor, self._factor, out=self._product)
 
 
 class TrialSaves:
-    """Times one copy, write, save or read of a sample. Holds the arena, and the generations that are on the disk now.
+    """Measures how long a copy, write, save or read of a sample takes. Call `set_sample` and `make_arena` first.
 
-    `state_bytes`, `memory_bytes`: of the job that is measured for. Call `take_sample` and `make_arena` first.
+    `state_bytes`: the length of the state of the job for which settings are searched; `memory_bytes`: the memory that
+    its arena may take. `count_bytes` is called for all that is copied or written. The generations of the last `save`
+    stay on the disk, for `read`, until the next `save` or `write`.
     """
 
     def __init__(self, tier: Tier, state_bytes: int, memory_bytes: int, count_bytes: CountBytes, clock: Clock) -> None:
@@ -77,31 +82,35 @@ class TrialSaves:
         self._saved: list[Generation] = []
         self._steps = itertools.count(1)
 
-    def take_sample(self, sample_bytes: int) -> None:
-        """Save `sample_bytes` from now on, or the whole state if that is less."""
+    def set_sample(self, sample_bytes: int) -> None:
+        """Use a sample of `sample_bytes` from now on, or of the length of the whole state if that is less."""
         self.sample_bytes = min(sample_bytes, self._state_bytes)
         self.scale = self._state_bytes / self.sample_bytes
-        """bytes of the state divided by bytes of the sample"""
+        """the length of the state divided by the length of the sample"""
         self.image = image_of(self.sample_bytes)
 
     def make_arena(self, setting: Setting, wanted_bytes: int = 0) -> None:
-        """The part of the memory that belongs to the sample, but at least what the setting needs."""
+        """Make an arena of `wanted_bytes`.
+
+        At most as many bytes as the sample's share of `memory_bytes`, and at least as many as the setting needs.
+        """
         self._arena = Arena(1, 1)  # frees the old memory before the new memory is allocated
-        most = min(wanted_bytes, int(self._memory_bytes / self.scale))
-        self._arena = Arena(max(most, setting.least_bytes), setting.chunk_bytes)
+        share_bytes = int(self._memory_bytes / self.scale)
+        self._arena = Arena(max(min(wanted_bytes, share_bytes), setting.least_bytes), setting.chunk_bytes)
 
-    def of_state(self, seconds: float, fixed_seconds: float) -> float:
-        """Extrapolate the time for the sample to the whole state: `fixed_seconds` stay, the rest grows with the size.
+    def extrapolated_seconds(self, seconds: float, fixed_seconds: float) -> float:
+        """The time for the whole state, extrapolated from `seconds` for the sample.
 
-        At least half of `seconds` grows. If less is left after the fixed part, that is noise, and an estimate that is
-        too long does less harm than one that is too short.
+        `fixed_seconds` do not depend on the size; the rest is proportional to it. At least half of `seconds` is taken
+        as proportional: a smaller rest is noise, and too long an estimate does less harm than too short a one.
         """
         return seconds + max(seconds / 2, seconds - fixed_seconds) * (self.scale - 1)
 
     def save(self, setting: Setting, image: layout.Image, load: TrainingLoad | None = None) -> float:
-        """Seconds of N saves from the first copied byte to the last commit, copied one after the other as a loop does.
+        """Seconds from the first copied byte to the last commit of `setting.in_flight` saves.
 
-        `load` runs in this thread from the end of the copying until all saves are durable.
+        The saves are copied one after the other, as a training loop does. `load` then runs in this thread until all
+        saves are durable.
         """
         self._clear()
         arena = self._arena
@@ -116,10 +125,10 @@ class TrialSaves:
             savers = pools.enter_context(ThreadPoolExecutor(setting.in_flight))
             begun = self._clock()
             try:
-                for its_writers in writers:
+                for pool in writers:
                     chunks: SimpleQueue[Lease | None] = SimpleQueue()
                     queues.append(chunks)
-                    job = savers.submit(self._save, self._next(), image, iter(chunks.get, None), its_writers)
+                    job = savers.submit(self._save, self._next(), image, iter(chunks.get, None), pool)
                     job.add_done_callback(lambda _: arena.wake())
                     jobs.append(job)
                     for lease in self._filled(image, failed):
@@ -132,7 +141,7 @@ class TrialSaves:
                 return self._clock() - begun
             finally:
                 for chunks in queues:
-                    chunks.put(None)  # ends a save that waits for chunks which will not come
+                    chunks.put(None)  # ends the save, which may be waiting for chunks that will not come
 
     def copy(self) -> float:
         """Seconds of one copy of the sample into the arena, by one thread."""
@@ -142,7 +151,7 @@ class TrialSaves:
         return self._clock() - begun
 
     def write(self) -> float:
-        """Seconds of one write of the sample and one flush, without digests and records."""
+        """Seconds of one write and one sync of the sample, without digests and records."""
         self._clear()
         name = f"{layout.folder(self._next())}/{self.image.blob}"
         chunk_bytes = self._arena.chunk_bytes
@@ -160,7 +169,7 @@ class TrialSaves:
         return seconds
 
     def read(self) -> float:
-        """Seconds of one verification of a generation that `save` has left. Raises Damaged."""
+        """Seconds of one verification of a generation that `save` has written. Raises Damaged."""
         arena = Arena(WORKERS * self._arena.chunk_bytes, self._arena.chunk_bytes)
         with ThreadPoolExecutor(WORKERS) as workers:
             begun = self._clock()
@@ -175,7 +184,10 @@ class TrialSaves:
         return seconds
 
     def _filled(self, image: layout.Image, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
-        """Chunks of an image, copied into the arena, until `stop()` is true. The consumer releases each lease."""
+        """Yield the chunks of an image, filled from the source buffer, until `stop()` is true.
+
+        The consumer owns each lease and must `release()` it.
+        """
         for parts in layout.segments(image, self._arena.chunk_bytes):
             lease = self._arena.take(stop)
             if lease is None:
@@ -191,27 +203,9 @@ class TrialSaves:
             yield lease
 
     def _save(self, at: GenerationId, image: layout.Image, chunks: Iterator[Lease], writers: Executor) -> Generation:
-        """One save, from its chunks to its commit, as RunWriter makes it."""
-        blob, pieces = write_file.write(
-            self._tier,
-            layout.folder(at),
-            image,
-            chunks,
-            chunk_bytes=self._arena.chunk_bytes,
-            algorithm=ALGORITHM,
-            writers=writers,
-        )
-        manifest = Manifest(
-            format=layout.FORMAT,
-            step=at.step,
-            incarnation=at.incarnation,
-            rank=0,
-            digest=ALGORITHM,
-            blobs=[blob],
-            pieces=pieces,
-            aliases={},
-            values={},
-        )
+        """Write and commit one generation, as `RunWriter` does."""
+        request = SaveRequest(at=at, images=[image], chunks=ReadyChunks(chunks), chunk_bytes=self._arena.chunk_bytes)
+        part = write_part(request, RankWriter(self._tier, 0, ALGORITHM, writers))
         record = Commit(
             format=layout.FORMAT,
             run=INCARNATION,
@@ -221,7 +215,7 @@ class TrialSaves:
             world=World(ranks=1),
             continues=None,
             parent=None,
-            seals=[commit.seal(self._tier, manifest)],
+            seals=[part.seal],
             created=0.0,
         )
         return commit.publish(self._tier, record, ALGORITHM)
@@ -235,6 +229,6 @@ class TrialSaves:
 
 
 def image_of(length: int) -> layout.Image:
-    """A tensor file of one tensor of `length` bytes."""
+    """The image of a tensor file with one tensor of `length` bytes."""
     (image,) = layout.images([layout.Tensor("sample", "uint8", (length,))])
     return image

@@ -1,6 +1,11 @@
-"""Upkeep behind the training loop: verify, point and delete after each save, and read old generations again.
+"""Upkeep in the background: verify, point and delete after each save, and scrub old generations between saves.
 
-It gives way to saves in flight; where too much is unverified, the next save does it before it reserves its space.
+Upkeep stops as soon as another save is in flight. If too many generations are unverified by then, the next save
+verifies and deletes before it reserves its space.
+
+Invariants
+  1. One thread at a time verifies, scrubs or deletes committed generations (`_one_at_a_time`).
+  2. Errors of upkeep fail no save: they are put into `outcomes`, and the training thread reports or raises them.
 """
 
 from __future__ import annotations
@@ -8,11 +13,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from functools import partial
 
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, LastgoodError
-from ..format import layout
+from ..limits import BACKLOG_LIMIT, CHUNK_BYTES, DELETIONS_AHEAD, UNREAD_LIMIT, UPKEEP_CHUNKS
 from ..policy.restore import summary
 from ..policy.scrub import Scrub
 from .follower import Follower
@@ -21,17 +25,17 @@ from .scrubber import Scrubber
 from .verify import Stop, never
 from .writer import RunWriter
 
-ARENA_CHUNKS = 3
-DELETIONS_AHEAD = 2
-"""generations deleted before a reservation, at most: more than a save adds, so that a surplus shrinks"""
-BACKLOG_LIMIT = 2
-"""unverified generations newer than the newest verified one, above which verifying goes before the next save"""
-UNREAD_LIMIT = 10
-"""the same where the tier deletes older ones by itself, so that no disk fills up meanwhile"""
+
+def _reading_arena() -> Arena:
+    return Arena(UPKEEP_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
 
 
 class Upkeep:
-    """The upkeep of one run that is open for writing. `busy`: set while saves are in flight or about to begin."""
+    """The upkeep of one run that is open for writing.
+
+    `outcomes` receives its errors. `scrub`: how often old generations are read again (None: never). `busy`: an event
+    that is set while saves are in flight or about to begin; a scrub ends then.
+    """
 
     def __init__(
         self, run: RunWriter | Follower, outcomes: Outcomes, scrub: Scrub | None, busy: threading.Event
@@ -46,7 +50,7 @@ class Upkeep:
             Scrubber(
                 run.known,
                 run.mender,
-                partial(Arena, ARENA_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES),  # a reading may be interrupted
+                _reading_arena,  # a scrub that was interrupted holds its chunks, so its memory is its own
                 bytes_per_second=scrub.bytes_per_second,
                 pause=busy.wait,
             )
@@ -56,27 +60,24 @@ class Upkeep:
         self.note_latest()
 
     def arena(self) -> Arena:
-        """Memory for reading beside a save."""
+        """The memory in which generations are verified; allocated by the first call."""
         if self._arena is None:
-            self._arena = Arena(ARENA_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+            self._arena = _reading_arena()
         return self._arena
 
     def note_latest(self) -> None:
-        """Look up the newest verified generation."""
+        """Set `latest` to the step of the newest verified generation."""
         newest = self._run.known.newest_verified()
         self.latest = newest.step if newest else None
 
     def close(self) -> None:
-        """Give up a reading that was interrupted, and all memory."""
+        """End a scrub that was interrupted, and free all memory."""
         if self._scrubber is not None:
             self._scrubber.close()
         self._arena = None
 
     def after_save(self, stop: Stop) -> bool:
-        """Verify, point and delete, until `stop()`; what is found is reported by the training thread.
-
-        Returns False where it gave way: a later commit has made this one unimportant, and upkeep follows that one.
-        """
+        """Verify, point and delete. Returns False if `stop()` ended it; the upkeep after the next save then does it."""
         try:
             self._maintain(stop)
         except Cancelled:
@@ -86,10 +87,11 @@ class Upkeep:
         return True
 
     def before_save(self) -> None:
-        """Verify and delete before the next reservation: the disk stays bounded. Findings do not stop the save.
+        """Verify and delete before a save reserves its space, if upkeep is behind: this bounds the space on the disk.
 
-        Only DELETIONS_AHEAD generations are deleted here, so that no save waits for many; `after_save` deletes the
-        rest. Where the tier deletes what is not the newest, no other save may be committed while it is read.
+        At most DELETIONS_AHEAD generations are deleted, so that no save waits for many deletions; `after_save` deletes
+        the rest. On a tier with `newest_only` no save is committed meanwhile, because a commit deletes the generation
+        that is being read. Findings and errors are put into `outcomes`, and the save goes on.
         """
         newest_only = self._run.tier.newest_only
         try:
@@ -102,10 +104,13 @@ class Upkeep:
             self._outcomes.put(error)
 
     def make_room(self, needed_bytes: int) -> bool:
-        """The disk is full: delete an older generation, if need be after verifying newer ones has made it needless."""
+        """On a full disk, delete an older generation. Returns whether one was deleted.
+
+        If retention can spare none, newer generations are verified first: after that an older one may be needless.
+        """
         run = self._run
         if run.tier.newest_only or not isinstance(run, RunWriter):
-            return False  # its space is reserved already; or the coordinator deletes
+            return False  # slots have reserved their space already; on a follower, only the coordinator deletes
         with self._one_at_a_time:
             if run.retirement.relieve(needed_bytes):
                 return True
@@ -117,18 +122,21 @@ class Upkeep:
             return run.retirement.relieve(needed_bytes)
 
     def scrub_is_due(self) -> bool:
-        """Whether it is time to read an old generation again."""
+        """Whether the interval since the last scrub is over."""
         # guard: scrub-waits-for-interval
         return self._scrub is not None and time.monotonic() - self._scrubbed_at >= self._scrub.seconds
 
     def scrub_one(self) -> None:
-        """Read an old generation again; it is put aside when a save begins, and continued later."""
+        """Read one old generation again, or the rest of one. When a save begins, the reading is interrupted.
+
+        Where a round is over, the first generation of the next round is read.
+        """
         assert self._scrubber is not None
         try:
             with self._one_at_a_time:
-                done = self._scrubber.next_one(self._busy.is_set) or self._scrubber.next_one(self._busy.is_set)
+                done = self._scrubber.scrub_next(self._busy.is_set) or self._scrubber.scrub_next(self._busy.is_set)
         except Cancelled:
-            return  # its turn comes again
+            return  # the next scrub continues the reading
         except BaseException as error:  # noqa: BLE001 - reported by the training thread
             self._outcomes.put(error)
             done = None
@@ -138,15 +146,15 @@ class Upkeep:
             self._outcomes.put(
                 Damaged(
                     f"step {done.generation.step} was good and does not read back any more: {summary(done.findings)}",
-                    safe="It is marked; restore goes to a good one. Its neighbours are read next.",
+                    safe="It is marked as damaged, so that restore() passes over it. Its neighbours are read next.",
                     todo="Check the disk.",
                 )
             )
 
     def _maintain(self, stop: Stop, no_commits: bool = False, most: int | None = None) -> None:
-        """Verify, point, and delete `most` generations at most; findings do not keep it from deleting.
+        """Verify, point, and delete at most `most` generations. Errors of verifying do not prevent the deletions.
 
-        `no_commits`: nothing is committed meanwhile.
+        `no_commits`: hold the lock of the run, so that no save is committed meanwhile.
         """
         run = self._run
         with self._one_at_a_time, run.known.lock if no_commits else contextlib.nullcontext():

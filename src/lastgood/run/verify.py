@@ -1,7 +1,7 @@
-"""Reading committed generations again: verification, and the parity that a verified generation gets.
+"""Verification: committed generations are read again past the page cache, marked, and protected by parity.
 
-With several ranks each rank reads again what it has written, and posts whether that is good; the coordinator, which
-marks, reads its own files and those of ranks that it has no such post of.
+With several ranks each rank reads the files that it has written itself, and posts whether they are good. The
+coordinator, which marks the generation, reads its own files and those of every rank that posted nothing in time.
 """
 
 from __future__ import annotations
@@ -25,34 +25,37 @@ from .known import KnownRun
 from .marks import Marks
 from .reader import disagreeing, read_all
 
-LEAST_WAIT_SECONDS, POLL_SECONDS = 0.1, 0.01
-"""for posts of ranks that read again what they have written; and how often they are polled"""
+LEAST_WAIT_SECONDS = 0.1
+"""The coordinator waits at least so long for the posts of the other ranks."""
+POLL_SECONDS = 0.01
+"""The pause between two polls for these posts."""
 
 Stop = Callable[[], bool]
+"""Polled while a generation is read. When it returns True, the reading raises Cancelled."""
 
 
 def never() -> bool:
-    """Nothing stops the reading."""
+    """A `Stop` that lets a reading go on to its end."""
     return False
 
 
-def _unseen(_: memoryview) -> None:
-    """Nothing else needs the bytes."""
+def _ignore(_: memoryview) -> None:
+    """Receives the bytes of a reading that nothing but the guard needs."""
 
 
-def own_seals(ranks: AnyRanks, generation: Generation, of: Collection[int]) -> list[int]:
-    """The ranks that have written a generation, of which the ranks `of` read the files again.
+def ranks_read_by(readers: Collection[int], ranks: AnyRanks, generation: Generation) -> list[int]:
+    """The ranks that wrote a generation whose files the present ranks `readers` read.
 
-    A generation may have been written by more ranks than there are now.
+    If more ranks wrote the generation than there are now, their files are divided among the present ranks.
     """
-    return [one.rank for one in generation.commit.seals if one.rank % ranks.size in of]
+    return [one.rank for one in generation.commit.seals if one.rank % ranks.size in readers]
 
 
 def own_findings(
     known: KnownRun, ranks: AnyRanks, generation: Generation, arena: Arena, workers: Executor, stop: Stop = never
 ) -> list[Finding]:
-    """What is wrong with the files that this rank reads again; all ranks together read all of them."""
-    return read_all(known.tier, generation, arena, workers, stop, of=own_seals(ranks, generation, [ranks.rank]))
+    """Read the files that this rank has to read and return the findings. All ranks together read every file."""
+    return read_all(known.tier, generation, arena, workers, stop, of=ranks_read_by([ranks.rank], ranks, generation))
 
 
 def post_key(ranks: RankGroup, generation: Generation, rank: int) -> str:
@@ -61,7 +64,10 @@ def post_key(ranks: RankGroup, generation: Generation, rank: int) -> str:
 
 
 class Verifier:
-    """Verifies the generations of one run at the rank that commits. `code`: the parity that each verified one gets."""
+    """Verifies the generations of one run, at the rank that commits.
+
+    `workers`: the threads that read. `code`: the parity that each verified generation gets (None: no parity).
+    """
 
     def __init__(self, known: KnownRun, marks: Marks, ranks: AnyRanks, workers: Executor, code: Code | None) -> None:
         self._known, self._marks, self._ranks, self._workers = known, marks, ranks, workers
@@ -69,10 +75,11 @@ class Verifier:
         self._protected: set[GenerationId] = set()
 
     def verify(self, arena: Arena, stop: Stop = never) -> None:
-        """Read the newest unverified generation again past the page cache, mark it, and point at it.
+        """Read the newest unverified generation of the lineage again, past the page cache; mark it and point at it.
 
-        One that is not good is marked with the evidence, and the next older unverified one is read; what was found is
-        raised at the end: Damaged, or NotFinite. Raises Cancelled when `stop()`, Unavailable.
+        A generation that is damaged or unfit is marked with the findings, and the next older unverified one is read; at
+        the end Damaged or NotFinite is raised for the newest of them. A verified generation gets its parity. Raises
+        Cancelled when `stop()` is true, and Unavailable or Unreadable if a generation cannot be read now.
         """
         problem: LastgoodError | None = None
         digests: list[str] | None = None
@@ -85,7 +92,7 @@ class Verifier:
                 findings, digests = self._examined(generation, arena, stop)
             except (Cancelled, Unavailable, Unreadable):
                 if problem:
-                    break  # what was found already must be raised
+                    break  # the finding about a newer generation is raised instead
                 raise
             if not findings:
                 break
@@ -95,7 +102,7 @@ class Verifier:
         newest = self._known.newest_verified()
         # guard: parity-after-verify
         if self.code is not None and newest is not None and newest.id not in self._protected:
-            self._protected.add(newest.id)  # an error is reported once: scrub tries again
+            self._protected.add(newest.id)  # tried and reported once for each generation; a scrub tries again
             try:
                 self.protect(newest, self.code, arena, stop, digests)
             except Cancelled:
@@ -103,11 +110,11 @@ class Verifier:
                 raise
 
     def _examined(self, generation: Generation, arena: Arena, stop: Stop) -> tuple[list[Finding], list[str] | None]:
-        """Read and mark one generation: what was found, and the digests of its cells where it is to get parity."""
+        """Read and mark one generation. Returns the findings, and the digests of its cells if it is to get parity."""
         known, now = self._known, self._known.environment.monotonic_seconds
         begun = now()
         cells = self._cells(generation)
-        also = cells.see if cells else _unseen
+        also = cells.see if cells else _ignore
         findings = self._read(generation, arena, stop, also)  # guard: verify-before-mark  # gap: after_commit
         with known.lock:
             if generation.id not in known.survey.generations:
@@ -120,26 +127,26 @@ class Verifier:
     def _read(
         self, generation: Generation, arena: Arena, stop: Stop, also: Callable[[memoryview], None]
     ) -> list[Finding]:
-        """All of a generation; with several ranks this rank's part, and what no other rank reports good in time.
+        """Read a generation and return the findings.
 
-        The coordinator waits for the posts of the others about as long as its own part has taken.
+        With several ranks, the coordinator reads its own part, and the parts that no other rank has reported as good in
+        time. It waits for the reports of the others for about as long as its own part took.
         """
         known, ranks, now = self._known, self._ranks, self._known.environment.monotonic_seconds
         if not isinstance(ranks, RankGroup):
             return read_all(known.tier, generation, arena, self._workers, stop, also=also)
         begun = now()
-        findings = own_findings(
-            known, ranks, generation, arena, self._workers, stop
-        )  # guard: rank-zero-reads-own-files
+        # guard: rank-zero-reads-own-files
+        findings = own_findings(known, ranks, generation, arena, self._workers, stop)
         reported = self._reported_good(ranks, generation, max(now() - begun, LEAST_WAIT_SECONDS))
         good = {ranks.rank, *reported}
-        rest = own_seals(ranks, generation, set(range(ranks.size)) - good)  # guard: only-unconfirmed-ranks-reread
+        rest = ranks_read_by(set(range(ranks.size)) - good, ranks, generation)  # guard: only-unconfirmed-ranks-reread
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
         return findings or disagreeing(known.tier, generation)
 
     def _reported_good(self, ranks: RankGroup, generation: Generation, timeout_seconds: float) -> list[int]:
-        """The other ranks that have posted that their part is good, within the timeout."""
+        """The other ranks that post within the timeout that their part is good."""
         now = self._known.environment.monotonic_seconds
         keys = {rank: post_key(ranks, generation, rank) for rank in range(1, ranks.size)}
         until = now() + timeout_seconds
@@ -148,12 +155,13 @@ class Verifier:
                 self._known.environment.pause(POLL_SECONDS)
             good = [rank for rank, key in keys.items() if ranks.read(key)]
         except TierDown:
-            return []  # the generation is no less good for that
+            return []  # the store cannot be reached: the coordinator then reads every part itself
         ranks.delete(list(keys.values()))
         return good
 
     def _cells(self, generation: Generation) -> parity.CellDigests | None:
-        """What digests the cells of a generation while it is read; None without parity, or where they are unknown."""
+        """Digests of a generation's parity cells, computed while it is read. None without parity, or if its manifest is
+        damaged, so that its cells are unknown."""
         if self.code is None:
             return None
         try:
@@ -161,15 +169,17 @@ class Verifier:
         except Unreadable:
             raise
         except Damaged:
-            return None  # the guard finds and reports it
+            return None  # the guard finds the damage too, and reports it
         return parity.CellDigests(striping.grid(manifest.blobs, self.code.data, self.code.parity), manifest.digest)
 
     def protect(
         self, generation: Generation, code: Code, arena: Arena, stop: Stop, digests: list[str] | None = None
     ) -> None:
-        """Give a verified generation its parity, where it is not whole.
+        """Write the parity of a verified generation, unless it has complete parity already.
 
-        `digests`: of its cells, as they were just read. Raises Cancelled when `stop()`, and what prevented it.
+        `digests`: those of its cells, from a reading that has just verified it; without them the generation is read
+        here. Raises Cancelled when `stop()` is true, SumMismatch if the generation is not good any more, and the errors
+        of reading and writing.
         """
         tier = self._known.tier
         manifest = commit.read_manifest(tier, generation)  # guard: parity-only-of-verified-content
@@ -178,23 +188,24 @@ class Verifier:
                 return
             cells = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
             if read_all(tier, generation, arena, self._workers, stop, also=cells.see):
-                raise SumMismatch(f"{generation.id} was good a moment ago, and is not any more")
+                raise SumMismatch(f"{generation.id} was verified, and does not read back any more")
             digests = cells.digests
         parity.protect(tier, generation, manifest, code, digests, self._workers, stop)
 
 
 def _problem(step: int, findings: list[Finding]) -> LastgoodError:
-    what, safe = restore.summary(findings), "Older generations are kept; this one is marked and will not be restored."
+    """The error that a verification raises for these findings."""
+    what, safe = restore.summary(findings), "Older generations are kept; this one is marked and is not restored."
     if intact(findings):
         return NotFinite(
             f"step {step} is intact, and not good: {what}",
             safe=safe,
-            todo=f"If it may hold them, open the run with {exception(*(one.tensor for one in findings[:3]))}; "
-            f"restore(step={step}) loads this step by hand. Else go back with restore() if training does not recover. "
-            "The evidence is in UNFIT.json beside it.",
+            todo=f"If these values are expected, open the run with {exception(*(one.tensor for one in findings[:3]))}; "
+            f"restore(step={step}) loads this step on request. Otherwise go back with restore() if training does not "
+            "recover. The findings are in UNFIT.json in its folder.",
         )
     return Damaged(
         f"step {step} was committed and does not read back: {what}",
         safe=safe,
-        todo="Check the disk. The evidence is in DAMAGED.json beside it.",
+        todo="Check the disk. The findings are in DAMAGED.json in its folder.",
     )

@@ -1,4 +1,4 @@
-"""A tier that reports how many bytes are read from it, for progress bars. It passes every call on unchanged."""
+"""A tier that reports how many bytes are read from it, for progress bars. It forwards every call unchanged."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..ports import Tier
 from ..records import Extent
 
 CountBytes = Callable[[int], object]
-"""is called with the number of bytes of each read or write, in the thread that reads or writes"""
+"""Called with the number of bytes of each read or write, in the thread that reads or writes."""
 
 
 class Watched:
-    """The same tier; `count_bytes` is called after each read, in the thread that reads, with the number of bytes."""
+    """`tier`, with a call of `count_bytes` after each read."""
 
     def __init__(self, tier: Tier, count_bytes: CountBytes) -> None:
         self._tier, self._count_bytes = tier, count_bytes

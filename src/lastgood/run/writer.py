@@ -1,10 +1,11 @@
-"""One opening of a run for writing, at the rank that commits: in a world of one, or at rank 0 for all ranks.
+"""One opening of a run for writing, at the rank that commits: the only rank, or rank 0 of several.
 
-The order is the promise: blobs, manifest, commit (save.py); then all is read again past the page cache
-(verify.py); then VERIFIED, then the pointer (marks.py), and only then may an older generation be deleted (retire.py).
-
-Any number of threads may be in `save`, one in `verify`, `point`, `clean` and `label`. What they do to the data goes on
-side by side; what makes a generation exist, count or end is done one at a time, under `known.lock`.
+Invariants
+  1. The steps of a generation have one order: blobs, manifest and commit (save.py); then the generation is read again
+     past the page cache (verify.py); then the mark VERIFIED, then the pointer (marks.py); only then may an older
+     generation be deleted (retire.py).
+  2. Any number of threads may be in `save`, and one in `verify`, `clean`, `mend` and `label` together. They read and
+     write data at the same time; what changes which generations exist or count is done under `known.lock`.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ from .verify import Stop, Verifier, never, own_findings
 
 
 class SharedSurvey(Record, frozen=True, kw_only=True):
-    """What the coordinator knows of a run, for the other ranks: `commit.Survey`, and the marks of each generation."""
+    """What the coordinator knows of a run, as the other ranks receive it: `commit.Survey` without the commits."""
 
     generations: list[tuple[GenerationId, bool, list[Finding], list[Finding]]]
-    """id, verified, damaged, unfit"""
+    """of each generation the id, whether it is verified, and the findings of its marks DAMAGED and UNFIT"""
     broken: list[tuple[GenerationId, dict[str, str]]]
+    """generations whose commit cannot be read, each with the error"""
     incomplete: list[GenerationId]
     witnessed: list[GenerationId]
     incarnations: list[Incarnation]
@@ -51,10 +53,12 @@ class SharedSurvey(Record, frozen=True, kw_only=True):
 
 
 class RunWriter:
-    """The writer of one run on one tier. Torch-free.
+    """The writer of one run on one tier. Opening it settles the run (settle.py).
 
-    `workers` read, and write where a save brings no threads of its own. `resumes`: a generation that an earlier
-    opening has admitted, whose files are there and which this opening is to commit.
+    `workers`: the threads that read, and that write for `save`. `keep`: the retention policy. `parity`: the parity of
+    each verified generation, as "8+2" (None: no parity). `algorithm`: of all digests. `ranks`: the ranks of the job
+    (None: this one alone). `environment`: ids, clocks and callbacks. `resumes`: a generation that an earlier opening
+    admitted and whose files exist; this opening commits it (None: no such generation).
     """
 
     commits = True
@@ -89,7 +93,7 @@ class RunWriter:
 
     @property
     def survey(self) -> commit.Survey:
-        """What lies in the run."""
+        """All generations, incarnations and marks that this process knows of."""
         return self.known.survey
 
     def lineage(self) -> list[Generation]:
@@ -99,10 +103,10 @@ class RunWriter:
     # ---- saving --------------------------------------------------------------------------------------------
 
     def begin(self, parent: GenerationId | None) -> None:
-        """Open an incarnation that continues `parent` (None: from scratch), in this process only.
+        """Begin an incarnation that continues `parent` (None: it starts from scratch). The other ranks receive it.
 
-        It becomes durable with its first COMMIT, which names the parent. Until then the next process, and the pointer,
-        go by what was there before; this process goes by `known.view`. The other ranks receive it.
+        Nothing is written: the incarnation becomes durable with its first COMMIT, which names the parent. Until then
+        the pointer, and a process that opens the run after this one, follow the older incarnations.
         """
 
         def decide(_: list[Any]) -> Any:
@@ -120,36 +124,37 @@ class RunWriter:
         record_incarnation(self.known, self._deletions)
 
     def admit(self, step: int) -> GenerationId:
-        """Where a save of `step` will go. Raises StepTaken, NotRestored; touches nothing in a run that is begun."""
+        """The id of a save of `step`; begins an incarnation if there is none. Raises StepTaken, NotRestored."""
         self.known.require_restored()
         if self.known.incarnation is None:
             self.begin(None)
         return self.known.next_id(step)
 
     def save(self, request: SaveRequest, topic: AnyTopic | None = None) -> Generation:
-        """As `save.save`, on the threads of the run; pinned where retention wants the step.
+        """As `save.save`, on the threads of the run; pinned also if the retention policy keeps the step.
 
-        `topic`: where the ranks agree on this save; default: the one of its step.
+        `topic`: through which the ranks agree on this save (None: the topic of its step).
         """
         pinned = request.pinned or wanted(self.keep, request.at.step, request.milestone, request.metrics)
         by = self.rank_writer(self._workers)
         return save(self, replace(request, pinned=pinned), by, topic or self.ranks.step_topic("save", request.at.step))
 
     def rank_writer(self, writers: Executor) -> RankWriter:
-        """How this rank writes its part; on a full disk older generations give way."""
+        """How this rank writes its part of a save, with these threads. On a full disk older generations are deleted."""
         return RankWriter(self._roomy, self.rank, self._algorithm, writers)
 
     def abandon(self, step: int, topic: AnyTopic, error: BaseException) -> None:
-        """A save that failed here before it wrote anything: the other ranks learn why, and nothing of theirs stays."""
-        topic.fail(error)  # from here on no rank writes to it
+        """End a save that failed on this rank before it wrote anything: it fails on all ranks, and their files are
+        removed."""
+        topic.fail(error)  # after this no rank writes to the generation's folder
         if self.known.incarnation is not None:
-            with contextlib.suppress(StepTaken):  # then what lies there belongs to another save
+            with contextlib.suppress(StepTaken):  # the files in that folder belong to another save
                 self.clear(self.admit(step))
 
     def publish(
         self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]
     ) -> Generation:
-        """Commit what every rank has sealed. Raises Overtaken, CommitUnknown."""
+        """Commit the parts that the ranks have sealed. Raises Overtaken, CommitUnknown."""
         known = self.known
         assert known.incarnation is not None
         with known.lock:
@@ -175,26 +180,26 @@ class RunWriter:
             known.record(generation)
             known.unread += 1
             if known.recorded != at.incarnation:
-                with contextlib.suppress(LastgoodError):  # each COMMIT says the same; the next save tries again
+                with contextlib.suppress(LastgoodError):  # each COMMIT holds the same; the next save tries again
                     self.record_incarnation()
             return generation
 
-    def take_up(self, generation: Generation) -> None:
-        """`publish` has noted it already."""
+    def note_published(self, generation: Generation) -> None:
+        """Does nothing: `publish` has added the generation already."""
 
     def clear(self, at: GenerationId) -> None:
         """As `save.clear_failed`."""
         clear_failed(self.tier, at)
 
     def make_room(self, needed_bytes: int) -> bool:
-        """A save found the disk full: as `Environment.make_room` says, or delete what retention can spare."""
+        """As `Environment.make_room`, which by default deletes the oldest generation that retention can spare."""
         make_room = self.known.environment.make_room or self.retirement.relieve
         return make_room(needed_bytes)
 
     # ---- after the commit ----------------------------------------------------------------------------------
 
     def backlog(self) -> int:
-        """How many generations were committed after the newest verified one of the lineage."""
+        """The number of generations of the lineage that were committed after the newest verified one."""
         return self.known.unread if self.tier.newest_only else unverified_ahead(self.lineage())
 
     def verify(self, arena: Arena, stop: Stop = never) -> None:
@@ -214,13 +219,13 @@ class RunWriter:
         return self.mender.mend(at, arena, stop)
 
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
-        """As `Marks.label`; on a full disk other generations are deleted to make room. No deletion takes this one."""
+        """As `Marks.label`. On a full disk older generations are deleted to make room, but never this one."""
         self.known.labelling.add(at)
         try:
             while True:
                 try:
                     return self.marks.label(at, milestone, metrics)
-                except NoSpace:  # no lock is held here: making room takes other locks first
+                except NoSpace:  # `known.lock` is not held here: `make_room` acquires other locks before it
                     if not self.make_room(0):
                         raise
         finally:
@@ -233,7 +238,7 @@ class RunWriter:
         return own_findings(self.known, self.ranks, generation, arena, self._workers)
 
     def shared_survey(self) -> Any:
-        """What is known of the run, as `Follower.adopt` takes it."""
+        """What this process knows of the run, as `Follower.adopt` receives it."""
         survey = self.survey
         generations = [(one.id, one.verified, one.damaged, one.unfit) for one in survey.generations.values()]
         return msgspec.to_builtins(
