@@ -17,18 +17,20 @@ CHAPTER = Job(mtbf=sizing.mtbf_seconds(180, 2048), stall=120)
 """2,048 GPUs that fail every 180 days each; a checkpoint that takes two minutes of training"""
 
 
-def told(capsys, *arguments: str) -> dict[str, object]:
+def planned(capsys, *arguments: str) -> dict[str, object]:
     assert main(["plan", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_a_trillion_parameters_take_14_tb_and_stall_8000_writers_for_70_ms(capsys):
     rates = ["--copy-rate", "25GB", "--write-rate", "500GB", "--restore-rate", "store=80GB"]
-    found = told(capsys, "--parameters", "1e12", "--ranks", "8000", *rates)
+    found = planned(capsys, "--parameters", "1e12", "--ranks", "8000", *rates)
     assert found["state_bytes"] == 14e12 and found["shard_bytes"] == 1.75e9
     assert found["stall_seconds"] == pytest.approx(0.070) and found["write_seconds"] == pytest.approx(28)
     assert found["restore_seconds"] == {"store": 175.0}
-    assert told(capsys, "--state-bytes", "10TB", "--restore-rate", "store=80GB")["restore_seconds"] == {"store": 125.0}
+    assert planned(capsys, "--state-bytes", "10TB", "--restore-rate", "store=80GB")["restore_seconds"] == {
+        "store": 125.0
+    }
 
 
 def test_a_30_s_save_and_failures_every_30_minutes_give_5_5_minutes():
@@ -39,7 +41,7 @@ def test_the_example_cluster_fails_every_7593_s_and_saves_every_1350_s(capsys):
     assert CHAPTER.mtbf == pytest.approx(7593.75)
     assert CHAPTER.young == pytest.approx(1350)  # printed: 1,351
     assert CHAPTER.wasted_first_order(1350) == pytest.approx(0.178, abs=5e-4)
-    found = told(capsys, "--device-days", "180", "--devices", "2048", "--stall-seconds", "120", "--run-days", "55")
+    found = planned(capsys, "--device-days", "180", "--devices", "2048", "--stall-seconds", "120", "--run-days", "55")
     assert found["failures"] == pytest.approx(625.8, abs=0.1)  # printed: 660
     assert found["young_seconds"] == pytest.approx(1350)
 

@@ -133,9 +133,9 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
         outside: list[str] = []
         home = os.path.realpath(root)
 
-        def hear(event: str, args: tuple) -> None:
+        def record_outside_paths(event: str, args: tuple) -> None:
             if event == "open" or event.startswith("os."):
-                # what a new symbolic link says is text, and touches nothing
+                # the target of a new symbolic link is only text and opens nothing
                 for one in args[1:2] if event == "os.symlink" else args[:2]:
                     if isinstance(one, str | bytes) and (event != "open" or one is args[0]):
                         folder, name = os.path.split(os.path.abspath(os.fsdecode(one)))
@@ -151,7 +151,7 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
-            sys.addaudithook(hear)
+            sys.addaudithook(record_outside_paths)
             try:
                 result = job()
             except BaseException as error:

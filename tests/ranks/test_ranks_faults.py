@@ -28,7 +28,7 @@ from ranked import (
     leaving_out,
     listing_less,
     losing_homes,
-    losing_words,
+    losing_messages,
     paced,
     preempted,
     reading,
@@ -148,7 +148,7 @@ def test_a_nonfinite_tensor_on_one_rank_is_unfit_on_every_rank(tmp_path):
 
 def test_a_rank_that_lost_a_message_agrees_again_in_the_next_restore(tmp_path):
     """It counted its restores by itself, and every agreement after that was about something else."""
-    first, second = world(2, losing_words, tmp_path)
+    first, second = world(2, losing_messages, tmp_path)
     assert first[-1] == second[-1] == "step 5"
     assert second[0].startswith("TierDown: ") and second[-2] == first[-2] == "step 1"
 

@@ -170,11 +170,11 @@ def test_surplus_is_deleted_before_the_next_save_reserves_space(tmp_path, monkey
     there: list[list[str]] = []
     reserve = PosixFile.reserve
 
-    def looked(self: PosixFile, length: int) -> None:
+    def recording_reserve(self: PosixFile, length: int) -> None:
         there.append(sorted(path.name[:12] for path in (tmp_path / "gen").iterdir()))
         reserve(self, length)
 
-    monkeypatch.setattr(PosixFile, "reserve", looked)
+    monkeypatch.setattr(PosixFile, "reserve", recording_reserve)
     with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=1)) as ckpt:
         ckpt.restore()
         ckpt.save(4).result(60)

@@ -187,7 +187,7 @@ def race(tier: Tier, who: int, rounds: int, start) -> list[tuple[int, int]]:
     return won
 
 
-def _race_and_tell(kind: str, root: str, who: int, rounds: int, start, told) -> None:
+def _race_in_process(kind: str, root: str, who: int, rounds: int, start, told) -> None:
     try:
         told.put(race(TIERS[kind](root), who, rounds, start))
     except BaseException as error:
@@ -208,7 +208,7 @@ def test_exactly_one_of_eight_processes_that_put_the_same_name_wins(kind, tmp_pa
     context = get_context("fork")
     start, told = context.Barrier(8), context.Queue()
     racers = [
-        context.Process(target=_race_and_tell, args=(kind, str(tmp_path), who, 10, start, told)) for who in range(8)
+        context.Process(target=_race_in_process, args=(kind, str(tmp_path), who, 10, start, told)) for who in range(8)
     ]
     for racer in racers:
         racer.start()

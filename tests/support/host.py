@@ -28,15 +28,15 @@ def held(name: str) -> None:
 
     def once(*arguments: Any, **options: Any) -> Any:
         setattr(commit, name, real)
-        say("held")
+        send("held")
         sys.stdin.readline()
         return real(*arguments, **options)
 
     setattr(commit, name, once)
 
 
-def say(what: str, **more: Any) -> None:
-    print(json.dumps({"said": what, **more}), flush=True)
+def send(what: str, **more: Any) -> None:
+    print(json.dumps({"result": what, **more}), flush=True)
 
 
 def tried(act: Callable[[], object]) -> None:
@@ -46,7 +46,7 @@ def tried(act: Callable[[], object]) -> None:
         told = "done"
     except errors.LastgoodError as error:
         told = f"{type(error).__name__}: {error}"
-    say(told, seconds=time.monotonic() - begun)
+    send(told, seconds=time.monotonic() - begun)
 
 
 def main(rank: int, address: str, port: int, root: str, patience: float) -> None:
@@ -59,7 +59,7 @@ def main(rank: int, address: str, port: int, root: str, patience: float) -> None
     ):
         warnings.simplefilter("ignore")
         ckpt.restore()
-        say("ready")
+        send("ready")
         for line in sys.stdin:
             word, *more = line.split()
             if word == "end":
@@ -72,8 +72,8 @@ def main(rank: int, address: str, port: int, root: str, patience: float) -> None
             else:
                 state["w"].fill_(-1.0)
                 tried(ckpt.restore)
-                say("state", first=state["w"][0].item(), alike=bool((state["w"] == state["w"][0]).all()))
-    say("closed")
+                send("state", first=state["w"][0].item(), alike=bool((state["w"] == state["w"][0]).all()))
+    send("closed")
 
 
 if __name__ == "__main__":

@@ -470,8 +470,8 @@ def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
     return told
 
 
-def said(act: Callable[[], Any]) -> str:
-    """What became of it: the step that it returns, if any, or its error."""
+def outcome_of(act: Callable[[], Any]) -> str:
+    """The outcome of a call: the step of its result, if any, or its error."""
     try:
         found = act()
         return f"step {getattr(found, 'step', '')}"
@@ -531,10 +531,10 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
         cleared, clear = threading.Event(), RunWriter.clear
         if rank == 0:
             RunWriter.clear = lambda *arguments: (cleared.wait(0.3), clear(*arguments))[1]  # type: ignore[method-assign]
-        first = said(lambda: ckpt.save(2).result(LIMIT_SECONDS))
+        first = outcome_of(lambda: ckpt.save(2).result(LIMIT_SECONDS))
         state.pop("odd", None)
         Disk.create = rank_1_first  # type: ignore[method-assign]
-        return [first, said(lambda: ckpt.save(2).result(LIMIT_SECONDS)), said(ckpt.wait)]
+        return [first, outcome_of(lambda: ckpt.save(2).result(LIMIT_SECONDS)), outcome_of(ckpt.wait)]
 
 
 def listing_less(rank: int, size: int, root: Path) -> list[str]:
@@ -556,7 +556,7 @@ def listing_less(rank: int, size: int, root: Path) -> list[str]:
     if rank == 1:
         commit.survey = less
     with opened(root, state) as ckpt:
-        return [said(ckpt.restore)]
+        return [outcome_of(ckpt.restore)]
 
 
 def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
@@ -569,7 +569,7 @@ def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
             ckpt.wait()
     state["w"].fill_(7.0)
     with opened(root, state) as ckpt:
-        return said(lambda: ckpt.restore(step=1 + rank)), float(state["w"].sum())
+        return outcome_of(lambda: ckpt.restore(step=1 + rank)), float(state["w"].sum())
 
 
 def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
@@ -615,14 +615,14 @@ def unfit(rank: int, size: int, root: Path) -> list[str]:
             with torch.no_grad():
                 net.w._local_tensor[-1, -1] = float("nan")
         ckpt.save(2).result(LIMIT_SECONDS)
-        said(ckpt.wait)
+        outcome_of(ckpt.wait)
     for step in (2, None):
         with opened(root, {"net": net}) as ckpt:
-            told.append(said(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
+            told.append(outcome_of(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
     return told
 
 
-def losing_words(rank: int, size: int, root: Path) -> list[str]:
+def losing_messages(rank: int, size: int, root: Path) -> list[str]:
     """Rank 1 loses a message when a restore begins; then it restores and saves again."""
     from lastgood.coordination.rounds import Topic
 
@@ -633,8 +633,8 @@ def losing_words(rank: int, size: int, root: Path) -> list[str]:
         ckpt.wait()
         if rank == 1:
             once(Topic, "agree", errors.TierDown("the verdict was lost"), after=True)
-        told = [said(ckpt.restore) for _ in range(3)]
-        return [*told, said(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
+        told = [outcome_of(ckpt.restore) for _ in range(3)]
+        return [*told, outcome_of(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
 
 
 def losing_homes(rank: int, size: int, root: Path) -> list[str]:
@@ -648,7 +648,7 @@ def losing_homes(rank: int, size: int, root: Path) -> list[str]:
         if rank:
             state["x"] = torch.arange(50.0)
             once(Replicas, "_exchange", errors.TierDown("the verdict was lost"), after=True)
-        return [said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
+        return [outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
 
 
 def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
@@ -659,7 +659,7 @@ def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
         state = {"a": one, "c": other, "b": other if to == "another" else one.clone()}
     with opened(root, state) as ckpt:
         ckpt.restore()
-        return [said(lambda: ckpt.save(1).result(LIMIT_SECONDS))]
+        return [outcome_of(lambda: ckpt.save(1).result(LIMIT_SECONDS))]
 
 
 def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
@@ -670,7 +670,7 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
         ckpt.save(1).result(LIMIT_SECONDS)
         state |= {f"new{rank}": torch.full((10,), 3.0), f"s{rank}": torch.full((3000,), 3.0)}
         for n in (2, 3):  # the first of them finds out that there is more
-            said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS))
+            outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS))
         ckpt.wait()
     dist.barrier()
     if rank == 0:
@@ -681,7 +681,7 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
     dist.barrier()
     state = {f"s{rank}": torch.zeros(3000), f"new{rank}": torch.zeros(10)}
     with opened(root, state) as ckpt:
-        return said(lambda: ckpt.restore(strict=False)), [one[0].item() for one in state.values()]
+        return outcome_of(lambda: ckpt.restore(strict=False)), [one[0].item() for one in state.values()]
 
 
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
