@@ -52,7 +52,7 @@ def test_repair_rebuilds_marked_generations_and_the_requested_step(run, asked):
     flip(at(run, 3) / layout.COMMIT, 100)
     code, told = asked("repair", run)
     assert code == 0 and [(row["step"], row["repaired"]) for row in told["generations"]] == [(3, [layout.COMMIT])]
-    flip(at(run, 2) / DATA, 9000)  # nobody knows yet
+    flip(at(run, 2) / DATA, 9000)  # damage that no mark records yet
     assert asked("repair", run, "--known")[1]["generations"] == []
     assert asked("repair", run, 2)[1]["generations"][0]["repaired"] == [DATA]
     assert contents(run) == before

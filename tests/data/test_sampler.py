@@ -535,7 +535,7 @@ def elsewhere(count: int) -> list[int]:
         (lambda ids: [*ids, *ids, ids[0]], 5, 0, 0),
         (lambda ids: ids[1:], 0, 1, 0),
         (lambda ids: [*ids, *elsewhere(1) * 2], 0, 0, 2),
-        (lambda ids: [*ids, 0x61C8864680B583EB], 0, 0, 1),  # an id whose hash is 0: only the count tells
+        (lambda ids: [*ids, 0x61C8864680B583EB], 0, 0, 1),  # an id whose hash is 0: only the count shows it
         (lambda ids: [ids[0], *ids[:3]], 1, 1, 0),
         (lambda ids: [*elsewhere(2), *ids[2:]], 0, 2, 2),
         (lambda ids: [*ids[:3], -5], 0, 1, 1),

@@ -199,7 +199,7 @@ def test_a_contradictory_header_is_found_before_a_byte_is_applied(tmp_path: Path
             values={"w": {"!tensor": "w"}},
         )
     )
-    run.conclude(generation, [])  # somebody claims to have verified it
+    run.conclude(generation, [])  # marked as verified, although nothing verified it
     state = {"w": torch.zeros(COUNT)}
     with pytest.raises(errors.NothingGood, match="header does not agree"):
         loaded(disk, state)

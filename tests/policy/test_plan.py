@@ -116,7 +116,7 @@ def test_a_lost_commit_is_reported_for_every_record_that_names_it():
 
 
 def test_deleted_and_unfinished_generations_are_not_reported_as_lost():
-    survey = Survey(going={at(10)}, incomplete={at(40)})  # step 20 is gone with its folder
+    survey = Survey(going={at(10)}, incomplete={at(40)})  # step 20 is missing with its folder
     survey.generations = {at(30): generation(30, parent=at(20)), at(20, "x"): generation(20, "x")}
     survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=at(10))}
     assert lineage(survey).lost == []

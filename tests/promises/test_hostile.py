@@ -212,7 +212,7 @@ def written(tier: Disk) -> tuple[int, State, dict[int, str]]:
     """What a restore finds after a writer has opened the run, read everything again and deleted what it may."""
     writer = RunWriter(tier, Inline(), keep=Keep(last=1))
     writer.begin(GenerationId(step=10, incarnation="0a0a0a0a"))
-    writer.record_incarnation()  # as if it had saved, and that had gone
+    writer.record_incarnation()  # as if it had saved and the save had been deleted
     writer.verify(Arena(3 * 4096, 4096))
     writer.clean()
     return restored(tier)
@@ -680,7 +680,7 @@ def test_foreign_names_in_the_folders_of_a_run_hide_no_generation(run, where, th
     for name in NAMES:
         path = run.path(where) / name
         if os.path.lexists(path) or (where, thing, name) == ("incarnations", "file", "000007-0b0b0b0b.json"):
-            continue  # the one name here that means what it says: somebody started over
+            continue  # the one name here that is valid: a run that started over
         if thing == "file":
             path.write_bytes(b"x")
         elif thing == "pipe":

@@ -265,7 +265,7 @@ def test_the_interval_grows_until_some_step_has_no_save_in_flight() -> None:
 def test_an_announced_interval_takes_effect_at_one_step_on_every_rank() -> None:
     auto = adapt(Auto(interval_steps=10, ahead_steps=5), 0.1, 60.0, 0.0, step=12)
     assert (auto.interval_steps, auto.previous_steps, auto.holds_from) == (20, 10, 17)
-    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not heard of it yet
+    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not received it yet
     assert all(auto.due(step, 5) == behind.due(step, 5) for step in range(12, 17))
     assert auto.due(16, 6) and not auto.due(17, 6) and not auto.due(25, 6) and auto.due(26, 6)
     again = adapt(auto, 0.1, 60.0, 0.0, step=14)

@@ -145,7 +145,7 @@ def test_a_failed_deletion_is_retried_after_some_cleanups(run_of_three):
 def test_gc_deletes_the_others_and_names_the_undeletable_one(run_of_three, capsys):
     name = one_folder(run_of_three, 1)
     with sticky(f"{name}/{layout.blob_name(0)}").installed():
-        for _ in range(2):  # the second time its COMMIT is gone already
+        for _ in range(2):  # the second time its COMMIT is already deleted
             assert app.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
             assert "step 1" in capsys.readouterr().out
     assert steps_in(run_of_three) == [3]

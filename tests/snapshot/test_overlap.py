@@ -491,7 +491,7 @@ def test_without_a_hookable_optimizer_the_loop_waits_for_the_copy(tmp_path, gate
         monkeypatch.setattr(save_planner, "SMALL_BYTES", 1 << 20)
     elif what == "a large parameter that is kept twice":
         monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
-        loop.state["weight"] = loop.net.one.weight.data  # whoever put it there may change it whenever they like
+        loop.state["weight"] = loop.net.one.weight.data  # user code may change it at any time
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()

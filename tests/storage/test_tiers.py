@@ -136,7 +136,7 @@ def test_an_aborted_upload_leaves_no_file_and_frees_its_name(tier):
     blob.write_at(padded(pattern(4096)), 0)
     blob.abort()
     assert not tier.list(HOME) and not tier.list("gen")
-    blob.abort()  # what is already gone is no error
+    blob.abort()  # aborting twice is no error
     upload(tier, BLOB, b"again")
     assert read(tier, BLOB, 5) == b"again"
 
