@@ -21,8 +21,9 @@ from lastgood.format.commit import survey
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
 from lastgood_lab import crashmodel
-from lastgood_lab.crashmodel import UPKEEP, Judge, Ledger, Violation, World
+from lastgood_lab.crashmodel import UPKEEP, Judge, World
 from lastgood_lab.hostile import ROOT, HostileDisk, Inode
+from lastgood_lab.ledger import Ledger, Violation
 from lastgood_lab.plain import load, share
 from lastgood_lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 

@@ -56,8 +56,9 @@ def durable(
 ) -> Answer:
     """Durable write of one large state, and the caller's wait, beside raw direct I/O, torch.save, DCP and more."""
     from . import durable as bench
+    from .contenders import CONTENDERS
 
-    _require_known(only, bench.CONTENDERS, "--only")
+    _require_known(only, CONTENDERS, "--only")
     return _measured(bench, bench.Options(out, place, only, scale, rounds, device), out)
 
 
@@ -85,7 +86,8 @@ def interval(
     """Training throughput and recovery time against the interval, policy by policy."""
     from . import interval as bench
     from .models import MODELS
-    from .policies import POLICIES, Settings
+    from .policies import POLICIES
+    from .policy import Settings
 
     options = bench.Options(
         out,

@@ -11,7 +11,10 @@ from typing import Any
 from lastgood.units import size
 
 from . import durable, interval
-from .policies import POLICIES, Settings
+from .contenders import CONTENDERS
+from .interval_tables import select
+from .policies import POLICIES
+from .policy import Settings
 from .report import Report, Say, Table, percent, quantile, spread
 
 Row = Mapping[str, Any]
@@ -25,7 +28,7 @@ class Options:
     place: Path | None = None
 
     def durable(self) -> durable.Options:
-        names = [name for name, one in durable.CONTENDERS.items() if not one.needs]
+        names = [name for name, one in CONTENDERS.items() if not one.needs]
         return durable.Options(self.out, self.place, names, rounds=3, device="cuda")
 
     def interval(self) -> interval.Options:
@@ -57,7 +60,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     names = ["no saves", *options.interval().policies]
     lines = []
     for name in names:
-        mine = interval.select(steps, policy=name, interval=10)
+        mine = select(steps, policy=name, interval=10)
         waits = [1000 * one for row in mine for one in row["wait_seconds"]]
         lines.append(
             [

@@ -43,8 +43,9 @@ from lastgood.storage.directory import Disk, WriteMode
 
 from . import trials
 from .crash import content
-from .crashmodel import Judge, Violation
+from .crashmodel import Judge
 from .journal import Journal
+from .ledger import Violation
 from .plain import load, save
 from .report import Report, Say, Table
 from .scenarios import SCENARIOS, play

@@ -31,7 +31,7 @@ from lastgood.ranks.torch_store import ranks_of
 from lastgood.run import access
 from lastgood.storage.directory import Disk
 
-from .durable import sync_tree
+from .contenders import sync_tree
 from .journal import Journal
 from .report import Report, Say, Table, hardware, spread
 from .restore import drop_from_cache

@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .policies import POLICIES, Settings, Snapshot
+from .chunked_copy import Snapshot
+from .policies import POLICIES
+from .policy import Settings
 from .stores import end_peer, start_peer
 
 

@@ -23,11 +23,12 @@ import torch.distributed.checkpoint as dcp
 import lastgood
 from lastgood.units import size
 
-from .durable import CHUNK_BYTES, of_contender, ratios, warm_memory
-from .interval import working_place
+from .contenders import CHUNK_BYTES, warm_memory
+from .durable import of_contender, ratios
 from .journal import Journal
 from .models import Workload
 from .report import Report, Say, Table, hardware, spread
+from .usage import working_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,9 +12,10 @@ from lastgood.format import layout
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import WriteMode
 
-from .crashmodel import Judge, Ledger, World
+from .crashmodel import Judge, World
 from .hostile import HostileDisk
 from .labels import LOSS
+from .ledger import Ledger
 
 
 class Scenario(NamedTuple):

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import lastgood
 
-from .durable import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
-from .interval import working_place
+from .contenders import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
 from .journal import Journal
 from .models import Plain
 from .report import Report, Say, Table, hardware, spread
+from .usage import working_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

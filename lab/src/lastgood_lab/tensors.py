@@ -29,9 +29,9 @@ from lastgood.snapshot import staging
 from lastgood.state.capture import Capture
 from lastgood.units import size
 
-from .interval import resident_bytes, stored_bytes, working_place
 from .journal import Journal
 from .report import Report, Say, Table, hardware
+from .usage import resident_bytes, stored_bytes, working_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
