@@ -49,7 +49,7 @@ def begun(links: bool = True, verified: bool = True) -> World:
     world.open()
     world.save(1)
     if verified:
-        world.look_after()
+        world.upkeep()
     world.save(2)
     return world
 
@@ -226,7 +226,7 @@ def test_verification_sees_what_the_medium_has_and_not_what_the_cache_shows(name
     in those was marked as verified, and retention deleted the generation before it."""
     world = begun()
     world.rot(2, name, 60)
-    world.look_after()
+    world.upkeep()
     assert world.run.known.newest_verified().step == 1
     assert steps_on(world.disk) == [1, 2]
 

@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.
 class Benchmark(Protocol):
     """What a module of this package that is a benchmark has: measure, and make a report of what was measured."""
 
-    def run(self, options: Any, say: Any) -> Sequence[Any]: ...
+    def run(self, options: Any, progress: Any) -> Sequence[Any]: ...
     def report(self, rows: Any, options: Any) -> Any: ...
 
 
@@ -242,16 +242,16 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
     out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP says it at every save
-        found = bench.report(bench.run(options, _say), options)
+        found = bench.report(bench.run(options, _report_progress), options)
     command = command_line()
     files = found.write(out, command, today())
     text = found.markdown(command, today())
-    told = "\n".join(f"wrote {path}" for path in files)
+    written = "\n".join(f"wrote {path}" for path in files)
     data = {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}
-    return Answer(data, Text(f"{text}\n{told}"))
+    return Answer(data, Text(f"{text}\n{written}"))
 
 
-def _say(line: str) -> None:
+def _report_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -361,13 +361,13 @@ def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     from .report import command_line, today
 
     out.mkdir(parents=True, exist_ok=True)
-    rows = experiment.run(options, _say)
+    rows = experiment.run(options, _report_progress)
     found = experiment.report(rows, options)
     summary = experiment.summary(rows)
     files = trials.write(found, summary, out, command_line(), today())
-    told = "\n".join(f"wrote {path}" for path in files)
+    written = "\n".join(f"wrote {path}" for path in files)
     data = {"lab": found.name, "files": [str(path) for path in files], **summary}
-    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{told}"))
+    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{written}"))
 
 
 # ---- report ----------------------------------------------------------------------------------------------------

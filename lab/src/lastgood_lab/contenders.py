@@ -74,7 +74,7 @@ class Contender(NamedTuple):
     needs: str = ""
     """a package that must be importable"""
 
-    def here(self) -> bool:
+    def available(self) -> bool:
         """Whether it can run on this machine."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 

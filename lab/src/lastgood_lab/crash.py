@@ -39,7 +39,7 @@ from . import trials
 from .journal import Journal
 from .noting import NotingFiles
 from .plain import State, load, save
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Options, Row, error_bars, share
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class KillingFiles(NotingFiles):
         self._root, self._at, self._half = str(root), at, half
 
     def note(self, call: str, path: str) -> None:
-        self.calls.append(f"{call} {_told(path.removeprefix(self._root))}")
+        self.calls.append(f"{call} {_short_path(path.removeprefix(self._root))}")
         if len(self.calls) - 1 == self._at and not self._half:
             die()
 
@@ -78,7 +78,7 @@ class KillingFiles(NotingFiles):
         return taken
 
 
-def _told(path: str) -> str:
+def _short_path(path: str) -> str:
     """What a path means: the same in every trial."""
     name = re.sub(r"\.json\.[0-9]+-[0-9]+\.tmp$", ".json.tmp", os.path.basename(path))
     if not path:
@@ -168,18 +168,18 @@ def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
 _PARTS = {"model": "a_model", "optimizer": "b_optimizer", "rng": "c_rng"}
 
 
-def _write_in_place(home: Path, step: int, seed: int, stop: str) -> None:
+def _write_in_place(folder: Path, step: int, seed: int, stop: str) -> None:
     """Every file under its final name, nothing synced; killed at `stop`, or never."""
     state, sums = content(step, seed), {}
     for name, part in _PARTS.items():
-        (home / f"{name}.bin").write_bytes(state[part])
+        (folder / f"{name}.bin").write_bytes(state[part])
         sums[name] = hashlib.sha256(state[part]).hexdigest()
         if stop == "after_model" and name == "model":
             die()
     text = json.dumps({"step": step, "sums": sums})
     if stop == "before_manifest":
         die()
-    with (home / "MANIFEST.json").open("w") as file:
+    with (folder / "MANIFEST.json").open("w") as file:
         file.write(text[: len(text) // 2])
         file.flush()
         if stop == "manifest_partial":
@@ -187,21 +187,21 @@ def _write_in_place(home: Path, step: int, seed: int, stop: str) -> None:
         file.write(text[len(text) // 2 :])
     if stop == "before_commit":
         die()
-    (home / "COMMIT.json").write_text(json.dumps({"manifest": hashlib.sha256(text.encode()).hexdigest()}))
+    (folder / "COMMIT.json").write_text(json.dumps({"manifest": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def _read_in_place(home: Path, seed: int) -> tuple[str, str]:
+def _read_in_place(folder: Path, seed: int) -> tuple[str, str]:
     """The group, and why it is not complete."""
     try:
-        text = (home / "MANIFEST.json").read_bytes()
+        text = (folder / "MANIFEST.json").read_bytes()
         manifest = json.loads(text)
-        commit = json.loads((home / "COMMIT.json").read_text())
+        commit = json.loads((folder / "COMMIT.json").read_text())
     except (OSError, ValueError) as error:
         return "torn", type(error).__name__
     if commit["manifest"] != hashlib.sha256(text).hexdigest():
         return "torn", "commit and manifest disagree"
     for name in _PARTS:
-        if hashlib.sha256((home / f"{name}.bin").read_bytes()).hexdigest() != manifest["sums"][name]:
+        if hashlib.sha256((folder / f"{name}.bin").read_bytes()).hexdigest() != manifest["sums"][name]:
             return "torn", f"{name} and manifest disagree"
     return ("complete", "") if manifest["step"] == 20 else ("absent", "")
 
@@ -218,12 +218,12 @@ def one(key: Row) -> Row:
             _write_in_place(root, 10, seed, "")
             status, _ = in_a_fork(lambda _: _write_in_place(root, 20, seed, key["point"]))
             group, why = _read_in_place(root, seed)
-            told = {"killed": status, "acknowledged": False, "group": group, "usable": group != "torn"}
-            return {**told, "restored": 0, "why": why}
+            outcome = {"killed": status, "acknowledged": False, "group": group, "usable": group != "torn"}
+            return {**outcome, "restored": 0, "why": why}
         _begin_run(root, mode, seed)
         files = KillingFiles(root, key["call"], key["half"])
-        status, said = in_a_fork(lambda say: _go_on(root, mode, seed, files, lambda: say("durable")))
-        return {"killed": status, **_left(root, mode, seed, bool(said))}
+        status, message = in_a_fork(lambda send: _go_on(root, mode, seed, files, lambda: send("durable")))
+        return {"killed": status, **_left(root, mode, seed, bool(message))}
 
 
 def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
@@ -242,18 +242,18 @@ def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, 
             os._exit(status)
     os.close(send)
     with os.fdopen(receive) as pipe:
-        said = pipe.read()
+        message = pipe.read()
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended not in (0, -signal.SIGKILL):
-        raise RuntimeError(f"a fork ended with status {ended}, after it said {said!r}")
-    return ended < 0, said
+        raise RuntimeError(f"a fork ended with status {ended}, after it sent {message!r}")
+    return ended < 0, message
 
 
 def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
     tier = Disk(PosixFiles(), str(root), mode=mode)
     group, why = "absent", ""
-    for home in root.glob("gen/000000000020-*"):
-        if (home / layout.COMMIT).exists():
+    for folder in root.glob("gen/000000000020-*"):
+        if (folder / layout.COMMIT).exists():
             try:
                 _, state = load(tier, 20, Inline())
                 group = "complete" if state == content(20, seed) else "torn"
@@ -275,7 +275,7 @@ REST = 10
 """one in so many trials at the points that are not the study's"""
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     keys = [
         {"mode": mode, "point": name, "call": call, "half": half, "trial": trial, "seed": options.seed}
         for mode in MODES
@@ -287,7 +287,7 @@ def run(options: Options, say: Say) -> list[Row]:
         for name in MAIN
         for trial in range(options.trials)
     ]
-    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, say)
+    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, progress)
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -299,10 +299,12 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         for point in dict.fromkeys(row["point"] for row in mine):
             here = [row for row in mine if row["point"] == point]
             line = [mode, point, str(len(here)), *(str(sum(row["group"] == one for row in here)) for one in GROUPS)]
-            line += [share(here, itemgetter("usable")).told(), _why(here)]
+            line += [share(here, itemgetter("usable")).as_text(), _why(here)]
             (lines if point in MAIN else every).append(line)
     head = ["mode", "killed", "trials", *GROUPS, "run usable (Wilson 95 %)", "reasons"]
-    totals = [[mode, share([row for row in rows if row["mode"] == mode], itemgetter("usable")).told()] for mode in arms]
+    totals = [
+        [mode, share([row for row in rows if row["mode"] == mode], itemgetter("usable")).as_text()] for mode in arms
+    ]
     return Report(
         name="crash",
         title="Killed at every step of the protocol",
@@ -316,7 +318,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            f"Killed as planned: {share(rows, itemgetter('killed')).told()}.",
+            f"Killed as planned: {share(rows, itemgetter('killed')).as_text()}.",
             "A kill does not empty the page cache: it tells no mode from another but the one that writes in place.",
             "Intervals are Wilson's; the study's are Clopper-Pearson.",
         ],

@@ -129,8 +129,8 @@ class World:
             if at is not None and name == layout.COMMIT and call in ("link", "rename", "open"):
                 self._seal(at, self.disk._find(f"{ROOT}/{folder}").names)
         except Exception as error:
-            told = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
-            self.judge.violation = Violation(f"{told}\n  level {self.depth}: {'; '.join(self.past[-8:])}")
+            reason = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
+            self.judge.violation = Violation(f"{reason}\n  level {self.depth}: {'; '.join(self.past[-8:])}")
             raise self.judge.violation from error
 
     def _seal(self, at: GenerationId, names: dict[str, Inode]) -> None:
@@ -248,7 +248,7 @@ class World:
             for at in self.run.survey.generations.keys() - there:
                 del self.run.survey.generations[at]
 
-    def look_after(self) -> None:
+    def upkeep(self) -> None:
         """Verify and clean, as behind the training loop."""
         try:
             try:
@@ -262,7 +262,7 @@ class World:
     def steps(self, *steps: int) -> None:
         for step in steps:
             self.save(step)
-            self.look_after()
+            self.upkeep()
 
     def fault(self, at: int, code: int, sticky: bool = False, applied: bool = False) -> None:
         self.disk.fault = Fault(at, code, sticky, applied)
@@ -374,7 +374,7 @@ class Others:
 
     def __init__(self, world: World, at: GenerationId, meanwhile: Callable[[], object]) -> None:
         self._world, self._at, self._ranks, self._meanwhile = world, at, world.ledger.ranks, meanwhile
-        self._told: dict[int, Any] = {}
+        self._parts: dict[int, Any] = {}
 
     def part(self, rank: int) -> State:
         """What this rank writes of the state."""
@@ -390,19 +390,19 @@ class Others:
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         for rank in range(1, self._ranks):
             self._share(rank)
-        failed = [one for one in self._told.values() if isinstance(one, LastgoodError)]
+        failed = [one for one in self._parts.values() if isinstance(one, LastgoodError)]
         if failed:
             raise failed[0]
         folder, first = mine
-        return decide([(folder, one) for _, one in sorted({0: first, **self._told}.items())])
+        return decide([(folder, one) for _, one in sorted({0: first, **self._parts}.items())])
 
     def fail(self, error: BaseException) -> None:
         """They hear of it, and have written what they have written."""
 
     def _share(self, rank: int) -> None:
-        if rank not in self._told:
+        if rank not in self._parts:
             try:
-                told = share(self._world.tier, self._at, rank, self.part(rank), chunk_bytes=CHUNK_BYTES)
-                self._told[rank] = msgspec.to_builtins(told)
+                part = share(self._world.tier, self._at, rank, self.part(rank), chunk_bytes=CHUNK_BYTES)
+                self._parts[rank] = msgspec.to_builtins(part)
             except LastgoodError as error:
-                self._told[rank] = error
+                self._parts[rank] = error

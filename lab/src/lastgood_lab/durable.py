@@ -19,7 +19,7 @@ from lastgood.units import size
 
 from .journal import Journal
 from .models import Workload
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
 
 if TYPE_CHECKING:
@@ -42,10 +42,10 @@ class Options:
 
     def names(self) -> list[str]:
         """What was asked for; else whatever can run here."""
-        return list(self.contenders) or [name for name, one in CONTENDERS.items() if one.here()]
+        return list(self.contenders) or [name for name, one in CONTENDERS.items() if one.available()]
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
     journal = Journal(options.out / "durable.journal.jsonl", {"hardware": hardware()})
     common = {"scale": options.scale, "device": options.device}
@@ -70,12 +70,12 @@ def run(options: Options, say: Say) -> list[Row]:
                     bench.trained.step(lambda: None)  # every save finds another state: some peers write differences
                     os.sync()
                     known = journal.put({**saves[name]()._asdict(), "bytes": bench.bytes}, **key)
-                    say(f"round {number + 1}/{options.rounds}  {name:22s} {_told(known)}")
+                    progress(f"round {number + 1}/{options.rounds}  {name:22s} {_seconds_text(known)}")
                 rows.append({**key, **known})
     return rows
 
 
-def _told(found: Row) -> str:
+def _seconds_text(found: Row) -> str:
     return f"waits {found['waits']:6.3f} s, done {found['done']:6.3f} s, durable {found['durable']:6.3f} s"
 
 

@@ -15,7 +15,7 @@ from .contenders import CONTENDERS
 from .interval_tables import select
 from .policies import POLICIES
 from .policy import Settings
-from .report import Report, Say, Table, percent, quantile, spread
+from .report import Progress, Report, Table, percent, quantile, spread
 
 Row = Mapping[str, Any]
 
@@ -46,10 +46,10 @@ class Options:
         )
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Both benches' rows; each keeps its own journal and leaves its own report."""
-    writes = durable.run(options.durable(), say)
-    steps = interval.run(options.interval(), say)
+    writes = durable.run(options.durable(), progress)
+    steps = interval.run(options.interval(), progress)
     return [{"part": "durable", **row} for row in writes] + [{"part": "interval", **row} for row in steps]
 
 

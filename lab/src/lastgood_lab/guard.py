@@ -32,7 +32,7 @@ from lastgood.storage.directory import Disk
 from . import trials
 from .journal import Journal
 from .plain import save
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
 
 Row = Mapping[str, Any]
 CODE = "10+2"
@@ -51,7 +51,7 @@ class Options:
     rounds: int = 5
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
     journal = Journal(options.out / "guard.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
@@ -65,8 +65,8 @@ def run(options: Options, say: Say) -> list[Row]:
                 if found is None:
                     contenders = contenders or _Bench(Path(folder), options.mib << 20).contenders()
                     found = journal.put(contenders[name](), contender=name, round=number)
-                    told = f"{found['bytes'] / found['seconds'] / 1e9:.2f} GB/s"
-                    say(f"round {number + 1}/{options.rounds}  {name:34} {found['seconds']:.3f} s, {told}")
+                    speed = f"{found['bytes'] / found['seconds'] / 1e9:.2f} GB/s"
+                    progress(f"round {number + 1}/{options.rounds}  {name:34} {found['seconds']:.3f} s, {speed}")
                 rows.append({"contender": name, "round": number, **found})
     return rows
 

@@ -22,7 +22,7 @@ from .journal import Journal
 from .models import Workload
 from .policies import POLICIES, bound_seconds
 from .policy import Nothing, Policy, Settings
-from .report import Report, Say, hardware
+from .report import Progress, Report, hardware
 
 if TYPE_CHECKING:
     pass
@@ -67,18 +67,18 @@ class Options:
         return {**named, "least_steps": self.least_steps, "device": self.device, "settings": settings}
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
     journal = Journal(options.out / "interval.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for model in options.models:
-        rows += _throughput(options, model, journal, say)
+        rows += _throughput(options, model, journal, progress)
     if options.kills:
-        rows += _recovery(options, options.models[0], journal, say, rows)
+        rows += _recovery(options, options.models[0], journal, progress, rows)
     return rows
 
 
-def _throughput(options: Options, model: str, journal: Journal, say: Say) -> list[Row]:
+def _throughput(options: Options, model: str, journal: Journal, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     names = ["no saves", *options.policies]
     workload: Workload | None = None
@@ -105,7 +105,9 @@ def _throughput(options: Options, model: str, journal: Journal, say: Say) -> lis
                             known[at] = journal.put(found, kind="throughput", **key)
                             slow = 100 * found["slowdown"]
                             what = f"{model}, {name}, every {key['interval']}"
-                            say(f"[{done + at + 1}/{total}] {what}: {slow:+.1f} %, save {found['save_seconds']:.2f} s")
+                            progress(
+                                f"[{done + at + 1}/{total}] {what}: {slow:+.1f} %, save {found['save_seconds']:.2f} s"
+                            )
                     policy.close()
             done += len(keys)
             rows += [{**key, "kind": "throughput", **one} for key, one in zip(keys, known, strict=True) if one]
@@ -212,7 +214,7 @@ def _plain_step(workload: Workload) -> float:
     return time.perf_counter() - begun
 
 
-def _recovery(options: Options, model: str, journal: Journal, say: Say, measured: Sequence[Row]) -> list[Row]:
+def _recovery(options: Options, model: str, journal: Journal, progress: Progress, measured: Sequence[Row]) -> list[Row]:
     rows: list[Row] = []
     total, done = options.kills * len(options.policies) * len(options.intervals), 0
     for number in range(options.kills):
@@ -239,7 +241,7 @@ def _recovery(options: Options, model: str, journal: Journal, say: Say, measured
                     limit = bound_seconds(name, interval, step, save, found["load_seconds"], options.settings.in_flight)
                     known = journal.put({**found, "bound_seconds": limit}, kind="recovery", **key)
                     took = f"{known['recovery_seconds']:.2f} s (at most {limit:.2f})"
-                    say(f"[{done}/{total}] {model}, {name}, every {interval}: recovered in {took}")
+                    progress(f"[{done}/{total}] {model}, {name}, every {interval}: recovered in {took}")
                 rows.append({**key, "kind": "recovery", **known})
     return rows
 

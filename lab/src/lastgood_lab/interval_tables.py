@@ -105,7 +105,7 @@ def recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
 
 
 def draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
-    from .figures import legend_below, look, panels, steps_axis
+    from .figures import legend_below, panels, steps_axis, style
 
     figure, axes = panels(len(options.models), wide=5.0 if len(options.models) == 1 else 3.6)
     for model, one in zip(options.models, axes, strict=True):
@@ -114,7 +114,7 @@ def draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
                 [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy=name, interval=interval)]
                 for interval in options.intervals
             ]
-            one.plot(options.intervals, [statistics.median(group) for group in groups], **look(name, at))
+            one.plot(options.intervals, [statistics.median(group) for group in groups], **style(name, at))
         noise = [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy="no saves")]
         one.axhspan(min(noise), max(noise), color="#eeeeee", zorder=0)
         one.axhline(1, color="#999999", linestyle="--", linewidth=1, label="no saves (grey: spread)")
@@ -127,7 +127,7 @@ def draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
 
 
 def draw_recovery(rows: Sequence[Row], options: Options, model: str) -> Figure:
-    from .figures import legend_below, look, panels, steps_axis
+    from .figures import legend_below, panels, steps_axis, style
 
     figure, axes = panels(len(options.policies), columns=4, wide=2.8, high=2.5)
     step = statistics.median(row["plain_step_seconds"] for row in select(rows, model=model))
@@ -137,7 +137,7 @@ def draw_recovery(rows: Sequence[Row], options: Options, model: str) -> Figure:
     for at, (name, one) in enumerate(zip(options.policies, axes, strict=True)):
         found = select(rows, "recovery", model=model, policy=name)
         by_interval = [[row for row in found if row["interval"] == interval] for interval in options.intervals]
-        dots = {**look(name, at), "label": "measured"}
+        dots = {**style(name, at), "label": "measured"}
         one.plot([row["interval"] for row in found], [row["recovery_seconds"] for row in found], linestyle="", **dots)
         limits = [max(row["bound_seconds"] for row in group) for group in by_interval]
         one.plot(options.intervals, limits, color="#D55E00", label="bound")

@@ -47,7 +47,7 @@ from .crashmodel import Judge
 from .journal import Journal
 from .ledger import Violation
 from .plain import load, save
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .scenarios import SCENARIOS, play
 from .trials import Row, share
 
@@ -131,7 +131,7 @@ def _open(root: Path, mode: WriteMode) -> RunWriter:
     return RunWriter(tier, Inline(), keep=Keep(last=2))
 
 
-def live(root: Path, mode: WriteMode, seed: int, say: Callable[[str], object]) -> None:
+def live(root: Path, mode: WriteMode, seed: int, send: Callable[[str], object]) -> None:
     """Save one step after another, and say of each when it is durable; of a failure, its name."""
     run = _open(root, mode)
     newest = next(iter(run.lineage()), None)
@@ -139,11 +139,11 @@ def live(root: Path, mode: WriteMode, seed: int, say: Callable[[str], object]) -
     for step in range((newest.step if newest else 0) + 1, LAST):
         try:
             save(run, step, content(step, seed), chunk_bytes=CHUNK_BYTES)
-            say(f"durable {step}")
+            send(f"durable {step}")
             run.verify(Arena(3 * CHUNK_BYTES, CHUNK_BYTES))
             run.clean()
         except LastgoodError as error:
-            say(f"error {type(error).__name__}")
+            send(f"error {type(error).__name__}")
             return
 
 
@@ -159,24 +159,24 @@ class Life:
             os._exit(0)
         os.close(send)
         self._lines = os.fdopen(receive)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def until(self, steps: int) -> None:
         """Until so many steps are durable, or it has ended."""
         while self.durable < steps and (line := self._lines.readline()):
-            self.said.append(line.strip())
+            self.messages.append(line.strip())
 
     @property
     def durable(self) -> int:
         """The newest step that it called durable, as far as it was listened to."""
-        return max((int(line.split()[1]) for line in self.said if line.startswith("durable")), default=0)
+        return max((int(line.split()[1]) for line in self.messages if line.startswith("durable")), default=0)
 
     def end(self) -> None:
         """Kill it, and hear the rest."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
-        self.said += [line.strip() for line in self._lines]
+        self.messages += [line.strip() for line in self._lines]
         self._lines.close()
 
 
@@ -251,10 +251,10 @@ def _fill(image: Path, at: Path, mode: WriteMode, seed: int, chance: random.Rand
         life = Life(at / "run", mode, seed)
         life.until(LAST)
         life.end()
-        told = any(line == "error NoSpace" for line in life.said)
+        reported = any(line == "error NoSpace" for line in life.messages)
         ballast.unlink()
         found = _resumed(at / "run", mode, seed)
-        return life.durable, {**found, "why": found["why"] or ("" if told else "no NoSpace was told")}
+        return life.durable, {**found, "why": found["why"] or ("" if reported else "no NoSpace was reported")}
 
 
 def _turn_read_only(image: Path, at: Path, mode: WriteMode, seed: int, steps: int) -> tuple[int, Row]:
@@ -289,7 +289,7 @@ def play_one(key: Row) -> Row:
     return {"states": dict(judge.by_step), "lost": judge.lost, "violation": violation}
 
 
-def _model(options: Options, say: Say) -> list[Row]:
+def _model(options: Options, progress: Progress) -> list[Row]:
     """A row for each scenario, mode and step."""
     keys = [
         {"scenario": one.name, "mode": mode, "play": number, "seed": options.seed}
@@ -298,8 +298,8 @@ def _model(options: Options, say: Say) -> list[Row]:
         for mode in MODES
         if not one.in_flight or mode == "atomic_dirsync"  # slots know one way to write
     ]
-    say("the crash model")
-    played = trials.run(keys, play_one, Journal(options.out / "model.jsonl"), options.jobs, say)
+    progress("the crash model")
+    played = trials.run(keys, play_one, Journal(options.out / "model.jsonl"), options.jobs, progress)
     found: dict[tuple[str, str, str], Counter[str]] = {}
     for row in played:
         for step, states in row["states"].items():
@@ -318,17 +318,17 @@ def _model(options: Options, say: Say) -> list[Row]:
 # ---- all of them -------------------------------------------------------------------------------------------------
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    rows = _model(options, say)
+def run(options: Options, progress: Progress) -> list[Row]:
+    rows = _model(options, progress)
     try:
         kinds = here()
     except Refused as error:
-        say(f"real file systems are left out: {error}")
+        progress(f"real file systems are left out: {error}")
         return rows
-    return rows + _on_disks(kinds, options, say)
+    return rows + _on_disks(kinds, options, progress)
 
 
-def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
+def _on_disks(kinds: Sequence[str], options: Options, progress: Progress) -> list[Row]:
     journal = Journal(options.out / "trials.jsonl")
     keys = [
         {"fs": kind, "mode": mode, "trouble": trouble, "trial": trial, "seed": options.seed}
@@ -339,7 +339,7 @@ def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
     ]
     for kind in KINDS:
         if kind not in kinds:
-            say(f"{kind} is left out: mkfs.{kind} is not there")
+            progress(f"{kind} is left out: mkfs.{kind} is not there")
     left = [key for key in keys if journal.get(**key) is None]
     with tempfile.TemporaryDirectory(prefix="lastgood-powerloss-", dir=options.out) as folder:
         holder = Path(folder) / "holder.img"
@@ -348,7 +348,7 @@ def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
             for done, key in enumerate(left, 1):
                 journal.put(one(key, images), **key)
                 if done % 20 == 0 or done == len(left):
-                    say(f"{len(keys) - len(left) + done:,} of {len(keys):,} trials")
+                    progress(f"{len(keys) - len(left) + done:,} of {len(keys):,} trials")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
 
 
@@ -359,8 +359,8 @@ def _steps(rows: Sequence[Row]) -> list[list[str]]:
         if row["mode"] == "atomic_dirsync" and "scenario" in row:
             states[row["step"]] += row["states"]
             violations[row["step"]] += row["violations"]
-    told = [[step, f"{count:,}", str(violations[step])] for step, count in states.most_common()]
-    return [*told, ["all", f"{states.total():,}", str(violations.total())]]
+    lines = [[step, f"{count:,}", str(violations[step])] for step, count in states.most_common()]
+    return [*lines, ["all", f"{states.total():,}", str(violations.total())]]
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -380,7 +380,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
                         trouble,
                         kind,
                         mode,
-                        share(mine, itemgetter("kept")).told(),
+                        share(mine, itemgetter("kept")).as_text(),
                         str(sum(row["restored"] > 0 and not row["right"] for row in mine)),
                         f"{sum(row['goes_on'] for row in mine)} of {len(mine)}",
                         ", ".join(reasons),

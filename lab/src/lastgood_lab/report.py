@@ -22,7 +22,7 @@ from .provenance import commit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 """hears of progress, a line at a time"""
 
 
@@ -95,8 +95,8 @@ class Report:
 def hardware() -> str:
     """Short enough for a file name: `2core`, `16core-h100`."""
     accelerator = _accelerator()
-    words = accelerator.lower().replace("nvidia", "").split()
-    return "-".join([f"{os.cpu_count()}core", *(["".join(words[:1])] if words else [])])
+    parts = accelerator.lower().replace("nvidia", "").split()
+    return "-".join([f"{os.cpu_count()}core", *(["".join(parts[:1])] if parts else [])])
 
 
 def machine() -> str:
@@ -120,12 +120,12 @@ def today() -> str:
 
 def command_line(argv: Sequence[str] | None = None) -> str:
     """The command as it was given, of every path only the last part."""
-    told = [_last_part(word) for word in (sys.argv if argv is None else argv)]
-    return " ".join(["lastgood", *told[1:]])
+    shown = [_last_part(argument) for argument in (sys.argv if argv is None else argv)]
+    return " ".join(["lastgood", *shown[1:]])
 
 
-def _last_part(word: str) -> str:
-    option, equals, value = word.rpartition("=")
+def _last_part(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
     return option + equals + (os.path.basename(value.rstrip("/")) if os.sep in value else value)
 
 

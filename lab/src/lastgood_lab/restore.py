@@ -27,7 +27,7 @@ from .contenders import CHUNK_BYTES, warm_memory
 from .durable import of_contender, ratios
 from .journal import Journal
 from .models import Workload
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Options:
     rounds: int = 5
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
     journal = Journal(options.out / "restore.journal.jsonl", {"hardware": hardware()})
     names = [*RAW, OURS, FRESH, SLOTS, *_PEERS]
@@ -69,7 +69,7 @@ def run(options: Options, say: Say) -> list[Row]:
                         restores, total = _prepared(Workload("gpt2-124m", options.scale, 0.03), place)
                     drop_from_cache(place)
                     known = journal.put({"seconds": restores[name](), "bytes": total}, **key)
-                    say(f"round {number + 1}/{options.rounds}  {name:40s} {known['seconds']:6.3f} s")
+                    progress(f"round {number + 1}/{options.rounds}  {name:40s} {known['seconds']:6.3f} s")
                 rows.append({**key, **known})
     return rows
 

@@ -37,10 +37,10 @@ from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
 from lastgood.run.save import RankPart
 from lastgood.storage.directory import Disk
-from lastgood.units import size as told_size
+from lastgood.units import size as size_text
 
 from .journal import Journal
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Row
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Options:
     """a folder on the disk whose latencies count"""
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     journal = Journal(options.out / "trials.jsonl")
     place = options.place or options.out
     if journal.get(ranks=0, pieces=0) is None:
@@ -76,7 +76,7 @@ def run(options: Options, say: Say) -> list[Row]:
     for key in keys:
         if journal.get(**key) is None:
             journal.put(measured(**key), **key)
-            say(f"{key['ranks']:,} ranks, {key['pieces']:,} pieces")
+            progress(f"{key['ranks']:,} ranks, {key['pieces']:,} pieces")
     return [{**key, **(journal.get(**key) or {})} for key in [{"ranks": 0, "pieces": 0}, *keys]]
 
 
@@ -237,9 +237,9 @@ class _Table(Tier):
 
     def folder(self, manifest: Manifest) -> None:
         """Its tensor files are there."""
-        home = layout.folder(GenerationId(step=manifest.step, incarnation=manifest.incarnation))
-        self._folders["gen"].setdefault(home.partition("/")[2], -1)
-        self._folders.setdefault(home, {}).update({blob.name: blob.length for blob in manifest.blobs})
+        folder = layout.folder(GenerationId(step=manifest.step, incarnation=manifest.incarnation))
+        self._folders["gen"].setdefault(folder.partition("/")[2], -1)
+        self._folders.setdefault(folder, {}).update({blob.name: blob.length for blob in manifest.blobs})
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         there = self._folders.get(folder, {})
@@ -300,12 +300,12 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         [
             f"{row['ranks']:,}",
             f"{row['pieces']:,}",
-            told_size(int(row["manifest_bytes"])),
+            size_text(int(row["manifest_bytes"])),
             f"{1000 * row['seal']:.1f}",
             f"{row['commit']:.3f}",
-            told_size(row["commit_bytes"]),
+            size_text(row["commit_bytes"]),
             f"{1000 * row['list']:.1f}",
-            told_size(row["read_bytes"]),
+            size_text(row["read_bytes"]),
             f"{row['read']:.2f} + {_waits(row, probe)['read']:.2f}",
             f"{row['plan']:.2f}",
             f"{row['delete']:.2f} + {_waits(row, probe)['delete']:.1f}",
@@ -352,7 +352,7 @@ def _figure(sizes: Sequence[Row]) -> Figure:
     from .figures import panels
 
     figure, (by_ranks, by_pieces) = panels(2, columns=2, wide=4.2, high=3.6)
-    many_pieces, many_ranks = _told_most(sizes, "pieces"), _told_most(sizes, "ranks")
+    many_pieces, many_ranks = _most_measured(sizes, "pieces"), _most_measured(sizes, "ranks")
     for axes, what, other, fixed in (
         (by_ranks, "ranks", "pieces", many_pieces),
         (by_pieces, "pieces", "ranks", many_ranks),
@@ -368,7 +368,7 @@ def _figure(sizes: Sequence[Row]) -> Figure:
     return figure
 
 
-def _told_most(sizes: Sequence[Row], what: str) -> int:
+def _most_measured(sizes: Sequence[Row], what: str) -> int:
     """The value with which most sizes were measured, the largest of them."""
     count = Counter(row[what] for row in sizes)
     return max(value for value, times in count.items() if times == max(count.values()))

@@ -47,7 +47,7 @@ def verification_falls_behind(world: World) -> None:
     for burst in (2, 3, 4), (5, 6):
         for step in burst:
             world.save(step)
-        world.look_after()
+        world.upkeep()
 
 
 def restarts(world: World) -> None:
@@ -114,7 +114,7 @@ def damage_before_verification(world: World) -> None:
     world.save(2)
     world.save(3)
     world.rot(3, *world.judge.rng.choice(_PARTS))
-    world.look_after()
+    world.upkeep()
     world.steps(4, 5)
 
 
@@ -133,9 +133,9 @@ def saves_in_flight(world: World) -> None:
     world.steps(1)
     world.run.tier.create("gen/000000000009-00000009/r00000.safetensors", 9000)
     world.save(3, meanwhile=lambda: world.save(2))
-    world.look_after()
+    world.upkeep()
     world.save(6, meanwhile=lambda: world.save(5, meanwhile=lambda: world.save(4)))
-    world.look_after()
+    world.upkeep()
     world.steps(7)
 
 
@@ -146,7 +146,7 @@ def overtaken_saves(world: World) -> None:
     for older in (2, 5):
         world.save(older, meanwhile=functools.partial(world.save, older + 1))
         world.save(older + 2)
-        world.look_after()
+        world.upkeep()
     world.steps(8)
 
 
@@ -158,7 +158,7 @@ def commits_that_nobody_knows_of(world: World) -> None:
         world.save(step)
         world.disk.watch = world._watch
         world.heal()
-        world.look_after()
+        world.upkeep()
     world.steps(7)
 
 
@@ -172,7 +172,7 @@ def full_disk(world: World) -> None:
         world.disk.watch = functools.partial(_refuse_space, world, refusals, layout.blob_name(0))
         world.save(step)
         world.disk.watch = world._watch
-        world.look_after()
+        world.upkeep()
         world.heal()
     world.open()
     world.steps(7, 8)
@@ -202,7 +202,7 @@ def labels(world: World) -> None:
     for step in (1, 2, 3, 4):
         world.save(step)
         world.label(step, rng.random())
-        world.look_after()
+        world.upkeep()
         if rng.random() < 0.5:
             world.label(step, rng.random(), milestone=True)
     world.open()
@@ -238,7 +238,7 @@ def labels_on_a_full_disk(world: World) -> None:
         world.label(rng.choice([step, step - 3]), rng.random(), milestone=True)
         world.disk.watch = world._watch
         world.heal()
-        world.look_after()
+        world.upkeep()
     world.open()
     world.steps(6)
 
@@ -262,7 +262,7 @@ def failing_labels(world: World) -> None:
     except LastgoodError:
         pass
     else:
-        world.look_after()
+        world.upkeep()
     finally:
         world.heal()
     world.open()

@@ -16,7 +16,7 @@ import lastgood
 from .contenders import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
 from .journal import Journal
 from .models import Plain
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ class Options:
         }
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
     journal = Journal(options.out / "size.journal.jsonl", {"hardware": hardware(), "device": options.device})
-    rows = [row for mib in options.sizes_mib for row in _by_size(options, mib, journal, say)]
+    rows = [row for mib in options.sizes_mib for row in _by_size(options, mib, journal, progress)]
     if options.knob_mib:
-        rows += _by_knob(options, journal, say)
+        rows += _by_knob(options, journal, progress)
     return rows
 
 
-def _by_size(options: Options, mib: int, journal: Journal, say: Say) -> list[Row]:
-    names = [name for name in NAMES if CONTENDERS[name].here()]
+def _by_size(options: Options, mib: int, journal: Journal, progress: Progress) -> list[Row]:
+    names = [name for name in NAMES if CONTENDERS[name].available()]
     keys: list[dict[str, Any]] = [
         {"kind": "size", "mib": mib, "contender": name, "round": number}
         for number in range(options.rounds)
@@ -83,11 +83,11 @@ def _by_size(options: Options, mib: int, journal: Journal, say: Say) -> list[Row
                     os.sync()
                     found = saves[key["contender"]]()
                     known[at] = journal.put(found._asdict(), **key)
-                    say(f"{mib} MiB, round {key['round'] + 1}, {key['contender']}: {found.durable:.4f} s")
+                    progress(f"{mib} MiB, round {key['round'] + 1}, {key['contender']}: {found.durable:.4f} s")
     return [{**key, **one} for key, one in zip(keys, known, strict=True) if one]
 
 
-def _by_knob(options: Options, journal: Journal, say: Say) -> list[Row]:
+def _by_knob(options: Options, journal: Journal, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     trained: Plain | None = None
     for number in range(options.rounds):
@@ -99,7 +99,7 @@ def _by_knob(options: Options, journal: Journal, say: Say) -> list[Row]:
                     trained = trained or Plain(options.knob_mib * MIB, options.device)
                     with working_place(options) as place:
                         known = journal.put(_burst(trained, place / "run", {knob: value}, options.burst), **key)
-                    say(f"{knob} = {value}, round {number + 1}: {known['seconds_per_save']:.3f} s for a save")
+                    progress(f"{knob} = {value}, round {number + 1}: {known['seconds_per_save']:.3f} s for a save")
                 rows.append({**key, **known})
     return rows
 
@@ -169,7 +169,7 @@ def _value(knob: str, value: int) -> str:
 
 
 def _draw_sizes(rows: Sequence[Row], names: Sequence[str]) -> Figure:
-    from .figures import legend_below, look, panels
+    from .figures import legend_below, panels, style
 
     figure, (one,) = panels(1, wide=4.6, high=3.4)
     sizes = sorted({row["mib"] for row in rows})
@@ -180,7 +180,7 @@ def _draw_sizes(rows: Sequence[Row], names: Sequence[str]) -> Figure:
             [m - min(g) for m, g in zip(middles, groups, strict=True)],
             [max(g) - m for m, g in zip(middles, groups, strict=True)],
         ]
-        one.errorbar(sizes, middles, yerr=around, elinewidth=0.8, **look(name, at))
+        one.errorbar(sizes, middles, yerr=around, elinewidth=0.8, **style(name, at))
     one.set_xscale("log", base=2)
     one.set_yscale("log")
     one.set_xticks(sizes, [f"{mib:,}" for mib in sizes])

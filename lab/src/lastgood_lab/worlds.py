@@ -33,10 +33,10 @@ def world(
     ]
     until = time.monotonic() + limit_seconds
     try:
-        for one, (_, tells) in zip(ranks, pipes, strict=True):
+        for one, (_, sender) in zip(ranks, pipes, strict=True):
             one.start()
-            tells.close()  # it ends with the process
-        found = _heard([hears for hears, _ in pipes], until)
+            sender.close()  # it ends with the process
+        found = _results([receiver for receiver, _ in pipes], until)
         for one in ranks:
             one.join(max(0.0, until - time.monotonic()))
     finally:
@@ -48,7 +48,7 @@ def world(
     return [found.get(rank) for rank in range(size)]
 
 
-def _heard(pipes: list[Connection], until: float) -> dict[int, Any]:
+def _results(pipes: list[Connection], until: float) -> dict[int, Any]:
     """What each rank has to say, as it comes; of those that die without a word nothing."""
     found: dict[int, Any] = {}
     waiting = list(range(len(pipes)))
@@ -59,12 +59,12 @@ def _heard(pipes: list[Connection], until: float) -> dict[int, Any]:
         for rank in [rank for rank in waiting if pipes[rank] in ready]:
             waiting.remove(rank)
             try:
-                told, failed = pipes[rank].recv()
+                result, failed = pipes[rank].recv()
             except EOFError:
                 continue
             if failed:
-                raise RuntimeError(f"rank {rank}:\n{told}")
-            found[rank] = told
+                raise RuntimeError(f"rank {rank}:\n{result}")
+            found[rank] = result
     return found
 
 
@@ -74,10 +74,10 @@ def _rank(results: Connection, rank: int, size: int, port: int, job: Job, argume
         if size > 1:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        told = job(rank, size, *arguments)
+        result = job(rank, size, *arguments)
     except BaseException:
         results.send((traceback.format_exc(), True))
         raise
-    results.send((told, False))
+    results.send((result, False))
     if size > 1:
         dist.destroy_process_group()
