@@ -38,6 +38,7 @@ MUTANTS: tuple[Mutant, ...] = (
             ),
         ),
         ("mark is written", "mark-before-pointer", Remove()),
+        ("findings outlive a failed mark", "findings-outlive-failed-mark", Instead("raise")),
         ("point before clean", "point-before-clean", Remove()),
         ("point at what is verified", "verified-is-pointed-at", Remove()),
         ("pointer names a verified one", "pointer-names-verified", Swap(" if one.good", "")),

@@ -16,21 +16,21 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a topic of a step has its name from the step",
             "topic-named-by-step",
-            Swap("step}/{begun.count(step)}", "len(begun)}/1"),
+            Swap("step}/{steps.count(step)}", "len(steps)}/1"),
         ),
-        ("a second try is another topic", "topic-named-by-step", Swap("{begun.count(step)}", "1")),
+        ("a second try is another topic", "topic-named-by-step", Swap("{steps.count(step)}", "1")),
         ("a rewind leaves what was said", "rewind-starts-new-topics", Remove()),
         (
             "who is elsewhere is not waited for, by rank 0",
             "rank-in-other-step-detected",
-            Swap("self._elsewhere(rank)", '""'),
+            Swap("self._skipped_by(rank)", '""'),
         ),
         (
             "who is elsewhere is not waited for, by others",
             "coordinator-in-other-step-detected",
-            Instead('elsewhere = ""'),
+            Instead('skipped = ""'),
         ),
-        ("who may still come is waited for", "slow-rank-still-awaited", Swap(" or max(begun) < self._begun[-1]", "")),
+        ("who may still come is waited for", "slow-rank-still-awaited", Swap(" or max(steps) < self._steps[-1]", "")),
         ("an error of one is an error of all", "one-failure-fails-all", Never()),
         ("who failed is named", "failed-rank-named", Instead("return post")),
         ("a verdict that fails is told", "verdict-failure-posted", Remove()),
@@ -71,7 +71,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a restore is counted by rank 0",
             "restore-counted-by-coordinator",
-            Instead("topic.agree(ranks.rewound, lambda counts: 1 + max(counts)); ranks.rewind(ranks.rewound + 1)"),
+            Instead(
+                "topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)); "
+                "ranks.rewind(ranks.restore_count + 1)"
+            ),
         ),
         ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("adopt(shared)", "refresh()")),
         ("what is tied is told", "aliases-in-structure", Remove()),

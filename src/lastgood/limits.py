@@ -66,14 +66,16 @@ assert 8 * DEPTH_LIMIT < 1000, "eight calls a level stay within Python's default
 
 MAX_IN_FLIGHT = 64
 """The largest number of saves in flight and of writer threads that a user may ask for."""
-STEP_HISTORY = 2 * MAX_IN_FLIGHT
-"""Each rank publishes its last saved steps, and keeps as many verdicts, so that the ranks pair their attempts."""
 WORKERS = 3
 """Threads that write or read the bytes of a run, by default."""
 READ_LIMIT = 3
 """The largest number of chunks that are read at once (engine/read_file.py takes fewer on few processors)."""
 UPKEEP_CHUNKS = 3
 """Chunks of memory in which generations are verified after their commit."""
+EXAMINATION_CHUNKS = 3
+"""Chunks of memory in which a restore or a command examines a generation."""
+DELETED_AT_ONCE = 3
+"""Generations that are deleted at the same time, so that they share the waits for the disk."""
 DELETIONS_AHEAD = 2
 """Generations that are deleted before a save reserves its space, at most."""
 BACKLOG_LIMIT = 2
@@ -81,11 +83,33 @@ BACKLOG_LIMIT = 2
 UNREAD_LIMIT = 10
 """The same on a tier that deletes old generations by itself, where a backlog fills no disk."""
 
-assert STEP_HISTORY > MAX_IN_FLIGHT, "a rank still publishes the step of every save that another rank may wait for"
 assert READ_LIMIT <= WORKERS, "each chunk that is read at once has a thread"
-assert UPKEEP_CHUNKS >= 2, "one chunk is read while another one is examined"
+assert min(UPKEEP_CHUNKS, EXAMINATION_CHUNKS) >= 2, "one chunk is read while another one is examined"
+assert DELETED_AT_ONCE <= WORKERS, "each deletion has a thread"
 assert DELETIONS_AHEAD > 1, "a save adds one generation, so a run that holds too many shrinks with every save"
 assert BACKLOG_LIMIT <= UNREAD_LIMIT
+
+# ---- ranks -------------------------------------------------------------------------------------------------------
+
+STEP_HISTORY = 2 * MAX_IN_FLIGHT
+"""Each rank publishes the steps of so many last saves, and the coordinator keeps so many of its last verdicts."""
+RANK_TIMEOUT_SECONDS = 120.0
+"""How long the coordinator waits for the other ranks by default; a user sets it with `lastgood.Ranks(patience=...)`."""
+COORDINATOR_TIMEOUTS = 2
+"""For how many of these timeouts the other ranks wait for the coordinator."""
+POLLS_PER_TIMEOUT = 60
+"""The first poll in a wait comes after timeout / POLLS_PER_TIMEOUT. A rendezvous reads all nonces again as often."""
+QUICK_STORE_SECONDS = 5.0
+"""The timeout of calls to the store that must not block for long: those of the training thread, and polls in a wait."""
+ANNOUNCEMENT_POLL_SECONDS = 1.0
+"""The time between two polls for announcements. After a failed one it is doubled, and doubled again."""
+LEAD_POLLS, LEAD_POLLS_LIMIT = 2.0, 16.0
+"""How many polls ahead of its step something is announced, at first and at most."""
+
+assert STEP_HISTORY > MAX_IN_FLIGHT, "a rank still publishes the step of every save that another rank may wait for"
+assert COORDINATOR_TIMEOUTS >= 2, "the coordinator waits one timeout for the other ranks before it publishes a verdict"
+assert QUICK_STORE_SECONDS < RANK_TIMEOUT_SECONDS, "a poll in a wait ends before the wait does"
+assert 2 <= LEAD_POLLS <= LEAD_POLLS_LIMIT, "a rank that polled just before an announcement polls again before its step"
 
 # ---- slots -------------------------------------------------------------------------------------------------------
 

@@ -84,22 +84,23 @@ class Store(Protocol):
     """A key-value store that all ranks of a job share. Every call may be made from any thread and raises TierDown
     where the store cannot be reached.
 
-    =============================  ====================================================================
-    call                           required behaviour
-    =============================  ====================================================================
-    set(posts)                     stores these values; every `get` and `has` that begins after the return, on
-                                   any rank, sees them
-    get(keys, seconds, cancelled)  waits up to `seconds` until every key exists and returns the values in the
-                                   order of the keys; raises TimedOut after that. `cancelled()` is polled with
-                                   growing pauses in the calling thread; once it is true, TimedOut is raised
-    has(keys)                      returns whether all of these keys exist now; does not wait
-    delete(keys)                   removes these keys; a key that does not exist is ignored
-    =============================  ====================================================================
+    =====================================  =============================================================
+    call                                   required behaviour
+    =====================================  =============================================================
+    set(values)                            stores these values; every `get` and `has` that begins after the
+                                           return, on any rank, sees them
+    has(keys)                              returns whether all of these keys exist now; does not wait
+    get(keys, timeout_seconds, cancelled)  waits up to `timeout_seconds` until every key exists and returns
+                                           the values in the order of the keys; raises TimedOut after that.
+                                           `cancelled()` is polled with growing pauses in the calling thread;
+                                           once it is true, TimedOut is raised
+    delete(keys)                           removes these keys; a key that does not exist is ignored
+    =====================================  =============================================================
     """
 
-    def set(self, posts: Mapping[str, bytes]) -> None: ...
+    def set(self, values: Mapping[str, bytes]) -> None: ...
     def has(self, keys: Sequence[str]) -> bool: ...
-    def get(self, keys: Sequence[str], seconds: float, cancelled: Callable[[], bool] = ...) -> list[bytes]: ...
+    def get(self, keys: Sequence[str], timeout_seconds: float, cancelled: Callable[[], bool] = ...) -> list[bytes]: ...
     def delete(self, keys: Sequence[str]) -> None: ...
 
 

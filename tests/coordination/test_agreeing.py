@@ -14,8 +14,8 @@ from msgspec import structs
 import lastgood
 from harness import save
 from lastgood.coordination.announcements import Announcements
-from lastgood.coordination.rendezvous import meet
-from lastgood.coordination.rounds import Posts, Ranks
+from lastgood.coordination.rendezvous import join
+from lastgood.coordination.rounds import MessageStore, RankGroup
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
@@ -41,15 +41,15 @@ class Board:
         self.posts: dict[str, bytes] = {}
         self.down, self.asked = False, 0
 
-    def set(self, posts):
+    def set(self, values):
         self._answer()
-        self.posts |= posts
+        self.posts |= values
 
     def has(self, keys):
         self._answer()
         return self.posts.keys() >= set(keys)
 
-    def get(self, keys, seconds, cancelled=lambda: False):
+    def get(self, keys, timeout_seconds, cancelled=lambda: False):
         self._answer()
         if not self.posts.keys() >= set(keys):
             cancelled()
@@ -73,20 +73,20 @@ class Meeting(Board):
         super().__init__()
         self.news = threading.Condition()
 
-    def set(self, posts):
+    def set(self, values):
         with self.news:
-            super().set(posts)
+            super().set(values)
             self.news.notify_all()
 
-    def get(self, keys, seconds, cancelled=lambda: False):
+    def get(self, keys, timeout_seconds, cancelled=lambda: False):
         with self.news:
             self.news.notify_all()
-            self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(seconds, 20.0))
-            return super().get(keys, seconds)
+            self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(timeout_seconds, 20.0))
+            return super().get(keys, timeout_seconds)
 
 
 def two_on(board):
-    return [Ranks(rank, 2, board, "run") for rank in (0, 1)]
+    return [RankGroup(rank, 2, board, "run") for rank in (0, 1)]
 
 
 # ---- meeting ---------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def met(board, ranks, size, patience_seconds=6.0):
 
     def tell(rank):
         try:
-            return meet(Posts(board), "run", rank, size, patience_seconds)
+            return join(MessageStore(board), "run", rank, size, patience_seconds)
         except RankFailed as error:
             return error.what
 
@@ -109,7 +109,7 @@ def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said(
     """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
     one had died between two such, none of them came together any more, however often they were started."""
     board = Meeting()
-    board.set({"run/here/1": b'"of a dead one"', "run/here/2": b'"of another"'})
+    board.set({"run/joining/1": b'"of a dead one"', "run/joining/2": b'"of another"'})
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(met, board, [0], 3)
         with board.news:  # the others come when it has looked for them some times
@@ -121,15 +121,15 @@ def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said(
 
 
 def test_who_is_here_hears_who_is_not():
-    assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
-    assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run in 0 s"]
-    assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run in 0 s"]
+    assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
+    assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run within 0 s"]
+    assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run within 0 s"]
 
 
 def test_a_rank_that_died_since_it_was_here_is_named():
     board = Meeting()
-    board.set({"run/here/1": b'"of a dead one"'})
-    assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run in 0 s"] * 2
+    board.set({"run/joining/1": b'"of a dead one"'})
+    assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
     """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
     came after one that died was not looked for."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
-    assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run in 3 s"] * 2
+    assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
 
 
 # ---- topics ----------------------------------------------------------------------------------------------------
@@ -146,37 +146,37 @@ def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
 def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
     """Saves met by their number: from then on each of one rank's met another one of the other's, and failed."""
     first, second = two_on(Board())
-    later = second.at("save", 3)
-    with pytest.raises(RankFailed, match="rank 0 said nothing"):
+    later = second.step_topic("save", 3)
+    with pytest.raises(RankFailed, match="rank 0 published no verdict"):
         later.agree("of 3", len)
-    with pytest.raises(StepDiffers, match="rank 1: has come to step 3, without step 2"):
-        first.at("save", 2).agree("of 2", len)
-    assert first.at("save", 3).agree("of 3", list) == ["of 3", "of 3"]
+    with pytest.raises(StepDiffers, match="rank 1: has begun step 3 and skipped step 2"):
+        first.step_topic("save", 2).agree("of 2", len)
+    assert first.step_topic("save", 3).agree("of 3", list) == ["of 3", "of 3"]
 
 
 def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
     first, second = two_on(Board())
-    with pytest.raises(TimedOut, match="rank 1: nothing was heard"):
-        first.at("save", 3).agree("of 3", len)
-    with pytest.raises(StepDiffers, match="rank 0 has come to step 3, without step 2"):
-        second.at("save", 2).agree("of 2", len)
+    with pytest.raises(TimedOut, match="rank 1: posted nothing"):
+        first.step_topic("save", 3).agree("of 3", len)
+    with pytest.raises(StepDiffers, match="rank 0 has begun step 3 and skipped step 2"):
+        second.step_topic("save", 2).agree("of 2", len)
 
 
 def test_a_rank_that_comes_to_a_step_late_is_waited_for():
     first, second = two_on(Board())
     with pytest.raises(RankFailed):
-        second.at("save", 1).agree("of 1", len)  # it is there, and may come to 2
-    with pytest.raises(TimedOut, match="rank 1: nothing was heard for 120 s"):
-        first.at("save", 2).agree("of 2", len)
+        second.step_topic("save", 1).agree("of 1", len)  # it is there, and may come to 2
+    with pytest.raises(TimedOut, match="rank 1: posted nothing within 120 s"):
+        first.step_topic("save", 2).agree("of 2", len)
 
 
 def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
     first, second = two_on(Board())
-    second.at("save", 1).fail(StepDiffers("of before"))
+    second.step_topic("save", 1).fail(StepDiffers("of before"))
     for one in (first, second):
         one.rewind(1)
-    with pytest.raises(TimedOut, match="rank 1: nothing was heard"):
-        first.at("save", 1).agree("of now", list)
+    with pytest.raises(TimedOut, match="rank 1: posted nothing"):
+        first.step_topic("save", 1).agree("of now", list)
 
 
 def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
@@ -188,11 +188,11 @@ def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
         raise MemoryError("for the verdict")
 
     with pytest.raises(RankFailed):
-        second.at("save", 1).agree("mine", len)
+        second.step_topic("save", 1).agree("mine", len)
     with pytest.raises(MemoryError):
-        first.at("save", 1).agree("mine", decide)
+        first.step_topic("save", 1).agree("mine", decide)
     with pytest.raises(RankFailed, match="MemoryError: for the verdict"):
-        Ranks(1, 2, board, "run").at("save", 1).agree("mine", len)
+        RankGroup(1, 2, board, "run").step_topic("save", 1).agree("mine", len)
 
 
 # ---- announcements ---------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_i
         n += 1
         clock.advance(step_seconds)
         for one in ranks:
-            one.look(n, ends and one is asking)
+            one.poll(n, ends and one is asking)
 
     while n < 200:
         step(asking, telling)
@@ -231,7 +231,7 @@ def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_ba
         clock.advance(0.1)
         for one in (telling, asking):
             try:
-                one.look(n, ends=one is asking)
+                one.poll(n, request_end=one is asking)
             except TierDown:
                 failed += 1
     assert 5 <= failed <= 20, "told each time, and asked ever more rarely"
@@ -239,8 +239,8 @@ def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_ba
     board.down = False
     for n in range(601, 3000):
         clock.advance(0.1)
-        telling.look(n)
-        asking.look(n, ends=True)
+        telling.poll(n)
+        asking.poll(n, request_end=True)
     assert telling.end == asking.end is not None
 
 
@@ -249,7 +249,7 @@ def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
     board, clock = Board(), Clock()
     first, second = two_on(board)
     telling, hearing = Announcements(first, clock), Announcements(second, clock)
-    telling.look(1)
+    telling.poll(1)
     real = board.set
 
     def lost(posts):
@@ -258,15 +258,15 @@ def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
 
     board.set = lost
     with pytest.raises(TierDown):
-        telling.tell(1, "save")
+        telling.announce(1, "save")
     board.set = real
     for n in range(2, 12):
         clock.advance(1)
-        telling.look(n)
-        hearing.look(n)
-    assert not telling.tell(12, "ended", 5), "first what was begun"
-    assert telling.coming == hearing.coming and telling.coming[0].word == "save"
-    assert telling.tell(12, "ended", 5)
+        telling.poll(n)
+        hearing.poll(n)
+    assert not telling.announce(12, "ended", 5), "first what was begun"
+    assert telling.pending == hearing.pending and telling.pending[0].kind == "save"
+    assert telling.announce(12, "ended", 5)
 
 
 def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
@@ -274,10 +274,10 @@ def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
     n = 0
-    while not any(one.word == "save" for one in second.ahead.coming):
+    while not any(one.kind == "save" for one in second.ahead.pending):
         n += 1
         run((first, second), clock, 1, first=n)
-    told = second.ahead.coming[0].step
+    told = second.ahead.pending[0].step
     run((first, second), clock, told - 1 - n, first=n + 1)
     for one in (first, second):
         one.timing.begun(Save(told), clock(), clock(), 0.0)
@@ -307,7 +307,7 @@ class Rank:
             if until <= self.clock() and not one.ended():
                 one.note_outcome(None, Overtaken(""))
         if not self.deaf:
-            self.ahead.look(n)
+            self.ahead.poll(n)
             self.timing.tell(n, self.clock())
         if not self.timing.due(n, self.clock()):
             return
@@ -413,8 +413,8 @@ def test_what_is_posted_does_not_pile_up():
     first, second = two_on(board)
     with ThreadPoolExecutor(1) as other:
         for step in range(1, 301):
-            theirs = other.submit(second.at("save", step).agree, "mine", len)
-            assert first.at("save", step).agree("mine", len) == theirs.result() == 2
+            theirs = other.submit(second.step_topic("save", step).agree, "mine", len)
+            assert first.step_topic("save", step).agree("mine", len) == theirs.result() == 2
     assert len(board.posts) < 150
 
 
@@ -444,7 +444,7 @@ def both(tmp_path):
     def saved(run):
         run.begin(None)
         ranks = first if run is leader else second
-        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.at("save", 1))
+        return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.step_topic("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
         first_told, second_told = pool.map(saved, (leader, follower))
@@ -483,7 +483,7 @@ def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both,
 
     def saved(run):
         with pytest.raises(StepDiffers, match=r"ranks have sealed gen/000000000002-.*, gen/000000000002-"):
-            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.at("save", 2))
+            save(run, 2, {f"w{run.rank}": bytes(100)}, topic=run.ranks.step_topic("save", 2))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(saved, (leader, follower)))
@@ -503,17 +503,17 @@ def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
 class Deaf(Board):
     """It can be asked, and takes no verdict."""
 
-    def set(self, posts):
-        if any(key.endswith("verdict") for key in posts):
+    def set(self, values):
+        if any(key.endswith("verdict") for key in values):
             raise TierDown("the store is gone")
-        super().set(posts)
+        super().set(values)
 
 
 def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
     """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
-    writer = RunWriter(disk, Inline(), ranks=Ranks(0, 1, Board(), "run"))
+    writer = RunWriter(disk, Inline(), ranks=RankGroup(0, 1, Board(), "run"))
     writer.begin(None)
     deaf = Deaf()
-    told = save(writer, 1, {"w": b"x" * 100}, topic=Ranks(0, 1, deaf, "run").at("save", 1))
+    told = save(writer, 1, {"w": b"x" * 100}, topic=RankGroup(0, 1, deaf, "run").step_topic("save", 1))
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]

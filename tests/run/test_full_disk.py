@@ -189,7 +189,7 @@ def test_a_training_run_on_a_disk_for_two_states_goes_on_and_says_so(small_disk,
         (60 * MB, 10 * MB, None, ""),
         (0, 69 * MB, "WARNING", "room for 6 states of 10 MB"),
         (20 * MB, 5 * MB, "WARNING", "Free 45 MB"),
-        (0, 19 * MB, "ERROR", "none can follow the first"),
+        (0, 19 * MB, "ERROR", "no save after the first can succeed"),
     ],
 )
 def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,21 @@ def test_damage_is_raised_and_the_next_older_one_is_verified_and_pointed_at(tmp_
     told = {at.step: (one.verified, bool(one.damaged)) for at, one in seen.generations.items()}
     assert told == {1: (False, False), 2: (True, False), 3: (False, True)}
     assert seen.pointer is not None and seen.pointer.step == 2
+
+
+def test_damage_is_raised_even_if_its_mark_cannot_be_written(tmp_path, caplog):
+    """The disk was full when a damaged generation was to be marked. Only NoSpace was raised, and every later attempt
+    passed over the generation: nobody learned that it was damaged."""
+    files = FaultyFiles(Fault("open new", f"*{layout.DAMAGED}*", errno.ENOSPC))
+    run = writer(tmp_path, files)
+    saved(run, 1, 2)
+    blob = tmp_path / layout.folder(max(run.survey.generations)) / layout.blob_name(0)
+    blob.write_bytes(blob.read_bytes()[:-1] + b"?")
+    with pytest.raises(Damaged, match="step 2 was committed and does not read back"):
+        verify(run)
+    assert caplog.text.count("could not be marked") == 1
+    assert {at.step: one.good for at, one in run.survey.generations.items()} == {1: True, 2: False}
+    assert run.survey.pointer is not None and run.survey.pointer.step == 1
 
 
 def test_an_opening_writes_the_records_of_incarnations_that_are_missing(tmp_path):

@@ -647,7 +647,7 @@ def losing_homes(rank: int, size: int, root: Path) -> list[str]:
         ckpt.save(1).result(LIMIT_SECONDS)
         if rank:
             state["x"] = torch.arange(50.0)
-            once(Replicas, "_ask", errors.TierDown("the verdict was lost"), after=True)
+            once(Replicas, "_exchange", errors.TierDown("the verdict was lost"), after=True)
         return [said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
 
 
@@ -689,7 +689,7 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
     import lastgood
     from lastgood.coordination import announcements
 
-    announcements.LOOK_SECONDS = 0.05
+    announcements.ANNOUNCEMENT_POLL_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -711,7 +711,7 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
     import lastgood
     from lastgood.coordination import announcements
 
-    announcements.LOOK_SECONDS = 0.05
+    announcements.ANNOUNCEMENT_POLL_SECONDS = 0.05
     loop = Loop("ddp", size)
     heard: list[tuple[str, int]] = []
 
@@ -719,14 +719,14 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
         if event.kind in ("durable", "failed"):
             heard.append((event.kind, event.step))
             if event.kind == "failed":
-                announcements.LOOK_SECONDS = 0.05
+                announcements.ANNOUNCEMENT_POLL_SECONDS = 0.05
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(seconds=0.3), on_event=note) as ckpt:
             n = ckpt.restore().step
             if late and rank == 1:
-                announcements.LOOK_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
+                announcements.ANNOUNCEMENT_POLL_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
             while n < 1000:
                 n += 1
                 loop.step(n)
@@ -743,7 +743,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
     import lastgood
     from lastgood.coordination import announcements
 
-    announcements.LOOK_SECONDS = 5.0 if late and rank == 1 else 0.05
+    announcements.ANNOUNCEMENT_POLL_SECONDS = 5.0 if late and rank == 1 else 0.05
     loop = Loop(kind, size)
     options = {"cadence": lastgood.Every(steps=10_000 if late else 4), "preemption": lastgood.Preemption()}
     with warnings.catch_warnings():
@@ -758,7 +758,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
                     if n == 5 and rank == who:
                         os.kill(os.getpid(), signal.SIGTERM)
                     if late and rank == 1 and n > 200:
-                        announcements.LOOK_SECONDS = 0.0
+                        announcements.ANNOUNCEMENT_POLL_SECONDS = 0.0
                     ckpt.step(n)
         except lastgood.Preempted as end:
             return {"step": n, "code": end.code, "durable": end.durable}

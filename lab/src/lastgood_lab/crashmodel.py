@@ -44,10 +44,10 @@ UPKEEP = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
 
 @dataclass
 class Judge:
-    """Looks at crash states: counts the distinct ones, and demands of each what the ledger promises.
+    """Counts the distinct crash states and checks each against the ledger.
 
-    `samples` states are drawn at each call; of the new ones the share `carry_on` is opened and saved to again, and
-    there the share `nest` of the calls is crashed once more, down to `depth` levels.
+    At each call about `samples` states are drawn. In a share `carry_on` of the new ones the next process is played,
+    and there a share `nest` of the calls is crashed again, down to `depth` levels.
     """
 
     rng: random.Random
@@ -58,14 +58,14 @@ class Judge:
     states: set[int] = field(default_factory=set)
     judged: set[int] = field(default_factory=set)
     by_step: Counter[str] = field(default_factory=Counter)
-    """of those: how many a crash right before such a call leaves"""
+    """judged states by the call that the crash came before"""
     violation: Violation | None = None
-    """the first; cleaning up after it is not judged"""
+    """the first violation; nothing after it is judged"""
     lost: int = 0
-    """of the weaker write modes: states in which something acknowledged is gone"""
+    """states of the weaker write modes in which an acknowledged generation is lost"""
 
     def crash(self, world: World, step: str = "at the end") -> None:
-        """Every power loss (or so many of them) and the kill, at this instant: before the call that `step` tells."""
+        """Judge the crash states of this instant, before the call named by `step`: power losses and a kill."""
         if world.depth and self.rng.random() > self.nest:
             return
         for state in world.disk.crashes(self.rng, self.samples):
@@ -89,14 +89,14 @@ class Judge:
 
 
 def step_of(call: str, path: str) -> str:
-    """A call by what it is in the protocol, whatever the run: "link gen/*/COMMIT.json"."""
+    """A call without the names of one run, such as "link gen/*/COMMIT.json"."""
     name = STAGED.sub("", path.removeprefix(ROOT).removeprefix("/"))
     name = re.sub(r"^gen/[^/]+", "gen/*", name)
     return f"{call} {re.sub(r'[0-9a-f-]*[0-9]{2}[0-9a-f-]*(?![a-z])', '*', name) or 'the run'}"
 
 
 class World:
-    """One process after another over one disk, as a training loop would drive them."""
+    """One process after another on one disk, each driven as a training loop would drive it."""
 
     def __init__(self, disk: HostileDisk, ledger: Ledger, judge: Judge, depth: int = 0) -> None:
         self.disk, self.ledger, self.judge, self.depth = disk, ledger, judge, depth
@@ -119,12 +119,12 @@ class World:
             self.judge.crash(self, step_of(call, path))
             if at is not None and call == "open" and name.startswith(layout.GOING):
                 self.ledger.end(at)
-            # On a full disk a generation goes without its reason; half a COMMIT, made in place, is none.
+            # On a full disk a generation is deleted without a reason file; half a COMMIT, made in place, is no commit.
             going = at in self.ledger.acknowledged and (call, name) == ("remove", layout.COMMIT)
             if at and going and layout.COMMIT in self.disk.root.names["gen"].names.get(folder[4:], Folder()).names:
                 self.ledger.end(at)
             if at is not None and call == "open" and name.startswith(layout.DAMAGED) and at not in self.ledger.rotten:
-                must(self.disk.fault and self.disk.fault.fired, f"{at} is good, and marked as damaged")
+                must(self.disk.fault and self.disk.fault.fired, f"{at} is good, and is being marked as damaged")
                 self.ledger.doubted.add(at)
             if at is not None and name == layout.COMMIT and call in ("link", "rename", "open"):
                 self._seal(at, self.disk._find(f"{ROOT}/{folder}").names)
@@ -146,7 +146,7 @@ class World:
     def _note_verified(self) -> None:
         self.ledger.verified |= {at for at, one in self.run.survey.generations.items() if one.verified}
 
-    # ---- what a loop does ----------------------------------------------------------------------------------
+    # ---- actions of a training loop ----------------------------------------------------------------------------------
 
     def start(self) -> None:
         """A new process: open the run for writing."""
@@ -161,11 +161,11 @@ class World:
         if self.disk.fault is None:
             self.ledger.labels.settle(self.run.survey.generations.values())
         if not self.ledger.disturbed:
-            # A torn COMMIT, made in place, may have named anything before it: that stays.
+            # A COMMIT that was made in place and is torn may name any older parent: older folders are kept then.
             unsure = max((at.step for at in self.run.survey.broken), default=0)
             for name, folder in self.disk.root.names.get("gen", Folder()).names.items():
                 stays = layout.COMMIT in folder.names or named(name).step < unsure
-                must(stays, f"{name} is left behind for ever: {sorted(folder.names)}")
+                must(stays, f"{name} has no COMMIT, and opening did not delete it: {sorted(folder.names)}")
 
     def open(self, parent_step: int | None = None) -> None:
         """A new process: open the run, restore the newest (or a step of the lineage), continue from there."""
@@ -173,10 +173,10 @@ class World:
         try:
             found, _ = load(self.tier, parent_step, INLINE)
         except NothingGood:
-            # Made in place, the first commit of all may be torn, and nobody can tell that from damage: restore(step=0).
+            # The first commit, made in place, may be torn, which looks like damage: the user calls restore(step=0).
             nothing_owed = any(oldest is None for _, oldest in self.ledger.choices())
             in_place = not self.disk.links or self.ledger.mode == "unsafe"
-            must(in_place and nothing_owed, "nothing good, and the user is asked to start over")
+            must(in_place and nothing_owed, "a restore finds nothing good, and a generation is owed")
             self.begin(None)
             return
         if (at := at_of(found)) and at in self.ledger.mending:
@@ -195,9 +195,9 @@ class World:
         self.run.begin(parent)
 
     def save(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """One save; whether it was acknowledged. An error of the tree is an answer, any other is not.
+        """Save once; returns whether it was acknowledged. A LastgoodError is valid where a fault was injected.
 
-        `meanwhile` is done when its first chunk is under way.
+        `meanwhile` is called when the first chunk has been taken.
         """
         ledger = self.ledger
         at = self.run.admit(step)
@@ -214,7 +214,7 @@ class World:
         except Overtaken:
             ledger.given.pop(at)
             newer = [one for one in ledger.acknowledged if one.incarnation == at.incarnation and one.step > step]
-            must(newer, f"{at} was given up for a newer one, and there is none")
+            must(newer, f"{at} was dropped for a newer save, and none is acknowledged")
             return False
         except LastgoodError:
             ledger.given.pop(at)
@@ -226,11 +226,14 @@ class World:
         ledger.current = at.incarnation
         ledger.opening.clear()
         self.forget()
-        must(not ledger.in_flight or all(at in table for table in ledger.tables), f"{at} is durable, they say")
+        must(
+            not ledger.in_flight or all(at in table for table in ledger.tables),
+            f"{at} was acknowledged, and is in no table",
+        )
         return True
 
     def label(self, step: int, loss: float, milestone: bool = False) -> bool:
-        """Add a metric, and with `milestone` that too, to a generation; whether that was acknowledged."""
+        """Label a generation with a metric, and as a milestone if asked; returns whether it was acknowledged."""
         labels, at = self.ledger.labels, self.ledger.newest(step)
         labels.ask(at, loss, milestone)
         try:
@@ -242,14 +245,14 @@ class World:
         return True
 
     def forget(self) -> None:
-        """What the tier let go by itself is no more of the writer's."""
+        """Remove generations from the writer's survey that the slots have replaced by themselves."""
         if self.ledger.in_flight:
             there = {named(name) for name in self.run.tier.list("gen")}
             for at in self.run.survey.generations.keys() - there:
                 del self.run.survey.generations[at]
 
     def upkeep(self) -> None:
-        """Verify and clean, as behind the training loop."""
+        """Verify and delete, as the upkeep thread does between saves."""
         try:
             try:
                 self.run.verify(UPKEEP)
@@ -274,17 +277,17 @@ class World:
         self.ledger.full = False
 
     def carry_on(self) -> None:
-        """What the next process does after a crash: all of it must work, and hold."""
+        """Play the next process after a crash: it opens, restores and saves, and all of it must succeed."""
         self.open()
         newest = max((at.step for at in self.ledger.given), default=0)
         self.steps(newest + 1)
         found, state = load(self.tier, workers=INLINE)
         at = at_of(found)
-        must(at is not None and at.step == newest + 1, f"saved step {newest + 1}, and {at} is found")
-        must(at is not None and state == self.ledger.given[at], f"{at} is not as it was saved")
+        must(at is not None and at.step == newest + 1, f"saved step {newest + 1}, and a restore finds {at}")
+        must(at is not None and state == self.ledger.given[at], f"{at} does not load as it was saved")
 
     def mend(self, step: int) -> None:
-        """Read a generation again, and rebuild it from its parity."""
+        """Read a generation again and rebuild it from its parity."""
         at = self.ledger.newest(step)
         self.ledger.mending.add(at)
         try:
@@ -306,7 +309,7 @@ class World:
         self.run.marks.point()
 
     def rot(self, step: int, name: str = layout.blob_name(0), offset: int = 5000) -> None:
-        """One bit of a committed file goes bad on the medium."""
+        """Flip one bit of a committed file on the medium."""
         at = self.ledger.newest(step)
         self.ledger.rotten.add(at)
         path = f"{ROOT}/{layout.folder(at)}/{name}"
@@ -319,7 +322,7 @@ class World:
 
 
 class Noted:
-    """A tier over slots that writes into the ledger, before each call, what a crash may bring up until it returned."""
+    """A tier in slots that notes in the ledger, before each call, which tables a crash may leave until it returns."""
 
     def __init__(self, tier: Slots, world: World) -> None:
         self._tier, self._world, self._owned = tier, world, False
@@ -339,7 +342,7 @@ class Noted:
             kept = {**{one: kept[one] for one in spare[-1:]}, at: {}}
         if at is not None and file == layout.DAMAGED and at not in self._world.ledger.rotten:
             disk = self._world.disk
-            must(disk.fault and disk.fault.fired, f"{at} is good, and marked as damaged")
+            must(disk.fault and disk.fault.fired, f"{at} is good, and is being marked as damaged")
             self._world.ledger.doubted.add(at)
         sure = at is not None and file in (layout.COMMIT, layout.VERIFIED, layout.DAMAGED, layout.GOING)
         self._noting(lambda: self._tier.put_new(name, data), kept, sure)
@@ -352,12 +355,12 @@ class Noted:
         self._noting(lambda: self._tier.delete(name), kept, name.startswith("gen/"))
 
     def _there(self) -> dict[GenerationId, Mapping[str, int | None]]:
-        """What is committed, in the order in which it was."""
+        """The committed generations and the files of each, in the order of their commits."""
         found = {named(name): self._tier.list(f"gen/{name}") for name in self._tier.list("gen")}
         return {at: names for at, names in found.items() if layout.COMMIT in names}
 
     def _noting(self, call: Callable[[], Any], after: Iterable[GenerationId], sure: bool = False) -> Any:
-        """`sure`: once it has returned, only this can be there."""
+        """Make a call. `sure`: once it has returned, a crash leaves the table of `after` only."""
         ledger, then = self._world.ledger, frozenset(after)
         if then not in ledger.tables:
             ledger.tables = (*ledger.tables, then)
@@ -368,7 +371,7 @@ class Noted:
 
 
 class Others:
-    """The ranks that write a generation with the first one, as its `Topic`: some beside it, some when it has sealed."""
+    """The other ranks of a save, as the `Topic` of rank 0: odd ranks write beside it, even ranks once it has sealed."""
 
     again, failing = False, staticmethod(contextlib.nullcontext)
 
@@ -377,12 +380,12 @@ class Others:
         self._parts: dict[int, Any] = {}
 
     def part(self, rank: int) -> State:
-        """What this rank writes of the state."""
+        """The part of the state that this rank writes."""
         whole = self._world.ledger.given[self._at]
         return {name: whole[name] for number, name in enumerate(whole) if number % self._ranks == rank}
 
     def begin(self) -> None:
-        """The first chunk of the first rank is under way."""
+        """Called when the first chunk of rank 0 has been taken."""
         self._meanwhile()
         for rank in range(1, self._ranks, 2):
             self._share(rank)
@@ -397,7 +400,7 @@ class Others:
         return decide([(folder, one) for _, one in sorted({0: first, **self._parts}.items())])
 
     def fail(self, error: BaseException) -> None:
-        """They hear of it, and have written what they have written."""
+        """Nothing to do: what the other ranks have written stays as it is."""
 
     def _share(self, rank: int) -> None:
         if rank not in self._parts:

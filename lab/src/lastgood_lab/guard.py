@@ -23,9 +23,10 @@ from lastgood.format import commit, layout
 from lastgood.format import parity_layout as striping
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
+from lastgood.limits import WORKERS
 from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS, Extent, Generation
-from lastgood.run.reader import WORKERS, read_all
+from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 

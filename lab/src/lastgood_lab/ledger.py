@@ -23,12 +23,12 @@ from .plain import State
 
 
 class Violation(AssertionError):
-    """A promise that did not hold, with the way to it."""
+    """A promise was broken; the message names the generation and the calls that led to the state."""
 
 
 @functools.lru_cache(4096)
 def payload(at: GenerationId, attempt: int, weight: int) -> State:
-    """A state that no other save has."""
+    """The state that one attempt to save a generation writes; no other attempt writes the same bytes."""
     rng = random.Random(f"{at} {attempt}")
     return {"w": rng.randbytes(weight), "b": rng.randbytes(40), "none": b""}
 
@@ -37,7 +37,7 @@ Kind = TypeVar("Kind", Commit, Mark, Pointer)
 
 
 def decoded(data: bytes, kind: type[Kind]) -> Kind | None:
-    """The record in these bytes, or None."""
+    """The record of this kind that the bytes hold, or None if they are damaged or of another kind."""
     found = _decoded(data, kind)
     return found if isinstance(found, kind) else None
 
@@ -51,10 +51,10 @@ def _decoded(data: bytes, kind: type[Kind]) -> Kind | None:
 
 
 def named(folder: str) -> GenerationId:
-    """The generation of a folder."""
+    """The generation that a folder below `gen/` belongs to. Raises Violation for any other name."""
     at = layout.parse_folder(folder)
     if at is None:
-        raise Violation(f"{folder} lies in gen/")
+        raise Violation(f"{folder} is in gen/, and is no folder of a generation")
     return at
 
 
@@ -65,46 +65,47 @@ def must(holds: object, otherwise: str) -> None:
 
 @dataclass
 class Ledger:
-    """What the run was given, what it promised, and what may have gone since."""
+    """What the run was given, what it promised to keep, and what may have been lost or deleted since."""
 
     keep: Keep = field(default_factory=Keep)
     mode: WriteMode = "atomic_dirsync"
     direct: bool = False
     given: dict[GenerationId, State] = field(default_factory=dict)
-    """each state whose save has begun and has not failed"""
+    """the state of each save that has begun and has not failed"""
     sealed: dict[GenerationId, dict[str, int]] = field(default_factory=dict)
-    """digests of the files beside a COMMIT, from when it was about to be created"""
+    """digests of the files of a generation at the moment before its COMMIT is created, by file name"""
     acknowledged: set[GenerationId] = field(default_factory=set)
     verified: set[GenerationId] = field(default_factory=set)
     ending: set[GenerationId] = field(default_factory=set)
-    """retention has begun to delete them"""
+    """generations that retention has begun to delete"""
     rotten: set[GenerationId] = field(default_factory=set)
     mending: set[GenerationId] = field(default_factory=set)
-    """of the rotten ones: being rebuilt from parity, so that they may be good again"""
+    """damaged generations that are being rebuilt from parity, so that they may be good again"""
     doubted: set[GenerationId] = field(default_factory=set)
-    """marked as damaged after a read failed: good, and given up"""
+    """good generations that were marked as damaged because a read of them failed"""
     labels: Labels = field(default_factory=Labels)
-    """what was added to generations after their commit"""
+    """labels that were added to generations after their commit"""
     orders: dict[str, int] = field(default_factory=dict)
     parents: dict[str, GenerationId | None] = field(default_factory=dict)
     current: str | None = None
     opening: set[str] = field(default_factory=set)
-    """incarnations newer than `current` of which the first COMMIT may or may not be there"""
+    """incarnations newer than `current` whose first COMMIT may or may not be durable"""
     idents: int = 0
     attempts: int = 0
     parity: str | None = None
     weight: int = 4700
     """bytes of the largest tensor of a save"""
     disturbed: bool = False
-    """an error was injected, so litter and stale hints are no violation"""
+    """an error was injected: files left behind and a pointer or marks out of date are no violation"""
     full: bool = False
-    """the disk is full: only the newest verified generation and pinned ones are owed"""
+    """the disk is full: retention may delete all but the newest verified generation and pinned ones"""
     ranks: int = 1
-    """how many write a generation together"""
+    """how many ranks write each generation"""
     in_flight: int = 0
-    """how many uploads the slots were announced; 0: the run lives in directories"""
+    """uploads that may be in flight in a run in slots; 0: the run is in directories"""
     tables: tuple[frozenset[GenerationId], ...] = (frozenset(),)
-    """of slots: all that a crash may bring up, each in full: what was durable last, and what nobody can say of"""
+    """of a run in slots: every set of generations that a crash may leave: the last durable table, and those whose
+    write has begun or has an unknown outcome"""
 
     def copied(self) -> Ledger:
         fresh: dict[str, Any] = {
@@ -116,7 +117,7 @@ class Ledger:
         return self.orders[at.incarnation], at.step
 
     def line(self, incarnation: str | None) -> list[GenerationId]:
-        """Everything given on the way back from an incarnation, newest first."""
+        """Every generation given in the lineage that ends in this incarnation, newest first."""
         found: list[GenerationId] = []
         bound = layout.STEP_LIMIT
         while incarnation is not None:
@@ -127,17 +128,18 @@ class Ledger:
         return found
 
     def newest(self, step: int) -> GenerationId:
-        """The newest save of `step` in the current line."""
+        """The newest save of `step` in the current lineage."""
         return next(at for at in self.line(self.current) if at.step == step)
 
     def owed(self) -> set[GenerationId]:
-        """What must be there, to the bit."""
+        """Generations that must be found, to the bit."""
         return self.acknowledged - self.ending - self.rotten - self.doubted
 
     def choices(self) -> list[tuple[set[GenerationId], GenerationId | None]]:
         """For each incarnation that may be the newest: what a restore may choose, and the oldest it may choose.
 
-        An incarnation is nothing without a COMMIT: of one that may have none, only what it saved itself is chosen.
+        An incarnation exists only once it has a COMMIT. If it may have none, a restore that chooses it can load
+        only what it saved itself.
         """
         owed = self.owed()
         found = []
@@ -148,7 +150,7 @@ class Ledger:
         return found
 
     def end(self, at: GenerationId) -> None:
-        """Retention begins to delete `at`: only what newer, verified generations make needless may go."""
+        """Note that retention begins to delete `at`. Raises Violation if the retention rules still require it."""
         if at in self.ending:
             return
         line = self.line(self.current)
@@ -160,7 +162,7 @@ class Ledger:
             f"{at} is deleted while {len(newer)} newer ones are verified, of {need}",
         )
         pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
-        must(not pinned, f"{at} is deleted, and was to be kept")
+        must(not pinned, f"{at} is deleted, and retention pins it")
         must(not self.labels.milestones.get(at), f"{at} is deleted, and a durable label makes it a milestone")
         if self.keep.best is not None and at in good and at in line:
             rivals = [one for one in line if one in good and one not in self.ending and one != at]
@@ -168,7 +170,7 @@ class Ledger:
         self.ending.add(at)
 
     def key(self) -> int:
-        """Two ledgers of one key ask the same of a state."""
+        """Equal for two ledgers that demand the same of a crash state."""
         owed = frozenset(self.tables) if self.in_flight else frozenset(self.owed())
         labels = self.labels.key()
         return hash((owed, frozenset(self.given), frozenset(self.rotten), self.current, *self.opening, labels))

@@ -44,24 +44,24 @@ def at_of(found: Found) -> GenerationId | None:
 
 
 def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
-    """As another process opens the run, or the next one."""
+    """The tier of the run, as a new process opens it."""
     if ledger.in_flight:
         return access.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
     return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
 
 
 def hold(disk: HostileDisk, ledger: Ledger) -> None:
-    """Promises 1 to 3 in one state, in which everything is durable."""
+    """Check every promise in one crash state of the default write mode. Raises Violation."""
     if ledger.in_flight:
         hold_in_slots(disk, ledger)
         return
     folders = disk.root.names.get("gen", Folder()).names
     for name, folder in folders.items():
-        must(isinstance(folder, Folder), f"{name} lies in gen/")
+        must(isinstance(folder, Folder), f"{name} is in gen/, and is no folder")
         _whole(disk, ledger, named(name), folder.names)
     for owed in ledger.owed():
         names = folders[layout.folder(owed)[4:]].names if layout.folder(owed)[4:] in folders else {}
-        must(layout.COMMIT in names, f"{owed} was acknowledged, and is gone")
+        must(layout.COMMIT in names, f"{owed} was acknowledged, and has no COMMIT")
     _hints(disk, ledger, folders)
     if ledger.labels.asked:
         generations = survey(Disk(disk, ROOT, direct=ledger.direct)).generations
@@ -72,31 +72,40 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
     try:
         found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
     except NothingGood as error:
-        must(any(oldest is None for _, oldest in choices), f"nothing good, they say: {error}")
+        must(
+            any(oldest is None for _, oldest in choices),
+            f"a restore finds nothing good, and a generation is owed: {error}",
+        )
         return
     at = at_of(found)
     if at is None:
-        must(any(oldest is None for _, oldest in choices), "nothing is there, they say")
+        must(any(oldest is None for _, oldest in choices), "a restore finds no generation, and one is owed")
         return
     must(at in ledger.given, f"{at} was never saved")
-    must(state == ledger.given[at], f"{at} is not as it was saved")
+    must(state == ledger.given[at], f"{at} does not load as it was saved")
     must(
         any(at in line and (oldest is None or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices),
-        f"{at} is chosen, which is abandoned, or older than {[str(oldest) for _, oldest in choices]}",
+        f"{at} is loaded: it is abandoned, or older than {[str(oldest) for _, oldest in choices]}",
     )
 
 
 def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
-    """The same where a table says all: one of those that may be there is there, to the bit, and its newest loads."""
+    """The same for a run in slots: the table is one that a crash may leave, and its newest good generation loads."""
     tier = opened(disk, ledger)
     seen = survey(tier)
-    must(not seen.broken and not seen.incomplete and not seen.going, f"half of {[*seen.broken, *seen.incomplete]}")
+    must(
+        not seen.broken and not seen.incomplete and not seen.going,
+        f"incomplete in the table: {[*seen.broken, *seen.incomplete]}",
+    )
     tables = " or ".join(str(sorted(map(str, table))) for table in ledger.tables)
-    must(seen.generations.keys() in ledger.tables, f"{sorted(map(str, seen.generations))} is there, and not {tables}")
+    must(
+        seen.generations.keys() in ledger.tables,
+        f"{sorted(map(str, seen.generations))} is in the table, and not {tables}",
+    )
     _labelled(ledger, seen.generations)
     for at, generation in seen.generations.items():
         if at not in ledger.rotten:
-            must(bits(tier, generation) == ledger.given.get(at), f"{at} is not as it was saved")
+            must(bits(tier, generation) == ledger.given.get(at), f"{at} does not load as it was saved")
         must(at not in ledger.rotten - ledger.verified or not generation.verified, f"{at} is damaged, and verified")
     if seen.pointer and not ledger.rotten and not ledger.disturbed:
         at = GenerationId(step=seen.pointer.step, incarnation=seen.pointer.incarnation)
@@ -114,9 +123,9 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
             except (Damaged, NotFinite) as error:
                 candidates.failed(error)
     except NothingGood as error:
-        must(None in newest, f"nothing good, they say: {error}")
+        must(None in newest, f"a restore finds nothing good, and a generation is owed: {error}")
         return
-    must(found in newest, f"{found} is chosen, and not {[str(one) for one in newest]}")
+    must(found in newest, f"{found} is loaded, and not {[str(one) for one in newest]}")
 
 
 def bits(tier: Tier, generation: Generation) -> State:
@@ -127,11 +136,11 @@ def bits(tier: Tier, generation: Generation) -> State:
 
 
 def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, Any]) -> None:
-    """All of it or none of it: a COMMIT that can be believed stands beside exactly what it was made for."""
+    """All or nothing: a folder with a valid COMMIT holds exactly the files that were sealed."""
     node = names.get(layout.COMMIT)
     if node is None or at in ledger.rotten:
         return
-    must(at in ledger.sealed, f"{at} has a COMMIT, and never came to one")
+    must(at in ledger.sealed, f"{at} has a COMMIT, and none was ever created")
     sealed = ledger.sealed[at]
     if disk.links:
         must(node.digest() == sealed[layout.COMMIT], f"the COMMIT of {at} is torn, or replaced")
@@ -140,19 +149,19 @@ def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str,
         return
     for name, digest in sealed.items():
         if name != layout.COMMIT:
-            must(name in names, f"{at} has a COMMIT, and its {name} is gone")
+            must(name in names, f"{at} has a COMMIT, and its {name} is missing")
             must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} is not as it was written")
 
 
 def _labelled(ledger: Ledger, generations: Mapping[GenerationId, Generation]) -> None:
-    """Labels that were acknowledged are there, whole, and none that was never given."""
+    """Acknowledged labels are found, and no label that was never requested."""
     for at, generation in generations.items():
         problem = ledger.labels.problem(generation)
         must(not problem, f"{at} {problem}")
 
 
 def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> None:
-    """Pointer and marks may be old, never wrong."""
+    """The pointer and the marks may be out of date, never wrong."""
 
     def verified(at: GenerationId) -> bool:
         names = folders[layout.folder(at)[4:]].names if layout.folder(at)[4:] in folders else {}
@@ -170,15 +179,15 @@ def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> Non
         if pointer is None:
             raise Violation("the pointer is torn")
         at = GenerationId(step=pointer.step, incarnation=pointer.incarnation)
-        must(verified(at), f"the pointer names {at}, which is not there, or not verified")
+        must(verified(at), f"the pointer names {at}, which does not exist or is not verified")
     link = disk.root.names.get("latest_ok")
     if link is not None:
         at = named(link.removeprefix("gen/"))
-        must(verified(at), f"latest_ok names {link}, which is not there, or not verified")
+        must(verified(at), f"latest_ok names {link}, which does not exist or is not verified")
 
 
 def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
-    """Promise 1 only: what loads is what was saved. Returns whether all that was acknowledged would still be found."""
+    """Check only that what loads is what was saved. Returns whether a restore still finds everything acknowledged."""
     choices = ledger.choices()
     try:
         found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
@@ -187,12 +196,12 @@ def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
     at = at_of(found)
     if at is None:
         return not ledger.owed()
-    must(at in ledger.given and state == ledger.given[at], f"{at} is not as it was saved")
+    must(at in ledger.given and state == ledger.given[at], f"{at} does not load as it was saved")
     return any(at in line and (not oldest or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices)
 
 
 def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
-    """What the next process owes after a power loss: whatever it finds committed is durable now."""
+    """The ledger of the next process after a crash: every commit that it finds is durable now."""
     after = ledger.copied()
     if after.in_flight:
         there = survey(opened(disk, ledger)).generations.keys()

@@ -27,7 +27,7 @@ from lastgood.io.files import PosixFiles
 from lastgood.loop.checkpointer import Checkpointer
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
-from lastgood.ranks.torch_store import ranks_of
+from lastgood.ranks.torch_store import join_group
 from lastgood.run import access
 from lastgood.storage.directory import Disk
 
@@ -170,12 +170,12 @@ def read_bytes() -> int:
 def agreeing(rank: int, size: int, folder: Path) -> Row:
     """Seconds of what a save agrees on, and of its commit, when all ranks come to it together."""
     folder.mkdir(parents=True, exist_ok=True)
-    ranks, tier = ranks_of(folder), Disk(PosixFiles(), str(folder))
+    ranks, tier = join_group(folder), Disk(PosixFiles(), str(folder))
     share = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
     found = []
 
     def agree(step: int) -> None:
-        topic, name = ranks.at("save", step), f"gen/{step:012d}-5ca1ab1e/COMMIT.json"
+        topic, name = ranks.step_topic("save", step), f"gen/{step:012d}-5ca1ab1e/COMMIT.json"
         topic.agree({"structure": "0" * 64, "sums": {"0": ["0" * 64, "0" * 64]}}, lambda answers: "same")
         topic.agree(share, lambda answers: tier.put_new(name, repr(answers).encode()))
 

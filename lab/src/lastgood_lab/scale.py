@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch.distributed as dist
 
-from lastgood.coordination.rendezvous import meet
-from lastgood.coordination.rounds import Posts, Ranks
+from lastgood.coordination.rendezvous import join
+from lastgood.coordination.rounds import MessageStore, RankGroup
 from lastgood.errors import MissingBlob, NameTaken
 from lastgood.format import commit, layout
 from lastgood.format.boxes import Box
@@ -151,16 +151,16 @@ def manifest_of(rank: int, ranks: int, tensors: int) -> Manifest:
 def met(ranks: int) -> float:
     """What the coordinator does at an opening until all have met, who have come already."""
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    posts, others = Posts(GroupStore(Clients(master.clone), 60.0)), range(1, ranks)
-    posts.post_all({f"run/here/{rank}": f"word{rank}" for rank in others})
+    store, others = MessageStore(GroupStore(Clients(master.clone), 60.0)), range(1, ranks)
+    store.post_all({f"run/joining/{rank}": f"nonce{rank}" for rank in others})
 
     def take() -> None:
-        name = posts.hear([f"run/to/word{rank}" for rank in others], 60.0)[0]
-        posts.post_all({f"run/took/{name}/{rank}": True for rank in others})
+        name = store.receive([f"run/named/nonce{rank}" for rank in others], 60.0)[0]
+        store.post_all({f"run/received/{name}/{rank}": True for rank in others})
 
     with ThreadPoolExecutor(1) as pool:
         taking = pool.submit(take)
-        seconds, _ = timed(lambda: meet(posts, "run", 0, ranks, 60.0))
+        seconds, _ = timed(lambda: join(store, "run", 0, ranks, 60.0))
         taking.result()
     return seconds
 
@@ -170,11 +170,11 @@ def committed(tier: Tier, shares: Sequence[RankPart]) -> tuple[float, Generation
     answer; and forget what is older, which the first rounds have made.
     """
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = Ranks(0, len(shares), GroupStore(Clients(master.clone), 60.0), "run")
+    coordinator = RankGroup(0, len(shares), GroupStore(Clients(master.clone), 60.0), "run")
     mine, *others = (msgspec.to_builtins(share) for share in shares)
     alike = {
         "structure": "0" * 64,
-        "knows": "",
+        "holders": "",
         "sums": {f"{'0' * 32} {len(shares)}": ["0" * 64, "0" * 64]},
     }  # as under DDP
     found: list[Generation] = []
@@ -199,7 +199,7 @@ def committed(tier: Tier, shares: Sequence[RankPart]) -> tuple[float, Generation
 
     seconds = 0.0
     for number in range(1, ROUNDS + 1):
-        topic, at = coordinator.at("save", number), f"run/0/save/{number}/1"
+        topic, at = coordinator.step_topic("save", number), f"run/0/save/{number}/1"
         _post(coordinator, f"{at}/0", [alike] * len(others))
         seconds, verdict = timed(lambda: topic.agree(alike, partial(compare, ())))  # noqa: B023 - called at once
         assert verdict == "same", verdict
@@ -209,8 +209,8 @@ def committed(tier: Tier, shares: Sequence[RankPart]) -> tuple[float, Generation
     return seconds, found[0]
 
 
-def _post(posts: Posts, at: str, answers: Sequence[Any]) -> None:
-    posts.post_all({f"{at}/{rank}": {"answer": one} for rank, one in enumerate(answers, 1)})
+def _post(store: MessageStore, at: str, answers: Sequence[Any]) -> None:
+    store.post_all({f"{at}/{rank}": {"answer": one} for rank, one in enumerate(answers, 1)})
 
 
 def planned(manifests: Sequence[Manifest], ranks: int) -> int:

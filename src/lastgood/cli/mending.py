@@ -18,10 +18,11 @@ from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, NotFinite, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
+from ..limits import WORKERS
 from ..policy import restore
 from ..records import GenerationId, intact
 from ..run import access
-from ..run.reader import WORKERS, read_on
+from ..run.reader import read_on
 from ..run.scrubber import Scrubbed, Scrubber
 from ..run.watched import Watched
 from ..run.writer import RunWriter

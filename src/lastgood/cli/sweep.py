@@ -18,12 +18,13 @@ from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, NothingGood, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
+from ..limits import WORKERS
 from ..policy import restore
 from ..policy.retention import KEEP, Keep, surplus
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, judged
 from ..run import access
-from ..run.reader import WORKERS, read_all
+from ..run.reader import read_all
 from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size

@@ -15,11 +15,11 @@ from ..engine import guard
 from ..errors import Damaged, NotFinite
 from ..format import commit
 from ..format.commit import Survey
+from ..limits import WORKERS
 from ..policy import restore
 from ..ports import Tier
 from ..records import LAYERS, Finding, GenerationId, intact
 from ..run import access
-from ..run.reader import WORKERS
 from ..run.watched import Watched
 from ..units import size
 from .answer import Answer

@@ -49,12 +49,13 @@ from ..errors import ManifestInvalid, MissingBlob, NotARun, Refused, StepDiffers
 from ..format import commit, layout
 from ..format.boxes import Box, Stored
 from ..format.layout import Tensor
+from ..limits import WORKERS
 from ..policy import reshard
 from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
 from ..run import access
 from ..run.content import Content
-from ..run.reader import WORKERS, RunReader
+from ..run.reader import RunReader
 from ..run.save import RankPart, RankWriter, ReadyChunks, SaveRequest, write_part
 from ..run.writer import RunWriter
 from ..snapshot import staging

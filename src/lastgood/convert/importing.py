@@ -20,11 +20,11 @@ from ..format import layout
 from ..format.layout import Tensor
 from ..io import os_errors
 from ..io.files import PosixFiles, round_up
+from ..limits import WORKERS
 from ..policy import restore
 from ..ports import File
 from ..records import Generation
 from ..run import access
-from ..run.reader import WORKERS
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.watched import CountBytes, Watched
 from ..run.writer import RunWriter

@@ -1,1 +1,1 @@
-"""Ranks come to one answer through a key-value store. Torch-free; calls no collective, and knows no run."""
+"""The ranks of a job agree through a key-value store. Needs no torch, calls no collective, knows nothing of runs."""

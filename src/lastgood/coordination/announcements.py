@@ -1,114 +1,146 @@
-"""Announcing: what all ranks are to do from some step on, which no rank can know by itself. Waits for nobody.
+"""Announcements: what all ranks do from some step on, where no rank can know it by itself. No rank waits for another.
 
-The coordinator tells it some steps ahead, on its own or because another rank has asked for it. Each rank looks every
-LOOK_SECONDS. One that hears of a step when it has passed it misses what the others do there; the agreement about that
-fails on all ranks then (coordination/rounds.py), and what is told next is told further ahead.
+    rank         key                message
+    -----------  -----------------  ------------------------------------------------------------------------------
+    coordinator  PLACE/NUMBER       an `Announcement`, numbered from 0 since the last restore
+    any other    PLACE/end-request  its rank, when it has received a signal that asks for the end
+
+PLACE is RUN/RESTORES/announcements (coordination/rounds.py). Announcements are deleted as verdicts are.
+
+Invariants
+  1. The coordinator announces so far ahead that every rank polls before the step: LEAD_POLLS times the time between two
+     polls, counted in steps at the measured speed of the loop. Each rank polls every ANNOUNCEMENT_POLL_SECONDS, on the
+     training thread, through the quick store.
+  2. A number is used for one announcement only. One whose post failed may have reached the store, so it is posted again
+     before anything else is announced.
+  3. A rank that receives an announcement after its step fails that step on all ranks (loop/schedule.py, HeardLate). The
+     coordinator doubles the lead then, up to LEAD_POLLS_LIMIT.
+  4. While the store cannot be reached, every attempt raises TierDown and doubles the pause before the next one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import TierDown
-from .rounds import Ranks
+from ..limits import ANNOUNCEMENT_POLL_SECONDS, LEAD_POLLS, LEAD_POLLS_LIMIT
+from .rounds import RankGroup
 
-LOOK_SECONDS = 1.0
-"""between two looks at what was announced; after one that failed twice as long, and so on"""
-FACTOR, MOST_FACTOR = 2.0, 16.0
-"""how far ahead something is told, in LOOK_SECONDS"""
 END = "end"
 
 
-class Told(NamedTuple):
-    """From `step` on: `word` (a save, the end, another interval, ...), and its `value` where it has one."""
+class Announcement(NamedTuple):
+    """What holds from `step` on: its `kind` (a save, the end, another interval, ...) and, for some kinds, a `value`."""
 
     step: int
-    word: str
+    kind: str
     value: int = 0
 
 
 class Announcements:
-    """What was told of the steps since the last rewind."""
+    """The announcements since the last restore, as one rank publishes or receives them."""
 
-    def __init__(self, ranks: Ranks, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
-        self._ranks, self._now, self._name = ranks, monotonic_seconds, f"{ranks.name}/told"
-        self._heard = 0
-        self._asked = False
-        self._pause_seconds = LOOK_SECONDS
-        self._look_at = monotonic_seconds() + LOOK_SECONDS
+    def __init__(self, ranks: RankGroup, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
+        self._ranks, self._now, self._place = ranks, monotonic_seconds, f"{ranks.name}/announcements"
+        self._count = 0
+        """announcements that were published or received so far"""
+        self._requested = False
+        """whether this rank has posted its request for the end"""
+        self._pause_seconds = ANNOUNCEMENT_POLL_SECONDS
+        self._next_poll = monotonic_seconds() + ANNOUNCEMENT_POLL_SECONDS
         self._down_until = 0.0
-        self._factor = FACTOR
-        self._posting: Told | None = None
+        """when to call the store again, after a call that failed"""
+        self._lead_polls = LEAD_POLLS
+        self._unposted: Announcement | None = None
+        """an announcement whose post failed, or is under way"""
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
-        self.coming: list[Told] = []
+        """step and time of the first and of the last call of `poll`"""
+        self.pending: list[Announcement] = []
+        """announcements whose step has not come yet"""
         self.end: int | None = None
-        """the step at which all are to end"""
+        """the step at which all ranks end, once it is announced"""
 
-    def look(self, n: int, ends: bool = False) -> None:
-        """The loop is at step `n`; `ends`: this rank asks for the end. Raises TierDown, and asks again later."""
+    def poll(self, step: int, request_end: bool = False) -> None:
+        """Receive new announcements, if the time for it has come; the loop is at `step`.
+
+        `request_end`: this rank asks for the end; it is repeated until the store has it. Raises TierDown.
+        """
         now = self._now()
-        self._first, self._last = self._first or (n, now), (n, now)
-        asks = ends and not self._asked and self.end is None
-        if now < (self._down_until if asks else self._look_at):
+        self._first, self._last = self._first or (step, now), (step, now)
+        requests = request_end and not self._requested and self.end is None
+        if now < (self._down_until if requests else self._next_poll):
             return
-        self._talk(lambda: self._exchange(n, asks))
-        self._look_at = now + LOOK_SECONDS
+        with self._backing_off():
+            self._exchange(step, requests)
+        self._next_poll = now + ANNOUNCEMENT_POLL_SECONDS
 
-    def take(self, n: int) -> list[Told]:
-        """What holds from step `n` on, or held before and was not heard of, in order. Each is taken once."""
-        found = [one for one in self.coming if one.step <= n]
-        self.coming = [one for one in self.coming if one.step > n]  # guard: announcement-taken-once
-        return found
+    def pop_due(self, step: int) -> list[Announcement]:
+        """Remove and return the pending announcements for `step` and for earlier steps, in the order of publication."""
+        due = [one for one in self.pending if one.step <= step]
+        self.pending = [one for one in self.pending if one.step > step]  # guard: announcement-taken-once
+        return due
 
-    def tell(self, n: int, word: str, value: int = 0) -> bool:
-        """At the coordinator, at step `n`: some steps on. False while the store is down; raises TierDown when it is."""
+    def announce(self, step: int, kind: str, value: int = 0) -> bool:
+        """Publish an announcement for some steps after `step`, at which the loop is. Only the coordinator calls this.
+
+        Returns False if it was not published: during a pause after a failure, or because an earlier announcement had to
+        be posted again first. The caller repeats the call at a later step. Raises TierDown.
+        """
         if self._now() < self._down_until:
             return False
+        new = self._unposted or Announcement(self._first_safe_step(step, kind), kind, value)
+        self._unposted = new  # if the post fails, the store may have it: nothing else may get its number
+        with self._backing_off():
+            self._ranks.quick.post(f"{self._place}/{self._count}", new)
+        self._unposted = None
+        self._ranks.delete_later(f"{self._place}/{self._count}")
+        self._record(new)
+        return (new.kind, new.value) == (kind, value)
+
+    def extend_lead(self) -> None:
+        """A rank received the last announcement too late: the next ones are made twice as far ahead."""
+        self._lead_polls = min(2 * self._lead_polls, LEAD_POLLS_LIMIT)
+
+    def _first_safe_step(self, step: int, kind: str) -> int:
+        """The first step before which every rank polls, at the speed of the loop so far."""
         assert self._first is not None and self._last is not None
         steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        factor = FACTOR if word == END else self._factor  # the grace is short, and who hears late ends all the same
-        ahead = factor * LOOK_SECONDS * steps / seconds if seconds > 0 else 1.0
-        # Where a step takes longer than that, every rank looks in each, and hears of the next one in time.
-        step = n + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
-        told = self._posting or Told(step, word, value)
-        self._posting = told  # if its post fails it may be there all the same: nothing else is told under its number
-        self._talk(lambda: self._ranks.brief.post(f"{self._name}/{self._heard}", told))
-        self._posting = None
-        self._ranks.forget(f"{self._name}/{self._heard}")
-        self._take_in(told)
-        return (told.word, told.value) == (word, value)
+        # The grace period of a preemption is short, and a rank that receives the end too late ends all the same.
+        lead_polls = LEAD_POLLS if kind == END else self._lead_polls
+        ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * steps / seconds if seconds > 0 else 1.0
+        # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough.
+        return step + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
 
-    def further(self) -> None:
-        """A rank had passed the last one: they are told twice as far ahead from now on."""
-        self._factor = min(2 * self._factor, MOST_FACTOR)
-
-    def _exchange(self, n: int, asks: bool) -> None:
-        posts = self._ranks.brief
-        if self._ranks.coordinates:
-            if self.end is None and (asks or posts.has(f"{self._name}/asked")):
-                self.tell(n, END)
+    def _exchange(self, step: int, requests: bool) -> None:
+        store = self._ranks.quick
+        if self._ranks.is_coordinator:
+            if self.end is None and (requests or store.has(f"{self._place}/end-request")):
+                self.announce(step, END)
             return
-        if asks:
-            posts.post(f"{self._name}/asked", self._ranks.rank)  # guard: failed-end-request-repeated
-            self._asked = True
-        while (told := posts.heard(f"{self._name}/{self._heard}")) is not None:
-            self._take_in(Told(*told))
+        if requests:
+            store.post(f"{self._place}/end-request", self._ranks.rank)  # guard: failed-end-request-repeated
+            self._requested = True
+        while (received := store.read(f"{self._place}/{self._count}")) is not None:
+            self._record(Announcement(*received))
 
-    def _take_in(self, told: Told) -> None:
-        self._heard += 1
-        self.coming.append(told)
-        if told.word == END:
-            self.end = told.step
+    def _record(self, new: Announcement) -> None:
+        self._count += 1
+        self.pending.append(new)
+        if new.kind == END:
+            self.end = new.step
 
-    def _talk(self, say: Callable[[], None]) -> None:
+    @contextmanager
+    def _backing_off(self) -> Iterator[None]:
+        """Calls of the store: after a TierDown the next ones wait for a pause, twice as long after each failure."""
         try:
-            say()
+            yield
         except TierDown:
             self._pause_seconds *= 2  # guard: store-down-backoff
-            self._down_until = self._look_at = self._now() + self._pause_seconds
+            self._down_until = self._next_poll = self._now() + self._pause_seconds
             raise
-        self._pause_seconds = LOOK_SECONDS
+        self._pause_seconds = ANNOUNCEMENT_POLL_SECONDS

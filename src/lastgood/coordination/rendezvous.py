@@ -1,17 +1,22 @@
-"""Meeting: how the processes of one job find each other in a store that may still hold what dead ones have said.
+"""Rendezvous: the ranks of a job find each other through a key-value store that may hold keys of dead processes.
 
-    every other rank    posts a word that nobody else has      here/RANK
-    rank 0              answers each word that it finds        to/WORD    the name of this meeting
-    every other rank    says that it has heard of it           took/NAME/RANK
-    rank 0              has heard so of all                    met/NAME   or why not
+    no.   rank         key                         message
+    ----  -----------  --------------------------  --------------------------------------------------------------
+    1     every other  PLACE/joining/RANK          a random nonce of this process
+    2     rank 0       PLACE/named/NONCE           the random name of this rendezvous, for each nonce that it finds
+    3     every other  PLACE/received/NAME/RANK    acknowledges that it has the name
+    4     rank 0       PLACE/joined/NAME           an empty message once all ranks have acknowledged, else the error
+    5     every other  -                           receives that, and deletes its own three keys
 
-torchrun starts processes again beside the store of those that ended, which had come to different places: nothing that
-was counted there is the same for all.
+torchrun starts processes again beside the store that the ended ones have used. These had opened the run different
+numbers of times, so no counter in the store is the same for all ranks; random names need no counter.
+
 Invariants
-  1. Whoever has a name was answered by a rank 0 that is alive, to a word of its own making.
-  2. Nobody goes on before all have it.
-  3. Rank 0 waits `patience_seconds` for the others, they twice that for its answer, and for the end of the meeting.
-Torch-free.
+  1. A rank that receives a name received it from a living rank 0, because nobody else knew its nonce.
+  2. No rank returns before all ranks have the name.
+  3. Rank 0 waits `timeout_seconds` for the other ranks. These wait COORDINATOR_TIMEOUTS times as long for the name, and
+     again for the end of the rendezvous. A timeout is RankFailed, which names the missing rank, on every rank that
+     has joined.
 """
 
 from __future__ import annotations
@@ -22,76 +27,83 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from ..errors import LastgoodError, RankFailed, TierDown, TimedOut
-from .rounds import COORDINATOR, Posts, raised, told
-
-LOOK = 1 / 60
-"""of the patience: how often rank 0 looks for a rank that has come since"""
+from ..limits import COORDINATOR_TIMEOUTS, POLLS_PER_TIMEOUT
+from .rounds import COORDINATOR, MessageStore, decode_error, encode_error
 
 
-def meet(posts: Posts, place: str, rank: int, size: int, patience_seconds: float) -> str:
-    """The name of this meeting, the same on all ranks, and never used before. Raises RankFailed and TierDown."""
+def join(store: MessageStore, place: str, rank: int, size: int, timeout_seconds: float) -> str:
+    """Wait for all `size` ranks that open `place`. Returns a name that all of them get and that was never used before.
+
+    Raises RankFailed where a rank does not join in time, TierDown where the store cannot be reached.
+    """
     if rank != COORDINATOR:
-        return _joined(posts, place, rank, 2 * patience_seconds)
+        return _join_coordinator(store, place, rank, COORDINATOR_TIMEOUTS * timeout_seconds)
     name = secrets.token_hex(8)  # guard: unique-rendezvous-name
     try:
-        _gather(posts, place, name, range(1, size), patience_seconds)
+        _gather(store, place, name, range(1, size), timeout_seconds)
     except LastgoodError as error:
         with suppress(TierDown):
-            posts.post(f"{place}/met/{name}", told(error))
+            store.post(f"{place}/joined/{name}", encode_error(error))
         raise
-    posts.post(f"{place}/met/{name}", {})
+    store.post(f"{place}/joined/{name}", {})
     return name
 
 
-def _gather(posts: Posts, place: str, name: str, others: range, patience_seconds: float) -> None:
-    here = [f"{place}/here/{rank}" for rank in others]
-    took = [f"{place}/took/{name}/{rank}" for rank in others]
-    until = time.monotonic() + patience_seconds
+def _gather(store: MessageStore, place: str, name: str, others: range, timeout_seconds: float) -> None:
+    """Give the name to all other ranks, at rank 0, and wait until all have acknowledged it."""
+    joining = [f"{place}/joining/{rank}" for rank in others]
+    received = [f"{place}/received/{name}/{rank}" for rank in others]
+    until = time.monotonic() + timeout_seconds
 
-    def answer(words: Iterable[str]) -> None:
-        posts.post_all({f"{place}/to/{word}": name for word in words})  # a dead one's, too, which nobody hears
+    def answer(nonces: Iterable[str]) -> None:
+        # Nobody reads the answers to nonces of dead processes.
+        store.post_all({f"{place}/named/{nonce}": name for nonce in nonces})
 
     while True:
-        left = max(until - time.monotonic(), 0.0)
+        left_seconds = max(until - time.monotonic(), 0.0)
         try:
-            answer(posts.hear(here, left))
-            posts.hear(took, min(left, LOOK * patience_seconds))
+            answer(store.receive(joining, left_seconds))
+            # A nonce without acknowledgement may be that of a dead process, whose rank posts a new one when it joins:
+            # after a short wait all nonces are read again.
+            store.receive(received, min(left_seconds, timeout_seconds / POLLS_PER_TIMEOUT))
             break
         except TimedOut:
-            if left:  # guard: late-rank-awaited
+            if left_seconds:  # guard: late-rank-awaited
                 continue
+            # The ranks that have joined get the name, so that they receive the error that names the missing ones.
             # guard: absent-ranks-published
-            answer(filter(None, map(posts.heard, here)))  # who is here hears who is not
-            silent = _missing(posts, here) or _missing(posts, took)
-            if not silent:
+            answer(filter(None, map(store.read, joining)))
+            missing = _missing(store, joining) or _missing(store, received)
+            if not missing:
                 break
-            more = f" (and {len(silent) - 1} more ranks)" if len(silent) > 1 else ""
-            raise _not_here(f"rank {others[silent[0]]}{more}", patience_seconds) from None
+            more = f" (and {len(missing) - 1} more ranks)" if len(missing) > 1 else ""
+            raise _not_joined(f"rank {others[missing[0]]}{more}", timeout_seconds) from None
 
 
-def _missing(posts: Posts, keys: Sequence[str]) -> list[int]:
-    return [at for at, key in enumerate(keys) if not posts.has(key)]
+def _missing(store: MessageStore, keys: Sequence[str]) -> list[int]:
+    return [at for at, key in enumerate(keys) if not store.has(key)]
 
 
-def _joined(posts: Posts, place: str, rank: int, patience_seconds: float) -> str:
-    word = secrets.token_hex(8)
-    posts.post(f"{place}/here/{rank}", word)
+def _join_coordinator(store: MessageStore, place: str, rank: int, timeout_seconds: float) -> str:
+    nonce = secrets.token_hex(8)
+    store.post(f"{place}/joining/{rank}", nonce)
     try:
-        (name,) = posts.hear([f"{place}/to/{word}"], patience_seconds)
-        took = f"{place}/took/{name}/{rank}"
-        posts.post(took, True)
-        (verdict,) = posts.hear([f"{place}/met/{name}"], patience_seconds)
+        (name,) = store.receive([f"{place}/named/{nonce}"], timeout_seconds)
+        received = f"{place}/received/{name}/{rank}"
+        store.post(received, True)
+        (problem,) = store.receive([f"{place}/joined/{name}"], timeout_seconds)
     except TimedOut:
-        raise _not_here(f"rank {COORDINATOR}", patience_seconds) from None
-    posts.delete([f"{place}/here/{rank}", f"{place}/to/{word}", took])  # each its own: rank 0 has enough to do
-    if verdict:
-        raise raised(verdict)
+        raise _not_joined(f"rank {COORDINATOR}", timeout_seconds) from None
+    # Each rank deletes its own keys, so that rank 0 does not have to delete those of all.
+    store.delete([f"{place}/joining/{rank}", f"{place}/named/{nonce}", received])
+    if problem:
+        raise decode_error(problem)
     return str(name)
 
 
-def _not_here(who: str, seconds: float) -> RankFailed:
+def _not_joined(missing: str, timeout_seconds: float) -> RankFailed:
     return RankFailed(
-        f"{who} has not opened the run in {seconds:.0f} s",
+        f"{missing} has not opened the run within {timeout_seconds:.0f} s",
         safe="Nothing was touched.",
-        todo="See why that process ended or hangs, or whether it has opened another directory.",
+        todo="Find out why that process ended or hangs, or whether it has opened another directory.",
     )

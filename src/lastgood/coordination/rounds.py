@@ -1,17 +1,26 @@
-"""Ranks: how the processes of one job come to one answer, through a store, and never through a collective.
+"""Agreement rounds: the ranks of a job reach one decision through a key-value store, without any collective.
 
-    every rank        posts what it has to say of a topic: an answer, or what kept it from one
-    the coordinator   (rank 0) waits for all of them, decides, posts the verdict
-    every rank        takes the verdict: an answer, or one error that names the rank and the cause
+    no.   rank           key                    message
+    ----  -------------  ---------------------  -----------------------------------------------------------------
+    1     every other    TOPIC/ROUND/RANK       its answer, or the error that kept it from an answer
+    2     coordinator    TOPIC/ROUND/verdict    the decision from all answers, or one error that names rank and cause
+    3     every other    -                      receives the verdict, then deletes its own message
+
+TOPIC is RUN/RESTORES/KIND/NUMBER, or RUN/RESTORES/KIND/STEP/ATTEMPT for a topic of a step. RUN is unique to one opening
+of the run (rendezvous.py), RESTORES counts the restores since. The coordinator is rank 0. It decides in its own
+process, so it posts no answer. In a topic of a step every rank, including the coordinator, first publishes
+the steps that it has begun, under RUN/RESTORES/KIND/steps/RANK.
 
 Invariants
-  1. Whoever has a topic before it either answers or fails in it: nobody waits for a rank that has given up.
-  2. Nobody waits longer than `patience_seconds` for the others, nor more than twice that for the coordinator; what the
-     store itself may take to answer comes on top (ranks/torch_store.py).
-  3. A topic of a step has its name from the step: a rank that leaves one out fails that one, and meets the others in
-     the next. Who has begun a later one is not waited for in an earlier.
-  4. The coordinator reads each rank's post once and writes one verdict: O(ranks) work, whatever the size of the state.
-Torch-free.
+  1. A rank that begins a topic posts an answer or an error in it, so no rank waits for one that has given up.
+  2. The coordinator waits `timeout_seconds` for the other ranks. These wait COORDINATOR_TIMEOUTS times as long for its
+     verdict. The store may add its own timeout to each call (ranks/torch_store.py).
+  3. A rank that posts nothing in time fails the round on all ranks, with TimedOut. Without a verdict in time the
+     waiting rank raises RankFailed.
+  4. The name of a topic of a step contains the step. So a rank that skips a step fails that step only, and agrees with
+     the others in the next one. A rank that has begun a later step is not waited for in an earlier one: StepDiffers.
+  5. The coordinator reads one message of each rank and writes one verdict: O(ranks) work, whatever the size of the
+     state. It deletes a verdict once STEP_HISTORY newer ones exist, because some rank may not have read it before.
 """
 
 from __future__ import annotations
@@ -26,46 +35,54 @@ import msgspec
 
 from .. import errors
 from ..errors import Cancelled, LastgoodError, RankFailed, StateMismatch, StepDiffers, TierDown, TimedOut
+from ..limits import COORDINATOR_TIMEOUTS, RANK_TIMEOUT_SECONDS, STEP_HISTORY
 from ..ports import Store
 
-PATIENCE_SECONDS = 120.0
 COORDINATOR = 0
-REMEMBERED = 128
-"""steps that a rank tells it has begun, and verdicts that are kept: more than saves can be in flight"""
 
 
-class Posts:
-    """What is posted in a store, from any thread. Raises TierDown where the store is."""
+class MessageStore:
+    """Messages under keys of a `ports.Store`, encoded as JSON.
+
+    Every method may be called from any thread. All but `delete` raise TierDown where the store cannot be reached.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def post(self, key: str, said: Any) -> None:
-        self.post_all({key: said})
+    def post(self, key: str, message: Any) -> None:
+        self.post_all({key: message})
 
-    def post_all(self, posts: Mapping[str, Any]) -> None:
-        """What is said under each key, in one message."""
-        self._store.set({key: msgspec.json.encode(said) for key, said in posts.items()})
+    def post_all(self, messages: Mapping[str, Any]) -> None:
+        """Post a message under each key, in one call to the store."""
+        self._store.set({key: msgspec.json.encode(message) for key, message in messages.items()})
 
-    def hear(self, keys: Sequence[str], seconds: float, cancelled: Callable[[], bool] = lambda: False) -> list[Any]:
-        """What was posted under each. Raises TimedOut, also when waiting is of no use any more."""
-        return [msgspec.json.decode(one) for one in self._store.get(keys, seconds, cancelled)]
+    def receive(
+        self, keys: Sequence[str], timeout_seconds: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> list[Any]:
+        """Wait for a message under each key. Raises TimedOut, also once `cancelled()`, which is polled, is true."""
+        return [msgspec.json.decode(one) for one in self._store.get(keys, timeout_seconds, cancelled)]
 
-    def heard(self, key: str) -> Any | None:
-        """What was posted; None where nothing was."""
-        return self.hear([key], PATIENCE_SECONDS)[0] if self.has(key) else None
+    def read(self, key: str) -> Any | None:
+        """The message under the key; None if there is none yet."""
+        return self.receive([key], RANK_TIMEOUT_SECONDS)[0] if self.has(key) else None
 
     def has(self, *keys: str) -> bool:
-        """Whether something was posted under each."""
+        """Whether there is a message under every one of these keys."""
         return self._store.has(keys)
 
     def delete(self, keys: Sequence[str]) -> None:
-        with suppress(TierDown):  # they are in nobody's way, and what they were about has been settled
+        """Delete messages that nobody reads any more. Where the store cannot be reached, they stay."""
+        with suppress(TierDown):  # a message that stays does no harm: its topic has ended
             self._store.delete(keys)
 
 
-class Ranks(Posts):
-    """One rank among `size`. `name` sets the topics of this run apart; `brief` answers soon, or not at all."""
+class RankGroup(MessageStore):
+    """This process as one of the `size` ranks that have a run open.
+
+    `name` starts all keys of this opening of the run. `timeout_seconds` is how long a rank is waited for. `quick` is a
+    store whose calls end soon, with TierDown if necessary; default: `store`.
+    """
 
     def __init__(
         self,
@@ -73,203 +90,180 @@ class Ranks(Posts):
         size: int,
         store: Store,
         name: str,
-        patience_seconds: float = PATIENCE_SECONDS,
-        brief: Store | None = None,
+        timeout_seconds: float = RANK_TIMEOUT_SECONDS,
+        quick: Store | None = None,
     ) -> None:
         super().__init__(store)
-        self.rank, self.size, self.patience_seconds = rank, size, patience_seconds
-        self.brief = Posts(brief or store)
-        """for who must not be held up"""
-        self.rewound = 0
-        """restores so far, as rank 0 counts them"""
-        self.left = threading.Event()
-        """nobody waits for anything any more"""
+        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+        self.quick = MessageStore(quick or store)
+        """the same messages, for callers that must not be blocked for long: the training thread, and polls in a wait"""
+        self.restore_count = 0
+        """restores since the run was opened, as the coordinator counts them"""
+        self.closed = threading.Event()
+        """set when the run is closed: every wait ends with Cancelled"""
         self._name = name
-        self._numbers: dict[str, int] = {}
-        self._begun: dict[str, list[int]] = {}
-        self._verdicts: list[str] = []
+        self._topic_counts: dict[str, int] = {}
+        self._steps: dict[str, list[int]] = {}
+        self._old_keys: list[str] = []
         self._lock = threading.Lock()
 
     @property
-    def coordinates(self) -> bool:
+    def is_coordinator(self) -> bool:
         return self.rank == COORDINATOR
 
     @property
     def name(self) -> str:
-        """Of all that is about steps since the last rewind."""
-        return f"{self._name}/{self.rewound}"
+        """The start of all keys that belong to steps since the last restore."""
+        return f"{self._name}/{self.restore_count}"
 
-    def rewind(self, number: int) -> None:
-        """Steps and topics begin again: what was said before reaches nobody any more."""
+    def rewind(self, restore_count: int) -> None:
+        """Begin topics and steps again after a restore: messages from before it have other keys and are not read."""
         with self._lock:
-            self.rewound = number  # guard: rewind-starts-new-topics
-            self._begun.clear()
+            self.restore_count = restore_count  # guard: rewind-starts-new-topics
+            self._steps.clear()
 
-    def topic(self, kind: str, lasting: bool = False) -> Topic:
-        """The next of its kind since the last rewind (`lasting`: of all). Every rank must come to the same ones in the
-        same order."""
+    def topic(self, kind: str, across_restores: bool = False) -> Topic:
+        """The next topic of its kind since the last restore, or since the run was opened with `across_restores`.
+
+        Topics pair up by their number, so every rank must begin the same topics of a kind in the same order.
+        """
         with self._lock:
-            name = f"{self._name if lasting else self.name}/{kind}"
-            number = self._numbers[name] = self._numbers.get(name, 0) + 1
+            name = f"{self._name if across_restores else self.name}/{kind}"
+            number = self._topic_counts[name] = self._topic_counts.get(name, 0) + 1
         return Topic(self, f"{name}/{number}")
 
-    def at(self, kind: str, step: int) -> Topic:
-        """What all ranks come to at `step`: the next try of it."""
+    def step_topic(self, kind: str, step: int) -> Topic:
+        """The topic of this kind for a step. A second call for the same step is a retry, with a topic of its own."""
         with self._lock:
-            begun = self._begun[kind] = [*self._begun.get(kind, ())[1 - REMEMBERED :], step]
+            steps = self._steps[kind] = [*self._steps.get(kind, ())[1 - STEP_HISTORY :], step]
         # guard: topic-named-by-step
-        return Topic(self, f"{self.name}/{kind}/{step}/{begun.count(step)}", f"{self.name}/{kind}/begun", tuple(begun))
+        return Topic(self, f"{self.name}/{kind}/{step}/{steps.count(step)}", f"{self.name}/{kind}/steps", tuple(steps))
 
     def agree(self, kind: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """The next topic of its kind, in one round."""
+        """Agree in one round of the next topic of this kind. See `Topic.agree`."""
         return self.topic(kind).agree(mine, decide)
 
-    def forget(self, verdict: str) -> None:
-        """It may still be on its way to somebody: it is deleted when many others have followed."""
+    def delete_later(self, key: str) -> None:
+        """Delete a message once STEP_HISTORY newer ones were given here: until then some rank may have to read it."""
         with self._lock:
-            self._verdicts.append(verdict)
-            gone, self._verdicts = self._verdicts[:-REMEMBERED], self._verdicts[-REMEMBERED:]
-        if gone:
-            self.delete(gone)  # guard: old-verdicts-deleted
+            self._old_keys.append(key)
+            expired, self._old_keys = self._old_keys[:-STEP_HISTORY], self._old_keys[-STEP_HISTORY:]
+        if expired:
+            self.delete(expired)  # guard: old-verdicts-deleted
 
 
 class Topic:
-    """One thing to come to an answer about, in one or several rounds. `begun`: of a step, all that this rank began of
-    its kind, this one last; told to others under `series`."""
+    """One subject on which all ranks agree, in one or several rounds.
 
-    def __init__(self, ranks: Ranks, name: str, series: str = "", begun: Sequence[int] = ()) -> None:
-        self._ranks, self._name, self._series, self._begun = ranks, name, series, begun
+    `name` starts the keys of its messages. A topic of a step also has `steps`: all steps that this rank has begun for
+    this kind of topic, its own step last. They are published under `steps_key`, so that other ranks learn which steps
+    this rank has skipped.
+    """
+
+    def __init__(self, ranks: RankGroup, name: str, steps_key: str = "", steps: Sequence[int] = ()) -> None:
+        self._ranks, self._name, self._steps_key, self._steps = ranks, name, steps_key, steps
         self._round = 0
-        self._over = False
+        self._ended = False
 
     @property
-    def again(self) -> bool:
-        """Whether this rank has tried this step before."""
-        return self._begun.count(self._begun[-1]) > 1 if self._begun else False
+    def is_retry(self) -> bool:
+        """Whether this rank has begun a topic of the same step before."""
+        return self._steps.count(self._steps[-1]) > 1 if self._steps else False
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """A round: post an answer, take the verdict: what `decide(answers of all ranks, in order)` returns.
+        """Post this rank's answer and return the verdict, which is `decide(answers)` with the answers in rank order.
 
-        It runs at the coordinator only. Raises what it raises there, RankFailed and StepDiffers, on all ranks.
+        `decide` runs at the coordinator only. On all ranks this raises the LastgoodError that `decide` raises, or one
+        that names a rank that failed, timed out or skipped the step. Raises RankFailed where the coordinator publishes
+        no verdict in time, TierDown where the store cannot be reached, Cancelled when the run is closed.
         """
-        return self._settle({"answer": mine}, decide)
+        return self._run_round({"answer": mine}, decide)
 
     def fail(self, error: BaseException) -> None:
-        """Post what kept this rank from the next answer: nobody waits for it, and the topic ends for all.
+        """Post the error that keeps this rank from its next answer: the topic fails on all ranks without a wait.
 
-        The coordinator returns when all the others have posted too.
+        The coordinator returns once the other ranks have posted too, or have timed out. Does nothing in a topic that
+        has failed already.
         """
-        if self._over:
+        if self._ended:
             return
-        with suppress(LastgoodError):  # that is what it was for; who cannot be told finds out by waiting
-            if self._ranks.coordinates:
-                self._settle(told(error), lambda _: None)
+        with suppress(
+            LastgoodError
+        ):  # raised by the round that fails, as intended; without a store the others time out
+            if self._ranks.is_coordinator:
+                self._run_round(encode_error(error), lambda _: None)
             else:
-                self._over = True
-                self._ranks.post(f"{self._name}/{self._round}/{self._ranks.rank}", told(error))
+                self._ended = True
+                self._ranks.post(f"{self._name}/{self._round}/{self._ranks.rank}", encode_error(error))
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What is raised in here is posted: nobody waits for this rank."""
+        """Call `fail` with any exception that is raised in the block, and raise it."""
         try:
             yield
         except BaseException as error:
             self.fail(error)  # guard: rank-failure-posted
             raise
 
-    def _settle(self, post: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
+    def _run_round(self, post: dict[str, Any], decide: Callable[[list[Any]], Any]) -> Any:
         ranks, key = self._ranks, f"{self._name}/{self._round}"
         try:
-            if self._begun and not self._round:
-                ranks.post(f"{self._series}/{ranks.rank}", self._begun)
+            if self._steps and not self._round:
+                ranks.post(f"{self._steps_key}/{ranks.rank}", self._steps)
             self._round += 1
-            verdict = self._given(key, post, decide) if ranks.coordinates else self._taken(key, post)
+            verdict = self._publish_verdict(key, post, decide) if ranks.is_coordinator else self._verdict_on(key, post)
         except (Cancelled, RankFailed, StepDiffers, TierDown):
-            self._over = True  # where the store is gone nobody can be told of it, either
+            self._ended = True  # the other ranks time out, or have skipped the step: a later `fail` would reach nobody
             raise
         if "error" in verdict:
-            self._over = True
-            raise raised(verdict)
+            self._ended = True
+            raise decode_error(verdict)
         return verdict["answer"]
 
-    def _given(self, key: str, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """The verdict that the coordinator comes to, and posts."""
-        ranks, posts = self._ranks, self._posts(key)
+    # ---- the coordinator -----------------------------------------------------------------------------------
+
+    def _publish_verdict(self, key: str, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        """Collect the messages of all ranks, decide, and post the verdict."""
+        ranks, posts = self._ranks, self._collect(key)
         try:
             verdict = self._verdict([mine, *(posts[rank] for rank in range(1, ranks.size))], decide)
-        except Exception as error:  # a bug, or no memory: nobody waits for it
-            self._over = True
-            ranks.post(f"{key}/verdict", told(error))  # guard: verdict-failure-posted
+        except Exception as error:  # a bug or too little memory: the other ranks must not wait for a verdict
+            self._ended = True
+            ranks.post(f"{key}/verdict", encode_error(error))  # guard: verdict-failure-posted
             raise
         ranks.post(f"{key}/verdict", verdict)
-        ranks.forget(f"{key}/verdict")
+        ranks.delete_later(f"{key}/verdict")
         if failed := [f"{key}/{rank}" for rank, one in posts.items() if "error" in one]:
-            ranks.delete(failed)  # who fails waits for no verdict
+            ranks.delete(failed)  # a rank that has failed receives no verdict, and does not delete its message itself
         return verdict
 
-    def _taken(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
-        """The verdict that another rank hears, once it has posted its own."""
-        ranks, seconds = self._ranks, 2 * self._ranks.patience_seconds
-        ranks.post(f"{key}/{ranks.rank}", mine)
-        elsewhere = ""
-
-        def cancelled() -> bool:
-            nonlocal elsewhere
-            elsewhere = self._elsewhere(COORDINATOR)  # guard: coordinator-in-other-step-detected
-            return bool(elsewhere) or ranks.left.is_set()
-
-        try:
-            (verdict,) = ranks.hear([f"{key}/verdict"], seconds, cancelled)
-        except TimedOut:
-            safe = "Every committed generation is untouched."
-            if ranks.left.is_set():
-                raise Cancelled("the run was let go of", safe=safe) from None
-            if elsewhere:
-                raise StepDiffers(f"rank {COORDINATOR} {elsewhere}", safe=safe) from None
-            raise RankFailed(
-                f"rank {COORDINATOR} said nothing about {self._name} for {seconds:.0f} s",
-                safe=safe,
-                todo="See why that process ended or hangs.",
-            ) from None
-        # guard: read-posts-deleted
-        ranks.delete([f"{key}/{ranks.rank}"])  # it has been read
-        return dict(verdict)
-
-    def _posts(self, key: str) -> dict[int, dict[str, Any]]:
-        """What all others have posted; of those that have not, why."""
+    def _collect(self, key: str) -> dict[int, dict[str, Any]]:
+        """The message of every other rank; for a rank that times out or has skipped the step, an error."""
         ranks, found = self._ranks, dict[int, dict[str, Any]]()
-        until = time.monotonic() + ranks.patience_seconds
+        until = time.monotonic() + ranks.timeout_seconds
 
         def cancelled() -> bool:
             before = len(found)
             for rank in missing:
-                if elsewhere := self._elsewhere(rank):  # guard: rank-in-other-step-detected
-                    found[rank] = {"error": "StepDiffers", "what": elsewhere}
-            return len(found) > before or ranks.left.is_set()
+                if skipped := self._skipped_by(rank):  # guard: rank-in-other-step-detected
+                    found[rank] = {"error": "StepDiffers", "what": skipped}
+            return len(found) > before or ranks.closed.is_set()
 
         while missing := [rank for rank in range(1, ranks.size) if rank not in found]:
-            before, left = len(found), max(until - time.monotonic(), 0.0)
+            before, left_seconds = len(found), max(until - time.monotonic(), 0.0)
             try:
-                posts = ranks.hear([f"{key}/{rank}" for rank in missing], left, cancelled)
+                posts = ranks.receive([f"{key}/{rank}" for rank in missing], left_seconds, cancelled)
                 found |= dict(zip(missing, posts, strict=True))
             except TimedOut:
                 if len(found) == before:
-                    if ranks.left.is_set():
-                        raise Cancelled("the run was let go of") from None
-                    silent = {"error": "TimedOut", "what": f"nothing was heard for {ranks.patience_seconds:.0f} s"}
-                    found |= {rank: ranks.heard(f"{key}/{rank}") or silent for rank in missing}
+                    if ranks.closed.is_set():
+                        raise Cancelled("close() was called while this rank was waiting for the others") from None
+                    silent = {"error": "TimedOut", "what": f"posted nothing within {ranks.timeout_seconds:.0f} s"}
+                    found |= {rank: ranks.read(f"{key}/{rank}") or silent for rank in missing}
         return found
 
-    def _elsewhere(self, rank: int) -> str:
-        """Why `rank` will not come to this step any more; nothing where it may."""
-        begun = None
-        with suppress(TierDown):  # then it is waited for
-            begun = self._ranks.brief.heard(f"{self._series}/{rank}") if self._begun else None
-        if begun is None or self._begun[-1] in begun or max(begun) < self._begun[-1]:  # guard: slow-rank-still-awaited
-            return ""
-        return f"has come to step {max(begun)}, without step {self._begun[-1]}"
-
     def _verdict(self, posts: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        """The decision from the messages of all ranks: the error of the first rank that failed, if any did."""
         failed = [(rank, post) for rank, post in enumerate(posts) if "error" in post]
         if failed:  # guard: one-failure-fails-all
             rank, post = failed[0]
@@ -278,19 +272,61 @@ class Topic:
         try:
             return {"answer": decide([post["answer"] for post in posts])}
         except LastgoodError as error:
-            return told(error)
+            return encode_error(error)
+
+    # ---- the other ranks -----------------------------------------------------------------------------------
+
+    def _verdict_on(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
+        """Post this rank's message, wait for the coordinator's verdict and return it."""
+        ranks, timeout_seconds = self._ranks, COORDINATOR_TIMEOUTS * self._ranks.timeout_seconds
+        ranks.post(f"{key}/{ranks.rank}", mine)
+        skipped = ""
+
+        def cancelled() -> bool:
+            nonlocal skipped
+            skipped = self._skipped_by(COORDINATOR)  # guard: coordinator-in-other-step-detected
+            return bool(skipped) or ranks.closed.is_set()
+
+        try:
+            (verdict,) = ranks.receive([f"{key}/verdict"], timeout_seconds, cancelled)
+        except TimedOut:
+            safe = "Every committed generation is untouched."
+            if ranks.closed.is_set():
+                raise Cancelled("close() was called while this rank was waiting for the others", safe=safe) from None
+            if skipped:
+                raise StepDiffers(f"rank {COORDINATOR} {skipped}", safe=safe) from None
+            raise RankFailed(
+                f"rank {COORDINATOR} published no verdict on {self._name} within {timeout_seconds:.0f} s",
+                safe=safe,
+                todo="Find out why that process ended or hangs.",
+            ) from None
+        # The coordinator has read it: its verdict exists.
+        # guard: read-posts-deleted
+        ranks.delete([f"{key}/{ranks.rank}"])
+        return dict(verdict)
+
+    # ---- both ----------------------------------------------------------------------------------------------
+
+    def _skipped_by(self, rank: int) -> str:
+        """How `rank` has skipped the step of this topic, for an error; "" while it may still begin that step."""
+        steps = None
+        with suppress(TierDown):  # the rank is waited for until the timeout
+            steps = self._ranks.quick.read(f"{self._steps_key}/{rank}") if self._steps else None
+        if steps is None or self._steps[-1] in steps or max(steps) < self._steps[-1]:  # guard: slow-rank-still-awaited
+            return ""
+        return f"has begun step {max(steps)} and skipped step {self._steps[-1]}"
 
 
-def told(error: BaseException) -> dict[str, Any]:
-    """An error as it is posted."""
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """An error as a message."""
     what = error.what if isinstance(error, LastgoodError) else f"{type(error).__name__}: {error}"
     safe, todo = (error.safe, error.todo) if isinstance(error, LastgoodError) else ("", "")
     return {"error": type(error).__name__, "what": what, "safe": safe, "todo": todo}
 
 
-def raised(post: dict[str, Any]) -> LastgoodError:
-    """The error that was posted, of its own class where that takes no more than words."""
-    kind = getattr(errors, post["error"], None)
+def decode_error(message: Mapping[str, Any]) -> LastgoodError:
+    """The error of a message: of its own class if that is a LastgoodError made from texts alone, else RankFailed."""
+    kind = getattr(errors, message["error"], None)
     if not (isinstance(kind, type) and issubclass(kind, LastgoodError)) or kind is StateMismatch:
         kind = RankFailed
-    return kind(post["what"], safe=post.get("safe", ""), todo=post.get("todo", ""))
+    return kind(message["what"], safe=message.get("safe", ""), todo=message.get("todo", ""))

@@ -1,4 +1,4 @@
-"""A world of one rank: the calls of `rounds.Ranks`, answered at once. Holds no store and waits for nobody."""
+"""A world of one rank: the calls of `rounds.RankGroup`, answered at once. It has no store and waits for nobody."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .rounds import Ranks, Topic
+from .rounds import RankGroup, Topic
 
 
 class SingleTopic:
     """A topic that one rank decides alone."""
 
-    again = False
-    """as `Topic.again`; nobody else has to clear away an earlier try"""
+    is_retry = False
+    """as `Topic.is_retry`: there is no other rank that has to delete the remains of an earlier attempt"""
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What `decide` returns for this one answer."""
+        """Return `decide([mine])`."""
         return decide([mine])
 
     def fail(self, error: BaseException) -> None:
-        """Nobody waits for this rank."""
+        """Do nothing: no other rank waits for this one."""
 
     def failing(self) -> AbstractContextManager[None]:
-        """Nobody waits for this rank."""
+        """A block in which an exception is only raised: no other rank waits for this one."""
         return nullcontext()
 
 
@@ -33,28 +33,28 @@ class SingleRank:
 
     rank = 0
     size = 1
-    coordinates = True
-    rewound = 0
+    is_coordinator = True
+    restore_count = 0
 
     def __init__(self) -> None:
-        self.left = threading.Event()
-        """as `Ranks.left`"""
+        self.closed = threading.Event()
+        """as `RankGroup.closed`"""
 
-    def topic(self, kind: str, lasting: bool = False) -> SingleTopic:
-        """As `Ranks.topic`."""
+    def topic(self, kind: str, across_restores: bool = False) -> SingleTopic:
+        """As `RankGroup.topic`."""
         return SingleTopic()
 
-    def at(self, kind: str, step: int) -> SingleTopic:
-        """As `Ranks.at`."""
+    def step_topic(self, kind: str, step: int) -> SingleTopic:
+        """As `RankGroup.step_topic`."""
         return SingleTopic()
 
     def agree(self, kind: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """As `Ranks.agree`."""
+        """Return `decide([mine])`."""
         return decide([mine])
 
-    def rewind(self, number: int) -> None:
-        """Nobody else counts."""
+    def rewind(self, restore_count: int) -> None:
+        """Do nothing: there are no messages from before the restore."""
 
 
-AnyRanks = Ranks | SingleRank
+AnyRanks = RankGroup | SingleRank
 AnyTopic = Topic | SingleTopic

@@ -27,7 +27,7 @@ from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..ranks.replica_check import Replicas
-from ..ranks.torch_store import among_ranks, ranks_of, require_group, world_size
+from ..ranks.torch_store import among_ranks, join_group, require_group, world_size
 from ..run import access
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
@@ -148,7 +148,7 @@ class Checkpointer:
             f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",
             "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
         )
-        ranks = ranks_of(path, options.ranks.patience) if several else None
+        ranks = join_group(path, options.ranks.patience) if several else None
         self._ranks: AnyRanks = ranks or SingleRank()
         self._pipeline = pipeline = Pipeline(path, options.of_run(), self._ranks)
         replicas = Replicas(ranks, options.tuning.digest) if ranks else None
@@ -185,7 +185,7 @@ class Checkpointer:
         self._require_open()
         run = self._pipeline.run
         source = WritableRun(self._pipeline, self._planner, self._ranks)
-        topic = self._ranks.topic("restore", lasting=True)
+        topic = self._ranks.topic("restore", across_restores=True)
         with topic.failing():
             self.wait()
             source.share_survey(topic)
@@ -260,7 +260,7 @@ class Checkpointer:
         saver = self._saver
         if saver.announcements is not None and saver.listens:
             with self._hints():
-                saver.announcements.look(n, self.preempted)
+                saver.announcements.poll(n, self.preempted)
                 saver.schedule.tell(n, time.monotonic())
         self._ending.end_if_asked(n)
         self._surface()

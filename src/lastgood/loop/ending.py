@@ -96,7 +96,7 @@ class Ending:
         announced = self._saver.announcements
         if announced is None or announced.end is None:
             return mine
-        topic = self._ranks.at("leave", announced.end)
+        topic = self._ranks.step_topic("leave", announced.end)
         if self._saver.schedule.before >= announced.end:
             late = HeardLate(f"heard at step {n} only that the end is at step {announced.end}")
             topic.fail(late)
@@ -121,7 +121,7 @@ class Ending:
 
     def report(self, called: bool, advanced: int, resumed: int) -> None:
         """The closing line. `called`: whether step() or save() was; the loop went from step `resumed` to `advanced`."""
-        if not self._ranks.coordinates:
+        if not self._ranks.is_coordinator:
             return
         if not called:
             self._report_unused()

@@ -12,11 +12,11 @@ from ..coordination.single_rank import SingleRank
 from ..engine.arena import Arena
 from ..errors import Refused
 from ..format import commit, layout
+from ..limits import WORKERS
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run import access
 from ..run.candidates import ReadOnlyRun
-from ..run.reader import WORKERS
 from ..run.save import ReadyChunks, SaveRequest
 from ..run.writer import RunWriter
 from ..snapshot import staging

@@ -11,24 +11,22 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
-from ..coordination.rounds import PATIENCE_SECONDS
 from ..events import Event
 from ..format import parity_layout
 from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
+from ..limits import MAX_IN_FLIGHT, RANK_TIMEOUT_SECONDS, WORKERS
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..run import access
 from ..run.planned_save import RunOptions
-from ..run.reader import WORKERS
 from ..storage.directory import WriteMode
 from .preemption import Preemption
 
 LEAST_MEMORY_BYTES = 1 << 20
-MOST_THREADS = 64
 
 Staging = Literal["overlap", "blocking"]
 TornCheck = Literal["sampled", "full"]
@@ -87,7 +85,9 @@ class Tuning:
         for name in ("in_flight", "writers"):
             value = getattr(self, name)
             require(
-                is_whole(value, 1) and value <= MOST_THREADS, f"{name}={value!r}", f"{whole} from 1 to {MOST_THREADS}."
+                is_whole(value, 1) and value <= MAX_IN_FLIGHT,
+                f"{name}={value!r}",
+                f"{whole} from 1 to {MAX_IN_FLIGHT}.",
             )
         require(
             is_whole(self.chunk, 4096) and self.chunk <= CHUNK_LIMIT_BYTES and self.chunk % 4096 == 0,
@@ -106,7 +106,7 @@ class Ranks:
         Checkpointer("runs/gpt", state, ranks=lastgood.Ranks(patience=600))
     """
 
-    patience: float = PATIENCE_SECONDS
+    patience: float = RANK_TIMEOUT_SECONDS
 
     def __post_init__(self) -> None:
         require(is_positive(self.patience), f"patience={self.patience!r}", "Give seconds above 0.")

@@ -78,7 +78,7 @@ class WritableRun:
         """Every rank adopts what rank 0 knows of the run, and counts the same restores: all of them choose alike."""
         run, ranks = self._pipeline.run, self._ranks
         # guard: restore-counted-by-coordinator
-        ranks.rewind(topic.agree(ranks.rewound, lambda counts: 1 + max(counts)))
+        ranks.rewind(topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)))
         shared = topic.agree(None, lambda _: run.shared_survey() if isinstance(run, RunWriter) else None)
         if isinstance(run, Follower):
             run.adopt(shared)  # guard: followers-adopt-survey

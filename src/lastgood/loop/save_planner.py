@@ -20,7 +20,7 @@ from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
-from ..ranks.partition import Division
+from ..ranks.partition import Partition
 from ..ranks.replica_check import ReplicaCheck, Replicas
 from ..records import Piece
 from ..run.planned_save import PlannedSave
@@ -63,7 +63,7 @@ class _Plan:
     key: int
     finite: frozenset[str]
     images: list[Image]
-    division: Division | None = None
+    division: Partition | None = None
     behind: overlap.Overlappable | None = None
     origins: Mapping[str, Origin] | None = None
     """when it was last asked which tensors must be finite"""
@@ -176,7 +176,7 @@ class SavePlanner:
             return sum(image.length for image in staging.lay_out(captured.tensors))
         with self._replicas.topic() as topic:
             captured = require_storable(self._capture, state)
-            self._replicas.agree(topic, captured, patterns.unmatched(state), beside)
+            self._replicas.start_exchange(topic, captured, patterns.unmatched(state), beside)
         return None
 
     def captured(self, state: Mapping[str, Any]) -> Captured:
@@ -224,7 +224,7 @@ class SavePlanner:
             )
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
         division = (
-            self._replicas.divided(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
+            self._replicas.partition(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
         )
         # guard: stale-layout-rebuilt
         if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
@@ -270,7 +270,7 @@ class SavePlanner:
         return plan.watch
 
     def _witnessed(
-        self, division: Division | None, captured: Captured
+        self, division: Partition | None, captured: Captured
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """What other ranks write and this one holds too; and a copy of what of it may turn out to be its own."""
         witness: dict[str, torch.Tensor] = {}

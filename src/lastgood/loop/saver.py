@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .. import reporting
 from ..coordination.announcements import Announcements
-from ..coordination.rounds import Ranks
+from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Damaged, InFlightFull, StepTaken
 from ..format import commit
@@ -73,7 +73,7 @@ class Saver:
         self.schedule: Timing
         self.listens = False
         """whether other ranks may announce anything"""
-        if isinstance(self._ranks, Ranks):
+        if isinstance(self._ranks, RankGroup):
             self.announcements = Announcements(self._ranks)
             bound = None if options.tuning.when_full == "wait" else options.tuning.in_flight
             self.schedule = several = TimingTogether(self._cadence, self._emit, self._ranks, self.announcements, bound)
@@ -111,7 +111,7 @@ class Saver:
             return None
         begun = time.monotonic()
         self.schedule.counted(n)
-        topic = self._ranks.at("save", n)
+        topic = self._ranks.step_topic("save", n)
         with self._reading_the_state():
             try:
                 at, planned = self._planned(n, topic)
@@ -150,7 +150,7 @@ class Saver:
         planned = self._planner.plan(self._request.state, topic)
         at = self._pipeline.admit_step(n)
         if self.last is None:
-            if self._ranks.size > 1 and self._ranks.coordinates:
+            if self._ranks.size > 1 and self._ranks.is_coordinator:
                 self.report_bound(planned.bytes * self._ranks.size)  # all write about as much
             if self._planner.note:
                 reporting.info(self._planner.note)
@@ -206,7 +206,7 @@ class Saver:
         save.wait_ended()
         if not save.durable():
             return
-        topic = self._ranks.at("same", save.step)
+        topic = self._ranks.step_topic("same", save.step)
         with topic.failing():
             manifest = commit.read_manifest(self._pipeline.run.tier, save.result(), self._ranks.rank)
             names = changed(self._planner.captured(self._request.state), manifest)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ..coordination.announcements import Announcements
-from ..coordination.rounds import Ranks
+from ..coordination.rounds import RankGroup
 from ..errors import HeardLate
 from ..events import EventKind
 from ..policy.cadence import Every, crossed
@@ -70,7 +70,7 @@ class TimingTogether(Timing):
     """Of one of several ranks. `in_flight`: saves at a time, where there may be no more; None: the next one waits."""
 
     def __init__(
-        self, cadence: Every | Pace, note: Note, ranks: Ranks, ahead: Announcements, in_flight: int | None
+        self, cadence: Every | Pace, note: Note, ranks: RankGroup, ahead: Announcements, in_flight: int | None
     ) -> None:
         super().__init__(cadence, note)
         self._ranks, self._ahead, self._in_flight = ranks, ahead, in_flight
@@ -98,35 +98,35 @@ class TimingTogether(Timing):
         due, missed = self._take_announced(n, before)
         for step in missed:
             late = HeardLate(f"heard of step {step} at step {n} only")
-            self._ranks.at("save", step).fail(late)
+            self._ranks.step_topic("save", step).fail(late)
             self._note("failed", step, str(late))
         due = (due or self._by_steps(n, since)) and n != self._begun
         self._steps.append((n, due))
         return due
 
     def tell(self, n: int, now: float) -> None:
-        if not self._ranks.coordinates:
+        if not self._ranks.is_coordinator:
             return
         ahead, cadence = self._ahead, self._cadence
         if isinstance(cadence, Pace):
             if why := cadence.passed(n, now):
                 self._note("tuned", n, why)
             steps = cadence.auto.interval_steps
-            if steps != self._told_interval and ahead.tell(n, "every", steps):
+            if steps != self._told_interval and ahead.announce(n, "every", steps):
                 self._told_interval = steps
         elif self._due_by_time(now, cadence) and not self.full():
             if self._last is not None and isinstance(self._last.error(), HeardLate):
-                ahead.further()
-            ahead.tell(n, "save")
+                ahead.extend_lead()
+            ahead.announce(n, "save")
         for step, save in self._flying.items():
             # guard: save-end-announced
-            if step not in self._told_ends and (save is None or save.ended()) and ahead.tell(n, "ended", step):
+            if step not in self._told_ends and (save is None or save.ended()) and ahead.announce(n, "ended", step):
                 self._told_ends.add(step)
 
     def _due_by_time(self, now: float, cadence: Every) -> bool:
         """And not told yet."""
         late = cadence.seconds is not None and now - self._saved_at >= cadence.seconds
-        return late and not any(one.word == "save" for one in self._ahead.coming)
+        return late and not any(one.kind == "save" for one in self._ahead.pending)
 
     def full(self) -> bool | None:
         # guard: unannounced-end-counts-in-flight
@@ -138,7 +138,7 @@ class TimingTogether(Timing):
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
         self._saved_at, self._saved_step, self._begun, self._last = now, save.step, save.step, save
-        if isinstance(self._cadence, Pace) and self._ranks.coordinates:
+        if isinstance(self._cadence, Pace) and self._ranks.is_coordinator:
             self._cadence.begun(save, save.step, began, waited_seconds)
         if save.step in self._flying:
             self._flying[save.step] = save
@@ -153,14 +153,14 @@ class TimingTogether(Timing):
         Steps need not count by ones: what was announced for a step that lies between two holds at the second one.
         """
         due, missed = False, list[int]()
-        for one in self._ahead.take(n):
-            if one.word == "ended":
+        for one in self._ahead.pop_due(n):
+            if one.kind == "ended":
                 self._flying.pop(one.value, None)
                 self._told_ends.discard(one.value)
-            elif one.word == "save":
+            elif one.kind == "save":
                 due |= one.step > before
                 missed += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
-            elif one.word == "every":
+            elif one.kind == "every":
                 self._interval, self._from = one.value, one.step  # guard: interval-holds-from-its-step
                 missed += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
         held = [self._held_at(step) for step in missed]

@@ -1,1 +1,1 @@
-"""What the ranks of a torch process group divide between them, and check against each other. Imports torch."""
+"""The ranks of a torch process group: their store, which part each rank writes, and the replica check. Uses torch."""

@@ -1,8 +1,12 @@
-"""Dividing: what of a captured state this rank writes, and what others write for it. Moves nothing.
+"""Partition: which parts of a captured state this rank writes, and which parts other ranks write for it. Moves no data.
 
-What several ranks hold alike one of them writes, each about as many bytes (policy/reshard.py); the others take its
-digest, so that what should be equal and is not is told, and never taken in silence. What is a rank's own by nature
-(random number generators) or was found to differ, each rank writes itself.
+Invariants
+  1. Every rank computes the partition by itself, from its own state and from which ranks hold which tensor
+     (ranks/replica_check.py). All holders of the same boxes compute the same partition of them.
+  2. A box that several ranks hold is written by one of them; each of these ranks writes about the same number of bytes
+     (policy/reshard.py). The others digest their copy of it, and the replica check compares the digests.
+  3. Each holder writes the state of random number generators, and tensors that the replica check found to differ. The
+     first of the holders stores them like any other tensor, the others as content of their own (`Piece.own`).
 """
 
 from __future__ import annotations
@@ -25,74 +29,81 @@ from ..state.tensors import dtype_name
 
 @dataclass(frozen=True)
 class Item:
-    """A part of a tensor that this process holds: as it is stored, and where it lies in what is held."""
+    """A part of a tensor that this process holds: how it is stored, and where its bytes are in memory."""
 
     tensor: Tensor
     name: str
-    """of what is held"""
+    """the captured tensor that it is a part of"""
     rows: tuple[int, int] | None
-    """None: all of it"""
+    """first row and row after the last in the memory of this process; None for all of it"""
 
-    def view(self, held: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        one = held[self.name]
+    def view(self, captured: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The part itself, as a view of the captured tensor."""
+        one = captured[self.name]
         return one if self.rows is None else one[self.rows[0] : self.rows[1]]
 
 
 @dataclass(frozen=True)
-class Division:
-    """Who writes what, as this rank sees it."""
+class Partition:
+    """Which rank writes what, as one rank sees it."""
 
     mine: list[Item]
+    """what this rank writes"""
     witnessed: dict[tuple[int, ...], list[Item]]
-    """holders -> what another of them writes"""
+    """ranks that hold the same boxes -> what others of them write; this rank digests its copy"""
     shared: dict[tuple[int, ...], list[str]]
-    """holders -> keys of what one of them writes, whoever it is: the same list at each"""
+    """ranks that hold the same boxes -> keys of all that one of them writes: the same list on each of these ranks"""
 
 
-def described(captured: Captured) -> str:
-    """A digest of what a state is made of, the same on all ranks that hold the same, or boxes of the same."""
-    told = hashlib.sha256()
+def structure_digest(captured: Captured) -> str:
+    """A digest of names, dtypes, whole shapes and meshes, and of which names share a tensor.
+
+    It is the same on all ranks that hold the same tensors, or boxes of the same tensors.
+    """
+    digest = hashlib.sha256()
     for name, one in captured.tensors.items():
-        spread = captured.sharded.get(name)
-        shape, mesh = (spread.shape, spread.mesh) if spread else (tuple(one.shape), ())
-        told.update(f"{name}|{one.dtype}|{shape}|{mesh}\n".encode())
+        sharded = captured.sharded.get(name)
+        shape, mesh = (sharded.shape, sharded.mesh) if sharded else (tuple(one.shape), ())
+        digest.update(f"{name}|{one.dtype}|{shape}|{mesh}\n".encode())
     for alias, name in captured.aliases.items():  # guard: aliases-in-structure
-        told.update(f"{alias} = {name}\n".encode())
-    return told.hexdigest()
+        digest.update(f"{alias} = {name}\n".encode())
+    return digest.hexdigest()
 
 
-def listed(captured: Captured) -> list[list[Any]]:
-    """Of everything: name, what it is, and over which ranks it is spread (none: it is not)."""
+def structure_list(captured: Captured) -> list[list[Any]]:
+    """The structure as a message: for each name its description and its mesh, which is empty if it is not sharded."""
     found = []
     for name, one in captured.tensors.items():
-        spread = captured.sharded.get(name)
-        shape, mesh = (spread.shape, spread.mesh) if spread else (tuple(one.shape), ())
+        sharded = captured.sharded.get(name)
+        shape, mesh = (sharded.shape, sharded.mesh) if sharded else (tuple(one.shape), ())
         over = f" over {len(mesh)} ranks" if mesh else ""
         found.append([name, f"{dtype_name(one.dtype)} {list(shape)}{over}", list(mesh)])
     return found + [[alias, f"the same as {name}", []] for alias, name in captured.aliases.items()]
 
 
-def divide(
+def partition(
     captured: Captured,
     finite: Collection[str],
     rank: int,
-    homes: Mapping[str, Sequence[tuple[int, ...]]],
+    holders: Mapping[str, Sequence[tuple[int, ...]]],
     own: Collection[str],
-) -> Division:
-    """What this rank writes. `own`: what each writes for itself.
+) -> Partition:
+    """The partition as `rank` sees it. `finite`: names whose values must be finite. `own`: names that each rank writes.
 
-    `homes`: of what is not sharded, the ranks that hold it, one by one; else the meshes over which it is spread alike.
+    `holders`: name -> groups of ranks, each of which holds the whole tensor together. For a sharded tensor these are
+    meshes, over each of which it is sharded alike; for any other one, each rank that holds it is a group by itself.
     """
     mine: list[Item] = []
-    groups: dict[tuple[int, ...], list[tuple[str, Box, tuple[int, ...]]]] = defaultdict(list)
-    for name in sorted(captured.tensors):  # the same order at each holder
-        one, spread = captured.tensors[name], captured.sharded.get(name)
-        box = spread.box if spread else everything(tuple(one.shape))
-        whole = spread.shape if spread else tuple(one.shape)
-        group = _holders(spread, homes[name])
-        if spread and not box.elements:  # this rank holds nothing of it
+    boxes_of: dict[tuple[int, ...], list[tuple[str, Box, tuple[int, ...]]]] = defaultdict(list)
+    for name in sorted(captured.tensors):  # the same order on each holder
+        one, sharded = captured.tensors[name], captured.sharded.get(name)
+        box = sharded.box if sharded else everything(tuple(one.shape))
+        whole = sharded.shape if sharded else tuple(one.shape)
+        group = _replicas_of(sharded, holders[name])
+        if sharded and not box.elements:  # an empty shard: this rank writes nothing
+            # A tensor without any elements is recorded by one rank, for its shape.
             # guard: empty-shard-recorded-once
-            if 0 in whole and rank == min(_holders(None, homes[name])):  # nobody does: one rank records its shape
+            if 0 in whole and rank == min(_replicas_of(None, holders[name])):
                 mine.append(_item(captured, name, everything(whole), whole, everything(whole), name in finite))
             continue
         if len(group) == 1:
@@ -100,41 +111,42 @@ def divide(
         elif name == "rng" or name.startswith("rng.") or name in own:  # guard: random-generators-per-rank
             mine.append(_item(captured, name, box, whole, box, name in finite, own=rank != group[0]))
         else:
-            groups[group].append((name, box, whole))
+            boxes_of[group].append((name, box, whole))
     witnessed: dict[tuple[int, ...], list[Item]] = {}
     shared: dict[tuple[int, ...], list[str]] = {}
-    for group, members in groups.items():
-        held = [Held(name, box, captured.tensors[name].element_size()) for name, box, _ in members]
-        places = {name: (box, whole) for name, box, whole in members}
+    for group, boxes in boxes_of.items():
+        held = [Held(name, box, captured.tensors[name].element_size()) for name, box, _ in boxes]
+        places = {name: (box, whole) for name, box, whole in boxes}
         witnessed[group], shared[group] = [], []
-        for turn, parts in enumerate(shares(held, len(group))):
+        for member, parts in zip(group, shares(held, len(group)), strict=True):
             for part in parts:
                 box, whole = places[part.name]
                 item = _item(captured, part.name, part.box, whole, box, part.name in finite)
-                (mine if group[turn] == rank else witnessed[group]).append(item)
+                (mine if member == rank else witnessed[group]).append(item)
                 shared[group].append(item.tensor.key)
-    return Division(mine, witnessed, shared)
+    return Partition(mine, witnessed, shared)
 
 
-def _holders(spread: Sharded | None, homes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Who holds the same: on other meshes, those in the same places."""
-    if spread is None:
-        return tuple(sorted(rank for home in homes for rank in home))
-    places = [spread.mesh.index(rank) for rank in spread.holders]
-    return tuple(sorted({home[place] for home in homes for place in places}))
+def _replicas_of(sharded: Sharded | None, holders: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The ranks that hold the same box as this one: on each mesh, those at the same places. None: all holders."""
+    if sharded is None:
+        return tuple(sorted(rank for group in holders for rank in group))
+    places = [sharded.mesh.index(rank) for rank in sharded.holders]
+    return tuple(sorted({group[place] for group in holders for place in places}))
 
 
 def _item(
     captured: Captured, name: str, part: Box, whole: Sequence[int], held: Box, finite: bool, own: bool = False
 ) -> Item:
-    some = part.shape != tuple(whole)
+    """`part` of a tensor of shape `whole`, of which this process holds the box `held`."""
+    is_piece = part.shape != tuple(whole)
     tensor = Tensor(
         name,
         dtype_name(captured.tensors[name].dtype),
         part.shape,
         finite,
-        part.offsets if some else (),
-        tuple(whole) if some else (),
+        part.offsets if is_piece else (),
+        tuple(whole) if is_piece else (),
         own,
     )
     if part == held:

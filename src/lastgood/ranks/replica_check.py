@@ -1,17 +1,21 @@
-"""Together: what ranks must agree on in a save, beside its commit: who holds what, and that it is the same.
+"""Replica check: the ranks agree on who holds which tensor, and check in each save that replicas have equal content.
 
-    restore; the first step of a fresh start     every rank: what is it made of?      -> who holds what (`agree`)
-    every save, once all is written              every rank: what it is made of, and digests of what several hold, in
-                                                 one sum for each group of holders
-                                                 -> as one, which differ, or another structure (`ReplicaCheck`)
+    when                                           what every rank posts                        verdict
+    ---------------------------------------------  -------------------------------------------  --------------------
+    in restore(), or in the first step of a fresh  a digest of the structure of its state; its  which ranks hold
+    start (`Replicas.start_exchange`)              list of names, if the structures differ      which tensor
+    in every save, once its pieces are written     digests of its structure, of which ranks     equal, different, or
+    (`ReplicaCheck.approve`)                       hold what, and of what several ranks hold    a stale partition
 
 Invariants
-  1. A save is published only where every rank has the structure that the others know of, and every group of holders
-     has divided what it holds in the same way. Else it fails, on all ranks, which find out behind the loop who holds
-     what now: the next save has it.
-  2. Of what several ranks hold and is not the same, none is taken for all: each writes its own, or the save fails.
-  3. The training thread waits for other ranks in a restore, and in the first save of a fresh start, until all have made
-     their first step; in no other save.
+  1. A save is published only if every rank still has the structure that was exchanged, knows the same holders as all
+     others, and all holders of the same boxes have partitioned them alike. Otherwise the save fails with StepDiffers on
+     all ranks. They exchange their structures again behind the training loop, and the saves that are planned after that
+     use the result.
+  2. Where the replicas of a tensor differ, none of them is taken for all: each rank writes its own, in this save and
+     in all later ones. If an optimizer trains the tensor, the save fails with ReplicaDiffers on all ranks instead.
+  3. The training thread waits for other ranks in restore(), and in the first save after a fresh start, until all ranks
+     have made their first step; in no other save.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ..coordination.rounds import Ranks, Topic
+from ..coordination.rounds import RankGroup, Topic
 from ..engine.arena import Arena
 from ..engine.write_file import Chunk
 from ..errors import ReplicaDiffers, StepDiffers
@@ -40,34 +44,34 @@ from ..run.save import Files
 from ..snapshot import staging
 from ..state.capture import Captured, Origin
 from ..state.patterns import refused
-from .partition import Division, Item, described, divide, listed
+from .partition import Item, Partition, partition, structure_digest, structure_list
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """What this rank knows of the others."""
+class _Exchanged:
+    """What this rank knows about the states of all ranks since their last exchange."""
 
-    homes: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
-    """who holds what, as in `divide`; empty where all are made of the same"""
+    holders: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    """name -> groups of ranks, as in `partition`; empty where all ranks have the same structure"""
     structures: Sequence[str] = ()
-    """at the coordinator: of which structure on each rank that holds; none where all are made of the same"""
+    """at the coordinator: the structure of each rank at that time; empty where all ranks have the same structure"""
     own: frozenset[str] = frozenset()
-    """what was found to differ"""
-    name: str = ""
-    """of `homes`: the same where they are"""
+    """names of tensors that were found to differ"""
+    digest: str = ""
+    """a digest of `holders`"""
 
 
 class Replicas:
-    """The agreements of one rank."""
+    """What one rank has agreed on with the others about replicated tensors. `algorithm`: of the digests of pieces."""
 
-    def __init__(self, ranks: Ranks, algorithm: str) -> None:
+    def __init__(self, ranks: RankGroup, algorithm: str) -> None:
         self._ranks, self._algorithm = ranks, algorithm
-        self._known: _Known | None = None
-        self._asking: Future[_Known] | None = None
-        self._division: Division | None = None
-        self._for: tuple[int, Collection[str], _Known] | None = None
-        self._described = -1, ""
-        """key and digest of the structure"""
+        self._exchanged: _Exchanged | None = None
+        self._exchanging: Future[_Exchanged] | None = None
+        self._partition: Partition | None = None
+        self._partition_key: tuple[int, Collection[str], _Exchanged] | None = None
+        self._structure_of = -1, ""
+        """key of a captured state, and the digest of its structure"""
 
     @property
     def rank(self) -> int:
@@ -75,140 +79,162 @@ class Replicas:
 
     @contextmanager
     def topic(self) -> Iterator[Topic]:
-        """Where to find out who holds what; it fails there for all where what is done with it fails."""
+        """The topic of an exchange of structures; an exception in the block fails it on all ranks."""
         topic = self._ranks.topic("structure")
         with topic.failing():
             yield topic
 
-    def agree(self, topic: Topic, captured: Captured, unmatched: Sequence[tuple[str, str]], beside: Executor) -> None:
-        """Find out, with all other ranks, who holds what; the next save waits for it. No tensor is held until then.
+    def start_exchange(
+        self, topic: Topic, captured: Captured, unmatched: Sequence[tuple[str, str]], executor: Executor
+    ) -> None:
+        """Exchange structures with all other ranks, on `executor`; the next save waits for the end. Keeps no tensor.
 
-        `unmatched`: name patterns that match nothing here; the next save is refused if one matches on no rank.
+        `unmatched`: name patterns, with the argument each was given in, that match nothing on this rank. The next save
+        raises Refused if one of them matches on no rank.
         """
-        structure, names = self._structure(captured), listed(captured)
-        self._known, self._asking = None, beside.submit(self._ask, topic, structure, names, unmatched)
+        structure, names = self._structure(captured), structure_list(captured)
+        self._exchanged, self._exchanging = None, executor.submit(self._exchange, topic, structure, names, unmatched)
 
-    def divided(self, captured: Captured, finite: Collection[str], topic: Topic) -> Division:
-        """What this rank writes. Where nothing could be agreed on before, all ranks do so now, under `topic`.
+    def partition(self, captured: Captured, finite: Collection[str], topic: Topic) -> Partition:
+        """What this rank writes. Where the last exchange failed, all ranks exchange their structures under `topic`.
 
-        What the others do not know of is taken for its own where their structures differ, else for everybody's.
+        A name that was not exchanged is this rank's alone if the structures differed, else every rank's: when all ranks
+        had the same structure, they usually change it together.
         """
-        if self._known is None:
-            asking, self._asking = self._asking, None
+        if self._exchanged is None:
+            exchanging, self._exchanging = self._exchanging, None
             structure = self._structure(captured)
-            self._known = asking.result() if asking else self._ask(topic, structure, listed(captured))
-        known = self._known
-        now = captured.key, finite, known
-        if self._division is None or now != self._for:
-            mine: list[tuple[int, ...]] = [(self.rank,)]
-            everybody: list[tuple[int, ...]] = [(rank,) for rank in range(self._ranks.size)]
-            meshes = {name: [spread.mesh] for name, spread in captured.sharded.items()}
-            unknown = mine if known.homes else everybody
-            homes = {name: known.homes.get(name) or meshes.get(name, unknown) for name in captured.tensors}
-            self._division, self._for = divide(captured, finite, self.rank, homes, known.own), now
-        return self._division
+            if exchanging:
+                self._exchanged = exchanging.result()
+            else:
+                self._exchanged = self._exchange(topic, structure, structure_list(captured))
+        exchanged = self._exchanged
+        key = captured.key, finite, exchanged
+        if self._partition is None or key != self._partition_key:
+            this_rank: list[tuple[int, ...]] = [(self.rank,)]
+            every_rank: list[tuple[int, ...]] = [(rank,) for rank in range(self._ranks.size)]
+            meshes = {name: [sharded.mesh] for name, sharded in captured.sharded.items()}
+            unknown = this_rank if exchanged.holders else every_rank
+            holders = {name: exchanged.holders.get(name) or meshes.get(name, unknown) for name in captured.tensors}
+            self._partition = partition(captured, finite, self.rank, holders, exchanged.own)
+            self._partition_key = key
+        return self._partition
 
     def _structure(self, captured: Captured) -> str:
-        if captured.key != self._described[0]:
-            self._described = captured.key, described(captured)
-        return self._described[1]
+        if captured.key != self._structure_of[0]:
+            self._structure_of = captured.key, structure_digest(captured)
+        return self._structure_of[1]
 
-    def _ask(
+    def _exchange(
         self, topic: Topic, structure: str, names: list[list[Any]], unmatched: Sequence[tuple[str, str]] = ()
-    ) -> _Known:
+    ) -> _Exchanged:
+        """Agree on which ranks hold what. One rank of each structure posts its names, if the structures differ."""
         structures: list[str] = []
 
-        def judge(told: list[dict[str, Any]]) -> str | list[int]:
-            structures[:] = [one["structure"] for one in told]
-            if any("sums" in one for one in told):
-                return AGAIN  # it is not all who ask
-            if nowhere := _in_all([one.get("unmatched", []) for one in told]):
+        def decide(posts: list[dict[str, Any]]) -> str | list[int]:
+            structures[:] = [one["structure"] for one in posts]
+            if any("sums" in one for one in posts):
+                return AGAIN  # some ranks are in the check of a save; after this verdict they begin an exchange too
+            if nowhere := _in_all([one.get("unmatched", []) for one in posts]):
                 raise refused(nowhere, [name for name, *_ in names])
-            return SAME if len(set(structures)) == 1 else _speakers(structures)
+            return SAME if len(set(structures)) == 1 else _representatives(structures)
 
-        while (verdict := topic.agree({"structure": structure, "unmatched": unmatched}, judge)) == AGAIN:
+        while (verdict := topic.agree({"structure": structure, "unmatched": unmatched}, decide)) == AGAIN:
             continue
         if verdict == SAME:
-            return _Known()
-        told = topic.agree(names if self.rank in verdict else None, partial(_homes, structures))
-        homes = [[tuple(home) for home in one] for one in told["homes"]]
-        name = hashlib.sha256(msgspec.json.encode(told)).hexdigest()
-        return _Known({name: homes[at] for name, at in told["names"].items()}, structures, name=name)
+            return _Exchanged()
+        merged = topic.agree(names if self.rank in verdict else None, partial(_merged_holders, structures))
+        holders = [[tuple(group) for group in groups] for groups in merged["holders"]]
+        digest = hashlib.sha256(msgspec.json.encode(merged)).hexdigest()
+        return _Exchanged({name: holders[at] for name, at in merged["names"].items()}, structures, digest=digest)
 
-    # ---- once all is written -------------------------------------------------------------------------------
+    # ---- in a save -----------------------------------------------------------------------------------------
 
     def check(
-        self, topic: Topic, division: Division, captured: Captured, snapshot: staging.Snapshot, kept: Mapping[str, Any]
+        self,
+        topic: Topic,
+        partition: Partition,
+        captured: Captured,
+        snapshot: staging.Snapshot,
+        kept: Mapping[str, torch.Tensor],
     ) -> ReplicaCheck:
-        """The check of one save. `kept`: of what others write, the content of what may be this rank's own after all."""
-        assert self._for is not None
-        return ReplicaCheck(self, topic, division, captured, snapshot, kept, self._for[2], self._structure(captured))
+        """The check of one save, which was planned with `partition`.
+
+        `kept`: key -> a copy of each tensor that another rank writes and that this rank must write if it differs.
+        """
+        assert self._partition_key is not None
+        exchanged = self._partition_key[2]
+        return ReplicaCheck(self, topic, partition, captured, snapshot, kept, exchanged, self._structure(captured))
 
     def exchange_again(self, topic: Topic, captured: Captured, structure: str) -> None:
-        """Find out who holds what now: the next save goes by it."""
-        self._known = self._ask(topic, structure, listed(captured))
+        """Exchange structures now, in a save that fails: the next save uses the result."""
+        self._exchanged = self._exchange(topic, structure, structure_list(captured))
 
-    def note_own(self, known: _Known, names: Collection[str]) -> None:
-        """From now on each rank writes these itself."""
-        self._known = replace(self._known or known, own=known.own | frozenset(names))
+    def note_own(self, exchanged: _Exchanged, names: Collection[str]) -> None:
+        """From now on each rank writes these tensors itself."""
+        self._exchanged = replace(self._exchanged or exchanged, own=exchanged.own | frozenset(names))
 
 
 @dataclass(frozen=True)
 class ReplicaCheck:
-    """The check of one save, once all of it is written: what several ranks hold is the same on each of them."""
+    """The check of one save, once its pieces are written: replicas on several ranks have equal content."""
 
     replicas: Replicas
     topic: Topic
-    division: Division
+    partition: Partition
     captured: Captured
     snapshot: staging.Snapshot
     kept: Mapping[str, torch.Tensor]
-    known: _Known
-    """what this rank knew of the others when the save was planned"""
+    exchanged: _Exchanged
+    """what this rank knew about the others when the save was planned"""
     structure: str
 
     def approve(self, pieces: Sequence[Piece]) -> Files:
-        """Files of what this rank holds differently, and may. Raises ReplicaDiffers, StepDiffers, on all ranks."""
+        """Further files, with tensors that this rank holds differently from the rank that wrote them.
+
+        Raises ReplicaDiffers where trained tensors differ, StepDiffers where the partition is stale; on all ranks.
+        """
         digests = {piece.key: piece.digest for piece in pieces} | self.snapshot.witnessed
-        sums = {_named(group): _sums(keys, digests) for group, keys in self.division.shared.items() if keys}
-        mine = {"structure": self.structure, "knows": self.known.name, "sums": sums}
-        verdict = self.topic.agree(mine, partial(compare, self.known.structures))
+        sums = {_group_key(group): _sums(keys, digests) for group, keys in self.partition.shared.items() if keys}
+        mine = {"structure": self.structure, "holders": self.exchanged.digest, "sums": sums}
+        verdict = self.topic.agree(mine, partial(compare, self.exchanged.structures))
         if verdict == AGAIN:
             # guard: changed-structure-exchanged
             self.replicas.exchange_again(self.topic, self.captured, self.structure)
             raise StepDiffers(
-                "the states of the ranks are not made of what they agreed on",
+                "the states of the ranks no longer have the structure that the ranks agreed on",
                 safe="This save was dropped; every committed generation is untouched.",
-                todo="The next save goes by what they are made of now.",
+                todo="Nothing: the next save uses the structure that the states have now.",
             )
         if verdict == SAME:
             return ()
-        held = {key: digests[key] for keys in self.division.shared.values() for key in keys}
-        found = dict(self.topic.agree(held, _differing))
-        self._require_untrained(found)
-        items = {item.tensor.key: item for group in self.division.witnessed.values() for item in group}
-        own = {items[key].name for key in found if key in items}
-        own |= {item.name for item in self.division.mine if item.tensor.key in found}
-        self.replicas.note_own(self.known, own)  # guard: differing-state-own-from-then-on
+        held = {key: digests[key] for keys in self.partition.shared.values() for key in keys}
+        differing = dict(self.topic.agree(held, _differing))
+        self._require_untrained(differing)
+        items = {item.tensor.key: item for group in self.partition.witnessed.values() for item in group}
+        own = {items[key].name for key in differing if key in items}
+        own |= {item.name for item in self.partition.mine if item.tensor.key in differing}
+        self.replicas.note_own(self.exchanged, own)  # guard: differing-state-own-from-then-on
         # guard: differing-state-own-at-once
-        return list(self._further([items[key] for key in sorted(found) if key in items], pieces))
+        return list(self._own_files([items[key] for key in sorted(differing) if key in items], pieces))
 
-    def _require_untrained(self, found: Mapping[str, str]) -> None:
-        """What differs must not be trained: then each rank may write its own. Raises ReplicaDiffers, on all ranks."""
-        origins = {item.tensor.key: self.captured.origins[item.name] for items in _all(self.division) for item in items}
-        trained = sorted(key for key in found if origins.get(key, Origin.OTHER) is not Origin.OTHER)
+    def _require_untrained(self, differing: Mapping[str, str]) -> None:
+        """Raise ReplicaDiffers, on all ranks, if an optimizer of any rank trains one of these tensors."""
+        items = [self.partition.mine, *self.partition.witnessed.values()]
+        origins = {item.tensor.key: self.captured.origins[item.name] for group in items for item in group}
+        trained = sorted(key for key in differing if origins.get(key, Origin.OTHER) is not Origin.OTHER)
         refused = self.topic.agree(trained, lambda posts: sorted({key for one in posts for key in one}))
         if refused:  # guard: differing-weights-refused
-            shown = ", ".join(f"{key} ({found[key]})" for key in refused[:5])
+            shown = ", ".join(f"{key} ({differing[key]})" for key in refused[:5])
             shown += f" and {len(refused) - 5} more" if len(refused) > 5 else ""
             raise ReplicaDiffers(
-                f"ranks that should hold the same hold something else: {shown}",
+                f"ranks hold different content of tensors that should be equal: {shown}",
                 safe="This save was dropped; every committed generation is untouched.",
-                todo="A rank has diverged: see which, and restore() on all of them.",
+                todo="A rank has diverged: find out which, and restore() on all ranks.",
             )
 
-    def _further(self, own: Sequence[Item], pieces: Sequence[Piece]) -> Iterator[tuple[Image, Iterator[Chunk]]]:
-        """Files of what this rank holds differently."""
+    def _own_files(self, own: Sequence[Item], pieces: Sequence[Piece]) -> Iterator[tuple[Image, Iterator[Chunk]]]:
+        """Tensor files with this rank's own content of `own`. `pieces`: what this rank has written in this save."""
         if not own:
             return
         first = len({piece.extent.blob for piece in pieces}) or 1
@@ -220,93 +246,96 @@ class ReplicaCheck:
             yield image, staging.copy_all([image], content, arena).fill()
 
 
-def _all(division: Division) -> list[list[Item]]:
-    return [division.mine, *division.witnessed.values()]
-
-
-def _named(group: Sequence[int]) -> str:
-    """A short name of these ranks, and how many they are."""
+def _group_key(group: Sequence[int]) -> str:
+    """A short key for a group of ranks, followed by their number."""
     return f"{hashlib.sha256(repr(group).encode()).hexdigest()[:32]} {len(group)}"
 
 
 def _sums(keys: Sequence[str], digests: Mapping[str, str]) -> tuple[str, str]:
-    """Of how a group has divided what it holds, and of the content."""
-    divided, content = hashlib.sha256(), hashlib.sha256()
+    """A digest of how a group has partitioned what it holds, and one of its content."""
+    names, content = hashlib.sha256(), hashlib.sha256()
     for key in keys:
-        divided.update(f"{key}\n".encode())
+        names.update(f"{key}\n".encode())
         content.update(f"{digests[key]}\n".encode())
-    return divided.hexdigest(), content.hexdigest()
+    return names.hexdigest(), content.hexdigest()
 
 
-# ---- what the coordinator decides ----------------------------------------------------------------------------
+# ---- decisions of the coordinator ----------------------------------------------------------------------------
 
 SAME, DIFFERING, AGAIN = "same", "differing", "again"
 
 
 def _in_all(unmatched: Sequence[Sequence[Sequence[str]]]) -> list[tuple[str, str]]:
-    """The patterns, with the argument that each was given in, that match nothing on any rank."""
+    """The patterns that match nothing on any rank, each with the argument that it was given in."""
     first, *others = [[(argument, pattern) for argument, pattern in one] for one in unmatched]
     return [one for one in first if all(one in other for other in others)]  # guard: pattern-matches-some-rank
 
 
-def _speakers(structures: Sequence[str]) -> list[int]:
-    """Of each structure, the first rank that has it."""
+def _representatives(structures: Sequence[str]) -> list[int]:
+    """The first rank of each structure, which posts its names for all ranks of that structure."""
     return sorted({structure: rank for rank, structure in reversed(list(enumerate(structures)))}.values())
 
 
-def _homes(structures: Sequence[str], told: Sequence[list[list[Any]] | None]) -> dict[str, Any]:
-    """Who holds what, as in `divide`: `homes`, each once, and which of them a name has. `told`: by the speakers.
+def _merged_holders(structures: Sequence[str], lists: Sequence[list[list[Any]] | None]) -> dict[str, Any]:
+    """Which ranks hold each name. `lists`: of each representative its `structure_list`, of every other rank None.
 
-    Raises StepDiffers where a name means two things.
+    Returns the distinct values of `_Exchanged.holders` as "holders", and as "names" the index of its value for each
+    name. Raises StepDiffers where a name stands for different tensors.
     """
     first: dict[str, tuple[int, str]] = {}
     found: dict[str, dict[tuple[int, ...], None]] = {}
-    for rank, tensors in enumerate(told):
+    for rank, tensors in enumerate(lists):
         alike = [(other,) for other, one in enumerate(structures) if one == structures[rank]] if tensors else []
         for name, what, mesh in tensors or ():
-            whose, before = first.setdefault(name, (rank, what))
+            owner, before = first.setdefault(name, (rank, what))
             if before != what:  # guard: name-means-one-thing
                 raise StepDiffers(
-                    f"{name} is {what} on rank {rank}, and {before} on rank {whose}",
+                    f"{name} is {what} on rank {rank}, and {before} on rank {owner}",
                     safe="Nothing was saved.",
-                    todo="Give what is not the same another name: state={'stage0': ...} on one, 'stage1' on the other.",
+                    todo="Give different tensors different names: state={'stage0': ...} on one rank, 'stage1' on the "
+                    "other.",
                 )
             found.setdefault(name, {}).update(dict.fromkeys([tuple(mesh)] if mesh else alike))
-    homes: dict[tuple[tuple[int, ...], ...], int] = {}
-    names = {name: homes.setdefault(tuple(sorted(one)), len(homes)) for name, one in found.items()}
-    return {"homes": list(homes), "names": names}
+    holders: dict[tuple[tuple[int, ...], ...], int] = {}
+    names = {name: holders.setdefault(tuple(sorted(one)), len(holders)) for name, one in found.items()}
+    return {"holders": list(holders), "names": names}
 
 
-def compare(agreed: Sequence[str], told: list[dict[str, Any]]) -> str:
-    """Whether all hold the same under the same name; or they must ask AGAIN who holds what."""
-    structures = [one["structure"] for one in told]
-    if structures != list(agreed) if agreed else len(set(structures)) > 1:  # guard: stale-plan-refused
+def compare(exchanged: Sequence[str], posts: list[dict[str, Any]]) -> str:
+    """Whether all replicas are the SAME or DIFFERING; AGAIN where structures must be exchanged first.
+
+    `exchanged`: the structure of each rank when structures were exchanged last; empty if they were all the same.
+    """
+    structures = [one["structure"] for one in posts]
+    if structures != list(exchanged) if exchanged else len(set(structures)) > 1:  # guard: stale-plan-refused
         return AGAIN
+    # Some ranks are in an exchange instead, or the last exchange ended differently for them.
     # guard: equal-knowledge-required
-    if len({one.get("knows") for one in told}) > 1:  # it is not all who know, or not the same
+    if len({one.get("holders") for one in posts}) > 1:
         return AGAIN
-    divided: dict[str, set[str]] = {}
-    content: dict[str, set[str]] = {}
+    partitions: dict[str, set[str]] = {}
+    contents: dict[str, set[str]] = {}
     count: Counter[str] = Counter()
-    for one in told:
-        for group, (keys, digests) in one["sums"].items():
-            divided.setdefault(group, set()).add(keys)
-            content.setdefault(group, set()).add(digests)
+    for one in posts:
+        for group, (names, content) in one["sums"].items():
+            partitions.setdefault(group, set()).add(names)
+            contents.setdefault(group, set()).add(content)
             count[group] += 1
-    if any(count[group] != int(group.partition(" ")[2]) or len(found) > 1 for group, found in divided.items()):
+    if any(count[group] != int(group.partition(" ")[2]) or len(found) > 1 for group, found in partitions.items()):
         return AGAIN
-    return SAME if all(len(found) == 1 for found in content.values()) else DIFFERING  # guard: replicas-compared
+    return SAME if all(len(found) == 1 for found in contents.values()) else DIFFERING  # guard: replicas-compared
 
 
-def _differing(told: list[dict[str, str]]) -> list[list[Any]]:
-    """Keys under which ranks hold something else, and how they differ."""
+def _differing(posts: list[dict[str, str]]) -> list[list[Any]]:
+    """The keys whose digests differ between ranks, each with a text that says which ranks differ."""
     found: dict[str, dict[str, list[int]]] = {}
-    for rank, digests in enumerate(told):
+    for rank, digests in enumerate(posts):
         for key, one in digests.items():
             found.setdefault(key, {}).setdefault(one, []).append(rank)
-    return [[key, _parties(list(by.values()))] for key, by in found.items() if len(by) > 1]
+    return [[key, _sides(list(by.values()))] for key, by in found.items() if len(by) > 1]
 
 
-def _parties(by: list[list[int]]) -> str:
-    told = [", ".join(map(str, one[:4])) + (", ..." if len(one) > 4 else "") for one in sorted(by)]
-    return "rank " + " against ".join(told[:4]) + (" and others" if len(told) > 4 else "")
+def _sides(ranks: list[list[int]]) -> str:
+    """Lists of ranks with equal content, as text: "rank 0, 2 against 1, 3"."""
+    sides = [", ".join(map(str, one[:4])) + (", ..." if len(one) > 4 else "") for one in sorted(ranks)]
+    return "rank " + " against ".join(sides[:4]) + (" and others" if len(sides) > 4 else "")

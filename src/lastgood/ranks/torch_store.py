@@ -1,4 +1,12 @@
-"""Agreeing: the store of a torch process group, as the ranks of a run use it. Calls no collective."""
+"""The store of a torch process group, as the ranks of a run use it. Calls no collective.
+
+Invariants
+  1. Every call ends: a call to the store takes at most `timeout_seconds`, in addition to what `get` is asked to wait.
+     After that it raises TierDown. This also holds where the host of the store is cut off from the network.
+  2. A client of the store is used by one thread at a time, and again by later calls unless a call on it failed.
+  3. A rank that has no connection to the store learns so after COORDINATOR_TIMEOUTS + 1 timeouts, at the latest: it
+     waits so long for a verdict (coordination/rounds.py), and one timeout more for the answer of the store.
+"""
 
 from __future__ import annotations
 
@@ -17,119 +25,128 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ..coordination.rendezvous import meet
-from ..coordination.rounds import PATIENCE_SECONDS, Posts, Ranks
+from ..coordination.rendezvous import join
+from ..coordination.rounds import MessageStore, RankGroup
 from ..errors import Refused, TierDown, TimedOut
+from ..limits import POLLS_PER_TIMEOUT, QUICK_STORE_SECONDS, RANK_TIMEOUT_SECONDS
 
 T = TypeVar("T")
-BRIEF_SECONDS = 5.0
-"""for what the training thread asks beside its steps"""
-FIRST_LOOK = 1 / 60
-"""of the patience, after which it is asked whether waiting is of use; then after twice as long, and so on"""
 
 
 class Clients:
-    """Clients of a store of torch's, which `connect` makes: as many as there are questions at a time, and no more.
+    """A pool of clients of one torch store. `connect` makes a client; there are as many as calls at the same time.
 
-    None that works is let go of: torch's server answers nobody while it looks up the name of a new one, which takes
-    seconds where names are looked up slowly.
+    A client that works is kept for later calls, because connecting is slow: torch's server resolves the host name of
+    each new client, which may take seconds, and answers no other client meanwhile.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect, self._free = connect, queue.SimpleQueue[Any]()
 
-    def take(self) -> Any:
+    def acquire(self) -> Any:
+        """A free client, or a new one. The caller releases it, unless a call on it failed."""
         with contextlib.suppress(queue.Empty):
             return self._free.get_nowait()
         return self._connect()
 
-    def give(self, client: Any) -> None:
+    def release(self, client: Any) -> None:
         self._free.put(client)
 
 
 class GroupStore:
-    """`ports.Store` over clients of torch's, from any thread. Every call ends, `patience_seconds` after its own.
+    """`ports.Store` over the clients of a torch store. A call that gets no answer in time raises TierDown.
 
-    A client of torch's waits for an answer without a bound where the host of its store is cut off, and nothing ends
-    that wait. So each question is asked in a thread of its own, and left behind with its client if no answer comes: a
-    daemon, the only one in the house, for a process must be able to end beside it.
+    torch's client waits for an answer without a limit where the host of the store is cut off, and no other thread can
+    end that wait. So each call runs in a thread of its own. When no answer comes in time, the thread and its client are
+    abandoned. It is a daemon thread, the only kind in this package, so that the process can exit while it still waits.
     """
 
-    def __init__(self, clients: Clients, patience_seconds: float) -> None:
-        self._clients, self._patience_seconds = clients, patience_seconds
+    def __init__(self, clients: Clients, timeout_seconds: float) -> None:
+        self._clients, self._timeout_seconds = clients, timeout_seconds
 
-    def set(self, posts: Mapping[str, bytes]) -> None:
+    def set(self, values: Mapping[str, bytes]) -> None:
         def put(client: Any) -> None:
             if client.has_extended_api():
-                client.multi_set(list(posts), list(posts.values()))
-            else:  # it is a file
-                for key, data in posts.items():
+                client.multi_set(list(values), list(values.values()))
+            else:  # a FileStore
+                for key, data in values.items():
                     client.set(key, data)
 
-        self._ask(put)
+        self._call(put)
 
-    def get(self, keys: Sequence[str], seconds: float, cancelled: Callable[[], bool] = lambda: False) -> list[bytes]:
+    def has(self, keys: Sequence[str]) -> bool:
+        return bool(self._call(lambda client: client.check(list(keys))))
+
+    def get(
+        self, keys: Sequence[str], timeout_seconds: float, cancelled: Callable[[], bool] = lambda: False
+    ) -> list[bytes]:
         names = list(keys)
 
         def get(client: Any) -> list[bytes]:
             try:
-                client.wait(names, datetime.timedelta(seconds=max(seconds, 0.001)))  # in a file none is for ever
+                # A FileStore waits forever if the timeout is zero.
+                client.wait(names, datetime.timedelta(seconds=max(timeout_seconds, 0.001)))
             except RuntimeError as error:
-                if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):  # as a file says it
+                # A FileStore raises a plain RuntimeError when the time is over.
+                if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
                     raise
-                raise TimedOut(f"something was not posted: {', '.join(names[:3])}, ...") from error
-            at_once = client.has_extended_api()  # else it is a file, and each key a question of its own
-            return [bytes(one) for one in (client.multi_get(names) if at_once else map(client.get, names))]
+                raise TimedOut(f"keys were not posted in time: {', '.join(names[:3])}, ...") from error
+            if client.has_extended_api():
+                return [bytes(one) for one in client.multi_get(names)]
+            return [bytes(client.get(name)) for name in names]  # a FileStore
 
-        return self._ask(get, seconds, cancelled)
-
-    def has(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask(lambda client: client.check(list(keys))))
+        return self._call(get, timeout_seconds, cancelled)
 
     def delete(self, keys: Sequence[str]) -> None:
-        self._ask(lambda client: [client.delete_key(key) for key in keys])
+        self._call(lambda client: [client.delete_key(key) for key in keys])
 
-    def _ask(self, what: Callable[[Any], T], seconds: float = 0.0, cancelled: Callable[[], bool] = lambda: False) -> T:
+    def _call(
+        self, act: Callable[[Any], T], wait_seconds: float = 0.0, cancelled: Callable[[], bool] = lambda: False
+    ) -> T:
+        """Call `act` with a client in a new thread. `wait_seconds`: how long the store itself may wait for keys."""
         answer: Future[T] = Future()
 
-        def ask() -> None:
+        def run() -> None:
             try:
-                client = self._clients.take()
+                client = self._clients.acquire()
                 try:
-                    found = what(client)
+                    found = act(client)
                 except TimedOut:
-                    self._clients.give(client)
+                    self._clients.release(client)
                     raise
-                self._clients.give(client)  # but for one that has failed
+                self._clients.release(client)  # a client on which a call failed is not used again
                 answer.set_result(found)
-            except BaseException as error:  # noqa: BLE001 - it is raised below
+            except BaseException as error:  # noqa: BLE001 - the calling thread raises it
                 answer.set_exception(error)
 
         try:
-            threading.Thread(target=ask, name="lastgood-store", daemon=True).start()
-            return _waited(answer, seconds, self._patience_seconds, cancelled)
+            threading.Thread(target=run, name="lastgood-store", daemon=True).start()
+            return self._result(answer, wait_seconds, cancelled)
         except TimedOut:
             raise
         except (RuntimeError, NoAnswer) as error:
-            why = str(error) or f"no answer in {seconds + self._patience_seconds:.0f} s"
+            why = str(error) or f"no answer in {wait_seconds + self._timeout_seconds:.0f} s"
             safe = "Every committed generation is untouched."
             raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error
 
+    def _result(self, answer: Future[T], wait_seconds: float, cancelled: Callable[[], bool]) -> T:
+        """Wait for the answer. `cancelled` is polled after a short pause, then after pauses of twice the length each.
 
-def _waited(answer: Future[T], seconds: float, patience_seconds: float, cancelled: Callable[[], bool]) -> T:
-    """What comes in time. It is asked at FIRST_LOOK of the patience whether that is of use; then ever more rarely."""
-    look, until = FIRST_LOOK * patience_seconds, time.monotonic() + seconds + patience_seconds
-    while time.monotonic() + look < until:
-        with contextlib.suppress(NoAnswer):
-            return answer.result(look)
-        if cancelled():
-            raise TimedOut("it is of no use to wait for what is not posted")
-        look *= 2
-    return answer.result(max(0.0, until - time.monotonic()))
+        Raises TimedOut once `cancelled()` is true, NoAnswer when the time is over.
+        """
+        pause_seconds = self._timeout_seconds / POLLS_PER_TIMEOUT
+        until = time.monotonic() + wait_seconds + self._timeout_seconds
+        while time.monotonic() + pause_seconds < until:
+            with contextlib.suppress(NoAnswer):
+                return answer.result(pause_seconds)
+            if cancelled():
+                raise TimedOut("the wait for keys was cancelled")
+            pause_seconds *= 2
+        return answer.result(max(0.0, until - time.monotonic()))
 
 
 def machine() -> str:
-    """The same for all processes that share a page cache."""
+    """An id of this machine, the same for all processes that share its page cache."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -138,17 +155,20 @@ def machine() -> str:
 
 
 def among_ranks() -> bool:
-    """Whether this process is one of several of a group."""
+    """Whether this process is one of several in a torch process group."""
     return world_size() > 1
 
 
 def world_size() -> int:
-    """Processes of the group; 1 without one."""
+    """The number of processes in the torch process group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def require_group(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a process that a launcher has started as one of several, and that has not joined their group."""
+    """Raise Refused in a process that a launcher started as one of several and that has no process group.
+
+    Otherwise each process would open the run as the only rank of a world of its own.
+    """
     size, rank = environ.get("WORLD_SIZE", ""), environ.get("RANK", "")
     if size.isdigit() and int(size) > 1 and rank.isdigit() and not (dist.is_available() and dist.is_initialized()):
         raise Refused(
@@ -159,13 +179,16 @@ def require_group(environ: Mapping[str, str] = os.environ) -> None:
         )
 
 
-def ranks_of(path: str | os.PathLike[str], patience_seconds: float = PATIENCE_SECONDS) -> Ranks:
-    """This process among those of its group, once all are here. All ranks open their runs in the same order."""
-    store: Any = dist.distributed_c10d._get_default_store()  # the one that the group itself met through
+def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEOUT_SECONDS) -> RankGroup:
+    """Wait until all ranks of the process group have called this for `path`, and return this process among them.
+
+    All ranks must open their runs in the same order. Raises RankFailed, TierDown.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()  # the store through which the process group was made
     rank, size = dist.get_rank(), dist.get_world_size()
     place = f"lastgood/{hashlib.sha256(os.path.abspath(path).encode()).hexdigest()[:12]}"
-
     clients = Clients(store.clone)
-    usual, brief = GroupStore(clients, patience_seconds), GroupStore(clients, min(patience_seconds, BRIEF_SECONDS))
-    name = meet(Posts(usual), place, rank, size, patience_seconds)
-    return Ranks(rank, size, usual, f"{place}/{name}", patience_seconds, brief)
+    usual = GroupStore(clients, timeout_seconds)
+    quick = GroupStore(clients, min(timeout_seconds, QUICK_STORE_SECONDS))
+    name = join(MessageStore(usual), place, rank, size, timeout_seconds)
+    return RankGroup(rank, size, usual, f"{place}/{name}", timeout_seconds, quick)

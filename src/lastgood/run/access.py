@@ -1,7 +1,7 @@
-"""Opens the directory or the slots of a run, for reading or writing.
+"""Opens the directory or the slots of a run, for reading or for writing.
 
-Nothing is changed before it is known that the path is a run (or may become one), that this user has the permission, and
-that no other process has the run open for writing.
+Before anything is changed, three checks are made: the path is a run or may become one, this user has the permission,
+and no other process has the run open for writing (a lock on the file `.lock`, which ends with its process).
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from . import paths
 
 LOCK = ".lock"
 _GENERATIONS = {"gen", FOLDER}
-_OURS = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
+_RUN_NAMES = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
 
 Persist = Literal["direct", "mmap"]
-"""how slots are written: with direct I/O if the file system supports it, or through a shared memory mapping"""
+"""How slots are written: with direct I/O if the file system supports it, or through a shared memory mapping."""
 
 
 def for_reading(path: str | os.PathLike[str]) -> Tier:
-    """The tier of an existing run. Raises NotARun, TierDown, and NotWritable if it may not be read."""
+    """Open an existing run for reading. Takes no lock.
+
+    Raises NotARun, TierDown, and NotWritable if this user may not read the run.
+    """
     root, in_slots = paths.parsed(path)
     names = _names_at(root, in_slots)
     if names is None:
@@ -41,12 +44,12 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
             safe="It is untouched.",
             todo="Check the path.",
         )
-    files = PosixFiles()  # without direct I/O: whether it is supported can only be found out by writing
+    files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
     return slots(files, root) if in_slots else Disk(files, root)
 
 
 def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) -> Slots:
-    """A tier over slots. It gets the names of the records that mean that a generation is committed, verified or bad."""
+    """Make a tier over slots. It learns here which records mark a generation as committed, verified or bad."""
     return Slots(
         files,
         root,
@@ -62,10 +65,10 @@ def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) 
 def for_writing(
     path: str | os.PathLike[str], mode: WriteMode, *, in_flight: int = 1, persist: Persist = "direct"
 ) -> Iterator[Tier]:
-    """The tier of a run, locked until the context ends. A directory that does not exist is made.
+    """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
-    `mode`: how files are written, for directories only. `in_flight` (default 1): how many saves may be in flight, for
-    slots only. `persist` (default "direct"): how slots are written.
+    `mode`: how files are written; slots accept "atomic_dirsync" only. `in_flight` (default 1): how many saves may be
+    in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     root, in_slots = paths.parsed(path)
@@ -83,7 +86,9 @@ def for_writing(
         )
     names = _names_at(root, in_slots)
     if names is not None:
-        foreign = sorted(name for name in names - _OURS if not name.endswith(".tmp") and not name.startswith(".probe-"))
+        foreign = sorted(
+            name for name in names - _RUN_NAMES if not name.endswith(".tmp") and not name.startswith(".probe-")
+        )
         if foreign and not names & {layout.HEADER, *_GENERATIONS}:
             raise NotARun(
                 f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
@@ -91,7 +96,7 @@ def for_writing(
                 todo=f"Give a new or empty directory, for example one inside it: {os.path.join(root, 'checkpoints')}",
             )
     try:
-        _make(root)
+        _make_durably(root)
         lock = Lock(os.path.join(root, LOCK))
     except BlockingIOError as error:
         raise _locked(root) from error
@@ -99,10 +104,10 @@ def for_writing(
         raise os_errors.at_path(error, root) from error
     try:
         if not in_slots:
-            yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root))
+            yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root))
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
-        tier = slots(files, root, in_flight=in_flight, direct=_direct(root))
+        tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root))
         try:
             yield tier
         except BaseException:
@@ -116,7 +121,7 @@ def for_writing(
 
 @contextlib.contextmanager
 def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]:
-    """The tier of a run that rank 0 of this job has open for writing. Takes no lock. Raises NotARun, NotWritable."""
+    """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable."""
     root, _ = paths.parsed(path)
     if _names_at(root, False) is None:
         raise NotARun(
@@ -124,7 +129,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    yield Disk(PosixFiles(), root, mode=mode, direct=_direct(root), shared=True)
+    yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root), shared=True)
 
 
 def directory(path: str | os.PathLike[str]) -> str:
@@ -140,12 +145,12 @@ def directory(path: str | os.PathLike[str]) -> str:
 
 
 def in_slots(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is that of a run in slots."""
+    """Whether a path names a run in slots. Raises NotARun or Refused, as `paths.parsed`."""
     return paths.parsed(path)[1]
 
 
 def _names_at(root: str, in_slots: bool) -> set[str] | None:
-    """Names in a directory that may be a run; None if nothing exists there. Raises NotARun if it can be no run."""
+    """List the directory of a run. Returns None if nothing exists at `root`; raises NotARun if it cannot be a run."""
     try:
         os.lstat(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -168,7 +173,7 @@ def _names_at(root: str, in_slots: bool) -> set[str] | None:
         raise os_errors.at_path(error, root) from error
     if in_slots != (FOLDER in found) and found.keys() & _GENERATIONS:
         kind, right = ("slots", f"{paths.SLOTS}{root}") if FOLDER in found else ("directories", root)
-        raise NotARun(f"the run in {root} lives in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
+        raise NotARun(f"the run in {root} is stored in {kind}", safe="It is untouched.", todo=f"Open it as {right}")
     for name in ("incarnations", *_GENERATIONS):
         if found.get(name, None) is not None:
             raise NotARun(
@@ -180,7 +185,7 @@ def _names_at(root: str, in_slots: bool) -> set[str] | None:
 
 
 def _locked(root: str) -> RunLocked:
-    """The error for a run that is open for writing; it names the process if the system reports it."""
+    """The error for a run that is already open for writing. It names the process if the system reports it."""
     holder = lock_holder(os.path.join(root, LOCK))
     if holder == os.getpid():
         return RunLocked(
@@ -188,33 +193,35 @@ def _locked(root: str) -> RunLocked:
             safe="Nothing was touched.",
             todo="close() the earlier Checkpointer first: a notebook cell that is run twice opens the run twice.",
         )
-    which = f"process {holder}" if holder else "another process"
+    owner = f"process {holder}" if holder else "another process"
     return RunLocked(
-        f"{root} is open for writing in {which}",
+        f"{root} is open for writing in {owner}",
         safe="Nothing was touched.",
-        todo="End that process, or give this run another path. The lock goes with its process.",
+        todo="End that process, or give this run another path. The lock is released when its process ends.",
     )
 
 
-def _make(root: str) -> None:
-    """Make a directory and its missing parents, and sync them so that they survive power loss."""
-    above = os.path.dirname(root)
+def _make_durably(root: str) -> None:
+    """Create a directory and its missing parents, and sync the parents so that the names survive power loss."""
+    parent = os.path.dirname(root)
     try:
         PosixFiles().make_dir(root)
     except FileExistsError:
-        # The process that made it may have died before its name was durable. We did not make one that we may not open.
+        # The process that created it may have died before the name was durable. A parent that this user may not open
+        # was created by another user, and is not synced.
         with contextlib.suppress(PermissionError):
-            PosixFiles().sync_dir(above)  # guard: existing-run-directory-synced
+            PosixFiles().sync_dir(parent)  # guard: existing-run-directory-synced
         return
     except FileNotFoundError:
-        _make(above)
+        _make_durably(parent)
         with contextlib.suppress(FileExistsError):
             PosixFiles().make_dir(root)
-    PosixFiles().sync_dir(above)  # guard: new-run-directory-synced
+    PosixFiles().sync_dir(parent)  # guard: new-run-directory-synced
 
 
-def _direct(root: str) -> bool:
+def _supports_direct_io(root: str) -> bool:
+    """Whether files in `root` can be opened for direct I/O."""
     try:
         return takes_direct(root)
     except OSError:
-        return False  # a full or failing disk is reported by the first write, with the name of the file
+        return False  # the first write reports a full or failing disk, with the name of the file

@@ -1,11 +1,11 @@
-"""Candidates: which generation a restore tries next, and what is done about one that does not load. Torch-free.
+"""Candidates of a restore: which generation is tried next, and how one that does not load is handled. Torch-free.
 
 for generation in candidates:
     try:
         ...                                  # load it
         break
     except (Damaged, NotFinite) as error:
-        candidates.failed(error)             # it is examined, marked, mended; then the iteration goes on
+        candidates.failed(error)             # the next iteration examines, mends or marks it, and then goes on
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..engine.finite import exception
 from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, NothingGood, Unreadable
 from ..format import layout
 from ..format.commit import Survey
+from ..limits import EXAMINATION_CHUNKS
 from ..policy import restore
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, intact
@@ -27,7 +28,7 @@ from .reader import read_all
 
 
 class RestorableRun(Protocol):
-    """A run as a restore uses it: what lies in it, the memory and threads to read it, and care for what is damaged."""
+    """A run as a restore uses it: its survey, the memory and threads for reading, and the handling of damage."""
 
     @property
     def tier(self) -> Tier: ...
@@ -37,23 +38,25 @@ class RestorableRun(Protocol):
     def workers(self) -> Executor: ...
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
-        """Memory for reading tensors."""
+        """The memory in which tensors are read: `total_bytes`, lent in chunks of `chunk_bytes`."""
 
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
-        """Read all of a generation again; several ranks each read a part, and agree in `topic` (None: a new one).
+        """Read all of a generation again, past the page cache, and return the findings.
+
+        With several ranks, each one reads a part, and all agree on the findings in `topic` (None: a new topic).
 
         Raises Unreadable, Unavailable.
         """
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
-        """Record what was found."""
+        """Store the findings beside the generation, so that later restores pass over it."""
 
     def mend(self, generation: Generation) -> bool:
-        """Rebuild a damaged generation. Returns whether it is whole again."""
+        """Rebuild a damaged generation from its parity. Returns whether it is intact afterwards."""
 
 
 class ReadOnlyRun:
-    """A run that is open for reading: generations are examined, and neither marked nor mended."""
+    """A run that is open for reading only: generations are examined, but neither marked nor mended."""
 
     def __init__(self, tier: Tier, survey: Survey, workers: Executor) -> None:
         self.tier, self.survey, self.workers = tier, survey, workers
@@ -62,44 +65,51 @@ class ReadOnlyRun:
         return Arena(total_bytes, chunk_bytes)
 
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
-        return read_all(self.tier, generation, Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES), self.workers)
+        return read_all(
+            self.tier, generation, Arena(EXAMINATION_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES), self.workers
+        )
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
-        """A run that is open for reading is never written to."""
+        """Stores nothing: a run that is open for reading is never changed."""
 
     def mend(self, generation: Generation) -> bool:
         return False
 
 
 class Found(NamedTuple):
-    """The result of a search for a generation to load. `generation` is None when nothing was ever committed."""
+    """The result of a search for a generation to load. `generation` is None if the run never had a commit."""
 
     generation: Generation | None
     stepped_over: list[tuple[int, str]]
-    """(step, reason) of each newer generation that is not good"""
+    """step and reason of each newer generation that was passed over because it is not good"""
     misread: str = ""
-    """what the first reading of `generation` found and the second did not: a fault of memory or cable, not of files"""
+    """the error of a first load of `generation` whose files were intact when they were read again: a fault of memory or
+    of the connection to the disk; empty if there was none"""
 
 
 class Candidates:
-    """Iterates over the generations to try: those of the lineage, newest first; or only those of `step`.
+    """Iterates over the generations that a restore tries: those of the lineage, newest first; or only those of `step`.
 
-    The caller loads each generation that it is given, stops at the first that loads, and reports any other with
-    `failed`. What failed is examined by `run`, if there is one. Without findings the fault was not in the files, and
-    the generation is given once more; so it is when it was mended. Otherwise it is marked, and the next older one
-    follows.
-    What the caller has written by then, the next generation must overwrite.
+    The caller loads each generation that the iteration yields. It stops at the first one that loads, and calls `failed`
+    for every other. `run` (None: nothing is examined) then reads the failed generation again. If its files are intact,
+    or could be mended from parity, the same generation is yielded a second time. Otherwise it is marked, and the next
+    older generation follows. A failed load may have overwritten part of the caller's state; the next load must
+    overwrite all of it.
 
-    Making it raises NoSuchStep. The iteration raises the last failure of a generation that fails twice, or of the last
-    one of an explicit `step`; NothingGood, with what is wrong with each, where no generation is left; and what `run`
-    raises. It ends without an error only where nothing was ever committed.
+    The constructor raises NoSuchStep. The iteration raises
+      - the error of a generation that failed twice, and that of the last generation of an explicit `step`;
+      - NothingGood, with the reason for each generation, if none is left;
+      - HalfLoaded, after which no other generation may be tried;
+      - Unavailable, if the commit record of a generation could not be read when the run was listed;
+      - what `run` raises.
+    It ends without an error only if nothing was ever committed.
     """
 
     def __init__(self, survey: Survey, step: int | None = None, run: RestorableRun | None = None) -> None:
         self._survey, self._step, self._run = survey, step, run
         choice = restore.choose(survey, step)
         self._untried = choice.candidates
-        self._over = [(at.step, reason) for at, reason in choice.passed_over]
+        self._passed_over = [(at.step, reason) for at, reason in choice.passed_over]
         self._unfit = _known_unfit(survey, [at for at, _ in choice.passed_over])
         self._error: Damaged | NotFinite | None = None
         self._misread = ""
@@ -110,22 +120,22 @@ class Candidates:
             if error is None:
                 generation = self._survey.generations[at]
                 yield generation
-                error, again = self._considered(generation)
+                error, again = self._handle_failure(generation)
                 if again:
                     yield generation
-                    error = self._failure()
+                    error = self._taken_failure()
             if isinstance(error, HalfLoaded) or not isinstance(error, (Damaged, NotFinite)):
-                raise error  # of several ranks, once all have examined it: none waits for another
+                raise error  # only now: all ranks have examined the generation, so none waits for another
             if isinstance(error, NotFinite):
                 self._unfit[at.step] = [error.tensor]
             if again or (self._step is not None and self.is_last(at)):  # guard: next-older-after-damage
                 raise error
-            self._over.append((at.step, str(error)))
-        if self._over:
+            self._passed_over.append((at.step, str(error)))
+        if self._passed_over:
             raise self._nothing_good()
 
     def failed(self, error: Damaged | NotFinite) -> None:
-        """Report that the current generation did not load. Raises `error` itself where no other may be tried."""
+        """Report that the current generation did not load. Raises LoadFailed at once: no other may be tried then."""
         if isinstance(error, LoadFailed):
             raise error
         self._error = error
@@ -135,29 +145,30 @@ class Candidates:
         return at == self._untried[-1]
 
     def found(self, generation: Generation | None) -> Found:
-        """The result, once `generation` was loaded."""
+        """The result of the search after `generation` was loaded (None: nothing was ever committed)."""
         if generation is None:
             return Found(None, [])
-        newer = [one for one in self._over if one[0] >= generation.step]
+        newer = [one for one in self._passed_over if one[0] >= generation.step]
         return Found(generation, sorted(newer, reverse=True), self._misread)
 
-    def _failure(self) -> Damaged | NotFinite:
+    def _taken_failure(self) -> Damaged | NotFinite:
+        """Return the error that `failed` received for the current generation, and clear it."""
         error, self._error = self._error, None
         assert error is not None, "a generation was neither loaded nor reported as failed"
         return error
 
-    def _considered(self, generation: Generation) -> tuple[LastgoodError, bool]:
-        """Why a generation counts as failed, and whether it is tried once more."""
-        error = self._failure()
+    def _handle_failure(self, generation: Generation) -> tuple[LastgoodError, bool]:
+        """Examine a generation that did not load. Returns its error, and whether it is tried a second time."""
+        error = self._taken_failure()
         try:
-            return error, self._run is not None and self._is_good_after_all(self._run, generation, error)
+            return error, self._run is not None and self._examine(self._run, generation, error)
         except HalfLoaded:
             raise
         except (Damaged, NotFinite) as other:
             return other, False
 
-    def _is_good_after_all(self, run: RestorableRun, generation: Generation, error: LastgoodError) -> bool:
-        """Examine a generation that did not load; mend it, or mark it."""
+    def _examine(self, run: RestorableRun, generation: Generation, error: LastgoodError) -> bool:
+        """Read a failed generation again; mend or mark it if it is damaged. Returns whether it is intact now."""
         try:
             findings = run.examine(generation)
         except Unreadable:
@@ -173,7 +184,7 @@ class Candidates:
         return False
 
     def _nothing_good(self) -> NothingGood:
-        reasons = "\n".join(f"  step {at}: {reason}" for at, reason in sorted(self._over, reverse=True))
+        reasons = "\n".join(f"  step {at}: {reason}" for at, reason in sorted(self._passed_over, reverse=True))
         return NothingGood(
             f"no generation of this run is good:\n{reasons}",
             safe="\nNothing was loaded and nothing was deleted.",
@@ -181,23 +192,23 @@ class Candidates:
         )
 
     def _remedy(self) -> str:
-        """What may help where nothing is good."""
+        """The advice to the user if no generation is good."""
         if self._unfit:
             step = max(self._unfit)
             names = self._unfit[step]
             return (
-                f"Step {step} is intact, and restore(step={step}) loads it by hand, as long as it is there. "
+                f"Step {step} is intact, and restore(step={step}) loads it on request until it is deleted. "
                 f"If {', '.join(names)} may hold NaN or infinity, open the run with {exception(*names)}: "
-                "saves are good from then on."
+                "later saves then count as good."
             )
-        others = sorted({at.step for at in self._survey.generations} - {at for at, _ in self._over})
+        others = sorted({at.step for at in self._survey.generations} - {at for at, _ in self._passed_over})
         if others:
             listed = ", ".join(map(str, others))
-            return f"Outside the lineage there is still: {listed}; ask for it with restore(step=...)."
+            return f"Outside the lineage there are these steps: {listed}. Load one of them with restore(step=...)."
         return "Restore the files from a copy, or start over with restore(step=0)."
 
 
 def _known_unfit(survey: Survey, passed_over: list[GenerationId]) -> dict[int, list[str]]:
-    """Step -> tensors that hold NaN or infinity, of the generations that are marked so."""
+    """Step -> names of tensors that hold NaN or infinity, of the passed over generations that are marked as unfit."""
     known = [survey.generations[at] for at in passed_over if at in survey.generations]
     return {one.step: [finding.tensor for finding in one.unfit[:3]] for one in known if one.unfit}

@@ -1,4 +1,8 @@
-"""Filled chunks on their way from the thread that copies a state to the lane that writes them. Copies no byte."""
+"""Queue of filled chunks from the thread that copies a state to the lane that writes them. Copies no byte.
+
+Each lease in the queue belongs to the queue; the lane that takes it owns it and releases it. After a cancellation the
+copier may still put chunks: `drain` receives and releases them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,10 @@ from .save_handle import Save
 
 
 class ChunkQueue:
-    """The chunks of one save, in order; `save.ChunkStream` for the lane. The copier always closes it."""
+    """The chunks of one save, in file order: the lane iterates over it as `save.ChunkStream`.
+
+    The copier calls `put` for each chunk and `close` at the end, also after an error or a cancellation.
+    """
 
     def __init__(self, save: Save) -> None:
         self._save = save
@@ -20,19 +27,19 @@ class ChunkQueue:
 
     @property
     def cancelled(self) -> bool:
-        """Whether the lane takes no further chunk."""
+        """Whether the save was cancelled: the copier may stop, because the lane takes no further chunk."""
         return self._cancelled is not None
 
     def cancel(self, reason: BaseException) -> None:
-        """The lane ends at its next chunk, with this."""
+        """Make the lane raise `reason` when it takes its next chunk. Only the first reason counts."""
         self._cancelled = self._cancelled or reason
 
     def put(self, lease: Lease) -> None:
-        """Hand a filled chunk to the lane, which releases it."""
+        """Pass a filled chunk to the lane, which releases it."""
         self._queue.put(lease)
 
     def close(self, failed: BaseException | None) -> None:
-        """No chunk follows. `failed`: what kept the copier from the others."""
+        """End the queue. `failed`: the error that ended the copy early, and that the lane raises (None: complete)."""
         self._failed = failed
         self._queue.put(None)
 
@@ -52,7 +59,7 @@ class ChunkQueue:
         raise StopIteration
 
     def finish(self) -> None:
-        """Wait until the copier has closed it. Raises what made the copy fail."""
+        """Note that the save is written, and wait until the copier closes the queue. Raises the error of the copy."""
         self._save.note_written()
         while True:
             try:
@@ -62,7 +69,7 @@ class ChunkQueue:
             lease.release()
 
     def drain(self) -> None:
-        """Release every chunk that still comes, to the end."""
+        """Receive and release all remaining chunks, until the copier closes the queue."""
         while not self._ended:
             lease = self._queue.get()
             if lease is None:

@@ -1,6 +1,6 @@
-"""Content: a generation as one state. Its tensors are whole, however many ranks wrote them in how many pieces.
+"""Content: one generation as one state. Pieces of tensors are assembled, whichever ranks wrote them.
 
-Reads what is asked for, and verifies it; changes nothing. Torch-free.
+Reads only the requested bytes and verifies them. Changes nothing. Torch-free.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ..records import Blob, Generation, Manifest
 
 
 class Content:
-    """What a generation holds. Raises Damaged or Unavailable when it is made."""
+    """The tensors and values of a generation. The constructor reads all manifests; raises Damaged or Unavailable."""
 
     def __init__(self, tier: Tier, generation: Generation) -> None:
         self.generation = generation
         self.manifests = commit.read_manifests(tier, generation)
-        """by rank of those that saved"""
+        """one for each rank that wrote the generation, in the order of the ranks"""
         self._tensors = reshard.tensors(self.manifests)
         self.aliases = reshard.aliases(self.manifests)
-        """further name of a tensor -> the name under which it is stored"""
+        """each further name of a tensor -> the name under which it is stored"""
         self._files = [RankFiles(tier, layout.folder(generation.id), one) for one in self.manifests]
 
     def values(self, rank: int = 0) -> dict[str, Any]:
-        """What `rank` stored beside tensors."""
+        """The values that `rank` stored: all leaves of its state that are no tensors."""
         return self.manifests[rank].values
 
     def tensors(self) -> dict[str, Tensor]:
@@ -47,7 +47,7 @@ class Content:
         return self._tensors
 
     def not_demanded(self) -> frozenset[str]:
-        """The tensors that were saved as allowed to hold NaN or infinity."""
+        """The names of tensors that were allowed to hold NaN or infinity when they were saved."""
         return frozenset(piece.name for one in self.manifests for piece in one.pieces if not piece.finite)
 
     def names(self) -> dict[str, Tensor]:
@@ -60,9 +60,10 @@ class Content:
         return self.manifests[0].digest
 
     def digest(self, name: str) -> str:
-        """The digest of a tensor's content. Equal digests of one algorithm mean equal tensors.
+        """The digest of a tensor's content, from the manifests alone. Raises NoSuchTensor.
 
-        For a tensor in several pieces it is made of the digests of the pieces.
+        For a tensor in several pieces it is a digest over the boxes and the digests of the pieces. Equal digests of the
+        same algorithm mean equal tensors; the same tensor in other pieces has another digest.
         """
         stored = sorted(self._named(name).stored, key=lambda one: one.box)
         if len(stored) == 1:
@@ -71,18 +72,19 @@ class Content:
         return digest(self.algorithm, digests.encode())
 
     def tensor(self, name: str) -> tuple[Tensor, bytearray]:
-        """One tensor and its verified bytes; nothing else is read. Raises NoSuchTensor, Damaged, Unavailable."""
+        """Read one tensor and verify its bytes. Raises NoSuchTensor, Damaged, Unavailable."""
         tensor = self._named(name)
         return tensor, self._read(tensor)
 
     def piece(self, one: Stored) -> bytearray:
-        """The verified bytes of one piece. Raises Damaged or Unavailable."""
+        """Read and verify the bytes of one piece. Raises Damaged or Unavailable."""
         return read_file.tensor(self._files[one.rank], one.piece)
 
     def parts(self, name: str, part_bytes: int) -> Iterator[memoryview]:
-        """The bytes of one tensor in order, `part_bytes` at a time. Raises Damaged after the last part of a bad piece.
+        """Yield the bytes of one tensor in order, `part_bytes` at a time.
 
-        A tensor whose pieces are not runs of its rows is assembled in memory first.
+        Damaged is raised only after the last part of a damaged piece, so the caller must not use any part before the
+        end. A tensor whose pieces are not consecutive rows is assembled in memory first.
         """
         tensor = self._named(name)
         stored = sorted(tensor.stored, key=lambda one: one.box)
@@ -92,23 +94,28 @@ class Content:
         for one in stored:
             yield from read_file.parts(self._files[one.rank], one.piece, part_bytes)
 
-    # ---- all of it -----------------------------------------------------------------------------------------
+    # ---- the whole generation ------------------------------------------------------------------------------
 
     def reading_bytes(self) -> tuple[int, int]:
-        """The memory in which all tensors are read: how many bytes in all, and how many for one buffer."""
+        """The memory that reading all tensors needs: the bytes of all buffers together, and of one buffer."""
         blobs = self._blobs()
         buffer = max(read_file.buffer_bytes(blobs), 1)
         return buffer * min(read_file.BUFFERS, sum(len(blob.chunks) for blob in blobs)), buffer
 
     def headers_agree(self, arena: Arena) -> bool:
-        """Whether each tensor file begins as its manifest says. Reads little else. Raises Damaged or Unavailable."""
+        """Whether each tensor file begins with the header that its manifest implies; little more than that is read.
+
+        Raises Damaged or Unavailable.
+        """
         with read_file.borrowed(arena, read_file.buffer_bytes(self._blobs())) as buffers:
             return all(read_file.headers_agree(one, buffers[0]) for one in self._files)
 
     def read_into(self, sink: WantedTensors, settings: ReadSettings) -> None:
-        """Read what `sink` wants, and hand it over, verified. Raises Damaged or Unavailable, NotFinite.
+        """Read the boxes that `sink` wants, verify them and put them into `sink`.
 
-        Chunks of which nothing is wanted are not read, unless one rank has stored exactly what is wanted.
+        Raises Damaged, Unavailable, and NotFinite if `settings.unfit` refuses tensors that hold NaN or infinity.
+        Only chunks with wanted bytes are read. The exception is a generation of one rank from which whole tensors are
+        wanted, by this process alone: it is read from start to end.
         """
         fresh, workers, unfit = not settings.shared, settings.workers, settings.unfit
         with read_file.borrowed(settings.arena, read_file.buffer_bytes(self._blobs())) as buffers:
@@ -123,7 +130,7 @@ class Content:
                     read_file.stream(files, buffers, workers, rank_sink, unfit=unfit, wanted=wanted, fresh=fresh)
         scatter.end()
 
-    # ---- within --------------------------------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------------------
 
     def _blobs(self) -> list[Blob]:
         return [blob for manifest in self.manifests for blob in manifest.blobs]
@@ -153,13 +160,13 @@ class Content:
 
 
 class WantedTensors(Targets, Protocol):
-    """A sink that knows what it wants."""
+    """A sink that names the boxes of tensors that it wants to receive."""
 
     boxed: Any
-    """the names of wanted boxes that are smaller than their tensors; empty where only whole tensors are wanted"""
+    """the names of wanted boxes that are smaller than their tensors; empty if only whole tensors are wanted"""
 
     def targets(self) -> Iterator[tuple[str, Target]]:
-        """The stored name of each wanted tensor, and which box of it is wanted."""
+        """Yield the stored name of each wanted tensor, and the box of it that is wanted."""
 
 
 @dataclass(frozen=True)
@@ -169,17 +176,21 @@ class ReadSettings:
     arena: Arena
     workers: Executor
     rank: int = 0
-    """the rank of those that saved whose place this process takes: it reads what that rank stored for itself"""
+    """This process takes the place of this rank of the world that saved. Where that rank stored content of its own for
+    a box, that content is read."""
     unfit: UnfitTensors | None = None
-    """records tensors that must be finite and are not; None checks nothing"""
+    """collects or refuses the tensors that hold NaN or infinity although they must not; None: this is not checked"""
     shared: bool = False
-    """several processes of this machine read the same bytes, through its page cache"""
+    """Whether several processes of this machine read the same bytes: they then read through the page cache."""
 
 
 def read_rank(
     tier: Tier, generation: Generation, manifest: Manifest, arena: Arena, workers: Executor
 ) -> dict[str, memoryview]:
-    """All tensors of one rank in new memory, verified, by the keys of their pieces. Raises Damaged or Unavailable."""
+    """Read all pieces of one rank into new memory and verify them. Returns key of the piece -> its bytes.
+
+    Raises Damaged or Unavailable.
+    """
     whole = _NewMemory(manifest)
     with read_file.borrowed(arena, read_file.buffer_bytes(manifest.blobs)) as buffers:
         read_file.stream(RankFiles(tier, layout.folder(generation.id), manifest), buffers, workers, whole)
@@ -192,7 +203,7 @@ def _in_parts(data: memoryview, part_bytes: int) -> Iterator[memoryview]:
 
 
 class _Memory:
-    """`scatter.Targets`: one box in one run of memory."""
+    """`scatter.Targets` for one box, in one contiguous array of bytes."""
 
     def __init__(self, memory: np.ndarray) -> None:
         self._memory = memory
@@ -208,7 +219,7 @@ class _Memory:
 
 
 class _NewMemory:
-    """`read_file.Sink`: each piece in memory of its own."""
+    """`read_file.Sink` that puts each piece into an array of its own."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.tensors = {piece.key: memoryview(bytearray(piece.extent.length)) for piece in manifest.pieces}

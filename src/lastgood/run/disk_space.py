@@ -1,4 +1,4 @@
-"""Room on the disk: what a run may take beside what is free, and what a save does when the disk is full."""
+"""Disk space: the bound of a run compared with the free space, and a tier that makes room when the disk is full."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from collections.abc import Callable, Mapping
 from .. import reporting
 from ..errors import NoSpace
 from ..io.files import free_bytes
+from ..limits import SLOTS_BESIDE
 from ..policy.retention import Keep
 from ..ports import Tier, Upload
 from ..records import Extent
 from ..units import size
 
 LEAST_STATES = 2
-"""the newest verified generation and the one that is being written: with room for fewer no save can succeed"""
+"""The newest verified generation, and the one that is being written. No save can succeed with room for fewer."""
 
 
-class Roomy:
-    """`ports.Tier` of a save: where it finds the disk full, `make_room(bytes)` is called and the call is tried again.
+class RetryingTier:
+    """`ports.Tier` of a save. If the disk is full, it calls `make_room` and repeats the failed call.
 
-    `make_room` is given what does not fit, and returns whether it has deleted something. Space is reserved before the
-    first byte of a file, so nothing has been written by then.
+    `make_room`: receives the number of bytes that did not fit, and returns whether it has deleted something. If not,
+    NoSpace is raised. Space is reserved before the first byte of a file is written, so a repeated call starts anew.
     """
 
     def __init__(self, tier: Tier, make_room: Callable[[int], bool]) -> None:
@@ -61,13 +62,13 @@ class Roomy:
 
 
 def _is_full(error: NoSpace) -> bool:
-    """Whether deleting something may help. It does not where a limit on the size of one file was reached (EFBIG)."""
+    """Whether deleting generations may help. It does not after EFBIG, the limit on the length of one file."""
     cause = error.__cause__
     return not (isinstance(cause, OSError) and cause.errno == errno.EFBIG)
 
 
 def may_fit(place: str, needed_bytes: int, released_bytes: int) -> bool:
-    """Whether `needed_bytes` may fit once `released_bytes` are deleted; True where what is free is not known."""
+    """Whether `needed_bytes` fit once `released_bytes` are deleted. True if the free space cannot be found out."""
     try:
         return needed_bytes <= free_bytes(place) + released_bytes
     except OSError:
@@ -75,13 +76,16 @@ def may_fit(place: str, needed_bytes: int, released_bytes: int) -> bool:
 
 
 def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_bytes: int) -> None:
-    """Report the most that a run takes on its disk, and where that is more than there is room for.
+    """Report how much of its disk a run takes at most, and warn if the disk has less room than that.
 
-    `state_bytes`: of one generation, its parity included; `held_bytes`: of those that are there already.
+    `state_bytes`: the size of one generation with its parity. `held_bytes`: the size of the generations that the run
+    holds already.
     """
     if tier.newest_only:
-        most = size((in_flight + 2) * state_bytes)
-        what = f"({in_flight} in flight + 2) slots of {size(state_bytes)} = {most}, and a little for records"
+        most = size((in_flight + SLOTS_BESIDE) * state_bytes)
+        what = (
+            f"({in_flight} in flight + {SLOTS_BESIDE}) slots of {size(state_bytes)} = {most}, and a little for records"
+        )
         reporting.info(f"{tier.place} takes {what}")
         return
     kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)
@@ -89,18 +93,18 @@ def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_
     states = kept + in_flight + 2
     reporting.info(
         f"{tier.place} takes at most ({kept} kept + {in_flight} in flight + 2) x {size(state_bytes)} = "
-        f"{size(states * state_bytes)}{more}; beside that stay milestones, what is found damaged, and for a while what "
-        "a rewind left"
+        f"{size(states * state_bytes)}{more}; milestones and damaged generations come on top, and for a while the "
+        "generations that a rewind abandoned"
     )
-    with contextlib.suppress(OSError):  # a disk that fails says so when it is written
+    with contextlib.suppress(OSError):  # a write reports a failing disk
         compare(tier.place, state_bytes, states, held_bytes, free_bytes(tier.place))
 
 
 def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int) -> None:
-    """Report where the disk has less room than a run may take.
+    """Report if the disk has less room than the run may take: a threat if not even two generations fit, else a warning.
 
-    `bound_states`: states of `state_bytes` that the run takes at most. `held_bytes`: what it holds already;
-    `free`: bytes that the disk, and the quotas of this user, give beside that.
+    `bound_states`: the number of generations of `state_bytes` that the run holds at most. `held_bytes`: the bytes that
+    it holds already. `free`: the further bytes that the disk and this user's quotas allow.
     """
     fit = (held_bytes + free) // max(state_bytes, 1)
     if fit >= bound_states:
@@ -109,7 +113,7 @@ def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, fr
     has = f"{place} has room for {fit} {states} of {size(state_bytes)} ({size(free)} free, {size(held_bytes)} held)"
     if fit < LEAST_STATES:
         reporting.threat(
-            f"{has}: a save needs room beside the newest verified one, so none can follow the first. "
+            f"{has}: a save needs room beside the newest verified generation, so no save after the first can succeed. "
             f"Free {size(LEAST_STATES * state_bytes - held_bytes - free)}, or give another disk."
         )
         return

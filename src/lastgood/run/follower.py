@@ -1,9 +1,10 @@
-"""The run at a rank that does not commit: it writes and reads again its own files, and nothing else of the run.
+"""The run at a rank other than the coordinator: this rank writes and verifies its own files, and nothing else.
 
-What makes a generation exist, count or end the coordinator does (writer.py).
+Only the coordinator commits, marks and deletes generations (writer.py).
 Invariants
-  1. Between two agreements this rank knows the same generations as the coordinator, so that both choose alike.
-  2. What this rank finds wrong the coordinator reads itself before it marks anything; and what is not posted in time.
+  1. After each agreement this rank knows the same generations as the coordinator, so that both choose alike.
+  2. The coordinator marks a generation only after it has itself read every part that this rank found damaged, or did
+     not report in time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ..coordination.rounds import Ranks, raised
+from ..coordination.rounds import RankGroup, decode_error
 from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena
 from ..errors import Damaged, StepTaken, TierDown
@@ -30,7 +31,7 @@ from .writer import SharedSurvey
 
 
 class Follower:
-    """One rank's opening of a run that another rank commits to."""
+    """One rank's opening of a run to which the coordinator commits."""
 
     commits = False
 
@@ -38,7 +39,7 @@ class Follower:
         self,
         tier: Shared,
         workers: Executor,
-        ranks: Ranks,
+        ranks: RankGroup,
         *,
         algorithm: str = "xxh3_128",
         environment: Environment | None = None,
@@ -55,23 +56,23 @@ class Follower:
     # ---- saving --------------------------------------------------------------------------------------------
 
     def begin(self, parent: GenerationId | None) -> None:
-        """Continue `parent` in the incarnation that the coordinator opens."""
+        """Receive the incarnation that the coordinator has opened, and continue `parent` in it."""
         self.known.begin(msgspec.convert(self.ranks.agree("begin", None, lambda _: None), Incarnation))
         self._last_read = self.known.survey.generations.get(parent) if parent else None
 
     def admit(self, step: int) -> GenerationId:
-        """As `RunWriter.admit`."""
+        """Assign the id of a save of `step`. As `RunWriter.admit`: raises NotRestored and StepTaken."""
         self.known.require_restored()
         if self.known.incarnation is None:
             self.begin(None)
         return self.known.next_id(step)
 
     def rank_writer(self, writers: Executor) -> RankWriter:
-        """How this rank writes its part."""
+        """Make the writer of this rank's part of a save."""
         return RankWriter(self.tier, self.rank, self._algorithm, writers)
 
     def abandon(self, step: int, topic: AnyTopic, error: BaseException) -> None:
-        """As `RunWriter.abandon`."""
+        """Post the error of a save to the coordinator. As `RunWriter.abandon`, but deletes nothing."""
         topic.fail(error)
         if self.known.incarnation is not None:
             with contextlib.suppress(StepTaken):
@@ -80,8 +81,8 @@ class Follower:
     def publish(
         self, at: GenerationId, parts: Sequence[RankPart], pinned: bool, milestone: bool, metrics: Mapping[str, float]
     ) -> Generation:
-        """Only the coordinator decides."""
-        raise AssertionError("only the coordinator decides")
+        """Never called: only the coordinator commits."""
+        raise AssertionError("only the coordinator commits")
 
     def take_up(self, generation: Generation) -> None:
         """Note what the coordinator has published."""
@@ -90,17 +91,17 @@ class Follower:
             self.known.record(generation)
 
     def clear(self, at: GenerationId) -> None:
-        """The coordinator removes a failed save, once no rank writes to it."""
+        """Forget the folder of a failed save. The coordinator deletes it, once no rank writes to it."""
         self.tier.forget(layout.folder(at))  # guard: removed-folder-made-again
 
     def make_room(self, needed_bytes: int) -> bool:
-        """The coordinator deletes, once it reads that this rank found no space."""
+        """Deletes nothing: the coordinator does, when it receives the NoSpace that this rank posts."""
         return False
 
     # ---- after the commit ----------------------------------------------------------------------------------
 
     def backlog(self) -> int:
-        """How many generations of this incarnation are newer than what this rank has read again."""
+        """The number of this incarnation's generations that are newer than the last one that this rank verified."""
         last = self._last_read.id if self._last_read else None
         mine = self.known.incarnation.id if self.known.incarnation else ""
         with self.known.lock:
@@ -108,13 +109,16 @@ class Follower:
         return sum(1 for one in of_mine if last is None or one > last)
 
     def verify(self, arena: Arena, stop: Stop = never) -> None:
-        """Read this rank's part of the newest generation again, and post whether it is good. Raises as `read_all`."""
+        """Read this rank's part of the newest generation again, and post whether it is good.
+
+        Raises as `read_all`. A post that fails is not repeated: the coordinator then reads the part itself.
+        """
         newest = next(iter(self.known.lineage()), None)
         if newest is None or (self._last_read and newest.id == self._last_read.id):
             return
         findings = own_findings(self.known, self.ranks, newest, arena, self._workers, stop)
         before, self._last_read = self._last_read, newest
-        if findings:  # as this machine reads it: the coordinator reads it itself
+        if findings:  # so far only this machine reads it so: the coordinator reads the part itself
             self.known.emit("damaged", newest.id, detail=restore.summary(findings))
         with contextlib.suppress(TierDown):
             self.ranks.post(post_key(self.ranks, newest, self.rank), not findings)  # guard: follower-reports-findings
@@ -122,27 +126,31 @@ class Follower:
                 self.ranks.delete([post_key(self.ranks, before, self.rank)])
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
-        """Note what all ranks have found; the coordinator marks it."""
+        """Note the findings that all ranks agreed on. Stores nothing: the coordinator marks the generation."""
         with self.known.lock:
             self.known.record(judged(generation, findings))
 
     def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
-        """As `verify.own_findings`."""
+        """Read the files that this rank has to read and return the findings, as `verify.own_findings`."""
         return own_findings(self.known, self.ranks, generation, arena, self._workers)
 
-    # ---- what the coordinator knows ------------------------------------------------------------------------
+    # ---- the survey, from the disk or from the coordinator -------------------------------------------------
 
     def refresh(self) -> None:
-        """List what lies in the run now."""
+        """List the run again."""
         with self.known.lock:
             self.known.survey = commit.survey(self.tier)
 
     def adopt(self, posted: Any) -> None:
-        """Know what `RunWriter.shared_survey` says, whatever this machine lists. Raises Damaged, Unavailable."""
+        """Replace this rank's survey by that of the coordinator, even where it differs from what this machine lists.
+
+        `posted`: the `SharedSurvey` that the coordinator published. A generation whose commit record this rank cannot
+        read counts as broken here. Raises Unavailable.
+        """
         shared, known = msgspec.convert(posted, SharedSurvey), self.known
         survey = commit.Survey(
             run=known.survey.run,
-            broken={at: raised(post) for at, post in shared.broken},
+            broken={at: decode_error(post) for at, post in shared.broken},
             incomplete=set(shared.incomplete),
             witnessed=set(shared.witnessed),
             incarnations={one.id: one for one in shared.incarnations},
@@ -153,7 +161,7 @@ class Follower:
             for at, verified, damaged, unfit in shared.generations:
                 try:
                     one = known.survey.generations.get(at) or commit.read_generation(self.tier, at, known.survey.run)
-                except Damaged as error:  # as rank 0 will find, if it wants this one; the others can be loaded
+                except Damaged as error:  # raised only if this generation is chosen; the others can be loaded
                     survey.broken[at] = error
                     continue
                 survey.generations[at] = msgspec.structs.replace(one, verified=verified, damaged=damaged, unfit=unfit)

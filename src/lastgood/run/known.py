@@ -1,9 +1,10 @@
-"""What this process knows of a run that it has open for writing. Holds records and a lock; moves no byte.
+"""The records of a run in memory, at a process that has it open for writing, and their lock. Does no I/O on files.
 
 Invariants
-  1. Every change of what is known is made under `lock`: of two saves that end together the newer one is the newest,
-     whatever the order in which their threads ran.
-  2. This process is the only writer of the run, or hears from the only one: the run is listed once, at the opening.
+  1. Every change of these records is made under `lock`. Of two saves that end at the same time, the one of the higher
+     step is the newest, in whatever order their threads run.
+  2. This process is the only writer of the run, or receives each change from the only writer. Therefore the run is
+     listed once, when it is opened.
 """
 
 from __future__ import annotations
@@ -27,29 +28,33 @@ def _random_id() -> str:
 
 
 def _ignore(event: Event) -> None:
-    """Nobody listens."""
+    """Receives events that no callback wants."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the process provides to one opening of a run."""
+    """What the process provides to one opening of a run: identifiers, clocks, waiting, and two callbacks."""
 
     new_id: Callable[[], str] = _random_id
-    """makes 8 hex digits that no other opening has"""
+    """makes an identifier of 8 hexadecimal digits that no other opening has"""
     wall_seconds: Callable[[], float] = time.time
-    """the time that people read, in seconds since 1970"""
+    """the time of day, in seconds since 1970"""
     monotonic_seconds: Callable[[], float] = time.monotonic
     pause: Callable[[float], object] = time.sleep
-    """waits so many seconds"""
+    """waits for the given number of seconds"""
     emit: Callable[[Event], object] = _ignore
     """receives each event, in the thread that caused it"""
     make_room: Callable[[int], bool] | None = None
-    """is called with the bytes that do not fit on a full disk, and returns whether something was deleted; default:
-    delete the oldest generation that retention can spare"""
+    """receives the number of bytes that do not fit on a full disk, and returns whether something was deleted; None: the
+    oldest generation is deleted that newer verified ones make unnecessary"""
 
 
 class KnownRun:
-    """The generations, incarnations and marks of a run, and which of them this process goes on from."""
+    """The generations, incarnations and marks of a run, and the incarnation in which this process saves.
+
+    `resumes`: the generation whose incarnation this process continues, although it did not open that incarnation (None:
+    no incarnation yet).
+    """
 
     def __init__(self, tier: Tier, environment: Environment, resumes: GenerationId | None = None) -> None:
         self.tier, self.environment = tier, environment
@@ -59,35 +64,36 @@ class KnownRun:
         if resumes:
             self.survey.incomplete.discard(resumes)
         self.recorded = resumes.incarnation if resumes else ""
-        """the incarnation of which the record was written, or found"""
+        """the id of the incarnation whose record is stored in the run; empty while none is"""
         self.pinned: set[GenerationId] = set()
-        """saves that were asked for by name: a newer commit does not stand in for them"""
+        """saves that are wanted for another reason than their age: a newer commit does not replace them"""
         self.labelling: set[GenerationId] = set()
+        """generations that are about to get a label: they are not deleted"""
         self.deleting: set[GenerationId] = set()
-        """a generation that gets a label is not deleted meanwhile, and one that is being deleted gets none"""
+        """generations that are being deleted: they get no label"""
         self.unread = 0
-        """commits since the newest verified one"""
+        """the number of commits since the newest verified one"""
         self.lock = threading.RLock()
         self._last_tried: GenerationId | None = None
 
-    # ---- what is there -------------------------------------------------------------------------------------
+    # ---- queries -------------------------------------------------------------------------------------------
 
     @property
     def view(self) -> commit.Survey:
-        """The survey with the incarnation of this process as the newest, also before its first save."""
+        """The survey, in which the incarnation of this process is the newest one even before its first save."""
         mine = self.incarnation
         if mine is None or mine.id in self.survey.incarnations:
             return self.survey
         return replace(self.survey, incarnations={**self.survey.incarnations, mine.id: mine})
 
     def lineage(self) -> list[Generation]:
-        """Committed generations of the lineage, newest first, without those whose commit is uncertain."""
+        """Committed generations of the lineage, newest first. A generation whose commit cannot be read is left out."""
         with self.lock:
             known = self.survey.generations
             return [known[at] for at in restore.lineage(self.view).chain if at in known]
 
     def durable_lineage(self) -> list[Generation]:
-        """The same as the next process would see it: an incarnation without a commit does not count."""
+        """The lineage that the next process would find: an incarnation without a commit is not part of it."""
         with self.lock:
             known = self.survey.generations
             return [known[at] for at in restore.lineage(self.survey).chain if at in known]
@@ -101,21 +107,21 @@ class KnownRun:
         return next((one for one in self.lineage() if one.restorable), None)
 
     def resumes_at(self, at: GenerationId) -> bool:
-        """Whether the next process resumes at this generation: the durable lineage has nothing newer and good."""
+        """Whether the next process would resume at this generation: it is the newest restorable one that is durable."""
         newest = next((one for one in self.durable_lineage() if one.restorable), None)
         return newest is not None and newest.id == at
 
     def before(self, at: GenerationId) -> GenerationId | None:
-        """The newest generation before this one: what its commit names."""
+        """The id of the predecessor that the commit of `at` names: the last save of this incarnation, or its parent."""
         assert self.incarnation is not None
         # guard: commit-names-predecessor
         mine = (one for one in self.survey.generations if one.incarnation == at.incarnation and one.step < at.step)
         return max(mine, default=self.incarnation.parent)
 
-    # ---- what may be saved ---------------------------------------------------------------------------------
+    # ---- checks before a save ------------------------------------------------------------------------------
 
     def require_restored(self) -> None:
-        """Raises NotRestored where the run holds generations, and no restore has said which of them is continued."""
+        """Raises NotRestored if the run holds generations and no restore has chosen the one to continue."""
         # guard: unrestored-run-refused
         if self.incarnation is None and (self.survey.generations or self.survey.broken):
             newest = max([*self.survey.generations, *self.survey.broken])
@@ -139,20 +145,25 @@ class KnownRun:
         return GenerationId(step=step, incarnation=self.incarnation.id)
 
     def require_newest(self, at: GenerationId, pinned: bool) -> None:
-        """Raises Overtaken where a newer save was committed meanwhile and nobody wants this one for itself."""
+        """Raises Overtaken if a newer save was committed meanwhile, unless this save is pinned."""
         newest = max((one for one in self.survey.generations if one.incarnation == at.incarnation), default=at)
         if newest.step > at.step and not pinned and at not in self.pinned:  # guard: older-save-abandoned
-            raise Overtaken(f"step {newest.step} was committed before step {at.step}", safe="Nothing is lost by it.")
+            raise Overtaken(
+                f"step {newest.step} was committed before step {at.step}", safe="The newer generation replaces it."
+            )
 
-    # ---- what changes --------------------------------------------------------------------------------------
+    # ---- changes -------------------------------------------------------------------------------------------
 
     def begin(self, incarnation: Incarnation) -> None:
-        """This process goes on in `incarnation` from now on."""
+        """Save in `incarnation` from now on."""
         self.incarnation, self._last_tried = incarnation, incarnation.parent
         self.survey.order = incarnation.order
 
     def record(self, generation: Generation) -> None:
-        """Take up a generation as it is now: new, verified, marked or labelled."""
+        """Store the present record of a generation that was committed, verified, marked or labelled.
+
+        On a tier that keeps the newest generations only, those that it has deleted are removed here too.
+        """
         self.survey.generations[generation.id] = generation
         if self.incarnation is not None and generation.id.incarnation == self.incarnation.id:
             self.survey.incarnations[self.incarnation.id] = self.incarnation
@@ -163,7 +174,7 @@ class KnownRun:
                     del self.survey.generations[at]
 
     def note_tried(self, at: GenerationId) -> None:
-        """A save of this step may exist: the step is not written again in this incarnation."""
+        """Note that a save of this step was tried. It may exist, so the step is not used again in this incarnation."""
         last = self._last_tried
         self._last_tried = at if last is None or last.incarnation != at.incarnation else max(last, at)
 

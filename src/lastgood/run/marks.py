@@ -1,6 +1,9 @@
-"""What is written beside a committed generation: marks of the guard, labels of people, and the pointer to the newest.
+"""Records about committed generations: marks of the guard, labels of users, and the pointer to the newest good one.
 
-Marks and the pointer are hints for restores and for people; a run without any of them restores the same generation.
+Marks and the pointer are hints for restores and for people: a run without any of them restores the same generation,
+because a restore verifies what it reads. If one of them cannot be written, this is therefore reported, and nothing is
+raised. The exception is the mark of a good generation: the error is raised, because the generation counts as verified
+only once its mark is durable.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Mapping
 import msgspec
 
 from .. import reporting
-from ..errors import LastgoodError, NoSuchStep
+from ..errors import LastgoodError, NoSuchStep, NotWritable, Unavailable
 from ..format import commit, layout
 from ..policy import restore
 from ..policy.retention import unverified_ahead
@@ -19,24 +22,34 @@ from .known import KnownRun
 
 
 class Marks:
-    """The marks, labels and the pointer of one run that is open for writing."""
+    """Writes the marks, labels and the pointer of one run that is open for writing."""
 
     def __init__(self, known: KnownRun) -> None:
         self._known = known
         self._pointed: Pointer | None = None
-        """what this opening has written to the pointer: its first call replaces whatever stands there"""
+        """the pointer that this opening has written last; None before its first call, which always writes"""
         self._pointing_failed = False
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
-        """Mark what a complete reading of a generation found; the pointer follows a good one of the lineage."""
+        """Mark a generation with the findings of a complete reading; without findings, the pointer is moved if need be.
+
+        A generation with findings counts as bad in this process at once. If its mark cannot be written, that is
+        reported, so that the caller goes on to raise the findings themselves. If a good one cannot be marked, the error
+        is raised (Unavailable, NotWritable), and it stays unverified.
+        """
         known = self._known
         with known.lock:
             now = known.survey.generations.get(generation.id)
-            if now is not None:  # it may have got a label while it was read
+            if now is not None:  # a label may have been added while the generation was read
                 generation = msgspec.structs.replace(generation, commit=now.commit)
-            if findings:  # it does not count any more, also where that cannot be written down
+            if findings:  # before the mark: this process must not count on the generation, even if the mark fails
                 known.record(judged(generation, findings))
-            commit.mark(known.tier, generation, findings)  # guard: mark-before-pointer
+            try:
+                commit.mark(known.tier, generation, findings)  # guard: mark-before-pointer
+            except (Unavailable, NotWritable) as error:
+                if not findings:
+                    raise
+                _report_unmarked(generation.id, error)  # guard: findings-outlive-failed-mark
             known.record(judged(generation, findings))
             if intact(findings):
                 known.unread = unverified_ahead(known.lineage())
@@ -44,9 +57,9 @@ class Marks:
                 self.point()  # guard: verified-is-pointed-at
 
     def point(self) -> None:
-        """Let POINTER.json and latest_ok name the newest verified generation of the lineage, as it is durable.
+        """Write the newest verified generation of the durable lineage to POINTER.json and the link latest_ok.
 
-        Both are hints: that they cannot be written is reported once, and every later call tries again.
+        A failure is reported once, until a call succeeds; every later call tries again.
         """
         known = self._known
         with known.lock:
@@ -76,9 +89,9 @@ class Marks:
             self._pointing_failed = False
 
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
-        """Add a milestone or metrics to a committed generation: with them, durable on return.
+        """Add a milestone or metrics to a committed generation. Returns it with them; the label is durable on return.
 
-        Raises NoSuchStep where it was deleted, NoSpace, TierDown.
+        Raises NoSuchStep if the generation was deleted or is being deleted, and NoSpace or TierDown.
         """
         known = self._known
         with known.lock:
@@ -95,3 +108,11 @@ class Marks:
             if (milestone and not now.milestone) or not metrics.items() <= now.metrics.items():
                 known.record(commit.label(known.tier, generation, milestone, metrics))
             return known.survey.generations[at]
+
+
+def _report_unmarked(at: GenerationId, error: LastgoodError) -> None:
+    """Report that the mark of a bad generation could not be written."""
+    reporting.warning(
+        f"{at} is not good, and could not be marked: {error.what}. This process does not restore it; a later one finds "
+        "the same when it reads it."
+    )

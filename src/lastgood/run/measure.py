@@ -1,7 +1,7 @@
-"""Measures the disk of a run and this machine's memory, with the parts that saves use, in a scratch run beside it.
+"""Measures the disk of a run and the memory of this machine with real saves, in a scratch run beside the run.
 
-The disk has room for everything before the first byte is written, and how much will be written is known before
-(`Bounds`). Decides nothing: policy/tune.py says which settings to try and which one to choose.
+The number of bytes that will be written is computed first (`Bounds`), and the free space is checked before the first
+byte is written. Decides nothing: policy/tune.py chooses the settings to try and the best one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .trial_saves import Clock, TrainingLoad, TrialSaves, image_of
 from .watched import CountBytes
 
 RECORDS_BYTES = 1 << 20
-"""room for the manifest, the commit and the folders of one save"""
+"""The space that is reckoned for the manifest, the commit and the folders of one save."""
 PILOT_BYTES = 4 << 20
-"""the first sample; the time it takes decides how large the real one may be"""
+"""The length of the first sample. The time that it takes bounds the length of the real one."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is written for one figure, how often it is measured, and after how long no further setting is tried."""
+    """The length of a sample, the repetitions of each measurement, and after how long no new setting is tried."""
 
     sample_bytes: int
     repeats: int
@@ -43,7 +43,10 @@ QUICK = Effort(64 << 20, 3, 20.0)
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a measurement takes at most. The setting that is being tried at `limit_seconds` is finished."""
+    """The most that a measurement takes: bytes written in all, bytes on the disk at a time, and seconds.
+
+    The setting that is being tried when `limit_seconds` have passed is still finished.
+    """
 
     written_bytes: int
     at_once_bytes: int
@@ -52,39 +55,39 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Figures:
-    """The medians of what was measured, if nothing else is said. Seconds are those of the whole state.
+    """The results of a measurement: medians, unless noted otherwise. Seconds are those for the whole state.
 
     Where a smaller sample was written, the times are extrapolated (`TrialSaves.of_state`).
     """
 
     sample_bytes: int
     copy_bytes_per_second: float
-    """one thread, from memory into the arena"""
+    """copying from memory into the arena, by one thread"""
     storage_bytes_per_second: float
-    """one writer, flushed, without digests and commits"""
+    """writing by one thread, flushed to the disk, without digests and commits"""
     fixed_seconds: float
     """the quickest save of a single page"""
     measured: list[Measured]
     chosen: Measured
     write_seconds: float
-    """Tw of the chosen setting while a load runs on every core"""
+    """Tw, the time from the start of a save to its commit, for the chosen setting while a load runs on every core"""
     write_seconds_range: tuple[float, float]
-    """the quickest and the slowest of these measurements"""
+    """the shortest and the longest of these measurements"""
     contention_seconds: float
-    """how much one save, its copying included, delays that load"""
+    """the time by which one save, its copying included, delays that load"""
     load_seconds: float
-    """a verified read past the page cache"""
+    """a reading past the page cache that verifies every digest"""
     complete: bool
-    """whether every setting was tried that `tune.next_setting` asked for, before the time limit"""
+    """Whether all settings that `tune.next_setting` chose were tried before the time limit."""
 
 
 def bounds(allowed: list[Setting], state_bytes: int, effort: Effort) -> Bounds:
-    """What measuring these settings takes at most."""
+    """The most that measuring these settings takes."""
     sample = min(state_bytes, effort.sample_bytes)
     alone = [one for one in allowed if one.in_flight == 1]
     tried = len({one.writers for one in alone}) + len({one.chunk_bytes for one in alone}) - 1
     most = max(one.in_flight for one in allowed)
-    # The pilot, the copy, the write without digests; the search; the chosen setting beside the load.
+    # Three samples (pilot, copy, write without digests), those of the search, and the chosen setting with the load.
     samples = 3 + tried + sum(range(2, most + 1)) + most
     records = most * RECORDS_BYTES
     return Bounds((samples * sample + records) * effort.repeats, most * sample + records, effort.limit_seconds)
@@ -102,9 +105,10 @@ def figures(
 ) -> Figures:
     """Measure the `allowed` settings for a state of `state_bytes` beside `run`.
 
-    `memory_bytes`: bound of the staging memory. `enough_seconds` (default 0.0): a Tw / N that need not be improved.
-    `count_bytes`: called with the number of bytes of every copy and write. Raises NoSpace before a byte is written,
-    Damaged, and what opening and writing raise.
+    `memory_bytes`: the bound of the staging memory. `enough_seconds` (default 0.0): the search ends when the time of a
+    save, divided by the saves in flight, is as short as this. `count_bytes` (default: ignored): called with the number
+    of bytes of every copy and write. `clock`: returns seconds. Raises NoSpace before a byte is written; Damaged; and
+    what opening and writing the scratch run raise.
     """
     needs = bounds(allowed, state_bytes, effort)
     folder = scratch.beside(run)
@@ -161,13 +165,13 @@ class _Search:
         page = image_of(min(layout.PAGE_BYTES, state_bytes))
         fixed = min(trials.save(smallest, page) for _ in range(effort.repeats))
         pilot = self._median(partial(trials.save, smallest, trials.image))
-        # On a slow disk, too, the four figures that are always measured stay within the time limit.
+        # The sample is small enough that the four figures that are always measured fit in the time limit on any disk.
         in_time = int(trials.sample_bytes / pilot * effort.limit_seconds / (4 * effort.repeats))
         trials.take_sample(min(effort.sample_bytes, max(PILOT_BYTES, in_time)))
         return fixed
 
     def _beside_a_load(self, setting: Setting, fixed: float) -> tuple[list[float], list[float]]:
-        """Tw of each repetition while a load runs, and how many seconds one save delays the load."""
+        """Save while a load runs. Returns Tw of each repetition, and the seconds by which one save delays the load."""
         trials, load = self._trials, TrainingLoad(self._clock)
         trials.make_arena(setting, setting.in_flight * round_up(trials.sample_bytes, setting.chunk_bytes))
         spans, losses = [], []

@@ -1,7 +1,7 @@
-"""Rebuilding damaged generations from their parity, and reading generations again that were good before.
+"""Mends damaged generations from their parity, and reads again, for the scrubber, generations that were good before.
 
-A damaged file is replaced only by bytes that agree with every digest of the manifest (engine/parity.py); afterwards all
-of the generation is read again before it counts.
+A damaged file is replaced only by bytes that agree with every digest of the manifest (engine/parity.py). Afterwards the
+whole generation is read again and marked; only if it is intact does the mending count as a success.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from .verify import Stop, Verifier, never
 
 
 class Mender:
-    """Mends the generations of one run. `mended`: what it has rebuilt, generation -> names of the files."""
+    """Mends the generations of one run. `mended`: each generation that was mended -> the names of its rebuilt files."""
 
     def __init__(self, known: KnownRun, marks: Marks, verifier: Verifier, workers: Executor) -> None:
         self._known, self._marks, self._verifier, self._workers = known, marks, verifier, workers
         self.mended: dict[GenerationId, list[str]] = {}
 
     def mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> list[str]:
-        """Rebuild what is damaged of a generation from its parity, read all of it and mark it; returns the file names.
+        """Rebuild the damaged files of a generation from its parity, then read and mark it. Returns the file names.
 
-        Parity that was damaged is written anew; where that fails an event says so. Raises BeyondRepair, and what keeps
-        it from writing or reading back: the damaged files are as they were then. Cancelled when `stop()`.
+        Damaged parity is written anew; if that fails, the event `not_protected` is emitted. Raises BeyondRepair if the
+        parity does not suffice, the errors of writing and reading, and Cancelled when `stop()` returns True. A damaged
+        file that was not rebuilt by then is unchanged.
         """
         known = self._known
         spare = self._parity(at)
@@ -45,7 +46,7 @@ class Mender:
         try:
             names = parity.rebuild(cast(Mendable, known.tier), spare, self._workers, stop)
         except BeyondRepair:
-            if (one := known.survey.generations.get(at)) is not None:  # the evidence stays, and it counts for nothing
+            if (one := known.survey.generations.get(at)) is not None:  # it is marked as damaged
                 findings = read_all(known.tier, one, arena, self._workers)
                 self._marks.conclude(one, findings)  # guard: irreparable-is-marked
             raise
@@ -68,7 +69,7 @@ class Mender:
         return names
 
     def try_to_mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> bool:
-        """Mend a generation that has parity; False where it has none, or could not be mended: an event says why."""
+        """Mend a generation if it has parity. Returns whether it was mended; a failure emits `not_repaired`."""
         try:
             if self._known.tier.newest_only or parity.find(self._known.tier, at) is None:
                 return False
@@ -82,7 +83,10 @@ class Mender:
         return True
 
     def mend_known(self, step: int | None, arena: Arena) -> None:
-        """Mend what a restore (of `step`) would pass over, newest first, down to what it would take."""
+        """Mend the generations that a restore would pass over as damaged, newest first, down to the one it would load.
+
+        `step`: only generations of this step are mended (None: any).
+        """
         known = self._known
         chain, lost = restore.lineage(known.view)
         in_lineage = sorted({*chain, *lost}, key=self._age, reverse=True)
@@ -98,7 +102,7 @@ class Mender:
                 mended |= self.try_to_mend(at, arena)
         if mended:
             with known.lock:
-                # What was rebuilt may name incarnations, and generations that are lost.
+                # Rebuilt records may name incarnations and predecessors that were unknown before.
                 # guard: survey-after-mend
                 known.survey = commit.survey(known.tier)
 
@@ -109,21 +113,21 @@ class Mender:
     def _parity(self, at: GenerationId) -> parity.Spare | None:
         return None if self._known.tier.newest_only else parity.find(self._known.tier, at)
 
-    # ---- reading again -------------------------------------------------------------------------------------
+    # ---- scrubbing -----------------------------------------------------------------------------------------
 
     def reading(
         self, generation: Generation, arena: Arena, also: Callable[[memoryview], None] = lambda _: None
     ) -> Reading:
-        """A reading of a generation for `read_again`, which may be interrupted between any two chunks."""
+        """Begin a reading of a generation for `read_again`. It may be interrupted between any two chunks."""
         return reader.reading(self._known.tier, generation, arena, self._workers, also=also)
 
     def read_again(
         self, generation: Generation, arena: Arena, begun: Reading, stop: Stop = never
     ) -> tuple[list[Finding], bool]:
-        """Read a generation that was read before: what was found, and whether it was damaged and is whole again.
+        """Read a generation again that was read before. Returns the findings, and whether damage was mended.
 
-        It is marked where that is news. Parity that is damaged, or was asked for and is not there, is written. `begun`:
-        its reading, from the start or where it was interrupted. Raises Cancelled when `stop()`, Unavailable.
+        `begun`: the reading from `reading`, new or interrupted. Findings that differ from the present mark are marked.
+        Missing or damaged parity is written. Raises Cancelled when `stop()` returns True, Unavailable, Unreadable.
         """
         known = self._known
         try:
@@ -142,8 +146,6 @@ class Mender:
         spare = self._parity(generation.id)
         code = self._verifier.code or (spare.code if spare else None)
         if code is not None and not findings:
-            with contextlib.suppress(
-                Cancelled
-            ):  # it was read to its end; its parity is checked again in the next round
+            with contextlib.suppress(Cancelled):  # the reading is complete; the next round checks the parity again
                 self._verifier.protect(generation, code, arena, stop)  # guard: scrub-restores-parity
         return findings, False

@@ -1,7 +1,7 @@
-"""Parses paths that people type. A URL or a mistake is refused, so that it never becomes a folder of that name.
+"""Parses paths that users give. URLs and typing errors are refused, so that no folder of such a name is created.
 
-Every path of a run passes through here, and every file that the command line reads or writes. The disk is read only to
-find out whether a name exists literally: then a dollar sign or white space at an end belongs to the name.
+Every path of a run is parsed here, and so is every file name that the command line reads or writes. The disk is only
+asked whether a path exists literally: if it does, a dollar sign or white space at its ends belongs to the name.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import reprlib
 from ..errors import NotARun, Refused
 
 SLOTS = "slots://"
-"""prefix of the absolute path of a run in slots"""
+"""The prefix of the absolute path of a run in slots."""
 
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]*):/+")
-"""the scheme of a URL, also with one slash: pathlib turns two slashes into one, and people forget one"""
+"""The scheme of a URL. One slash is enough, because pathlib turns two slashes into one."""
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
-"""what `os.path.expandvars` replaces"""
+"""An environment variable, as `os.path.expandvars` would replace it."""
 _SAFE = "Nothing was touched."
 
 
 def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """The absolute directory of a run, and whether the run is in slots. `~` is expanded.
+    """Parse the path of a run. Returns its absolute directory, with `~` expanded, and whether the run is in slots.
 
-    Raises NotARun for slots without an absolute path; Refused for what is no path, and as `local` does.
+    Raises NotARun for slots without an absolute path; Refused if `path` is not a path, and in the cases of `local`.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -51,10 +51,10 @@ def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
 
 
 def local(text: str, argument: str) -> str:
-    """A path on this machine, with `~` expanded. `argument`: its name in errors.
+    """Check a path on this machine and expand `~`. `argument`: the name of the parameter in error texts.
 
-    Raises Refused for a URL, an environment variable that was not expanded, white space at either end, and the home
-    directory of an unknown user.
+    Raises Refused for a URL, an environment variable that was not expanded, white space at either end, and `~name` of
+    an unknown user.
     """
     given = f"{argument}={text!r}"
     if scheme := _SCHEME.match(text):
@@ -68,16 +68,16 @@ def local(text: str, argument: str) -> str:
         raise Refused(
             f"{given} begins or ends with white space",
             safe=_SAFE,
-            todo="Remove it: a line that was read from a file or a command ends with a newline. For a folder that is "
-            "really named so, make it first.",
+            todo="Remove it: a line that was read from a file or a command ends with a newline. If the folder "
+            "really has this name, create it first.",
         )
     variables = [*_VARIABLE.finditer(text)]
     if variables and not os.path.lexists(os.path.expanduser(_up_to(text, variables[-1].end()))):
         raise Refused(
             f"{given} holds the environment variable {variables[-1][0]}, which was not expanded",
             safe=_SAFE,
-            todo="Expand it: with os.path.expandvars(path), or in a shell without single quotes. For a folder that is "
-            "really named so, make it first.",
+            todo="Expand it: with os.path.expandvars(path), or in a shell without single quotes. If the folder "
+            "really has this name, create it first.",
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
@@ -90,6 +90,6 @@ def local(text: str, argument: str) -> str:
 
 
 def _up_to(text: str, position: int) -> str:
-    """The path up to the end of the component that contains `position`."""
+    """Cut a path at the end of the component that contains `position`."""
     end = text.find("/", position)
     return text if end < 0 else text[:end]

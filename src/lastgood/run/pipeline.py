@@ -21,10 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
-from ..coordination.rounds import Ranks
+from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, TimedOut
 from ..events import Event, EventKind
+from ..limits import WORKERS
 from ..records import Generation, GenerationId
 from . import access
 from .chunk_queue import ChunkQueue
@@ -32,7 +33,6 @@ from .follower import Follower
 from .known import Environment
 from .outcomes import Outcomes
 from .planned_save import PlannedSave, RunOptions
-from .reader import WORKERS
 from .save import SaveRequest, save
 from .save_handle import Save
 from .thread_pools import Pool, Workers, started
@@ -78,14 +78,14 @@ class Pipeline:
         """what is being cleared away of steps that this rank could not save"""
         opening = ranks.topic("open")
         with opening.failing(), contextlib.ExitStack() as place:
-            if not ranks.coordinates:
+            if not ranks.is_coordinator:
                 opening.agree(None, lambda _: None)  # now it is a run that may be written, and it is settled
             disk = place.enter_context(_opened(path, options, ranks))
             pools = place.enter_context(contextlib.ExitStack())  # ended where what follows fails; else by `close`
             self._start_threads(options, pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))
             self.run: RunWriter | Follower
-            if isinstance(ranks, Ranks) and not ranks.coordinates:
+            if isinstance(ranks, RankGroup) and not ranks.is_coordinator:
                 self.run = Follower(disk, self.workers, ranks, algorithm=options.algorithm, environment=environment)
             else:
                 self.run = RunWriter(
@@ -285,10 +285,10 @@ class Pipeline:
                 flights = list(self._flights)
             for flight in flights:
                 flight.cancel(Cancelled("the save was given up", safe="Nothing of it was committed."))
-            self._ranks.left.set()
+            self._ranks.closed.set()
             self._copier.submit(self._release_when_done)
             raise
-        self._ranks.left.set()
+        self._ranks.closed.set()
         self._lanes.shutdown()
         self._copier.shutdown()
         self._keeper.shutdown()
@@ -415,6 +415,6 @@ def _opened(
     path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks
 ) -> contextlib.AbstractContextManager[Any]:
     """The place of the run, locked at the coordinator."""
-    if ranks.coordinates:
+    if ranks.is_coordinator:
         return access.for_writing(path, options.write_mode, in_flight=options.in_flight, persist=options.persist)
     return access.for_sharing(path, options.write_mode)

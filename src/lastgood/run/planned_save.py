@@ -1,4 +1,4 @@
-"""What the training side hands to the pipeline: a save that is planned, and how a run is opened. Holds no behaviour."""
+"""Records that the training thread passes to the pipeline: a planned save, and the options of a run. No behaviour."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from typing import Any, Protocol
 
 from ..engine.arena import Arena, Lease
 from ..format.layout import Image
+from ..limits import WORKERS
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..storage.directory import WriteMode
 from . import access
-from .reader import WORKERS
 from .save import Check
 
 
 class Source(Protocol):
-    """The copy of a state into the arena."""
+    """Copies a state into the arena, chunk by chunk."""
 
     def fill(self, stop: Callable[[], bool]) -> Iterator[Lease]:
-        """The filled chunks, in order; ends with Cancelled when `stop()`."""
+        """Yield the filled chunks in file order. Raises Cancelled when `stop()` returns True."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSave:
-    """A state at one instant, and how it gets into its files."""
+    """One save of a state: what goes into which files, from where it is copied, and how the copy is checked."""
 
     images: Sequence[Image]
     arena: Arena
     source: Source
     check: Check
     overlapped: bool
-    """whether the copy is made behind the loop, while it goes on"""
+    """whether the copy is made in the background, while the training loop continues"""
     aliases: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
-        """Of all tensor files of this rank."""
+        """The length of all tensor files of this rank."""
         return sum(image.length for image in self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """How a run is opened for writing; see `Checkpointer` for each of them."""
+    """The options with which a run is opened for writing. `Checkpointer` documents each of them."""
 
     write_mode: WriteMode = "atomic_dirsync"
     keep: Keep = KEEP

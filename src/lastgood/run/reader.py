@@ -1,6 +1,7 @@
-"""Reading a run: the examination of a generation, and `RunReader`, which opens a run without a live state.
+"""Reads a run: examinations of generations, and `RunReader`, which reads a run without a live state.
 
-Writes nothing. Torch-free.
+An examination reads files past the page cache and returns findings; a file that is damaged is a finding, while a disk
+that does not answer is an exception. Writes nothing. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,18 +17,16 @@ from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, ManifestInvalid, Unreadable
 from ..format import commit, layout
 from ..format.commit import Survey
+from ..limits import EXAMINATION_CHUNKS, WORKERS
 from ..policy import reshard, restore
 from ..policy.arguments import require
 from ..ports import Tier
 from ..records import LAYERS, Finding, Generation, GenerationId, Manifest, Verdict
 from .content import Content
 
-WORKERS = 3
-"""threads that write or read the bytes of a run"""
-
 Reading = Generator[None, None, list[Finding]]
-"""An examination in progress. It pauses before each chunk, may be resumed later, and keeps its memory until then. It
-returns the findings."""
+"""An examination in progress: a generator that pauses before each chunk and at last returns the findings. While it is
+paused it keeps its chunks of the arena; `close()` releases them."""
 
 
 def reading(
@@ -39,11 +38,11 @@ def reading(
     also: Callable[[memoryview], None] = lambda _: None,
     of: Collection[int] | None = None,
 ) -> Reading:
-    """Examine a generation, read past the page cache. Returns what these layers of the guard find.
+    """Read a generation past the page cache, and return the findings of these layers of the guard.
 
-    `also` is called with every byte of the tensor files, in the order in which they are read. `of`: the ranks whose
-    files are read, each rank's by itself; None for all ranks and for how their records agree. Raises Unreadable and
-    Unavailable where nothing can be found out now.
+    `also`: called with all bytes of the tensor files, in the order in which they are read. `of`: the ranks whose files
+    are read, each without regard to the others; None: all ranks, and whether their manifests agree. Raises Unreadable
+    or Unavailable if the files cannot be read now, which is no finding.
     """
     examination = guard.Examination(tier, generation, layers, also, of)
     manifests = examination.open()
@@ -56,7 +55,10 @@ def reading(
 
 
 def disagreeing(tier: Tier, generation: Generation, manifests: Sequence[Manifest] | None = None) -> list[Finding]:
-    """How the manifests of a generation's ranks contradict each other. Raises Unreadable, Unavailable."""
+    """Find out whether the manifests of a generation's ranks contradict each other. Returns at most one finding.
+
+    `manifests` (None: they are read). Raises Unreadable, Unavailable.
+    """
     try:
         manifests = commit.read_manifests(tier, generation) if manifests is None else manifests
         try:
@@ -73,7 +75,7 @@ def disagreeing(tier: Tier, generation: Generation, manifests: Sequence[Manifest
 def read_on(one: Reading, stop: Callable[[], bool]) -> list[Finding]:
     """Run an examination to its end, and return its findings. Raises what the examination raises.
 
-    `stop` is polled before each chunk; once it is true, Cancelled is raised, and the examination can be resumed.
+    `stop` is polled before each chunk. When it returns True, Cancelled is raised; the examination can be resumed later.
     """
     while not stop():  # guard: reading-can-be-cancelled
         try:
@@ -93,19 +95,19 @@ def read_all(
     also: Callable[[memoryview], None] = lambda _: None,
     of: Collection[int] | None = None,
 ) -> list[Finding]:
-    """Examine a generation without a pause; parameters as in `reading` and `read_on`, which say what is raised."""
+    """Examine a generation in one go. Parameters and errors are those of `reading` and `read_on`."""
     with contextlib.closing(reading(tier, generation, arena, workers, layers, also, of)) as one:
         return read_on(one, stop)
 
 
 class RunReader:
-    """A run that is open for reading only. Every call lists the run again, so it may be used beside a writer."""
+    """A run that is open for reading only. Each call lists the run again, so another process may write meanwhile."""
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
 
     def generations(self) -> list[Generation]:
-        """Committed generations with a valid commit record, ascending by step, abandoned ones included."""
+        """All generations with a valid commit record, in ascending order of steps, including abandoned ones."""
         found = commit.survey(self.tier).generations
         return [found[at] for at in sorted(found)]
 
@@ -116,14 +118,17 @@ class RunReader:
         return [survey.generations[at] for at in chain if at in survey.generations]
 
     def generation(self, step: int | None = None) -> Generation:
-        """The generation of `step`, or the newest undamaged one of the lineage. Raises NoSuchStep, Damaged."""
+        """The generation of `step`; by default the newest one that is not marked as damaged or unfit.
+
+        Raises NoSuchStep, and Damaged if its commit record cannot be read.
+        """
         survey, at = self._first(step)
         if at in survey.broken:
             raise survey.broken[at]
         return survey.generations[at]
 
     def _first(self, step: int | None) -> tuple[Survey, GenerationId]:
-        """The run, and the generation that a restore (of `step`) would try first. Raises NoSuchStep."""
+        """List the run. Returns the survey, and the generation that a restore would try first. Raises NoSuchStep."""
         survey = commit.survey(self.tier)
         candidates = restore.choose(survey, step).candidates
         if not candidates:
@@ -135,19 +140,19 @@ class RunReader:
         return commit.read_manifest(self.tier, generation, rank)
 
     def bytes_of(self, name: str, step: int | None = None) -> tuple[reshard.Tensor, bytearray]:
-        """One tensor and its verified bytes; nothing else is read. Raises NoSuchStep, NoSuchTensor, Damaged."""
+        """Read one tensor and verify its bytes. Raises NoSuchStep, NoSuchTensor, Damaged, Unavailable."""
         return self.content(step).tensor(name)
 
     def content(self, step: int | None = None) -> Content:
-        """A generation as one state, however many ranks wrote it. Raises NoSuchStep, Damaged, Unavailable."""
+        """The content of a generation as one state of all ranks. Raises NoSuchStep, Damaged, Unavailable."""
         return Content(self.tier, self.generation(step))
 
     def verify(self, step: int | None = None, layers: Collection[str] = LAYERS) -> Verdict:
-        """Examine a generation, read past the page cache.
+        """Read a generation past the page cache and return the findings.
 
-        `step`: default the newest generation that a restore would try. `layers`: which of `records.LAYERS` examine it,
-        each independently of the others; default all. Raises NoSuchStep, Unavailable; Refused for unknown layers, and
-        for no layer at all, which would find everything good.
+        `step` (default: the generation that a restore would try first). `layers` (default: all): those of
+        `records.LAYERS` that examine it, each independently of the others. Raises NoSuchStep, Unreadable, Unavailable;
+        Refused for unknown layers, and for an empty choice, which would report everything as good.
         """
         require(
             not isinstance(layers, str) and bool(layers) and set(layers) <= set(LAYERS),
@@ -159,6 +164,6 @@ class RunReader:
             findings = [one for one in [guard.finding(survey.broken[at])] if one.layer in layers]
         else:
             with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-                arena = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+                arena = Arena(EXAMINATION_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
                 findings = read_all(self.tier, survey.generations[at], arena, workers, layers=layers)
         return Verdict(at=at, layers=[one for one in LAYERS if one in layers], findings=findings)

@@ -1,6 +1,8 @@
-"""Deletion of generations: what retention does not keep, and what a full disk needs. Decides by policy/retention.py.
+"""Deletes generations: those that retention does not keep, and older ones when the disk is full.
 
-A deletion that fails is reported once, skipped, and tried again later; it stops nothing.
+policy/retention.py decides which. A deletion that fails is reported once, skipped and tried again later; the other
+deletions and the saves go on. A deletion has two phases (`commit.retire`): COMMIT is removed first, then the rest. A
+generation without its COMMIT does not exist any more, and what remains of its folder is deleted later.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from concurrent.futures import Executor, Future
 from .. import reporting
 from ..errors import LastgoodError
 from ..format import commit, layout
+from ..limits import DELETED_AT_ONCE
 from ..policy.retention import Keep, surplus, under_pressure
 from ..ports import Tier
 from ..records import Commit, Generation, GenerationId
@@ -20,22 +23,20 @@ from .known import KnownRun
 from .marks import Marks
 
 RETRY_CLEANINGS = 16
-"""calls of `Retirement.clean` after which a generation that could not be deleted is tried again"""
-MANY = 10
-"""deletions that take long enough to be reported before they begin"""
-DELETED_AT_ONCE = 3
-"""generations deleted side by side"""
-FULL = "the disk is full"
-"""detail of the event of a generation that was deleted to make room for a save"""
+"""A failed deletion is tried again after so many calls of `Retirement.clean`."""
+MANY_DELETIONS = 10
+"""So many deletions at a time take long enough that they are announced to the user first."""
+DISK_FULL = "the disk is full"
+"""The detail of the event `deleted` for a generation that was deleted to make room for a save."""
 
 Decide = Callable[[Keep, list[Generation], list[Generation]], list[GenerationId]]
-"""what may be deleted: of what is kept, the lineage (newest first) and the generations outside of it"""
+"""Chooses what to delete, from the retention options, the lineage (newest first) and the other generations."""
 
 
 class Deletions:
     """Deletes generations and files of one run, and remembers which generations could not be deleted.
 
-    Causes that were seen: an immutable file (`chattr +i`), files of another user, a file that an NFS client has open.
+    Known causes of failure: an immutable file (`chattr +i`), files of another user, a file that an NFS client has open.
     """
 
     def __init__(self, tier: Tier) -> None:
@@ -44,15 +45,15 @@ class Deletions:
         self._retry_at: dict[GenerationId, int] = {}
 
     def next_cleaning(self) -> None:
-        """Count one call of `Retirement.clean`."""
+        """Count one call of `Retirement.clean`: failed deletions are tried again after RETRY_CLEANINGS of them."""
         self._cleanings += 1
 
     def postponed(self, at: GenerationId) -> bool:
-        """Whether deleting `at` failed, and it is too early to try again."""
+        """Whether a deletion of `at` has failed and is not yet to be tried again."""
         return self._retry_at.get(at, 0) > self._cleanings
 
     def delete(self, at: GenerationId) -> bool:
-        """Delete a generation in two phases. Returns whether all of it is gone; where not, why is reported once."""
+        """Delete a generation in two phases. Returns whether all of it was deleted; the first failure is reported."""
         try:
             commit.retire(self._tier, at)
         except LastgoodError as error:
@@ -67,14 +68,14 @@ class Deletions:
         return True
 
     def committed(self, at: GenerationId) -> bool:
-        """Whether `at`, which could not be deleted, is a generation still. True where that cannot be found out."""
+        """Whether `at`, whose deletion failed, still has its COMMIT. True if the folder cannot be listed."""
         try:
             return layout.COMMIT in self._tier.list(layout.folder(at))
         except LastgoodError:
             return True
 
     def remove(self, name: str) -> bool:
-        """Delete one file that nothing needs. Returns whether it is gone; where not, why is reported."""
+        """Delete one file that is not needed any more. Returns whether it was deleted; a failure is reported."""
         try:
             self._tier.delete(name)
         except LastgoodError as error:
@@ -84,7 +85,7 @@ class Deletions:
 
 
 class Retirement:
-    """Deletes what one run does not keep."""
+    """Deletes the generations of one run that its retention does not keep."""
 
     def __init__(self, known: KnownRun, marks: Marks, deletions: Deletions, keep: Keep, workers: Executor) -> None:
         self._known, self._marks, self._deletions, self._keep = known, marks, deletions, keep
@@ -92,24 +93,24 @@ class Retirement:
         self._was_full = self._many_reported = False
 
     def surplus(self) -> list[GenerationId]:
-        """What is to be deleted now, oldest first: what retention does not keep, and the rest of earlier deletions.
+        """The generations to delete now, oldest first: unfinished deletions, then those that retention does not keep.
 
-        Nothing where the tier deletes by itself.
+        Empty if the tier deletes old generations by itself.
         """
         return self._deletable(surplus)
 
     def clean(self, stop: Callable[[], bool] = lambda: False, most: int | None = None) -> None:
-        """Delete what retention does not keep, oldest first, each in two phases; never what the pointer still names.
+        """Delete what retention does not keep, oldest first, but never the generation that the pointer names.
 
-        At most `most` generations, and none after `stop()`; some at a time, so that they share the waits for the disk.
-        What cannot be deleted is skipped and tried again later.
+        `most` (None: no bound): the largest number of deletions. `stop` is polled before each one. DELETED_AT_ONCE
+        deletions run at the same time. Failures are reported as in `Deletions.delete`, and raise nothing.
         """
         self._marks.point()  # guard: point-before-clean
         self._deletions.next_cleaning()
         running = deque[Future[bool]]()
         with self._known.lock:
             retired = {at: self._commit_of(at) for at in self.surplus()[:most]}
-        if len(retired) >= MANY and not self._many_reported:
+        if len(retired) >= MANY_DELETIONS and not self._many_reported:
             self._many_reported = True
             place = self._known.tier.place
             reporting.info(f"{place}: deleting {len(retired)} generations that retention does not keep")
@@ -123,10 +124,11 @@ class Retirement:
             one.result()
 
     def relieve(self, needed_bytes: int = 0) -> bool:
-        """The disk is full: delete the oldest generation that newer verified ones make needless, whatever `last` says.
+        """Delete one generation because the disk is full: the oldest one that newer verified ones make unnecessary.
 
-        Returns whether one was deleted: none where all of them together would not make room for `needed_bytes`. Pinned
-        generations, the newest verified and the newest committed one stay.
+        Retention is applied as if with `last=1`: the newest verified and the newest committed generation stay, and
+        those that `every`, a milestone or `best` selects. Returns whether one was deleted. Nothing is deleted if all
+        candidates together would not make room for `needed_bytes`.
         """
         place = self._known.tier.place
         with self._known.lock:
@@ -134,7 +136,7 @@ class Retirement:
         if not disk_space.may_fit(place, needed_bytes, sum(self._bytes_of(at) for at in retired)):
             return False
         for at, decided in retired.items():
-            if self._delete(at, decided, FULL):
+            if self._delete(at, decided, DISK_FULL):
                 if not self._was_full:
                     reporting.warning(
                         f"the disk of {place} is full: {at} was deleted to make room for the next save, and "
@@ -146,6 +148,7 @@ class Retirement:
         return False
 
     def _deletable(self, decide: Decide) -> list[GenerationId]:
+        """What `decide` and earlier, unfinished deletions name, without the pointed and the postponed generations."""
         known = self._known
         if known.tier.newest_only:
             return []
@@ -164,15 +167,15 @@ class Retirement:
         return one.bytes if one else 0
 
     def _commit_of(self, at: GenerationId) -> Commit | None:
-        """The commit on which a decision to delete rests; None for what is not committed."""
+        """The commit of a generation when its deletion is decided; None if it is not committed."""
         one = self._known.survey.generations.get(at)
         return one.commit if one else None
 
     def _delete(self, at: GenerationId, decided: Commit | None, detail: str = "") -> bool:
-        """Whether it is deleted. From the moment that its COMMIT is removed it is no generation any more, but litter.
+        """Delete a generation and emit the event. Returns whether all of it was deleted.
 
-        `decided`: its commit when it was decided on. With a milestone or metrics that were added since, it stays until
-        the next decision.
+        `decided`: its commit at the time of the decision. If a milestone or metrics were added since, it stays, and the
+        next call decides anew. As soon as its COMMIT is removed, it is no generation any more.
         """
         known = self._known
         with known.lock:

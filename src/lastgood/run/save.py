@@ -143,7 +143,7 @@ def save(run: Saving, request: SaveRequest, by: RankWriter, topic: AnyTopic) -> 
     with topic.failing(), known.lock:
         known.require_newest(at, request.pinned)
     try:
-        if topic.again:  # guard: retry-waits-for-first-try
+        if topic.is_retry:  # guard: retry-waits-for-first-try
             topic.agree(None, lambda _: None)  # now the coordinator has cleared away what the last try has left
         part = write_part(request, by, known, begun)
         generation = _committed(run, request, part, topic)

@@ -16,11 +16,12 @@ from ..engine.arena import Arena, Lease
 from ..errors import Damaged
 from ..format import commit, layout
 from ..io.files import round_up
+from ..limits import WORKERS
 from ..policy import restore, tune
 from ..policy.tune import Setting
 from ..ports import Tier
 from ..records import Commit, Generation, GenerationId, Manifest, World
-from .reader import WORKERS, read_all
+from .reader import read_all
 from .scratch import INCARNATION
 from .watched import CountBytes
 

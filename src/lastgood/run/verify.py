@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from concurrent.futures import Executor
 
-from ..coordination.rounds import Ranks
+from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..engine import parity
 from ..engine.arena import Arena
@@ -55,7 +55,7 @@ def own_findings(
     return read_all(known.tier, generation, arena, workers, stop, of=own_seals(ranks, generation, [ranks.rank]))
 
 
-def post_key(ranks: Ranks, generation: Generation, rank: int) -> str:
+def post_key(ranks: RankGroup, generation: Generation, rank: int) -> str:
     """The key under which a rank posts whether its part of a generation is good."""
     return f"{ranks.name}/read/{generation.id}/{rank}"
 
@@ -125,7 +125,7 @@ class Verifier:
         The coordinator waits for the posts of the others about as long as its own part has taken.
         """
         known, ranks, now = self._known, self._ranks, self._known.environment.monotonic_seconds
-        if not isinstance(ranks, Ranks):
+        if not isinstance(ranks, RankGroup):
             return read_all(known.tier, generation, arena, self._workers, stop, also=also)
         begun = now()
         findings = own_findings(
@@ -138,7 +138,7 @@ class Verifier:
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
         return findings or disagreeing(known.tier, generation)
 
-    def _reported_good(self, ranks: Ranks, generation: Generation, timeout_seconds: float) -> list[int]:
+    def _reported_good(self, ranks: RankGroup, generation: Generation, timeout_seconds: float) -> list[int]:
         """The other ranks that have posted that their part is good, within the timeout."""
         now = self._known.environment.monotonic_seconds
         keys = {rank: post_key(ranks, generation, rank) for rank in range(1, ranks.size)}
@@ -146,7 +146,7 @@ class Verifier:
         try:
             while not ranks.has(*keys.values()) and now() < until:
                 self._known.environment.pause(POLL_SECONDS)
-            good = [rank for rank, key in keys.items() if ranks.heard(key)]
+            good = [rank for rank, key in keys.items() if ranks.read(key)]
         except TierDown:
             return []  # the generation is no less good for that
         ranks.delete(list(keys.values()))

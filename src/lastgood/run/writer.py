@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from ..coordination.rounds import told
+from ..coordination.rounds import encode_error
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine.arena import Arena
 from ..errors import LastgoodError, NoSpace, StepTaken
@@ -27,7 +27,7 @@ from ..io.reed_solomon import Code
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
-from .disk_space import Roomy
+from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
 from .mend import Mender
@@ -81,7 +81,7 @@ class RunWriter:
         code = Code(*striping.parsed(parity)) if parity else None
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
-        self._roomy = Roomy(tier, self.make_room)
+        self._roomy = RetryingTier(tier, self.make_room)
 
     @property
     def rank(self) -> int:
@@ -133,7 +133,7 @@ class RunWriter:
         """
         pinned = request.pinned or wanted(self.keep, request.at.step, request.milestone, request.metrics)
         by = self.rank_writer(self._workers)
-        return save(self, replace(request, pinned=pinned), by, topic or self.ranks.at("save", request.at.step))
+        return save(self, replace(request, pinned=pinned), by, topic or self.ranks.step_topic("save", request.at.step))
 
     def rank_writer(self, writers: Executor) -> RankWriter:
         """How this rank writes its part; on a full disk older generations give way."""
@@ -239,7 +239,7 @@ class RunWriter:
         return msgspec.to_builtins(
             SharedSurvey(
                 generations=generations,
-                broken=[(at, told(error)) for at, error in survey.broken.items()],
+                broken=[(at, encode_error(error)) for at, error in survey.broken.items()],
                 incomplete=list(survey.incomplete),
                 witnessed=list(survey.witnessed),
                 incarnations=list(survey.incarnations.values()),
