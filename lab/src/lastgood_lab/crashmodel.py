@@ -373,7 +373,7 @@ class Noted:
 class Others:
     """The other ranks of a save, as the `Topic` of rank 0: odd ranks write beside it, even ranks once it has sealed."""
 
-    again, failing = False, staticmethod(contextlib.nullcontext)
+    is_retry, failing = False, staticmethod(contextlib.nullcontext)
 
     def __init__(self, world: World, at: GenerationId, meanwhile: Callable[[], object]) -> None:
         self._world, self._at, self._ranks, self._meanwhile = world, at, world.ledger.ranks, meanwhile
