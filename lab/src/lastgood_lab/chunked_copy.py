@@ -46,7 +46,7 @@ class Snapshot:
         return min(self.chunk_bytes, self.slot_bytes - index * self.chunk_bytes)
 
     def keep_volatile(self) -> dict[int, torch.Tensor]:
-        """Copies of what forward may change, taken before the loop goes on."""
+        """Copies of the tensors that the forward pass may change, taken before the loop goes on."""
         kept = {at: self._tensors[at].clone() for at in self._volatile}
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def open_arena(workload: Workload, arena_bytes: int, chunk_bytes: int, held: ExitStack) -> Arena:
-    """Memory that a device copies to by itself, while `held` is open."""
+    """An arena, pinned for copies from a GPU until `held` is closed."""
     arena = Arena(arena_bytes, chunk_bytes)
     if workload.device.type == "cuda":
         held.callback(Pin(arena).release)

@@ -47,7 +47,7 @@ class Timing(NamedTuple):
 
 
 class Bench:
-    """What a contender works on: what is trained, its state_dicts, a place of its own."""
+    """What a contender saves, and a directory of its own to save into."""
 
     def __init__(self, trained: Trained, place: Path) -> None:
         self.trained, self.place = trained, place
@@ -55,11 +55,11 @@ class Bench:
         self.step = 0
 
     def plain(self) -> dict[str, Any]:
-        """The state as every peer takes it."""
+        """The state as the other packages take it."""
         return {"model": self.trained.module.state_dict(), "optimizer": self.trained.optimizer.state_dict()}
 
     def fresh(self) -> Path:
-        """A name that was not used before."""
+        """A path that was not used before."""
         self.step += 1
         return self.place / f"save-{self.step:06d}"
 
@@ -68,11 +68,11 @@ Save = Callable[[], Timing]
 
 
 class Contender(NamedTuple):
-    """`made` opens it and returns how to save once; what it leaves behind, each save clears away off the clock."""
+    """`made` opens it and returns how to save once. Each save deletes its files after the clock has stopped."""
 
     made: Callable[[Bench, contextlib.ExitStack], Save]
     needs: str = ""
-    """a package that must be importable"""
+    """a package that must be importable, or empty"""
 
     def available(self) -> bool:
         """Whether it can run on this machine."""
@@ -113,7 +113,7 @@ def _raw_overwrite(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 
 def _with_the_best_count(write: Callable[[int], float]) -> Save:
-    """Raw is to be as fast as it can be: the number of threads whose better of two tries was the best."""
+    """Save with the number of threads that was fastest in the better of two tries."""
     threads = min(RAW_THREADS, key=lambda count: min(write(count), write(count)))
 
     def save() -> Timing:
@@ -169,7 +169,7 @@ def _ours(place: str, in_a_row: int = 1, **options: Any) -> Callable[[Bench, con
 
         def save() -> Timing:
             each = [one() for _ in range(in_a_row)]
-            ckpt.wait()  # verification and deletion are not the next contender's burden
+            ckpt.wait()  # verification and deletion end before the next contender begins
             return Timing(*map(statistics.mean, zip(*each, strict=True)))
 
         return save
@@ -291,7 +291,7 @@ def _orbax(bench: Bench, stack: contextlib.ExitStack) -> Save:
     stack.callback(checkpointer.close)
 
     class Finished:
-        """What tells when the last save is done."""
+        """Waits until the last save is done."""
 
         wait = staticmethod(checkpointer.wait_until_finished)
 

@@ -1,9 +1,9 @@
-"""`lastgood lab corrupt`: committed bytes are changed on purpose; what is found, by which layer, and what comes of it.
+"""`lastgood lab corrupt`: committed bytes are changed; which layer detects it, and what a restore loads.
 
 The group is the study's: a small model, its optimizer and the random number generators, 192 KB. Each trial takes a copy
 of one run of two verified generations, changes the newest in one way drawn from its seed, and asks: did a byte change;
-which layers of the guard say so, each by itself; what does a restore bring back, and is it to the bit what was saved;
-and is everything what it was before where there is parity.
+which layers of the guard detect it, each by itself; what does a restore load, and is it to the bit what was saved; and
+is every file restored to its old content where there is parity.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CLEAN = 3
 """times as many trials in which nothing is done: false positives are rarer than anything else"""
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------------------
 
 
 def _bitflip(data: bytearray, chance: random.Random) -> None:
@@ -117,7 +117,7 @@ KINDS: dict[str, Callable[[Path, random.Random], None]] = {
 }
 
 
-# ---- one trial -------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def group(seed: int) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 
 def _fired(root: Path) -> set[str]:
-    """Who says that something is wrong with the newest generation, or with the word on it."""
+    """The layers that detect damage of the newest generation; "pointer" if the pointer is damaged."""
     reader = RunReader(access.for_reading(root))
     survey = commit.survey(reader.tier)
     if lineage(survey).lost:
@@ -216,7 +216,7 @@ def _fired(root: Path) -> set[str]:
     return found | ({"pointer"} if survey.pointer is None else set())
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
@@ -263,7 +263,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     clean = [row for row in rows if not row["changed"]]
     return Report(
         name="corrupt",
-        title="Corruption: what is found, by which layer, and what comes of it",
+        title="Corruption: which layer detects it, and what a restore loads",
         about="Each trial changes the newest of two verified generations in one way. Layers in per cent of the trials "
         "that changed a byte, each asked by itself.",
         tables=tables,
@@ -280,7 +280,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     hit = [row for row in rows if row["changed"]]
     return {
         "trials": len(rows),

@@ -55,7 +55,7 @@ MAIN = ("after_model", "before_manifest", "manifest_partial", "before_commit")
 MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
 
 
-# ---- the calls of a save -----------------------------------------------------------------------------------------
+# ---- the calls of a save -------------------------------------------------------------------------------------
 
 
 class KillingFiles(NotingFiles):
@@ -79,7 +79,7 @@ class KillingFiles(NotingFiles):
 
 
 def _short_path(path: str) -> str:
-    """What a path means: the same in every trial."""
+    """A path without the names that differ between trials."""
     name = re.sub(r"\.json\.[0-9]+-[0-9]+\.tmp$", ".json.tmp", os.path.basename(path))
     if not path:
         return "the run"
@@ -93,7 +93,7 @@ def die() -> NoReturn:
     raise AssertionError("still alive")
 
 
-# ---- what is saved -----------------------------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------------------
 
 
 def content(step: int, seed: int) -> State:
@@ -127,7 +127,7 @@ def _begin_run(root: Path, mode: WriteMode, seed: int) -> None:
 def _go_on(
     root: Path, mode: WriteMode, seed: int, files: PosixFiles, acknowledged: Callable[[], object] = lambda: None
 ) -> None:
-    """The life that is killed: open, continue, save, verify, point, clean."""
+    """What the killed process does: open, continue, save, verify, point, delete."""
     run = _opened(root, mode, files)
     newest = run.lineage()[0]
     run.begin(newest.id)
@@ -163,7 +163,7 @@ def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
     return main + [(f"{at:02d} {call}", at, False) for at, call in enumerate(calls)]
 
 
-# ---- the study's form --------------------------------------------------------------------------------------------
+# ---- the study's form ----------------------------------------------------------------------------------------
 
 _PARTS = {"model": "a_model", "optimizer": "b_optimizer", "rng": "c_rng"}
 
@@ -206,7 +206,7 @@ def _read_in_place(folder: Path, seed: int) -> tuple[str, str]:
     return ("complete", "") if manifest["step"] == 20 else ("absent", "")
 
 
-# ---- one trial ---------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def one(key: Row) -> Row:
@@ -227,7 +227,7 @@ def one(key: Row) -> Row:
 
 
 def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
-    """Run a life in a fork: whether it was killed, and what it said before. Raises RuntimeError where it ends badly."""
+    """Run `life` in a fork; returns whether it was killed, and its message. Raises RuntimeError if it fails."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -235,7 +235,7 @@ def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, 
         try:
             life(lambda text: os.write(send, text.encode()))
             status = 0
-        except Exception:  # noqa: BLE001 - told, and raised by the parent
+        except Exception:  # noqa: BLE001 - printed, and raised by the parent
             traceback.print_exc()
         finally:
             sys.stderr.flush()
@@ -269,7 +269,7 @@ def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
     return {"acknowledged": acknowledged, "group": group, "usable": usable, "restored": step, "why": why}
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 REST = 10
 """one in so many trials at the points that are not the study's"""
@@ -319,7 +319,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         rows=rows,
         notes=[
             f"Killed as planned: {share(rows, itemgetter('killed')).as_text()}.",
-            "A kill does not empty the page cache: it tells no mode from another but the one that writes in place.",
+            "A kill does not empty the page cache: only the arm that writes in place differs by it.",
             "Intervals are Wilson's; the study's are Clopper-Pearson.",
         ],
         figures={"usable": lambda: _figure(rows)},
@@ -330,7 +330,7 @@ GROUPS = ("complete", "absent", "torn")
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     arms = {mode: [row for row in rows if row["mode"] == mode] for mode in (*MODES, IN_PLACE)}
     return {
         "trials": len(rows),

@@ -46,7 +46,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "durable.journal.jsonl", {"hardware": hardware()})
     common = {"scale": options.scale, "device": options.device}
     names = options.names()

@@ -145,7 +145,7 @@ def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]],
     return medians, flights
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:

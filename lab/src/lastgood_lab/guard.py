@@ -1,7 +1,8 @@
-"""`lastgood bench guard`: what looking costs, and what parity costs. Warm, in memory, so that no disk is measured.
+"""`lastgood bench guard`: the cost of verification and of parity. Warm, in memory, so that no disk is measured.
 
-Verification against the reading of memory by one core: the ceiling of whatever looks at every byte. Parity: rows of
-cells through the library alone, on one core; then making and using that of a whole generation, in bytes and seconds.
+Verification against the reading of memory by one core: the upper bound of any check that reads every byte. Parity:
+rows of cells through the library alone, on one core; then the parity of a whole generation, made and used, in bytes
+and seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "guard.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
     if (memory := trials.memory()) is None:
@@ -170,7 +171,7 @@ def _saved(writer: RunWriter, values: np.ndarray) -> Generation:
     return save(writer, 1, state, tensors=tensors, chunk_bytes=layout.CHUNK_BYTES)
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -187,7 +188,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     made = _of(rows, PROTECT)[0]
     return Report(
         name="guard",
-        title="What looking costs, and what parity costs",
+        title="Cost of verification and of parity",
         about=f"A state of {options.mib:,} MiB in /dev/shm, warm; medians of {options.rounds} rounds, (least-most).",
         tables=[Table("", ["what", "seconds", "GB/s"], lines)],
         rows=rows,

@@ -68,7 +68,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "interval.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for model in options.models:
@@ -270,7 +270,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     if options.kills:
         notes.append(
             "recovery: loading and the steps done again until the step of the kill; starting Python, torch and the "
-            "network is not in it (told as restart). The bound takes the medians of t and Tw measured here"
+            "network is not included (column: restart). The bound takes the medians of t and Tw measured here"
         )
     settings = options.settings
     return Report(

@@ -60,7 +60,7 @@ def throughput_tables(rows: Sequence[Row], options: Options, model: str) -> list
     return [
         Table(f"{model}: slowdown (a step without saves: {plain} s)", head, slow),
         Table(
-            f"{model}: what a save costs",
+            f"{model}: costs of a save",
             [
                 "policy",
                 "call, ms: median / p99",
@@ -76,7 +76,7 @@ def throughput_tables(rows: Sequence[Row], options: Options, model: str) -> list
 
 
 def processor_parts(rows: Sequence[Row], policy: str) -> str:
-    """What the threads of a policy take for a save, by their names; those of nameless pools together."""
+    """Processor seconds of the threads of a policy per save, by name; threads of unnamed pools are added up."""
     found: dict[str, list[float]] = {}
     mine = select(rows, policy=policy)
     for row in mine:

@@ -140,7 +140,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     kinds = dict.fromkeys((row["bytes"], row["mode"]) for row in rows)
     return {
         "saves": len(rows),

@@ -3,7 +3,7 @@
 The state is the group of `corrupt`; each contender keeps two saves of it, as it is commonly used. Then: bytes of the
 newest are changed; or the process is killed at a random moment of the next save; or the next save's files may not grow
 beyond a random length, so that a write fails in the middle. What counts is what a resume would find: the right state,
-an older right one, an error, or wrong values without a word. Only what was run is told.
+an older right one, an error, or wrong values without an error. Only what was run is reported.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OUTCOMES = ("right", "older", "error", "wrong")
 """what a resume finds: the newest state, an older one as it was saved, an error, or values that were never saved"""
 
 
-# ---- contenders --------------------------------------------------------------------------------------------------
+# ---- contenders ----------------------------------------------------------------------------------------------
 
 
 class Contender(NamedTuple):
@@ -115,7 +115,7 @@ CONTENDERS = {
 }
 
 
-# ---- one trial ---------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def one(key: Row) -> Row:
@@ -177,7 +177,7 @@ def _damage(path: Path, kind: str, chance: random.Random) -> None:
 
 
 def _kill(contender: Contender, folder: Path, seed: int, chance: random.Random) -> str:
-    """What the save had said when it was killed: "returned", or nothing."""
+    """Kill a save. Returns "returned" if it had returned before, else an empty text."""
     state = made(seed, STEPS[2])
     after = chance.uniform(0.0, 0.03)
 
@@ -193,7 +193,7 @@ def _kill(contender: Contender, folder: Path, seed: int, chance: random.Random) 
 
 
 def _fail(contender: Contender, folder: Path, seed: int, chance: random.Random) -> str:
-    """What the save said: the name of its error, or "returned"."""
+    """Let a write of a save fail. Returns the name of its error, or "returned"."""
     state = made(seed, STEPS[2])
     limit = chance.randrange(1, contender.largest(folder).stat().st_size)
 
@@ -202,7 +202,7 @@ def _fail(contender: Contender, folder: Path, seed: int, chance: random.Random) 
         try:
             with _silence():
                 contender.save(folder, STEPS[2], state)
-        except BaseException as error:  # noqa: BLE001 - told
+        except BaseException as error:  # noqa: BLE001 - reported by name
             send(type(error).__name__)
         else:
             send("returned")
@@ -221,11 +221,11 @@ def _save(contender: Contender, folder: Path, step: int, state: dict[str, Any]) 
 
 
 def _silence() -> redirect_stderr[io.StringIO]:
-    """What the contenders print, thousands of times; what they raise is heard."""
+    """Discard what the contenders print, thousands of times; their errors are still raised."""
     return redirect_stderr(io.StringIO())
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 TROUBLES = (*DAMAGE, "killed", "a file that may not grow")
 
@@ -280,7 +280,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     names = dict.fromkeys(row["contender"] for row in rows)
     return {
         "trials": len(rows),

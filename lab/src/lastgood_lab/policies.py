@@ -171,7 +171,7 @@ class Overlapped(Policy):
         self._number += 1
         for job in self._jobs:
             if job.done():
-                job.result()  # raises what went wrong behind the loop
+                job.result()  # raises the error of a save that failed
         self._jobs = [job for job in self._jobs if not job.done()]
         self._copied = Future()
         kept = self._snapshot.keep_volatile()
@@ -271,7 +271,7 @@ class Gemini(Overlapped):
         snapshot = Snapshot(workload, settings.chunk_bytes)
         self._peer = Peer(peer or place / "peer", snapshot.slot_bytes)
         whole = len(snapshot) * snapshot.chunk_bytes
-        one = settings._replace(writers=1)  # a socket is one line
+        one = settings._replace(writers=1)  # a socket transfers one chunk at a time
         super().__init__(workload, one, self._peer, snapshot, whole, in_flight=1, pipelined=True)
 
     def processes(self) -> list[int]:
@@ -370,7 +370,7 @@ class Ours(Policy):
         self._under_way.append(save)
 
     def fence(self) -> None:
-        self.checkpointer.fence()  # the optimizer's hook would do it; here the wait is seen, as the others' is
+        self.checkpointer.fence()  # the optimizer's hook would call it; here the wait is timed as that of the others is
 
     def wait(self) -> None:
         self.checkpointer.wait()

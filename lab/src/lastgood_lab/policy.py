@@ -35,18 +35,18 @@ class Policy(ABC):
         self.saved: list[SaveTime] = []
         """saves that became the newest durable state, in that order"""
         self._held = ExitStack()
-        """what is let go of in the end"""
+        """resources that are released by `close`"""
 
     @abstractmethod
     def save(self, step: int) -> None:
         """Called after the update of `step`; returns when the loop may go on."""
 
-    def fence(self) -> None:  # noqa: B027 - some wait for nothing
+    def fence(self) -> None:  # noqa: B027 - not abstract: some policies never wait
         """Called before the next update; returns when the state may change."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until nothing is under way. Raises what went wrong behind the loop."""
+        """Wait until no save is under way. Raises the error of a save that failed behind the loop."""
 
     @abstractmethod
     def load(self) -> int:
@@ -62,7 +62,7 @@ class Policy(ABC):
 
 
 class Nothing(Policy):
-    """No saves: what the machine does to a loop that is left in peace."""
+    """No saves: how much the speed of the loop alone varies on this machine."""
 
     name = "no saves"
 

@@ -1,8 +1,9 @@
 """`lastgood bench ranks`: saves and loads by several ranks beside torch.distributed.checkpoint, in the same run.
 
 Real processes under gloo on this machine, sharded by FSDP2. The contenders take turns; both are durable: DCP with its
-default sync_files=True, the fsyncs of its metadata and directory added. Loads are of what the page cache has dropped.
-Beside it what is written of replicas, how it is balanced, and what agreeing and planning take.
+default sync_files=True, the fsyncs of its metadata and directory added. Files are dropped from the page cache before
+each load. Also measured: how much of replicated tensors is written, how it is balanced, and the cost of agreement and
+planning.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "ranks.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="lastgood-ranks-", dir=options.place or options.out) as folder:
@@ -85,7 +86,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
     return rows
 
 
-# ---- on each rank ------------------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------------------
 
 
 def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
@@ -137,8 +138,8 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
 
 
 def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
-    """Of one save under DDP: bytes that were written, bytes that there are, the share of each rank; and of a restore,
-    what all ranks of this machine have read from its disk."""
+    """One save under DDP: bytes written, bytes of the state, bytes of each rank; and the bytes that a restore by all
+    ranks reads from the disk."""
     net = layers(mib)
     optimizer = stepped(nn.parallel.DistributedDataParallel(net))
     with Checkpointer(folder, {"net": net, "optimizer": optimizer}) as ckpt:
@@ -162,13 +163,13 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
 
 
 def read_bytes() -> int:
-    """What this process has read from disks."""
+    """Bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 
 
 def agreeing(rank: int, size: int, folder: Path) -> Row:
-    """Seconds of what a save agrees on, and of its commit, when all ranks come to it together."""
+    """Seconds of the agreement of a save and of its commit, when all ranks begin at once."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks, tier = join_group(folder), Disk(PosixFiles(), str(folder))
     share = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
@@ -185,7 +186,7 @@ def agreeing(rank: int, size: int, folder: Path) -> Row:
 
 
 def planning(rank: int, size: int, folder: Path) -> Row:
-    """Seconds in which a cut takes small tensors and plans who writes them, the plan being known: all but the copy."""
+    """Seconds to capture many small tensors and to plan which rank writes them, with a cached plan; no copy."""
     state = {"w": {f"{n:04d}": torch.zeros(4) for n in range(SMALL)}}
     with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
@@ -223,7 +224,7 @@ def stepped(net: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-# ---- what is told ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:

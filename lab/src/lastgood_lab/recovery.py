@@ -1,7 +1,7 @@
-"""A training process that is killed and started again: how long until it is back at the step where it died.
+"""A training process that is killed and started again: how long until it is back at the step of the kill.
 
-The child trains and tells of each step on its standard output; the parent kills it between two steps that a seed
-chooses, starts it again and waits until the step of the kill has been done again. A peer process outlives both lives.
+The child trains and reports each step on its standard output. The parent kills it between two steps that a seed
+chooses, starts it again and waits until the step of the kill has been done again. A peer process outlives both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .stores import end_peer, start_peer
 
 
 class Spec(NamedTuple):
-    """One life's task."""
+    """What the child trains and how it saves."""
 
     model: str
     scale: float
@@ -91,7 +91,7 @@ def _life(spec: Spec) -> subprocess.Popen[bytes]:
 
 
 def _messages(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, int, float]]:
-    """What a life says, whole lines only, until it ends."""
+    """The messages of a child until it ends; a torn last line is left out."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.endswith(b"\n"):

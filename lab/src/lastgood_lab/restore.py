@@ -1,8 +1,8 @@
 """Restore of one large state: this project, a raw direct read of the same bytes, torch.load and dcp.load.
 
 Each round does every contender once, in an order that rotates; before each, everything is synced and dropped from the
-page cache. Raw reads the tensor file into one reused buffer a thread and looks at nothing. Every other contender ends
-with the state in the live tensors, but for the plain torch.load.
+page cache. Raw reads the tensor file into one reused buffer per thread and checks nothing. Every other
+contender ends with the state in the live tensors, except the plain torch.load.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "restore.journal.jsonl", {"hardware": hardware()})
     names = [*RAW, OURS, FRESH, SLOTS, *_PEERS]
     restores: dict[str, Restore] = {}
@@ -136,7 +136,7 @@ def _read_direct(path: Path, buffer: memoryview, threads: int) -> None:
     os.close(fd)
 
 
-# ---- peers -----------------------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------------------
 
 
 def _torch_load(place: Path, live: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ _PEERS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
 }
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:

@@ -1,4 +1,4 @@
-"""Time of a save against the size of the state, and against each knob: saves in flight, writers, chunk, memory."""
+"""Time of a save against the size of the state, and against each option: saves in flight, writers, chunk, memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `sizes_mib`: of the state; `knob_mib`: of the state whose knobs are turned, 0 for none."""
+    """What to measure. `sizes_mib`: of the state; `knob_mib`: of the one with which options are varied, 0: none."""
 
     out: Path
     place: Path | None = None
@@ -51,7 +51,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "size.journal.jsonl", {"hardware": hardware(), "device": options.device})
     rows = [row for mib in options.sizes_mib for row in _by_size(options, mib, journal, progress)]
     if options.knob_mib:
@@ -125,7 +125,7 @@ def _burst(trained: Plain, place: Path, options: Mapping[str, Any], count: int) 
     return {"seconds_per_save": seconds / len(durable), "waits": waits, "durable": len(durable), "saves": count}
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -145,8 +145,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             took = spread([row["seconds_per_save"] for row in mine])
             dropped = sum(row["saves"] - row["durable"] for row in mine)
             lines.append([knob, _value(knob, value), took, f"{1000 * statistics.median(waits):.1f}", str(dropped)])
-        head = ["knob", "value", "seconds for a durable save", "call, ms (median)", "overtaken"]
-        title = f"{options.burst} saves of {options.knob_mib} MiB one after the other, the other knobs as they come"
+        head = ["option", "value", "seconds for a durable save", "call, ms (median)", "overtaken"]
+        title = (
+            f"{options.burst} saves of {options.knob_mib} MiB one after the other, the other options at their defaults"
+        )
         tables.append(Table(title, head, lines))
         figures["knobs"] = lambda: _draw_knobs(knobs)
     return Report(

@@ -56,7 +56,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "tensors.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for count in options.counts:
@@ -167,7 +167,7 @@ def _weighed(state: dict[str, Any], place: Path, in_flight: int) -> dict[str, An
 
 @contextmanager
 def _most_resident() -> Iterator[list[int]]:
-    """The most memory that this process had in between, looked at every few milliseconds."""
+    """The most memory that this process had in between, sampled every few milliseconds."""
     most, over = [0], threading.Event()
 
     def sample() -> None:
@@ -183,7 +183,7 @@ def _most_resident() -> Iterator[list[int]]:
         watcher.join()
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -227,8 +227,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            "the capture is the loop's, what comes after it runs behind; what is first holds for as long as names, "
-            "dtypes and shapes stay",
+            "the capture runs in the loop, everything after it behind the loop; the first ones are reused "
+            "while names, dtypes and shapes stay the same",
             f"memory: the most that was seen every {1000 * SAMPLE_SECONDS:.0f} ms in {3 * options.in_flight} saves one "
             "after the other, less what the process had after its first save",
         ],

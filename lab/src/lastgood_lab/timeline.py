@@ -1,4 +1,4 @@
-"""`lastgood lab timeline`: what the disk does under the events of a run's saves, and the same as a trace file.
+"""`lastgood lab timeline`: disk activity beside the events of a run's saves, also as a trace file.
 
 A small loop saves every few steps while `/proc/diskstats` is read ten times a second. `trace.json` opens in Perfetto or
 chrome://tracing: a row for each kind of event, and counters of what the disk read and wrote.
@@ -177,7 +177,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     disk = [row for row in rows if row["kind"] == "disk"]
     return {
         "samples": len(disk),

@@ -1,6 +1,6 @@
-"""Trials: one outcome each, many of them, told as shares. Resumes where it stopped; holds no experiment.
+"""Many trials with one outcome each, reported as shares. An interrupted run resumes where it stopped.
 
-Every trial follows from its key, the seed among it, so a trial that was lost is the same one when it is done again.
+A trial depends on its key only, which includes the seed, so a trial that was lost is repeated exactly.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class Options:
-    """Of an experiment whose trials are independent of each other."""
+    """The options of an experiment whose trials are independent of each other."""
 
     out: Path
     trials: int = 400
-    """of each kind; what a kind is, the experiment says"""
+    """trials of each kind; each experiment defines its kinds"""
     seed: int = 0
     jobs: int = 2
 
 
 def memory() -> str | None:
-    """A folder in memory, where there is one, for what needs no disk."""
+    """A directory in memory for trials that need no disk, or None."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -71,7 +71,7 @@ class Share(NamedTuple):
 
 
 def share(rows: Iterable[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], object]) -> Share:
-    """How many of the rows are so."""
+    """The share of rows for which `of` is true."""
     answers = [bool(of(row)) for row in rows]
     return Share(sum(answers), len(answers))
 

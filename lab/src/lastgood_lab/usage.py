@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def working_place(options: Any) -> Iterator[Path]:
-    """A directory to save into, gone afterwards."""
+    """A temporary directory to save into; it is deleted afterwards."""
     place = Path(tempfile.mkdtemp(prefix="bench-", dir=options.place or options.out))
     try:
         yield place
@@ -36,7 +36,7 @@ def resident_bytes(others: Sequence[int] = ()) -> int:
 
 
 def stored_bytes(place: Path) -> int:
-    """What lies below a directory takes on the disk."""
+    """Bytes that the files below a directory occupy on the disk."""
     total = 0
     for folder, _, files in os.walk(place):
         for name in files:

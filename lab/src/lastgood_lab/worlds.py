@@ -1,4 +1,4 @@
-"""Worlds: real processes on this machine that make a group under gloo, met through a TCPStore on loopback."""
+"""Real processes on this machine that form a gloo process group; their rendezvous is a TCPStore on loopback."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Job = Callable[..., Any]
 def world(
     size: int, job: Job, *arguments: Any, dies: tuple[int, ...] = (), limit_seconds: float = LIMIT_SECONDS
 ) -> list[Any]:
-    """What `job(rank, size, *arguments)` returns on each rank. `dies`: these end with status 9.
+    """Run `job(rank, size, *arguments)` on each rank; returns the results. Ranks in `dies` must end with status 9.
 
-    Raises RuntimeError with what was raised on any, and where one has not ended in `limit_seconds`.
+    Raises RuntimeError with the traceback of a rank that failed, and if a rank has not ended within `limit_seconds`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
@@ -49,13 +49,13 @@ def world(
 
 
 def _results(pipes: list[Connection], until: float) -> dict[int, Any]:
-    """What each rank has to say, as it comes; of those that die without a word nothing."""
+    """The result of each rank; a rank that dies without one has none."""
     found: dict[int, Any] = {}
     waiting = list(range(len(pipes)))
     while waiting:
         ready = wait([pipes[rank] for rank in waiting], max(0.0, until - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"ranks hang: {waiting} have said nothing in time")
+            raise RuntimeError(f"ranks hang: {waiting} have sent no result in time")
         for rank in [rank for rank in waiting if pipes[rank] in ready]:
             waiting.remove(rank)
             try:
