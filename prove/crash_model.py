@@ -24,7 +24,8 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "tests/support"), str(HERE.parent /
 
 from telling import report  # noqa: E402
 
-from lastgood_lab.crashmodel import Judge, Violation  # noqa: E402
+from lastgood_lab.crashmodel import Judge  # noqa: E402
+from lastgood_lab.ledger import Violation  # noqa: E402
 from lastgood_lab.scenarios import SCENARIOS, play  # noqa: E402
 
 Play = tuple[int, str, int]

@@ -19,7 +19,8 @@ from lastgood.errors import Refused
 from lastgood_lab import goodput
 from lastgood_lab.journal import Journal, entries
 from lastgood_lab.models import MODELS, Workload
-from lastgood_lab.policies import POLICIES, Settings, bound_seconds
+from lastgood_lab.policies import POLICIES, bound_seconds
+from lastgood_lab.policy import Settings
 from lastgood_lab.replay import Costs, Trace, artifact_count, ideal, parse, published, replay, without_teardown
 from lastgood_lab.report import Report, Table, command_line, percent, quantile, spread
 from lastgood_lab.stores import SlotFile

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 HOME = Path(__file__).resolve().parents[2]
-SOURCE = HOME / "src/lastgood"
+SOURCE, LAB = HOME / "src/lastgood", HOME / "lab/src/lastgood_lab"
 TEST_NAME = 70
 PRIVATE_LANGUAGE = re.compile(
     "_(tell|tells|told|telling|hear|hears|heard|hearing|say|says|said|saying|word|homeless|whoever|patience|gone|let_go"
@@ -39,19 +39,34 @@ def test_the_map_names_every_file_and_no_other() -> None:
     assert named == {name for name in there if not name.endswith("/__init__.py")}
 
 
+def test_the_map_names_every_file_of_the_lab_and_no_other() -> None:
+    page = (HOME / "ARCHITECTURE.md").read_text().partition("src/lastgood_lab/\n")[2].partition("  tests/")[0]
+    named = re.findall(r"^ {4}(\w+\.py) +\S", page, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in LAB.glob("*.py") if path.name != "__init__.py")
+
+
+def sources() -> list[Path]:
+    return [*SOURCE.rglob("*.py"), *LAB.rglob("*.py")]
+
+
+def short(path: Path) -> str:
+    """A file by its room; one of the lab begins with `lastgood_lab/`."""
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else LAB.parent))
+
+
 def files_over() -> dict[str, int]:
-    lines = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py")}
+    lines = {short(path): len(path.read_text().splitlines()) for path in sources()}
     return {name: count for name, count in lines.items() if count > FILE_LINES}
 
 
 def functions_over() -> dict[str, int]:
     found = {}
-    for path in SOURCE.rglob("*.py"):
+    for path in sources():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 count = (node.end_lineno or node.lineno) - node.lineno + 1
                 if count > FUNCTION_LINES:
-                    found[f"{path.relative_to(SOURCE)}: {node.name}"] = count
+                    found[f"{short(path)}: {node.name}"] = count
     return found
 
 
@@ -63,14 +78,16 @@ def rule_broken(rule: str) -> dict[str, int]:
     ]
     settings = [part for limit in limits for part in ("--config", limit)]
     call = [str(Path(sys.executable).with_name("ruff")), "check", "--isolated", "--select", rule, *settings]
-    done = subprocess.run([*call, "--output-format", "json", str(SOURCE)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*call, "--output-format", "json", str(SOURCE), str(LAB)], capture_output=True, text=True, check=False
+    )
     found = {}
     for one in json.loads(done.stdout):
         path, row = Path(one["filename"]), one["location"]["row"]
         name = re.search(r"def (\w+)", path.read_text().splitlines()[row - 1])
         size = re.search(r"\((\d+) > ", one["message"])
         assert name and size, one
-        found[f"{path.relative_to(SOURCE)}: {name[1]}"] = int(size[1])
+        found[f"{short(path)}: {name[1]}"] = int(size[1])
     return found
 
 

@@ -21,8 +21,9 @@ from lastgood.format.commit import survey
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
 from lastgood_lab import crashmodel
-from lastgood_lab.crashmodel import UPKEEP, Judge, Ledger, Violation, World
+from lastgood_lab.crashmodel import UPKEEP, Judge, World
 from lastgood_lab.hostile import ROOT, HostileDisk, Inode
+from lastgood_lab.ledger import Ledger, Violation
 from lastgood_lab.plain import load, share
 from lastgood_lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 
@@ -48,7 +49,7 @@ def begun(links: bool = True, verified: bool = True) -> World:
     world.open()
     world.save(1)
     if verified:
-        world.look_after()
+        world.upkeep()
     world.save(2)
     return world
 
@@ -225,7 +226,7 @@ def test_verification_reads_the_medium_and_not_the_page_cache(name):
     in those was marked as verified, and retention deleted the generation before it."""
     world = begun()
     world.rot(2, name, 60)
-    world.look_after()
+    world.upkeep()
     assert world.run.known.newest_verified().step == 1
     assert steps_on(world.disk) == [1, 2]
 

@@ -21,26 +21,33 @@ from lastgood.run import paths
 from lastgood.units import size as size_text
 
 app = typer.Typer(
-    help="Measure: side by side with others, on this machine. Long runs show progress and resume where they stopped.",
+    help="Measure on this machine, beside other packages. Long runs show progress and resume where they stopped.",
     no_args_is_help=True,
 )
-Out = Annotated[Path, typer.Option(metavar="DIR", help="Where journal, tables and figures go.", show_default=False)]
+Out = Annotated[
+    Path, typer.Option(metavar="DIR", help="Directory for the journal, tables and figures.", show_default=False)
+]
 Place = Annotated[
     Path | None,
-    typer.Option("--place", metavar="DIR", help="Where to save, on the disk to measure (default: --out)."),
+    typer.Option("--place", metavar="DIR", help="Directory to save into, on the disk to measure (default: --out)."),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="Each measures everything once, in turns.")]
-Scale = Annotated[float, typer.Option(min=0.001, max=1, help="Share of the networks' parameters.")]
-Work = Annotated[float, typer.Option(min=0.001, max=4, help="Share of the usual batch: shorter or longer steps.")]
-Writers = Annotated[int, typer.Option(min=1, help="Writer threads (of each save).")]
-Device = Annotated[str, typer.Option(help="cpu or cuda.")]
-Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds; each measures every contender once, in turns.")]
+Scale = Annotated[
+    float, typer.Option(min=0.001, max=1, help="Size of the networks, as a share of their published parameters.")
+]
+Work = Annotated[
+    float,
+    typer.Option(min=0.001, max=4, help="Size of the batch, as a share of the usual one: shorter or longer steps."),
+]
+Writers = Annotated[int, typer.Option(min=1, help="Writer threads of each save.")]
+Device = Annotated[str, typer.Option(help="Device of the tensors: cpu or cuda.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 class Benchmark(Protocol):
-    """What a module of this package that is a benchmark has: measure, and make a report of what was measured."""
+    """A module that is a benchmark: it measures, and makes a report of its measurements."""
 
-    def run(self, options: Any, say: Any) -> Sequence[Any]: ...
+    def run(self, options: Any, progress: Any) -> Sequence[Any]: ...
     def report(self, rows: Any, options: Any) -> Any: ...
 
 
@@ -48,16 +55,17 @@ class Benchmark(Protocol):
 def durable(
     out: Out,
     place: Place = None,
-    only: Annotated[list[str], typer.Option(help="A contender; may be given several times.")] = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(help="Measure this contender only; may be given several times.")] = [],  # noqa: B006
     scale: Scale = 1.0,
     rounds: Rounds = 5,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
-    """Durable write of one large state, and the caller's wait, beside raw direct I/O, torch.save, DCP and more."""
+    """Durable write of one large state, and how long the caller waits, beside raw direct I/O, torch.save and DCP."""
     from . import durable as bench
+    from .contenders import CONTENDERS
 
-    _require_known(only, bench.CONTENDERS, "--only")
+    _require_known(only, CONTENDERS, "--only")
     return _measured(bench, bench.Options(out, place, only, scale, rounds, device), out)
 
 
@@ -65,27 +73,29 @@ def durable(
 def interval(
     out: Out,
     place: Place = None,
-    models: Annotated[str, typer.Option(help="Comma-separated; `all` for all five.")] = "gpt2-124m",
-    policies: Annotated[str, typer.Option(help="Comma-separated; `all` for all.")] = "all",
-    intervals: Annotated[str, typer.Option(help="Steps between saves.")] = "1,10,25,50,100",
+    models: Annotated[str, typer.Option(help="Networks, comma-separated, or `all`.")] = "gpt2-124m",
+    policies: Annotated[str, typer.Option(help="Checkpointing policies, comma-separated, or `all`.")] = "all",
+    intervals: Annotated[str, typer.Option(help="Steps between saves, comma-separated.")] = "1,10,25,50,100",
     scale: Scale = 1.0,
     work: Work = 1.0,
     rounds: Rounds = 5,
-    least_steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement, at least.")] = 10,
+    least_steps: Annotated[int, typer.Option(min=1, help="Least number of timed steps of a measurement.")] = 10,
     kills: Annotated[
-        int, typer.Option(min=0, help="Kills for each policy and interval (of the first model); 0: no recovery.")
+        int,
+        typer.Option(min=0, help="Kills for each policy and interval of the first model; 0: recovery is not measured."),
     ] = 3,
-    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (PCcheck's N, and ours).")] = 2,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (PCcheck and lastgood).")] = 2,
     writers: Writers = 2,
-    chunk_mib: Annotated[int, typer.Option(min=1, help="Chunk of the policies' copies.")] = 8,
-    memory_mib: Annotated[int, typer.Option(min=0, help="Bound of the arena; 0: the state's size.")] = 0,
+    chunk_mib: Annotated[int, typer.Option(min=1, help="Size of the chunks that policies copy, MiB.")] = 8,
+    memory_mib: Annotated[int, typer.Option(min=0, help="Bound of the arena, MiB; 0: the size of the state.")] = 0,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
-    """Training throughput and recovery time against the interval, policy by policy."""
+    """Training throughput and recovery time against the interval between saves, for each policy."""
     from . import interval as bench
     from .models import MODELS
-    from .policies import POLICIES, Settings
+    from .policies import POLICIES
+    from .policy import Settings
 
     options = bench.Options(
         out,
@@ -110,19 +120,30 @@ def goodput(
     trace: Annotated[list[Path], typer.Option(metavar="FILE", help="A spot trace; may be given several times.")],
     journal: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of `bench interval` (default: the one in --out)."),
+        typer.Option(metavar="FILE", help="Journal of `bench interval` (default: the one in --out)."),
     ] = None,
-    model: Annotated[str, typer.Option(help="Whose measurements in the journal.")] = "gpt2-124m",
-    scale: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
-    work: Annotated[float | None, typer.Option(help="Which of them, where there are several.")] = None,
-    policy: Annotated[str, typer.Option(help="Name of given costs; decides the published formula.")] = "lastgood",
-    intervals: Annotated[str, typer.Option(help="Steps between saves, for given costs.")] = "1,10,25,50,100",
-    step_seconds: Annotated[float, typer.Option(min=0, help="t; with it costs are given, not read.")] = 0.0,
-    stall_seconds: Annotated[float, typer.Option(min=0, help="What a save adds to the loop.")] = 0.0,
-    save_seconds: Annotated[float, typer.Option(min=0, help="Tw: until a save is durable.")] = 0.0,
-    load_seconds: Annotated[float, typer.Option(min=0, help="l.")] = 0.0,
-    restart_seconds: Annotated[float, typer.Option(min=0, help="From a failure until loading begins.")] = 0.0,
-    in_flight: Annotated[int, typer.Option(min=1, help="N.")] = 1,
+    model: Annotated[str, typer.Option(help="Network whose measurements in the journal are used.")] = "gpt2-124m",
+    scale: Annotated[
+        float | None, typer.Option(help="Measurements with this --scale, if the journal has several.")
+    ] = None,
+    work: Annotated[
+        float | None, typer.Option(help="Measurements with this --work, if the journal has several.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Policy that the given costs are of; chooses the published formula.")
+    ] = "lastgood",
+    intervals: Annotated[
+        str, typer.Option(help="Steps between saves, comma-separated, for given costs.")
+    ] = "1,10,25,50,100",
+    step_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds of a step (t). If given, costs are those of the options, not of a journal."),
+    ] = 0.0,
+    stall_seconds: Annotated[float, typer.Option(min=0, help="Seconds that a save adds to the loop.")] = 0.0,
+    save_seconds: Annotated[float, typer.Option(min=0, help="Seconds until a save is durable (Tw).")] = 0.0,
+    load_seconds: Annotated[float, typer.Option(min=0, help="Seconds of loading (l).")] = 0.0,
+    restart_seconds: Annotated[float, typer.Option(min=0, help="Seconds from a failure until loading begins.")] = 0.0,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (N).")] = 1,
     as_json: Json = False,
 ) -> Answer:
     """Goodput against the interval when a spot trace is replayed, and by the published formula."""
@@ -151,14 +172,18 @@ def goodput(
 def size(
     out: Out,
     place: Place = None,
-    sizes_mib: Annotated[str, typer.Option(help="Sizes of the state, MiB.")] = "1,4,16,64,256,1024,4096",
-    knob_mib: Annotated[int, typer.Option(min=0, help="Size whose knobs are turned, MiB; 0: none.")] = 512,
-    burst: Annotated[int, typer.Option(min=1, help="Saves in a row when knobs are turned.")] = 6,
+    sizes_mib: Annotated[
+        str, typer.Option(help="Sizes of the state, MiB, comma-separated.")
+    ] = "1,4,16,64,256,1024,4096",
+    knob_mib: Annotated[
+        int, typer.Option(min=0, help="Size of the state with which each option is varied, MiB; 0: none.")
+    ] = 512,
+    burst: Annotated[int, typer.Option(min=1, help="Saves in a row when an option is varied.")] = 6,
     rounds: Rounds = 5,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
-    """Time of a save against the size of the state, and against each knob."""
+    """Time of a save against the size of the state, and against each option of a Checkpointer."""
     from . import size as bench
 
     sizes = tuple(_whole(one, "--sizes-mib") for one in sizes_mib.split(","))
@@ -177,9 +202,11 @@ def restore(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 
 def tensors(
     out: Out,
     place: Place = None,
-    counts: Annotated[str, typer.Option(help="Tensors of the state.")] = "10,100,1000,10000,100000",
+    counts: Annotated[
+        str, typer.Option(help="Numbers of tensors of the state, comma-separated.")
+    ] = "10,100,1000,10000,100000",
     rounds: Rounds = 5,
-    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight when memory is weighed.")] = 2,
+    in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight while memory is measured.")] = 2,
     as_json: Json = False,
 ) -> Answer:
     """Time, metadata and memory of a save as the number of tensors grows."""
@@ -199,7 +226,7 @@ def guard(
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> Answer:
-    """What verification costs against the reading of memory, and what parity costs."""
+    """Cost of verification, beside reading memory, and cost of parity."""
     from . import guard as bench
 
     return _measured(bench, bench.Options(out, mib, rounds), out)
@@ -208,7 +235,7 @@ def guard(
 @app.command()
 def ranks(
     out: Out,
-    mib: Annotated[int, typer.Option(min=1, help="Size of the state, all ranks together, MiB.")] = 768,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the state of all ranks, MiB.")] = 768,
     rounds: Rounds = 5,
     place: Place = None,
     as_json: Json = False,
@@ -221,7 +248,7 @@ def ranks(
 
 @app.command()
 def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
-    """What eight minutes on a machine with a GPU can tell: durable write and interval on CUDA, a short table last."""
+    """`durable` and `interval` on CUDA, in about eight minutes, with a short table at the end."""
     import torch
 
     if not torch.cuda.is_available():
@@ -234,22 +261,22 @@ def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
 
 
 def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
-    """Run a benchmark, write its report, and say it."""
+    """Run a benchmark, write its report, and return it as the answer."""
     from .report import command_line, today
 
     out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP says it at every save
-        found = bench.report(bench.run(options, _say), options)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP warns of it at every save
+        found = bench.report(bench.run(options, _report_progress), options)
     command = command_line()
     files = found.write(out, command, today())
     text = found.markdown(command, today())
-    told = "\n".join(f"wrote {path}" for path in files)
+    written = "\n".join(f"wrote {path}" for path in files)
     data = {"bench": found.name, "files": [str(path) for path in files], "rows": list(found.rows)}
-    return Answer(data, Text(f"{text}\n{told}"))
+    return Answer(data, Text(f"{text}\n{written}"))
 
 
-def _say(line: str) -> None:
+def _report_progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -262,29 +289,29 @@ def _chosen(text: str, known: Sequence[str], option: str) -> tuple[str, ...]:
 def _require_known(names: Sequence[str], known: Any, option: str) -> None:
     for name in names:
         if name not in known:
-            raise typer.BadParameter(f"{option}: {name!r} is none of {', '.join(known)}.")
+            raise typer.BadParameter(f"{option}: {name!r} is not one of {', '.join(known)}.")
 
 
 def _whole(text: str, option: str) -> int:
     if not text.isdigit() or int(text) < 1:
-        raise typer.BadParameter(f"{option}: {text!r} is no whole number >= 1.")
+        raise typer.BadParameter(f"{option}: {text!r} is not a whole number >= 1.")
     return int(text)
 
 
-# ---- lab -------------------------------------------------------------------------------------------------------
+# ---- lab -----------------------------------------------------------------------------------------------------
 
 lab = typer.Typer(
-    help="Experiments: what is promised, tried on purpose, many times. They resume where they stopped.",
+    help="Experiments that try to break a promise, many times. They resume where they stopped.",
     no_args_is_help=True,
 )
-Trials = Annotated[int, typer.Option(min=1, help="Of each kind.")]
-Seed = Annotated[int, typer.Option(min=0, help="Every trial follows from it.")]
-Jobs = Annotated[int, typer.Option(min=1, help="Processes.")]
+Trials = Annotated[int, typer.Option(min=1, help="Trials of each kind.")]
+Seed = Annotated[int, typer.Option(min=0, help="Seed from which every trial is drawn.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Processes that run trials.")]
 
 
 @lab.command()
 def corrupt(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """Committed bytes changed on purpose: found by which layer, rebuilt or rolled back, never a wrong load."""
+    """Change committed bytes: which layer detects it, and is the state rebuilt, rolled back, or loaded wrong?"""
     from . import corrupt as experiment
     from .trials import Options
 
@@ -293,7 +320,7 @@ def corrupt(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_j
 
 @lab.command()
 def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """A process killed at every step of the protocol, in all three write modes: what is left, and is it usable."""
+    """Kill a process at every step of the commit protocol, in all three write modes: is the run usable afterwards?"""
     from . import crash as experiment
     from .trials import Options
 
@@ -302,7 +329,7 @@ def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_jso
 
 @lab.command()
 def latency(out: Out, trials: Trials = 400, seed: Seed = 0, place: Place = None, as_json: Json = False) -> Answer:
-    """How long a save takes until it is done, in the three write modes, from 192 KB to 1 GB."""
+    """Seconds until a save is done, in the three write modes, from 192 KB to 1 GB."""
     from . import latency as experiment
 
     return _tried(experiment, experiment.Options(out, trials, seed, place=place), out)
@@ -311,11 +338,11 @@ def latency(out: Out, trials: Trials = 400, seed: Seed = 0, place: Place = None,
 @lab.command()
 def timeline(
     out: Out,
-    seconds: Annotated[float, typer.Option(min=1, help="How long to train.")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds to train.")] = 20.0,
     place: Place = None,
     as_json: Json = False,
 ) -> Answer:
-    """What the disk does under the events of saves; a figure, and a trace file for Perfetto."""
+    """Disk activity beside the events of saves: a figure, and a trace file for Perfetto."""
     from . import timeline as experiment
 
     return _tried(experiment, experiment.Options(out, seconds, place=place), out)
@@ -333,13 +360,15 @@ def peers(out: Out, trials: Trials = 200, seed: Seed = 0, jobs: Jobs = 2, as_jso
 @lab.command()
 def powerloss(
     out: Out,
-    trials: Annotated[int, typer.Option(min=1, help="Of each trouble, file system and write mode.")] = 40,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of each fault, file system and write mode.")] = 40,
     seed: Seed = 0,
     jobs: Jobs = 2,
-    plays: Annotated[int, typer.Option(min=1, help="Of each scenario of the crash model, in each write mode.")] = 3,
+    plays: Annotated[
+        int, typer.Option(min=1, help="Times that each scenario of the crash model is played in each write mode.")
+    ] = 3,
     as_json: Json = False,
 ) -> Answer:
-    """Every state that a crash may leave in a model of a disk; then, as root, ext4, xfs and btrfs in image files."""
+    """Crash states in a model of a disk; then, as root, power loss on ext4, xfs and btrfs in image files."""
     from . import powerloss as experiment
 
     return _tried(experiment, experiment.Options(out, trials, seed, jobs, plays), out)
@@ -347,28 +376,28 @@ def powerloss(
 
 @lab.command()
 def scale(out: Out, place: Place = None, as_json: Json = False) -> Answer:
-    """What the records of a save cost with up to 16,384 ranks and a million pieces."""
+    """Cost of the records of a save, with up to 16,384 ranks and a million pieces."""
     from . import scale as experiment
 
     return _tried(experiment, experiment.Options(out, place=place), out)
 
 
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
-    """Run an experiment, write what came of it, and say it."""
+    """Run an experiment, write its report, and return it as the answer."""
     from . import trials
     from .report import command_line, today
 
     out.mkdir(parents=True, exist_ok=True)
-    rows = experiment.run(options, _say)
+    rows = experiment.run(options, _report_progress)
     found = experiment.report(rows, options)
     summary = experiment.summary(rows)
     files = trials.write(found, summary, out, command_line(), today())
-    told = "\n".join(f"wrote {path}" for path in files)
+    written = "\n".join(f"wrote {path}" for path in files)
     data = {"lab": found.name, "files": [str(path) for path in files], **summary}
-    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{told}"))
+    return Answer(data, Text(f"{found.markdown(command_line(), today())}\n{written}"))
 
 
-# ---- report ----------------------------------------------------------------------------------------------------
+# ---- report --------------------------------------------------------------------------------------------------
 
 
 def report(

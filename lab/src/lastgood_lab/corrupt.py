@@ -1,9 +1,9 @@
-"""`lastgood lab corrupt`: committed bytes are changed on purpose; what is found, by which layer, and what comes of it.
+"""`lastgood lab corrupt`: committed bytes are changed; which layer detects it, and what a restore loads.
 
 The group is the study's: a small model, its optimizer and the random number generators, 192 KB. Each trial takes a copy
 of one run of two verified generations, changes the newest in one way drawn from its seed, and asks: did a byte change;
-which layers of the guard say so, each by itself; what does a restore bring back, and is it to the bit what was saved;
-and is everything what it was before where there is parity.
+which layers of the guard detect it, each by itself; what does a restore load, and is it to the bit what was saved; and
+is every file restored to its old content where there is parity.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lastgood.run.reader import RunReader
 
 from . import trials
 from .journal import Journal
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Options, Row, Share, error_bars, share
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ CLEAN = 3
 """times as many trials in which nothing is done: false positives are rarer than anything else"""
 
 
-# ---- damage ----------------------------------------------------------------------------------------------------
+# ---- damage --------------------------------------------------------------------------------------------------
 
 
 def _bitflip(data: bytearray, chance: random.Random) -> None:
@@ -81,21 +81,21 @@ def _append(data: bytearray, chance: random.Random) -> None:
 
 
 def _in(name: str, how: Callable[[bytearray, random.Random], None]) -> Callable[[Path, random.Random], None]:
-    def damage(home: Path, chance: random.Random) -> None:
-        data = bytearray((home / name).read_bytes())
+    def damage(folder: Path, chance: random.Random) -> None:
+        data = bytearray((folder / name).read_bytes())
         how(data, chance)
-        (home / name).write_bytes(data)
+        (folder / name).write_bytes(data)
 
     return damage
 
 
 def _lose(name: str) -> Callable[[Path, random.Random], None]:
-    return lambda home, _: (home / name).unlink()
+    return lambda folder, _: (folder / name).unlink()
 
 
-def _stale(home: Path, _: random.Random) -> None:
-    (older,) = home.parent.glob(f"{OLDER:012d}-*")
-    shutil.copyfile(older / DATA, home / DATA)
+def _stale(folder: Path, _: random.Random) -> None:
+    (older,) = folder.parent.glob(f"{OLDER:012d}-*")
+    shutil.copyfile(older / DATA, folder / DATA)
 
 
 KINDS: dict[str, Callable[[Path, random.Random], None]] = {
@@ -117,7 +117,7 @@ KINDS: dict[str, Callable[[Path, random.Random], None]] = {
 }
 
 
-# ---- one trial -------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def group(seed: int) -> dict[str, Any]:
@@ -174,12 +174,12 @@ def begin(root: Path) -> None:
 def one(key: Row) -> Row:
     """One trial."""
     base, chance = _base[-1], random.Random(str(sorted(key.items())))
-    with tempfile.TemporaryDirectory(dir=base.root) as folder:
-        root = Path(shutil.copytree(base.root / key["parity"], Path(folder) / "run", symlinks=True))
-        (home,) = root.glob(f"gen/{NEWER:012d}-*")
-        before = _contents(home)
-        KINDS[key["kind"]](home, chance)
-        changed = _contents(home) != before
+    with tempfile.TemporaryDirectory(dir=base.root) as working:
+        root = Path(shutil.copytree(base.root / key["parity"], Path(working) / "run", symlinks=True))
+        (folder,) = root.glob(f"gen/{NEWER:012d}-*")
+        before = _contents(folder)
+        KINDS[key["kind"]](folder, chance)
+        changed = _contents(folder) != before
         layers = _fired(root)
         state = group(1)
         try:
@@ -189,7 +189,7 @@ def one(key: Row) -> Row:
             step = -1
         found = [*tensors_of(state), torch.get_rng_state()]
         right = step > 0 and all(map(torch.equal, found, base.saved[step]))
-        after = _contents(home)
+        after = _contents(folder)
         return {
             "changed": changed,
             "detected": bool(layers),
@@ -201,13 +201,13 @@ def one(key: Row) -> Row:
         }
 
 
-def _contents(home: Path) -> dict[str, bytes]:
-    found = {path.name: path.read_bytes() for path in home.iterdir()}
-    return found | {layout.POINTER: (home.parent.parent / layout.POINTER).read_bytes()}
+def _contents(folder: Path) -> dict[str, bytes]:
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    return found | {layout.POINTER: (folder.parent.parent / layout.POINTER).read_bytes()}
 
 
 def _fired(root: Path) -> set[str]:
-    """Who says that something is wrong with the newest generation, or with the word on it."""
+    """The layers that detect damage of the newest generation; "pointer" if the pointer is damaged."""
     reader = RunReader(access.for_reading(root))
     survey = commit.survey(reader.tier)
     if lineage(survey).lost:
@@ -216,10 +216,10 @@ def _fired(root: Path) -> set[str]:
     return found | ({"pointer"} if survey.pointer is None else set())
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     Code(*striping.parsed(PARITIES[1]))  # refuses here where no parity library is installed
     keys = [
         {"kind": kind, "parity": parity, "trial": trial, "seed": options.seed}
@@ -229,7 +229,7 @@ def run(options: Options, say: Say) -> list[Row]:
     ]
     journal = Journal(options.out / "trials.jsonl")
     with tempfile.TemporaryDirectory(prefix="lastgood-corrupt-", dir=trials.memory()) as root:
-        return trials.run(keys, one, journal, options.jobs, say, begin, (Path(root),))
+        return trials.run(keys, one, journal, options.jobs, progress, begin, (Path(root),))
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -243,7 +243,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
                 [
                     kind,
                     f"{len(hit):,} of {len(mine):,}",
-                    share(hit, itemgetter("detected")).told() if hit else "-",
+                    share(hit, itemgetter("detected")).as_text() if hit else "-",
                     *(_percent(share(hit, itemgetter(layer))) for layer in (*LAYERS, "pointer")),
                     _percent(share(hit, lambda row: row["restored"] == NEWER and row["whole"])),
                     _percent(share(hit, lambda row: row["restored"] == OLDER)),
@@ -263,14 +263,14 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     clean = [row for row in rows if not row["changed"]]
     return Report(
         name="corrupt",
-        title="Corruption: what is found, by which layer, and what comes of it",
+        title="Corruption: which layer detects it, and what a restore loads",
         about="Each trial changes the newest of two verified generations in one way. Layers in per cent of the trials "
         "that changed a byte, each asked by itself.",
         tables=tables,
         rows=rows,
         notes=[
-            f"False positives on what was not changed: {share(clean, itemgetter('detected')).told()}.",
-            f"Wrong loads over all trials: {share(rows, itemgetter('wrong')).told()}.",
+            f"False positives on what was not changed: {share(clean, itemgetter('detected')).as_text()}.",
+            f"Wrong loads over all trials: {share(rows, itemgetter('wrong')).as_text()}.",
             "A zeroed range that was zero before changes no byte: there is nothing to find, and it is not counted as "
             "missed. (The study counted one such range of 400 as missed.)",
             "Intervals are Wilson's; the study's are Clopper-Pearson.",
@@ -280,7 +280,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     hit = [row for row in rows if row["changed"]]
     return {
         "trials": len(rows),

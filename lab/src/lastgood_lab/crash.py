@@ -39,7 +39,7 @@ from . import trials
 from .journal import Journal
 from .noting import NotingFiles
 from .plain import State, load, save
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Options, Row, error_bars, share
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ MAIN = ("after_model", "before_manifest", "manifest_partial", "before_commit")
 MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
 
 
-# ---- the calls of a save -----------------------------------------------------------------------------------------
+# ---- the calls of a save -------------------------------------------------------------------------------------
 
 
 class KillingFiles(NotingFiles):
@@ -66,7 +66,7 @@ class KillingFiles(NotingFiles):
         self._root, self._at, self._half = str(root), at, half
 
     def note(self, call: str, path: str) -> None:
-        self.calls.append(f"{call} {_told(path.removeprefix(self._root))}")
+        self.calls.append(f"{call} {_short_path(path.removeprefix(self._root))}")
         if len(self.calls) - 1 == self._at and not self._half:
             die()
 
@@ -78,8 +78,8 @@ class KillingFiles(NotingFiles):
         return taken
 
 
-def _told(path: str) -> str:
-    """What a path means: the same in every trial."""
+def _short_path(path: str) -> str:
+    """A path without the names that differ between trials."""
     name = re.sub(r"\.json\.[0-9]+-[0-9]+\.tmp$", ".json.tmp", os.path.basename(path))
     if not path:
         return "the run"
@@ -93,7 +93,7 @@ def die() -> NoReturn:
     raise AssertionError("still alive")
 
 
-# ---- what is saved -----------------------------------------------------------------------------------------------
+# ---- what is saved -------------------------------------------------------------------------------------------
 
 
 def content(step: int, seed: int) -> State:
@@ -127,7 +127,7 @@ def _begin_run(root: Path, mode: WriteMode, seed: int) -> None:
 def _go_on(
     root: Path, mode: WriteMode, seed: int, files: PosixFiles, acknowledged: Callable[[], object] = lambda: None
 ) -> None:
-    """The life that is killed: open, continue, save, verify, point, clean."""
+    """What the killed process does: open, continue, save, verify, point, delete."""
     run = _opened(root, mode, files)
     newest = run.lineage()[0]
     run.begin(newest.id)
@@ -163,23 +163,23 @@ def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
     return main + [(f"{at:02d} {call}", at, False) for at, call in enumerate(calls)]
 
 
-# ---- the study's form --------------------------------------------------------------------------------------------
+# ---- the study's form ----------------------------------------------------------------------------------------
 
 _PARTS = {"model": "a_model", "optimizer": "b_optimizer", "rng": "c_rng"}
 
 
-def _write_in_place(home: Path, step: int, seed: int, stop: str) -> None:
+def _write_in_place(folder: Path, step: int, seed: int, stop: str) -> None:
     """Every file under its final name, nothing synced; killed at `stop`, or never."""
     state, sums = content(step, seed), {}
     for name, part in _PARTS.items():
-        (home / f"{name}.bin").write_bytes(state[part])
+        (folder / f"{name}.bin").write_bytes(state[part])
         sums[name] = hashlib.sha256(state[part]).hexdigest()
         if stop == "after_model" and name == "model":
             die()
     text = json.dumps({"step": step, "sums": sums})
     if stop == "before_manifest":
         die()
-    with (home / "MANIFEST.json").open("w") as file:
+    with (folder / "MANIFEST.json").open("w") as file:
         file.write(text[: len(text) // 2])
         file.flush()
         if stop == "manifest_partial":
@@ -187,26 +187,26 @@ def _write_in_place(home: Path, step: int, seed: int, stop: str) -> None:
         file.write(text[len(text) // 2 :])
     if stop == "before_commit":
         die()
-    (home / "COMMIT.json").write_text(json.dumps({"manifest": hashlib.sha256(text.encode()).hexdigest()}))
+    (folder / "COMMIT.json").write_text(json.dumps({"manifest": hashlib.sha256(text.encode()).hexdigest()}))
 
 
-def _read_in_place(home: Path, seed: int) -> tuple[str, str]:
+def _read_in_place(folder: Path, seed: int) -> tuple[str, str]:
     """The group, and why it is not complete."""
     try:
-        text = (home / "MANIFEST.json").read_bytes()
+        text = (folder / "MANIFEST.json").read_bytes()
         manifest = json.loads(text)
-        commit = json.loads((home / "COMMIT.json").read_text())
+        commit = json.loads((folder / "COMMIT.json").read_text())
     except (OSError, ValueError) as error:
         return "torn", type(error).__name__
     if commit["manifest"] != hashlib.sha256(text).hexdigest():
         return "torn", "commit and manifest disagree"
     for name in _PARTS:
-        if hashlib.sha256((home / f"{name}.bin").read_bytes()).hexdigest() != manifest["sums"][name]:
+        if hashlib.sha256((folder / f"{name}.bin").read_bytes()).hexdigest() != manifest["sums"][name]:
             return "torn", f"{name} and manifest disagree"
     return ("complete", "") if manifest["step"] == 20 else ("absent", "")
 
 
-# ---- one trial ---------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def one(key: Row) -> Row:
@@ -218,16 +218,16 @@ def one(key: Row) -> Row:
             _write_in_place(root, 10, seed, "")
             status, _ = in_a_fork(lambda _: _write_in_place(root, 20, seed, key["point"]))
             group, why = _read_in_place(root, seed)
-            told = {"killed": status, "acknowledged": False, "group": group, "usable": group != "torn"}
-            return {**told, "restored": 0, "why": why}
+            outcome = {"killed": status, "acknowledged": False, "group": group, "usable": group != "torn"}
+            return {**outcome, "restored": 0, "why": why}
         _begin_run(root, mode, seed)
         files = KillingFiles(root, key["call"], key["half"])
-        status, said = in_a_fork(lambda say: _go_on(root, mode, seed, files, lambda: say("durable")))
-        return {"killed": status, **_left(root, mode, seed, bool(said))}
+        status, message = in_a_fork(lambda send: _go_on(root, mode, seed, files, lambda: send("durable")))
+        return {"killed": status, **_left(root, mode, seed, bool(message))}
 
 
 def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
-    """Run a life in a fork: whether it was killed, and what it said before. Raises RuntimeError where it ends badly."""
+    """Run `life` in a fork; returns whether it was killed, and its message. Raises RuntimeError if it fails."""
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -235,25 +235,25 @@ def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, 
         try:
             life(lambda text: os.write(send, text.encode()))
             status = 0
-        except Exception:  # noqa: BLE001 - told, and raised by the parent
+        except Exception:  # noqa: BLE001 - printed, and raised by the parent
             traceback.print_exc()
         finally:
             sys.stderr.flush()
             os._exit(status)
     os.close(send)
     with os.fdopen(receive) as pipe:
-        said = pipe.read()
+        message = pipe.read()
     ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if ended not in (0, -signal.SIGKILL):
-        raise RuntimeError(f"a fork ended with status {ended}, after it said {said!r}")
-    return ended < 0, said
+        raise RuntimeError(f"a fork ended with status {ended}, after it sent {message!r}")
+    return ended < 0, message
 
 
 def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
     tier = Disk(PosixFiles(), str(root), mode=mode)
     group, why = "absent", ""
-    for home in root.glob("gen/000000000020-*"):
-        if (home / layout.COMMIT).exists():
+    for folder in root.glob("gen/000000000020-*"):
+        if (folder / layout.COMMIT).exists():
             try:
                 _, state = load(tier, 20, Inline())
                 group = "complete" if state == content(20, seed) else "torn"
@@ -269,13 +269,13 @@ def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
     return {"acknowledged": acknowledged, "group": group, "usable": usable, "restored": step, "why": why}
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 REST = 10
 """one in so many trials at the points that are not the study's"""
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     keys = [
         {"mode": mode, "point": name, "call": call, "half": half, "trial": trial, "seed": options.seed}
         for mode in MODES
@@ -287,7 +287,7 @@ def run(options: Options, say: Say) -> list[Row]:
         for name in MAIN
         for trial in range(options.trials)
     ]
-    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, say)
+    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, progress)
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -299,10 +299,12 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         for point in dict.fromkeys(row["point"] for row in mine):
             here = [row for row in mine if row["point"] == point]
             line = [mode, point, str(len(here)), *(str(sum(row["group"] == one for row in here)) for one in GROUPS)]
-            line += [share(here, itemgetter("usable")).told(), _why(here)]
+            line += [share(here, itemgetter("usable")).as_text(), _why(here)]
             (lines if point in MAIN else every).append(line)
     head = ["mode", "killed", "trials", *GROUPS, "run usable (Wilson 95 %)", "reasons"]
-    totals = [[mode, share([row for row in rows if row["mode"] == mode], itemgetter("usable")).told()] for mode in arms]
+    totals = [
+        [mode, share([row for row in rows if row["mode"] == mode], itemgetter("usable")).as_text()] for mode in arms
+    ]
     return Report(
         name="crash",
         title="Killed at every step of the protocol",
@@ -316,8 +318,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            f"Killed as planned: {share(rows, itemgetter('killed')).told()}.",
-            "A kill does not empty the page cache: it tells no mode from another but the one that writes in place.",
+            f"Killed as planned: {share(rows, itemgetter('killed')).as_text()}.",
+            "A kill does not empty the page cache: only the arm that writes in place differs by it.",
             "Intervals are Wilson's; the study's are Clopper-Pearson.",
         ],
         figures={"usable": lambda: _figure(rows)},
@@ -328,7 +330,7 @@ GROUPS = ("complete", "absent", "torn")
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     arms = {mode: [row for row in rows if row["mode"] == mode] for mode in (*MODES, IN_PLACE)}
     return {
         "trials": len(rows),

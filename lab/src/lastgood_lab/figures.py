@@ -58,7 +58,7 @@ def panels(count: int, columns: int = 3, wide: float = 3.6, high: float = 3.0) -
     return figure, axes[:count]
 
 
-def look(name: str, at: int = 0) -> dict[str, Any]:
+def style(name: str, at: int = 0) -> dict[str, Any]:
     """Colour and marker of a contender: always the same ones; ours lies on top."""
     color, marker = COLORS.get(name, _SPARE[at % len(_SPARE)]), MARKERS.get(name, "o")
     return {"color": color, "marker": marker, "label": name, "zorder": 3 if name.startswith("lastgood") else 2}

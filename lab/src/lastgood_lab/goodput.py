@@ -16,7 +16,7 @@ from lastgood.errors import Refused
 
 from . import journal as journals
 from .replay import COUNTS, Costs, Trace, artifact_count, ideal, parse, published, replay
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ class Options:
     work: float | None = None
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """One row for each trace, way of counting failures, policy and interval. Raises Refused without costs."""
     costs = [*options.given, *(measured(options) if options.journal else ())]
     if not costs:
@@ -68,7 +68,7 @@ def run(options: Options, say: Say) -> list[Row]:
                         "published": formula,
                     }
                 )
-        say(f"{path.stem}: {told(path, trace)}")
+        progress(f"{path.stem}: {trace_summary(path, trace)}")
     return rows
 
 
@@ -80,7 +80,7 @@ def read(path: Path) -> Trace:
         raise Refused(f"{path} is no trace: {error}", todo="Give a CSV file as docs/bench.md describes it.") from error
 
 
-def told(path: Path, trace: Trace) -> str:
+def trace_summary(path: Path, trace: Trace) -> str:
     """How many failures a trace has, by each way to count; for samples the artifact's way too."""
     text = f"{trace.seconds:,.0f} s, {len(trace.drops())} drops, {len(trace.changes())} drops and rises"
     rows = list(csv.reader(path.read_text().splitlines()))
@@ -145,7 +145,7 @@ def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]],
     return medians, flights
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -184,7 +184,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             "for PCcheck and lastgood; the restart is added here",
             "Gemini's saves count as durable: the peer that holds them is taken to survive",
             *(["slowdowns measured below 0 (noise) count as 0: " + "; ".join(below)] if below else []),
-            *(f"{path.stem}: {told(path, read(path))}" for path in options.traces),
+            *(f"{path.stem}: {trace_summary(path, read(path))}" for path in options.traces),
         ],
         figures={
             f"replay-{trace}": lambda trace=trace: _draw([row for row in rows if row["trace"] == trace])  # type: ignore[misc]
@@ -194,7 +194,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def _draw(rows: Sequence[Row]) -> Figure:
-    from .figures import legend_below, look, panels, steps_axis
+    from .figures import legend_below, panels, steps_axis, style
 
     intervals = sorted({row["interval"] for row in rows})
     figure, axes = panels(len(COUNTS), wide=4.2)
@@ -203,9 +203,9 @@ def _draw(rows: Sequence[Row]) -> Figure:
         for at, policy in enumerate(dict.fromkeys(row["policy"] for row in some)):
             mine = sorted((row for row in some if row["policy"] == policy), key=lambda row: row["interval"])
             where = [row["interval"] for row in mine]
-            style = {**look(policy, at), "color": "#999999", "marker": ""} if policy == "ideal" else look(policy, at)
-            one.plot(where, [100 * row["goodput"] for row in mine], **style)
-            thin = {"color": style["color"], "linestyle": ":", "linewidth": 0.9}
+            line = {**style(policy, at), "color": "#999999", "marker": ""} if policy == "ideal" else style(policy, at)
+            one.plot(where, [100 * row["goodput"] for row in mine], **line)
+            thin = {"color": line["color"], "linestyle": ":", "linewidth": 0.9}
             one.plot(where, [100 * row["published"] for row in mine], **thin)
         one.plot([], [], color="#777777", linestyle=":", linewidth=0.9, label="dotted: published formula")
         steps_axis(one, intervals)

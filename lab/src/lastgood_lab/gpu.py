@@ -11,8 +11,11 @@ from typing import Any
 from lastgood.units import size
 
 from . import durable, interval
-from .policies import POLICIES, Settings
-from .report import Report, Say, Table, percent, quantile, spread
+from .contenders import CONTENDERS
+from .interval_tables import select
+from .policies import POLICIES
+from .policy import Settings
+from .report import Progress, Report, Table, percent, quantile, spread
 
 Row = Mapping[str, Any]
 
@@ -25,7 +28,7 @@ class Options:
     place: Path | None = None
 
     def durable(self) -> durable.Options:
-        names = [name for name, one in durable.CONTENDERS.items() if not one.needs]
+        names = [name for name, one in CONTENDERS.items() if not one.needs]
         return durable.Options(self.out, self.place, names, rounds=3, device="cuda")
 
     def interval(self) -> interval.Options:
@@ -43,10 +46,10 @@ class Options:
         )
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     """Both benches' rows; each keeps its own journal and leaves its own report."""
-    writes = durable.run(options.durable(), say)
-    steps = interval.run(options.interval(), say)
+    writes = durable.run(options.durable(), progress)
+    steps = interval.run(options.interval(), progress)
     return [{"part": "durable", **row} for row in writes] + [{"part": "interval", **row} for row in steps]
 
 
@@ -57,7 +60,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     names = ["no saves", *options.interval().policies]
     lines = []
     for name in names:
-        mine = interval.select(steps, policy=name, interval=10)
+        mine = select(steps, policy=name, interval=10)
         waits = [1000 * one for row in mine for one in row["wait_seconds"]]
         lines.append(
             [

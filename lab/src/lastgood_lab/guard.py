@@ -1,7 +1,8 @@
-"""`lastgood bench guard`: what looking costs, and what parity costs. Warm, in memory, so that no disk is measured.
+"""`lastgood bench guard`: the cost of verification and of parity. Warm, in memory, so that no disk is measured.
 
-Verification against the reading of memory by one core: the ceiling of whatever looks at every byte. Parity: rows of
-cells through the library alone, on one core; then making and using that of a whole generation, in bytes and seconds.
+Verification against the reading of memory by one core: the upper bound of any check that reads every byte. Parity:
+rows of cells through the library alone, on one core; then the parity of a whole generation, made and used, in bytes
+and seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from lastgood.storage.directory import Disk
 from . import trials
 from .journal import Journal
 from .plain import save
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
 
 Row = Mapping[str, Any]
 CODE = "10+2"
@@ -52,8 +53,8 @@ class Options:
     rounds: int = 5
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "guard.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
     if (memory := trials.memory()) is None:
@@ -64,10 +65,10 @@ def run(options: Options, say: Say) -> list[Row]:
             for name in NAMES:
                 found = journal.get(contender=name, round=number)
                 if found is None:
-                    contenders = contenders or _contenders(Path(folder), options.mib << 20)
+                    contenders = contenders or _Bench(Path(folder), options.mib << 20).contenders()
                     found = journal.put(contenders[name](), contender=name, round=number)
-                    told = f"{found['bytes'] / found['seconds'] / 1e9:.2f} GB/s"
-                    say(f"round {number + 1}/{options.rounds}  {name:34} {found['seconds']:.3f} s, {told}")
+                    speed = f"{found['bytes'] / found['seconds'] / 1e9:.2f} GB/s"
+                    progress(f"round {number + 1}/{options.rounds}  {name:34} {found['seconds']:.3f} s, {speed}")
                 rows.append({"contender": name, "round": number, **found})
     return rows
 
@@ -76,81 +77,93 @@ WITHOUT = {layer: f"verify, without {layer}" for layer in ("contents", "finite")
 NAMES = (MEMORY, FILE, VERIFY, *WITHOUT.values(), ENCODE, DECODE, PROTECT, REPAIR)
 
 
-def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any]]]:
-    words = np.random.default_rng(0).standard_normal(size // 4, dtype=np.float32)
-    tier = Disk(PosixFiles(), str(folder / "run"))
-    (folder / "run").mkdir()
-    workers = ThreadPoolExecutor(WORKERS)
-    arena = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
-    writer = RunWriter(tier, workers, keep=Keep(last=1))
-    generation = _saved(writer, words)
-    manifest = commit.read_manifest(tier, generation)
-    code = Code(*striping.parsed(CODE))
-    data = memoryview(words.view(np.uint8).data)
-    cells = [data[at << 18 : at + 1 << 18] for at in range(code.data)]
-    lost = dict(enumerate([*cells, *(memoryview(cell) for cell in code.encode(cells))]))
-    del lost[0], lost[1]
-    rounds = max(1, size // (code.data * len(cells[0])) // 4)
+class _Bench:
+    """One verified generation in memory, and one row of cells of its bytes; each method does one thing to them once."""
 
-    def timed(work: Callable[[], object], count: int, **more: Any) -> dict[str, Any]:
-        begun = time.perf_counter()
-        work()
-        return {"seconds": time.perf_counter() - begun, "bytes": count, **more}
+    def __init__(self, folder: Path, size: int) -> None:
+        self._folder, self._size = folder, size
+        self._values = np.random.default_rng(0).standard_normal(size // 4, dtype=np.float32)
+        self._tier = Disk(PosixFiles(), str(folder / "run"))
+        (folder / "run").mkdir()
+        self._workers = ThreadPoolExecutor(WORKERS)
+        self._arena = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        self._generation = _saved(RunWriter(self._tier, self._workers, keep=Keep(last=1)), self._values)
+        self._manifest = commit.read_manifest(self._tier, self._generation)
+        self._code = Code(*striping.parsed(CODE))
+        data = memoryview(self._values.view(np.uint8).data)
+        self._cells = [data[at << 18 : at + 1 << 18] for at in range(self._code.data)]
+        self._survivors = dict(
+            enumerate([*self._cells, *(memoryview(cell) for cell in self._code.encode(self._cells))])
+        )
+        del self._survivors[0], self._survivors[1]
+        self._rounds = max(1, size // (self._code.data * len(self._cells[0])) // 4)
+        self._bytes_in_cells = self._rounds * self._code.data * len(self._cells[0])
+        digests = parity.CellDigests(
+            striping.grid(self._manifest.blobs, self._code.data, self._code.parity), self._manifest.digest
+        )
+        read_all(self._tier, self._generation, self._arena, self._workers, also=digests.see)
+        self._digests = digests.digests
 
-    def verify(*layers: str) -> Callable[[], dict[str, Any]]:
-        def look() -> None:
-            if read_all(tier, generation, arena, workers, layers=layers):
-                raise AssertionError("what was just written is not good")
+    def contenders(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        """Name -> how to measure it once."""
+        size, cells = self._size, self._bytes_in_cells
+        without = {name: [one for one in LAYERS if one != layer] for layer, name in WITHOUT.items()}
+        return {
+            MEMORY: lambda: _timed(lambda: np.bitwise_or.reduce(self._values.view(np.uint64)), size),
+            FILE: lambda: _timed(self._read, size),
+            VERIFY: self._verifying(LAYERS),
+            **{name: self._verifying(layers) for name, layers in without.items()},
+            ENCODE: lambda: _timed(lambda: [self._code.encode(self._cells) for _ in range(self._rounds)], cells),
+            DECODE: lambda: _timed(lambda: [self._code.decode(self._survivors) for _ in range(self._rounds)], cells),
+            PROTECT: self._make_parity,
+            REPAIR: self._repair,
+        }
 
-        return lambda: timed(look, size)
+    def _verifying(self, layers: Sequence[str]) -> Callable[[], dict[str, Any]]:
+        def verify() -> None:
+            if read_all(self._tier, self._generation, self._arena, self._workers, layers=tuple(layers)):
+                raise AssertionError("a generation that was just written is damaged")
 
-    def digests() -> list[str]:
-        found = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
-        read_all(tier, generation, arena, workers, also=found.see)
-        return found.digests
+        return lambda: _timed(verify, self._size)
 
-    known = digests()
-
-    def read() -> None:
-        home, page = layout.folder(generation.id), arena.whole()
-        for blob in manifest.blobs:
+    def _read(self) -> None:
+        folder, page = layout.folder(self._generation.id), self._arena.whole()
+        for blob in self._manifest.blobs:
             for one in (layout.extent_of(blob, index) for index in range(len(blob.chunks))):
-                where = Extent(blob=f"{home}/{one.blob}", offset=one.offset, length=one.length)
-                tier.read_into(where, page, fresh=True)
+                where = Extent(blob=f"{folder}/{one.blob}", offset=one.offset, length=one.length)
+                self._tier.read_into(where, page, fresh=True)
 
-    def protect() -> dict[str, Any]:
-        made: list[int] = []
-        told = timed(lambda: made.append(parity.protect(tier, generation, manifest, code, known, workers)), size)
-        return {**told, "parity_bytes": made[0]}
+    def _protect(self) -> int:
+        """Write the parity of the generation; returns its bytes."""
+        return parity.protect(self._tier, self._generation, self._manifest, self._code, self._digests, self._workers)
 
-    def repair() -> dict[str, Any]:
-        spare = parity.find(tier, generation.id)
+    def _make_parity(self) -> dict[str, Any]:
+        written: list[int] = []
+        timing = _timed(lambda: written.append(self._protect()), self._size)
+        return {**timing, "parity_bytes": written[0]}
+
+    def _repair(self) -> dict[str, Any]:
+        spare = parity.find(self._tier, self._generation.id)
         if spare is None:
-            parity.protect(tier, generation, manifest, code, known, workers)
-            spare = parity.find(tier, generation.id)
+            self._protect()
+            spare = parity.find(self._tier, self._generation.id)
         assert spare is not None
-        path = folder / "run" / layout.folder(generation.id) / layout.blob_name(0)
+        path = self._folder / "run" / layout.folder(self._generation.id) / layout.blob_name(0)
         with path.open("r+b") as file:
-            file.seek(size // 2)
-            file.write(bytes(size // 10))
-        return timed(lambda: parity.rebuild(tier, spare, workers), size)
-
-    in_cells = rounds * code.data * len(cells[0])
-    return {
-        MEMORY: lambda: timed(lambda: np.bitwise_or.reduce(words.view(np.uint64)), size),
-        FILE: lambda: timed(read, size),
-        VERIFY: verify(*LAYERS),
-        **{name: verify(*(one for one in LAYERS if one != layer)) for layer, name in WITHOUT.items()},
-        ENCODE: lambda: timed(lambda: [code.encode(cells) for _ in range(rounds)], in_cells),
-        DECODE: lambda: timed(lambda: [code.decode(lost) for _ in range(rounds)], in_cells),
-        PROTECT: protect,
-        REPAIR: repair,
-    }
+            file.seek(self._size // 2)
+            file.write(bytes(self._size // 10))
+        return _timed(lambda: parity.rebuild(self._tier, spare, self._workers), self._size)
 
 
-def _saved(writer: RunWriter, words: np.ndarray) -> Generation:
+def _timed(work: Callable[[], object], count: int) -> dict[str, Any]:
+    begun = time.perf_counter()
+    work()
+    return {"seconds": time.perf_counter() - begun, "bytes": count}
+
+
+def _saved(writer: RunWriter, values: np.ndarray) -> Generation:
     """A generation of float32 tensors that must be finite."""
-    data = memoryview(words.view(np.uint8).data)
+    data = memoryview(values.view(np.uint8).data)
     count = -(-len(data) // TENSOR_BYTES)
     lengths = [min(TENSOR_BYTES, len(data) - at * TENSOR_BYTES) for at in range(count)]
     state = {f"w{at:05d}": data[at * TENSOR_BYTES :][:length] for at, length in enumerate(lengths)}
@@ -158,7 +171,7 @@ def _saved(writer: RunWriter, words: np.ndarray) -> Generation:
     return save(writer, 1, state, tensors=tensors, chunk_bytes=layout.CHUNK_BYTES)
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -175,7 +188,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     made = _of(rows, PROTECT)[0]
     return Report(
         name="guard",
-        title="What looking costs, and what parity costs",
+        title="Cost of verification and of parity",
         about=f"A state of {options.mib:,} MiB in /dev/shm, warm; medians of {options.rounds} rounds, (least-most).",
         tables=[Table("", ["what", "seconds", "GB/s"], lines)],
         rows=rows,

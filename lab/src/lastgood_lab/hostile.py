@@ -1,11 +1,15 @@
-"""A disk in memory that keeps only what was synced. Knows nothing of checkpoints.
+"""A disk in memory that is sure to keep only what was synced. It knows nothing of checkpoints.
 
-What a power loss may leave of everything that was not synced, each independently of the rest:
-a sector of 512 bytes that was written or overwritten new, old, zero, noise or one bit off; a file's length new, old or
-between; each name in a directory any that it stood for since the directory was last synced. A rename leaves its target
-old or new, never nothing. `File.sync` makes content and length durable, and no name; `sync_dir` makes names durable,
-and no content.
-A crash state is another such disk, on which recovery can run and crash again.
+A power loss acts on everything that was not synced, each part independently of the rest:
+
+- a sector of 512 bytes that was written holds the new bytes, the old ones, zeros, noise, or the new ones with one bit
+  flipped;
+- the length of a file is the new one, the old one, or one between;
+- a name in a directory is bound to any of the files (or to none) that it was bound to since the last sync of the
+  directory. A rename leaves its target old or new, never missing.
+
+`File.sync` makes content and length durable, but no name; `sync_dir` makes names durable, but no content. A kill loses
+nothing, and syncs nothing. A crash state is another such disk, on which recovery can run and crash again.
 """
 
 from __future__ import annotations
@@ -28,14 +32,14 @@ from lastgood.ports import OpenMode
 ROOT = "/run"
 SECTOR_BYTES = 512
 NOISE = random.Random(512).randbytes(SECTOR_BYTES)
-STAGED = re.compile(r"\.\d+-\d+\.tmp$")  # process and thread make no state a different one
+STAGED = re.compile(r"\.\d+-\d+\.tmp$")  # names that differ in process and thread only are the same state
 
 Pick = Callable[[str, int], int]
-"""("names" or "data", how many ways) -> which; 0 is what a reader sees now, the last is what was synced last"""
+"""("names" or "data", number of choices) -> the choice; 0 is what readers see now, the last is what was synced last"""
 
 
 class Inode:
-    """A file's content: as readers see it, and as the medium has it."""
+    """The content of a file, as readers see it (`data`) and as it was synced (`medium`)."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data: bytearray | bytes = data
@@ -109,7 +113,7 @@ class Link(str):
 
 
 class Folder:
-    """Names as readers see them; for those changed since the last sync, all that they may stand for."""
+    """A directory: `names` as readers see them; `was`: for each name changed since the last sync, all its bindings."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
@@ -123,7 +127,7 @@ class Folder:
             self.names[name] = node
 
     def writable(self, name: str) -> Inode:
-        """The file of this name, to be overwritten: other crash states may share what this one was made from."""
+        """The file of this name, copied before it is first written to, because crash states share unchanged files."""
         old = self.names[name]
         if isinstance(old.data, bytearray):
             return old
@@ -163,7 +167,7 @@ class Folder:
 class Fault:
     """The call number `at` (0: the next one) fails; all later ones too when `sticky`.
 
-    `applied`: it took effect all the same. One of EIO that did not may still come true in a power loss.
+    `applied`: the call takes effect although it fails. A link that failed with EIO may still appear after a power loss.
     """
 
     at: int
@@ -174,28 +178,28 @@ class Fault:
 
 
 class HostileDisk:
-    """`ports.Files` under ROOT. `watch(call, path)` hears of each call that changes something, before it does."""
+    """`ports.Files` under ROOT. `watch(call, path)` is called before each call that changes the disk."""
 
     def __init__(self, root: Folder | None = None, *, links: bool = True, most_bytes: int = 1 << 30) -> None:
         self.root = root or Folder()
-        self.links, self.most_bytes = links, most_bytes  # most_bytes: longer writes are short
+        self.links, self.most_bytes = links, most_bytes  # reads and writes transfer at most so many bytes
         self.watch: Callable[[str, str], None] = lambda call, path: None
         self.fault: Fault | None = None
 
-    # ---- what a crash leaves -------------------------------------------------------------------------------
+    # ---- crash states -------------------------------------------------------------------------------
 
     def digest(self) -> int:
         return self.root.digest()
 
     def copied(self) -> HostileDisk:
-        """What a killed process leaves to the next one: all that it did, nothing more synced."""
+        """The disk after a kill: every change is visible, and nothing more is synced."""
         return HostileDisk(self.root.copied({}), links=self.links, most_bytes=self.most_bytes)
 
     def crashed(self, pick: Pick) -> HostileDisk:
         return HostileDisk(self.root.crashed(pick, {}), links=self.links, most_bytes=self.most_bytes)
 
     def crashes(self, rng: random.Random, most: int) -> Iterator[HostileDisk]:
-        """The states that a power loss may leave now: every one where they are few, else about `most` of them."""
+        """States that a power loss may leave now: all if there are at most `most`, else about `most` are drawn."""
         ways: list[int] = []
 
         def now(_: str, count: int) -> int:
@@ -223,9 +227,9 @@ class HostileDisk:
             yield self.crashed(_sampler(rng))
 
     def rot(self, path: str, offset: int) -> None:
-        """Flip a bit on the medium; readers that go through the cache do not see it before the next boot."""
+        """Flip a bit of the byte at `offset` on the medium; readers of the page cache see it after a crash."""
         node = self._find(path)
-        medium = bytearray(node.data)  # what nobody synced was written back by then
+        medium = bytearray(node.data)  # unsynced bytes count as written back by then
         medium[offset] ^= 1
         node.synced(bytes(medium))
 
@@ -270,7 +274,7 @@ class HostileDisk:
         except OSError as error:
             folder, name = self._split(new)
             if error.errno == errno.EIO and name not in folder.names:
-                folder.was.setdefault(name, [None]).append(node)  # nobody knows
+                folder.was.setdefault(name, [None]).append(node)  # it may or may not exist after a power loss
             raise
 
     def symlink(self, target: str, path: str) -> None:
@@ -305,7 +309,10 @@ class HostileDisk:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _enter(self, call: str, path: str) -> OSError | None:
-        """Tell, count, fail: raises when the call fails at once, returns the error that it ends with."""
+        """Report a call to `watch` and apply the fault.
+
+        Raises if the call fails without effect; returns the error of a call that fails although it takes effect.
+        """
         if call != "read":
             self.watch(call, path)
         fault = self.fault
@@ -356,7 +363,7 @@ class HostileFile:
 
     def __init__(self, disk: HostileDisk, node: Inode, path: str, direct: bool, fresh: bool) -> None:
         self._disk, self._node, self._path, self._direct = disk, node, path, direct
-        self._medium = fresh and node.clean  # what is dirty is written back before it is read anew
+        self._medium = fresh and node.clean  # unsynced bytes are written back before a fresh read
 
     def size(self) -> int:
         return len(self._node.data)
@@ -420,7 +427,7 @@ class HostileFile:
 
 
 def _sampler(rng: random.Random) -> Pick:
-    """A way to lose things: how much of the names, and of the data, was written back or stayed as it was."""
+    """Draw which share of names, and of data, was written back or kept its synced value; returns the choices."""
     styles = {
         kind: rng.choice([(1, 0), (0, 1), (0.5, 0.5), (0, 0), (0.9, 0.05), (0.05, 0.9)]) for kind in ("names", "data")
     }

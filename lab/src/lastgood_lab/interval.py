@@ -9,34 +9,36 @@ end as at the beginning.
 from __future__ import annotations
 
 import math
-import os
-import re
-import shutil
 import statistics
-import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lastgood.units import size
-
 from . import recovery
 from .journal import Journal
 from .models import Workload
-from .policies import POLICIES, Nothing, Policy, Settings, bound_seconds
-from .report import Report, Say, Table, hardware, percent, quantile, spread
+from .policies import POLICIES, bound_seconds
+from .policy import Nothing, Policy, Settings
+from .report import Progress, Report, hardware
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
+from .interval_tables import (
+    Row,
+    draw_recovery,
+    draw_throughput,
+    processor_parts,
+    recovery_table,
+    select,
+    throughput_tables,
+)
+from .usage import resident_bytes, stored_bytes, working_place
 
 PLAIN_STEPS = 4
 """steps without saves before and after the timed ones"""
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,18 @@ class Options:
         return {**named, "least_steps": self.least_steps, "device": self.device, "settings": settings}
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "interval.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for model in options.models:
-        rows += _throughput(options, model, journal, say)
+        rows += _throughput(options, model, journal, progress)
     if options.kills:
-        rows += _recovery(options, options.models[0], journal, say, rows)
+        rows += _recovery(options, options.models[0], journal, progress, rows)
     return rows
 
 
-# ---- throughput ------------------------------------------------------------------------------------------------
-
-
-def _throughput(options: Options, model: str, journal: Journal, say: Say) -> list[Row]:
+def _throughput(options: Options, model: str, journal: Journal, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     names = ["no saves", *options.policies]
     workload: Workload | None = None
@@ -106,7 +105,9 @@ def _throughput(options: Options, model: str, journal: Journal, say: Say) -> lis
                             known[at] = journal.put(found, kind="throughput", **key)
                             slow = 100 * found["slowdown"]
                             what = f"{model}, {name}, every {key['interval']}"
-                            say(f"[{done + at + 1}/{total}] {what}: {slow:+.1f} %, save {found['save_seconds']:.2f} s")
+                            progress(
+                                f"[{done + at + 1}/{total}] {what}: {slow:+.1f} %, save {found['save_seconds']:.2f} s"
+                            )
                     policy.close()
             done += len(keys)
             rows += [{**key, "kind": "throughput", **one} for key, one in zip(keys, known, strict=True) if one]
@@ -213,41 +214,7 @@ def _plain_step(workload: Workload) -> float:
     return time.perf_counter() - begun
 
 
-@contextmanager
-def working_place(options: Any) -> Iterator[Path]:
-    """A directory to save into, gone afterwards."""
-    place = Path(tempfile.mkdtemp(prefix="bench-", dir=options.place or options.out))
-    try:
-        yield place
-    finally:
-        shutil.rmtree(place)
-
-
-def resident_bytes(others: Sequence[int] = ()) -> int:
-    """Memory of this process, and of others, that is not a copy of a file: anonymous and shared."""
-    total = 0
-    for process in ("self", *others):
-        with open(f"/proc/{process}/status") as status:
-            for line in status:
-                if line.startswith(("RssAnon", "RssShmem")):
-                    total += 1024 * int(line.split()[1])
-    return total
-
-
-def stored_bytes(place: Path) -> int:
-    """What lies below a directory takes on the disk."""
-    total = 0
-    for folder, _, files in os.walk(place):
-        for name in files:
-            with suppress(FileNotFoundError):  # deleted since it was listed
-                total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
-    return total
-
-
-# ---- recovery --------------------------------------------------------------------------------------------------
-
-
-def _recovery(options: Options, model: str, journal: Journal, say: Say, measured: Sequence[Row]) -> list[Row]:
+def _recovery(options: Options, model: str, journal: Journal, progress: Progress, measured: Sequence[Row]) -> list[Row]:
     rows: list[Row] = []
     total, done = options.kills * len(options.policies) * len(options.intervals), 0
     for number in range(options.kills):
@@ -274,7 +241,7 @@ def _recovery(options: Options, model: str, journal: Journal, say: Say, measured
                     limit = bound_seconds(name, interval, step, save, found["load_seconds"], options.settings.in_flight)
                     known = journal.put({**found, "bound_seconds": limit}, kind="recovery", **key)
                     took = f"{known['recovery_seconds']:.2f} s (at most {limit:.2f})"
-                    say(f"[{done}/{total}] {model}, {name}, every {interval}: recovered in {took}")
+                    progress(f"[{done}/{total}] {model}, {name}, every {interval}: recovered in {took}")
                 rows.append({**key, "kind": "recovery", **known})
     return rows
 
@@ -283,35 +250,27 @@ def _median(rows: Sequence[Row], model: str, policy: str, interval: int, value: 
     return statistics.median(row[value] for row in select(rows, model=model, policy=policy, interval=interval))
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
-
-
-def select(rows: Sequence[Row], kind: str = "throughput", **wanted: Any) -> list[Row]:
-    """Rows of a kind with these values."""
-    return [row for row in rows if row["kind"] == kind and all(row[name] == one for name, one in wanted.items())]
-
-
 def report(rows: Sequence[Row], options: Options) -> Report:
     tables, notes, figures = [], [], {}
     for model in options.models:
-        tables += _tables(rows, options, model)
-    figures["throughput"] = lambda: _draw_throughput(rows, options)
+        tables += throughput_tables(rows, options, model)
+    figures["throughput"] = lambda: draw_throughput(rows, options)
     if options.kills:
-        tables.append(_recovery_table(rows, options, options.models[0]))
-        figures["recovery"] = lambda: _draw_recovery(rows, options, options.models[0])
+        tables.append(recovery_table(rows, options, options.models[0]))
+        figures["recovery"] = lambda: draw_recovery(rows, options, options.models[0])
     notes.append(
         "slowdown: seconds of a step with saves / without, minus 1, both from one process and one minute; "
         "`no saves` shows what the machine does to that ratio by itself"
     )
     notes.append(
         "processor: seconds of one core that the threads behind a save take (verification and deletion included): "
-        + "; ".join(_parts(rows, name) for name in options.policies)
+        + "; ".join(processor_parts(rows, name) for name in options.policies)
     )
     notes.append("memory: anonymous and shared pages beyond the training loop's, the peer's included; no page cache")
     if options.kills:
         notes.append(
             "recovery: loading and the steps done again until the step of the kill; starting Python, torch and the "
-            "network is not in it (told as restart). The bound takes the medians of t and Tw measured here"
+            "network is not included (column: restart). The bound takes the medians of t and Tw measured here"
         )
     settings = options.settings
     return Report(
@@ -327,130 +286,3 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         notes=notes,
         figures=figures,
     )
-
-
-def _tables(rows: Sequence[Row], options: Options, model: str) -> list[Table]:
-    of_model = select(rows, model=model)
-    plain = spread([row["plain_step_seconds"] for row in of_model])
-    names = ["no saves", *options.policies]
-    slow = [
-        [
-            name,
-            *(
-                percent([row["slowdown"] for row in select(rows, model=model, policy=name, interval=one)])
-                for one in options.intervals
-            ),
-        ]
-        for name in names
-    ]
-    head = ["policy", *(f"every {one}" for one in options.intervals)]
-    costs = []
-    for name in options.policies:
-        mine = select(rows, model=model, policy=name)
-        waits = [one for row in mine for one in row["wait_seconds"]]
-        fences = [one for row in mine for one in row["fence_seconds"]]
-        costs.append(
-            [
-                name,
-                f"{1000 * statistics.median(waits):.1f} / {1000 * quantile(waits, 0.99):.1f}",
-                f"{1000 * quantile(fences, 0.99):.1f}",
-                spread([row["save_seconds"] for row in mine]),
-                spread([sum(row["behind_seconds"].values()) for row in mine], ".2f"),
-                size(max(row["memory_bytes"] for row in mine)),
-                size(max(row["stored_bytes"] for row in mine)),
-            ]
-        )
-    return [
-        Table(f"{model}: slowdown (a step without saves: {plain} s)", head, slow),
-        Table(
-            f"{model}: what a save costs",
-            [
-                "policy",
-                "call, ms: median / p99",
-                "fence, ms: p99",
-                "until durable, s",
-                "processor, s",
-                "memory",
-                "storage",
-            ],
-            costs,
-        ),
-    ]
-
-
-def _parts(rows: Sequence[Row], policy: str) -> str:
-    """What the threads of a policy take for a save, by their names; those of nameless pools together."""
-    found: dict[str, list[float]] = {}
-    mine = select(rows, policy=policy)
-    for row in mine:
-        of_row = Counter[str]()
-        for name, seconds in row["behind_seconds"].items():
-            of_row[re.sub(r"^ThreadPoolExecutor-\d+$", "pools", name).removeprefix("lastgood-")] += seconds
-        for name, total in of_row.items():
-            found.setdefault(name, []).append(total)
-    parts = [f"{name} {sum(seconds) / len(mine):.2f}" for name, seconds in sorted(found.items())]
-    return f"{policy}: {', '.join(parts) or 'none in Python'}"
-
-
-def _recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
-    lines = []
-    for name in options.policies:
-        cells = [name]
-        for one in options.intervals:
-            found = select(rows, "recovery", model=model, policy=name, interval=one)
-            seconds = spread([row["recovery_seconds"] for row in found], ".2f")
-            cells.append(f"{seconds} of {max(row['bound_seconds'] for row in found):.2f}")
-        found = select(rows, "recovery", model=model, policy=name)
-        cells += [spread([row[value] for row in found], ".2f") for value in ("load_seconds", "restart_seconds")]
-        lines.append(cells)
-    head = ["policy", *(f"every {one}" for one in options.intervals), "loading, s", "restart, s"]
-    return Table(f"{model}: recovery after a kill, seconds of the bound's", head, lines)
-
-
-def _draw_throughput(rows: Sequence[Row], options: Options) -> Figure:
-    from .figures import legend_below, look, panels, steps_axis
-
-    figure, axes = panels(len(options.models), wide=5.0 if len(options.models) == 1 else 3.6)
-    for model, one in zip(options.models, axes, strict=True):
-        for at, name in enumerate(options.policies):
-            groups = [
-                [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy=name, interval=interval)]
-                for interval in options.intervals
-            ]
-            one.plot(options.intervals, [statistics.median(group) for group in groups], **look(name, at))
-        noise = [1 / (1 + row["slowdown"]) for row in select(rows, model=model, policy="no saves")]
-        one.axhspan(min(noise), max(noise), color="#eeeeee", zorder=0)
-        one.axhline(1, color="#999999", linestyle="--", linewidth=1, label="no saves (grey: spread)")
-        steps_axis(one, options.intervals)
-        one.set_ylim(bottom=0)
-        one.set_title(model)
-        one.set_ylabel("throughput / without saves")
-    legend_below(figure, axes[0])
-    return figure
-
-
-def _draw_recovery(rows: Sequence[Row], options: Options, model: str) -> Figure:
-    from .figures import legend_below, look, panels, steps_axis
-
-    figure, axes = panels(len(options.policies), columns=4, wide=2.8, high=2.5)
-    step = statistics.median(row["plain_step_seconds"] for row in select(rows, model=model))
-    every = select(rows, "recovery", model=model)
-    least = min(row["recovery_seconds"] for row in every)
-    most = max(max(row["bound_seconds"], row["recovery_seconds"]) for row in every)
-    for at, (name, one) in enumerate(zip(options.policies, axes, strict=True)):
-        found = select(rows, "recovery", model=model, policy=name)
-        by_interval = [[row for row in found if row["interval"] == interval] for interval in options.intervals]
-        dots = {**look(name, at), "label": "measured"}
-        one.plot([row["interval"] for row in found], [row["recovery_seconds"] for row in found], linestyle="", **dots)
-        limits = [max(row["bound_seconds"] for row in group) for group in by_interval]
-        one.plot(options.intervals, limits, color="#D55E00", label="bound")
-        loads = [statistics.median(row["load_seconds"] for row in group) for group in by_interval]
-        ideal = [load + interval * step / 2 for load, interval in zip(loads, options.intervals, strict=True)]
-        one.plot(options.intervals, ideal, color="#999999", linestyle="--", label="ideal on average: l + f t / 2")
-        steps_axis(one, options.intervals)
-        one.set_yscale("log")
-        one.set_ylim(least / 1.5, most * 1.5)
-        one.set_title(name)
-        one.set_ylabel("recovery, s")
-    legend_below(figure, axes[0])
-    return figure

@@ -21,11 +21,11 @@ from lastgood.loop.checkpointer import Checkpointer
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import WriteMode
-from lastgood.units import size as told_size
+from lastgood.units import size as size_text
 
 from .corrupt import advance, group
 from .journal import Journal
-from .report import Report, Say, Table, quantile
+from .report import Progress, Report, Table, quantile
 from .trials import Row
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def count(options: Options, size: int) -> int:
     return max(LEAST, min(options.trials, BUDGET_BYTES // size))
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     journal = Journal(options.out / "trials.jsonl")
     keys = [
         {"bytes": size, "mode": mode, "trial": trial, "seed": options.seed}
@@ -82,7 +82,7 @@ def run(options: Options, say: Say) -> list[Row]:
     for size in options.sizes:
         left = [key for key in keys if key["bytes"] == size and journal.get(**key) is None]
         if left:
-            say(f"{told_size(size)}: {len(left):,} saves")
+            progress(f"{size_text(size)}: {len(left):,} saves")
             with tempfile.TemporaryDirectory(prefix="lastgood-latency-", dir=options.place or options.out) as folder:
                 _measure(Path(folder), size, left, journal)
     return [{**key, **(journal.get(**key) or {})} for key in keys]
@@ -120,7 +120,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             stored = next(row["stored"] for row in rows if (row["bytes"], row["mode"]) == (size, mode))
             lines.append(
                 [
-                    told_size(stored),
+                    size_text(stored),
                     mode,
                     str(len(found)),
                     *(f"{1000 * quantile(found, share):.2f}" for share in (0.5, 0.9, 0.99)),
@@ -140,7 +140,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     kinds = dict.fromkeys((row["bytes"], row["mode"]) for row in rows)
     return {
         "saves": len(rows),

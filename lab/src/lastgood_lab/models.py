@@ -57,22 +57,22 @@ class Transformer(nn.Module):
     def __init__(self, shape: Shape, scale: float) -> None:
         super().__init__()
         width = _narrow(768, scale, 12)
-        self.words = nn.Embedding(max(256, int(shape.vocabulary * math.sqrt(scale))), width)
+        self.tokens = nn.Embedding(max(256, int(shape.vocabulary * math.sqrt(scale))), width)
         self.positions = nn.Embedding(shape.positions, width)
         self.segments = nn.Embedding(2, width) if shape.bert else None
         self.h = nn.ModuleList(Block(width, 12, shape.causal, not shape.bert) for _ in range(12))
         self.norm = nn.LayerNorm(width)
         self.pooler = nn.Linear(width, width) if shape.bert else None
 
-    def forward(self, words: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.words(words) + self.positions.weight[: words.shape[1]]
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         if self.segments is not None:
             x = self.norm(x + self.segments.weight[0])
         for block in self.h:
             x = block(x)
         if self.pooler is None:
             x = self.norm(x)
-        loss = F.cross_entropy(F.linear(x, self.words.weight).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(F.linear(x, self.tokens.weight).flatten(0, 1), targets.flatten())
         return loss if self.pooler is None else loss + torch.tanh(self.pooler(x[:, 0])).square().mean()
 
 
@@ -142,7 +142,7 @@ def _narrow(width: int, scale: float, unit: int) -> int:
     return max(unit, round(width * math.sqrt(scale) / unit) * unit)
 
 
-def _words(vocabulary: int, rows: int, length: int, most: int) -> Callable[[float, float], Batch]:
+def _tokens(vocabulary: int, rows: int, length: int, most: int) -> Callable[[float, float], Batch]:
     def made(scale: float, work: float) -> Batch:
         known = max(256, int(vocabulary * math.sqrt(scale)))
         shape = (rows, min(most, max(8, int(length * work))))
@@ -167,9 +167,9 @@ class Model(NamedTuple):
 
 
 MODELS: dict[str, Model] = {
-    "gpt2-124m": Model(lambda s: Transformer(Shape(50257, 1024, True, False), s), _words(50257, 4, 256, 1024)),
-    "opt-125m": Model(lambda s: Transformer(Shape(50272, 2050, True, False), s), _words(50272, 4, 256, 1024)),
-    "bert-base": Model(lambda s: Transformer(Shape(30522, 512, False, True), s), _words(30522, 4, 256, 512)),
+    "gpt2-124m": Model(lambda s: Transformer(Shape(50257, 1024, True, False), s), _tokens(50257, 4, 256, 1024)),
+    "opt-125m": Model(lambda s: Transformer(Shape(50272, 2050, True, False), s), _tokens(50272, 4, 256, 1024)),
+    "bert-base": Model(lambda s: Transformer(Shape(30522, 512, False, True), s), _tokens(30522, 4, 256, 512)),
     "vgg16": Model(Vgg16, _images(4, 224)),
     "resnet50": Model(ResNet50, _images(8, 224)),
 }

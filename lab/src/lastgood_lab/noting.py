@@ -1,4 +1,4 @@
-"""The real file system, with an ear at each call that changes something. Decides nothing; who hears may raise."""
+"""The real file system; a subclass is notified before each call that changes something, and may raise to prevent it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from lastgood.ports import File, OpenMode
 
 
 class NotingFiles(PosixFiles):
-    """`note` hears of a call before it is made; reading is not told."""
+    """Calls `note` before each call that changes something; reads are not reported."""
 
     def note(self, call: str, path: str) -> None:
-        """What it raises, the call raises, and is not made."""
+        """Override this. If it raises, the call is not made."""
 
     def write(self, file: File, path: str, mv: memoryview, offset: int) -> int:
-        """How a write is made; returns how many bytes of `mv` it took."""
+        """Make one write; returns how many bytes of `mv` were written."""
         self.note("write", path)
         return file.write_at(mv, offset)
 

@@ -1,6 +1,6 @@
-"""`report`: what benches and labs left in folders, as one page that needs nothing else. Measures and judges nothing.
+"""`lastgood report`: the reports of benchmarks and experiments as one HTML page. It measures and judges nothing.
 
-Tables come from their markdown, plots are put into the page as SVG. No script, no font, no address outside of it.
+Tables come from the Markdown reports, and figures are embedded as SVG. The page loads no script, font or other file.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from markdown_it import MarkdownIt
 from lastgood.errors import NotWritable, Refused
 
 REPORT = "report.md"
-"""of a lab: its figures are all that lie beside it; those of a bench begin with its own name"""
+"""the report of an experiment: its figures are all in its folder; those of a benchmark begin with the report's name"""
 
 
 def write(folders: Sequence[Path], out: Path, title: str) -> int:
-    """The page as a file; how many bytes. Raises Refused, NotWritable; a file that is there is replaced at the end."""
+    """Write the page; returns its bytes. An existing file is replaced at the end. Raises Refused, NotWritable."""
     try:
         data = page(folders, title).encode()
         staged = out.with_name(out.name + ".tmp")

@@ -3,7 +3,7 @@
 The state is the group of `corrupt`; each contender keeps two saves of it, as it is commonly used. Then: bytes of the
 newest are changed; or the process is killed at a random moment of the next save; or the next save's files may not grow
 beyond a random length, so that a write fails in the middle. What counts is what a resume would find: the right state,
-an older right one, an error, or wrong values without a word. Only what was run is told.
+an older right one, an error, or wrong values without an error. Only what was run is reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from . import trials
 from .corrupt import KINDS, advance, group, tensors_of
 from .crash import in_a_fork
 from .journal import Journal
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Options, Row, share
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ OUTCOMES = ("right", "older", "error", "wrong")
 """what a resume finds: the newest state, an older one as it was saved, an error, or values that were never saved"""
 
 
-# ---- contenders --------------------------------------------------------------------------------------------------
+# ---- contenders ----------------------------------------------------------------------------------------------
 
 
 class Contender(NamedTuple):
-    """`save(home, step, state)` as commonly used; `load(home, state)` what a resume does; both raise as they are."""
+    """`save` saves as the package is commonly used, and `load` as a resume does. Neither translates errors."""
 
     save: Callable[[Path, int, dict[str, Any]], None]
     load: Callable[[Path, dict[str, Any]], None]
@@ -65,28 +65,28 @@ def _put(state: dict[str, Any], found: dict[str, Any]) -> None:
     state["optimizer"].load_state_dict(found["optimizer"])
 
 
-def _torch_save(home: Path, step: int, state: dict[str, Any]) -> None:
-    staged = home / "saving.tmp"
+def _torch_save(folder: Path, step: int, state: dict[str, Any]) -> None:
+    staged = folder / "saving.tmp"
     torch.save(_plain(state), staged)
-    staged.rename(home / f"{step:06d}.pt")
+    staged.rename(folder / f"{step:06d}.pt")
 
 
-def _torch_load(home: Path, state: dict[str, Any]) -> None:
-    _put(state, torch.load(max(home.glob("*.pt")), weights_only=True))
+def _torch_load(folder: Path, state: dict[str, Any]) -> None:
+    _put(state, torch.load(max(folder.glob("*.pt")), weights_only=True))
 
 
-def _dcp_save(home: Path, step: int, state: dict[str, Any]) -> None:
-    dcp.save(_plain(state), storage_writer=dcp.FileSystemWriter(str(home / f"{step:06d}")), no_dist=True)
+def _dcp_save(folder: Path, step: int, state: dict[str, Any]) -> None:
+    dcp.save(_plain(state), storage_writer=dcp.FileSystemWriter(str(folder / f"{step:06d}")), no_dist=True)
 
 
-def _dcp_load(home: Path, state: dict[str, Any]) -> None:
+def _dcp_load(folder: Path, state: dict[str, Any]) -> None:
     found = _plain(state)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(str(max(home.iterdir()))), no_dist=True)
+    dcp.load(found, storage_reader=dcp.FileSystemReader(str(max(folder.iterdir()))), no_dist=True)
     _put(state, found)
 
 
-def _lastgood_save(home: Path, step: int, state: dict[str, Any]) -> None:
-    with Checkpointer(home, state, retention=Keep(last=9), on_error="raise") as ckpt:
+def _lastgood_save(folder: Path, step: int, state: dict[str, Any]) -> None:
+    with Checkpointer(folder, state, retention=Keep(last=9), on_error="raise") as ckpt:
         if step > STEPS[0]:
             held = [one.detach().clone() for one in tensors_of(state)]
             ckpt.restore()
@@ -96,59 +96,59 @@ def _lastgood_save(home: Path, step: int, state: dict[str, Any]) -> None:
         ckpt.save(step).result()
 
 
-def _lastgood_load(home: Path, state: dict[str, Any]) -> None:
-    with Checkpointer(home, state, retention=Keep(last=9)) as ckpt:
+def _lastgood_load(folder: Path, state: dict[str, Any]) -> None:
+    with Checkpointer(folder, state, retention=Keep(last=9)) as ckpt:
         ckpt.restore()
 
 
-def _of_folder(home: Path) -> Path:
-    newest = max(path for path in home.iterdir() if path.is_dir())
+def _of_folder(folder: Path) -> Path:
+    newest = max(path for path in folder.iterdir() if path.is_dir())
     return max(newest.rglob("*.distcp"), key=lambda path: path.stat().st_size)
 
 
 CONTENDERS = {
     "lastgood": Contender(
-        _lastgood_save, _lastgood_load, lambda home: max((home / "gen").iterdir()) / "r00000.safetensors"
+        _lastgood_save, _lastgood_load, lambda folder: max((folder / "gen").iterdir()) / "r00000.safetensors"
     ),
-    "torch.save + rename": Contender(_torch_save, _torch_load, lambda home: max(home.glob("*.pt"))),
+    "torch.save + rename": Contender(_torch_save, _torch_load, lambda folder: max(folder.glob("*.pt"))),
     "DCP": Contender(_dcp_save, _dcp_load, _of_folder),
 }
 
 
-# ---- one trial ---------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def one(key: Row) -> Row:
     """One trial: two saves in a process that ends, trouble, and a resume in another."""
     contender, chance = CONTENDERS[key["contender"]], random.Random(str(sorted(key.items())))
     seed = chance.getrandbits(30)
-    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as folder:
-        home = Path(folder)
+    with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as working:
+        folder = Path(working)
         for step in STEPS[:2]:
-            _save(contender, home, step, made(seed, step))
-        told = ""
+            _save(contender, folder, step, made(seed, step))
+        answer = ""
         if key["trouble"] in DAMAGE:
-            path = contender.largest(home)
+            path = contender.largest(folder)
             _damage(path, key["trouble"], chance)
         elif key["trouble"] == "killed":
-            told = _kill(contender, home, seed, chance)
+            answer = _kill(contender, folder, seed, chance)
         else:
-            told = _fail(contender, home, seed, chance)
-        said = in_a_fork(lambda say: say(_resumed(contender, home, seed)))[1]
-    if not said.isdecimal():
-        return {"outcome": "error", "found": -1, "told": said, "acknowledged": told == "returned"}
-    found = int(said)
-    newest = STEPS[2] if told == "returned" else STEPS[1]
+            answer = _fail(contender, folder, seed, chance)
+        found_by_resume = in_a_fork(lambda send: send(_resumed(contender, folder, seed)))[1]
+    if not found_by_resume.isdecimal():
+        return {"outcome": "error", "found": -1, "told": found_by_resume, "acknowledged": answer == "returned"}
+    found = int(found_by_resume)
+    newest = STEPS[2] if answer == "returned" else STEPS[1]
     outcome = "wrong" if not found else "right" if found >= newest else "older"
-    return {"outcome": outcome, "found": found, "told": told, "acknowledged": told == "returned"}
+    return {"outcome": outcome, "found": found, "told": answer, "acknowledged": answer == "returned"}
 
 
-def _resumed(contender: Contender, home: Path, seed: int) -> str:
+def _resumed(contender: Contender, folder: Path, seed: int) -> str:
     """The step whose state a resume found, "0" for none of them; or the name of its error."""
     state = made(seed, 0)
     try:
         with _silence():
-            contender.load(home, state)
+            contender.load(folder, state)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - what its user would see
         return type(error).__name__
     return str(next((step for step in STEPS[::-1] if _same(state, made(seed, step))), 0))
@@ -176,56 +176,56 @@ def _damage(path: Path, kind: str, chance: random.Random) -> None:
     staged.rename(path)
 
 
-def _kill(contender: Contender, home: Path, seed: int, chance: random.Random) -> str:
-    """What the save had said when it was killed: "returned", or nothing."""
+def _kill(contender: Contender, folder: Path, seed: int, chance: random.Random) -> str:
+    """Kill a save. Returns "returned" if it had returned before, else an empty text."""
     state = made(seed, STEPS[2])
     after = chance.uniform(0.0, 0.03)
 
-    def life(say: Callable[[str], object]) -> None:
+    def life(send: Callable[[str], object]) -> None:
         timer = threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
         timer.start()
         with _silence():
-            contender.save(home, STEPS[2], state)
-        say("returned")
+            contender.save(folder, STEPS[2], state)
+        send("returned")
         timer.join()
 
     return in_a_fork(life)[1]
 
 
-def _fail(contender: Contender, home: Path, seed: int, chance: random.Random) -> str:
-    """What the save said: the name of its error, or "returned"."""
+def _fail(contender: Contender, folder: Path, seed: int, chance: random.Random) -> str:
+    """Let a write of a save fail. Returns the name of its error, or "returned"."""
     state = made(seed, STEPS[2])
-    limit = chance.randrange(1, contender.largest(home).stat().st_size)
+    limit = chance.randrange(1, contender.largest(folder).stat().st_size)
 
-    def life(say: Callable[[str], object]) -> None:
+    def life(send: Callable[[str], object]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # python ignores the signal of it
         try:
             with _silence():
-                contender.save(home, STEPS[2], state)
-        except BaseException as error:  # noqa: BLE001 - told
-            say(type(error).__name__)
+                contender.save(folder, STEPS[2], state)
+        except BaseException as error:  # noqa: BLE001 - reported by name
+            send(type(error).__name__)
         else:
-            say("returned")
+            send("returned")
 
     return in_a_fork(life)[1]
 
 
-def _save(contender: Contender, home: Path, step: int, state: dict[str, Any]) -> None:
+def _save(contender: Contender, folder: Path, step: int, state: dict[str, Any]) -> None:
     """A save without trouble, in a process that ends."""
 
-    def life(say: Callable[[str], object]) -> None:
+    def life(send: Callable[[str], object]) -> None:
         with _silence():
-            contender.save(home, step, state)
+            contender.save(folder, step, state)
 
     in_a_fork(life)
 
 
 def _silence() -> redirect_stderr[io.StringIO]:
-    """What the contenders print, thousands of times; what they raise is heard."""
+    """Discard what the contenders print, thousands of times; their errors are still raised."""
     return redirect_stderr(io.StringIO())
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 TROUBLES = (*DAMAGE, "killed", "a file that may not grow")
 
@@ -234,14 +234,14 @@ def begin() -> None:
     torch.set_num_threads(1)
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     keys = [
         {"contender": name, "trouble": trouble, "trial": trial, "seed": options.seed}
         for trouble in TROUBLES
         for trial in range(options.trials)
         for name in CONTENDERS
     ]
-    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, say, begin)
+    return trials.run(keys, one, Journal(options.out / "trials.jsonl"), options.jobs, progress, begin)
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -263,8 +263,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         "error swallowed",
     ]
     notes = [
-        f"{name}: wrong values without a word {share(_of(rows, name), _wrong).told()}; a resume that ends in an error "
-        f"{share(_of(rows, name), lambda row: row['outcome'] == 'error').told()}."
+        f"{name}: wrong values without an error {share(_of(rows, name), _wrong).as_text()}; a resume that ends in an "
+        f"error {share(_of(rows, name), lambda row: row['outcome'] == 'error').as_text()}."
         for name in names
     ]
     return Report(
@@ -280,7 +280,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     names = dict.fromkeys(row["contender"] for row in rows)
     return {
         "trials": len(rows),

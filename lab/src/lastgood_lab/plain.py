@@ -48,9 +48,9 @@ def save(
     topic: AnyTopic | None = None,
     **options: Any,
 ) -> Generation:
-    """`tensors`: what the bytes are, if not uint8. `meanwhile` is done when the first chunk has been taken.
+    """Save a state. `tensors` describes the bytes if they are not uint8; `topic` is where several ranks agree.
 
-    `topic`: where several ranks agree on this save.
+    `meanwhile` is called when the first chunk has been taken.
     """
     tensors = tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
     images = layout.images(tensors, run.rank)
@@ -70,7 +70,7 @@ def save(
 
 
 def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> RankPart:
-    """What `rank`, which does not commit, makes durable of a save."""
+    """Write the part of a rank that does not commit; returns what it posts to rank 0."""
     images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
@@ -79,7 +79,7 @@ def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], 
 
 
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[Found, State]:
-    """What a restore finds, and the bytes it would load. Raises what a restore raises."""
+    """The generation that a restore would load, and its bytes. Raises what a restore raises."""
     pool = workers or ThreadPoolExecutor(2)
     candidates = Candidates(survey(tier), step)
     try:
@@ -95,7 +95,7 @@ def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -
 
 
 def _bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
-    """Every tensor of a generation, of all ranks."""
+    """The bytes of every tensor of a generation, of all ranks."""
     state: State = {}
     for manifest in read_manifests(tier, generation):
         size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)

@@ -27,188 +27,24 @@ import os
 import shutil
 import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import lastgood
-from lastgood.engine.arena import Arena, Lease
-from lastgood.format import layout
-from lastgood.io.files import round_up
 from lastgood.policy import tune
-from lastgood.snapshot.staging import Pin
-from lastgood.state.tensors import as_bytes, dtype_name
 
+from .chunked_copy import Snapshot, lease_chunk, load_newest, open_arena, write_chunk
 from .models import Workload
+from .policy import Policy, SaveTime, Settings
 from .stores import MappedFile, Peer, SlotFile, Store
-
-
-class Settings(NamedTuple):
-    """What the policies may use. `memory_bytes` bounds PCcheck's arena and, if given, ours; 0: the state's size."""
-
-    in_flight: int = 2
-    writers: int = 2
-    chunk_bytes: int = 8 << 20
-    memory_bytes: int = 0
-
-
-class SaveTime(NamedTuple):
-    """One save: its step and the seconds from the call until it was durable."""
-
-    step: int
-    seconds: float
-
-
-class Policy(ABC):
-    """A way to save a workload while it trains."""
-
-    name: str
-    in_flight = 1
-    durable = True
-    """whether what it saves survives the loss of power"""
-
-    def __init__(self) -> None:
-        self.saved: list[SaveTime] = []
-        """saves that became the newest durable state, in that order"""
-        self._held = ExitStack()
-        """what is let go of in the end"""
-
-    @abstractmethod
-    def save(self, step: int) -> None:
-        """Called after the update of `step`; returns when the loop may go on."""
-
-    def fence(self) -> None:  # noqa: B027 - some wait for nothing
-        """Called before the next update; returns when the state may change."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Until nothing is under way. Raises what went wrong behind the loop."""
-
-    @abstractmethod
-    def load(self) -> int:
-        """Bring the newest durable state into the workload; returns its step, 0 when there is none."""
-
-    def close(self) -> None:
-        self.wait()
-        self._held.close()
-
-    def processes(self) -> list[int]:
-        """Further processes whose memory counts."""
-        return []
-
-
-# ---- the state as one run of bytes -----------------------------------------------------------------------------
-
-
-class Snapshot:
-    """The tensors of a workload, laid out in chunks. Copies without the interpreter's lock, one thread a chunk."""
-
-    def __init__(self, workload: Workload, chunk_bytes: int) -> None:
-        self._workload = workload
-        live = workload.tensors()
-        tensors = {name: as_bytes(one) for name, one in live.items()}
-        assert all(tensors[name].data_ptr() == one.data_ptr() for name, one in live.items()), "a tensor is no plain run"
-        (image,) = layout.images(
-            layout.Tensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in live.items()
-        )
-        self.chunk_bytes, self.length = chunk_bytes, image.length
-        self.slot_bytes = round_up(image.length)
-        self._header = np.frombuffer(image.header, np.uint8)
-        self._tensors = [tensors[one.name] for one, _ in image.tensors]
-        self._segments = list(layout.segments(image, chunk_bytes))
-        volatile = workload.buffers()
-        self._volatile = {at for at, (one, _) in enumerate(image.tensors) if one.name in volatile}
-        self._stream = torch.cuda.Stream() if workload.device.type == "cuda" else None
-
-    def __len__(self) -> int:
-        return len(self._segments)
-
-    def padded(self, index: int) -> int:
-        """Bytes of a chunk, up to a whole block."""
-        return min(self.chunk_bytes, self.slot_bytes - index * self.chunk_bytes)
-
-    def keep_volatile(self) -> dict[int, torch.Tensor]:
-        """Copies of what forward may change, taken before the loop goes on."""
-        kept = {at: self._tensors[at].clone() for at in self._volatile}
-        if self._stream is not None:
-            torch.cuda.current_stream().synchronize()
-        return kept
-
-    def copy_out(self, index: int, buffer: memoryview, kept: dict[int, torch.Tensor]) -> None:
-        """Live state -> buffer."""
-        target = np.frombuffer(buffer, np.uint8)
-        for place, start, at, length in self._segments[index]:
-            if place < 0:
-                np.copyto(target[at : at + length], self._header[start : start + length])
-                continue
-            source = kept.get(place, self._tensors[place])[start : start + length]
-            if self._stream is None:
-                np.copyto(target[at : at + length], source.numpy())
-            else:
-                with torch.cuda.stream(self._stream):
-                    torch.from_numpy(target[at : at + length]).copy_(source, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def copy_in(self, index: int, buffer: memoryview) -> None:
-        """Buffer -> live state."""
-        source = torch.frombuffer(buffer, dtype=torch.uint8)
-        for place, start, at, length in self._segments[index]:
-            if place >= 0:
-                self._tensors[place][start : start + length].copy_(source[at : at + length])
-
-
-def _arena(workload: Workload, arena_bytes: int, chunk_bytes: int, held: ExitStack) -> Arena:
-    """Memory that a device copies to by itself, while `held` is open."""
-    arena = Arena(arena_bytes, chunk_bytes)
-    if workload.device.type == "cuda":
-        held.callback(Pin(arena).release)
-    return arena
-
-
-def _load(store: Store, snapshot: Snapshot, arena: Arena, readers: ThreadPoolExecutor) -> int:
-    newest = store.newest()
-    if newest is None:
-        return 0
-
-    def one(index: int) -> None:
-        lease = _lease(arena)
-        try:
-            store.read(newest.slot, lease.buffer[: snapshot.padded(index)], index * snapshot.chunk_bytes)
-            snapshot.copy_in(index, lease.buffer)
-        finally:
-            lease.release()
-
-    list(readers.map(one, range(len(snapshot))))
-    return newest.step
-
-
-def _lease(arena: Arena) -> Lease:
-    lease = arena.take()
-    assert lease is not None
-    return lease
-
-
-# ---- the policies ----------------------------------------------------------------------------------------------
-
-
-class Nothing(Policy):
-    """No saves: what the machine does to a loop that is left in peace."""
-
-    name = "no saves"
-
-    def save(self, step: int) -> None: ...
-    def wait(self) -> None: ...
-    def load(self) -> int:
-        return 0
 
 
 class Stopping(Policy):
@@ -258,19 +94,19 @@ class Traditional(Stopping):
     def __init__(self, workload: Workload, place: Path, settings: Settings, _: Path | None) -> None:
         snapshot = Snapshot(workload, settings.chunk_bytes)
         super().__init__(snapshot, SlotFile(place / "slots", 2, snapshot.slot_bytes), settings)
-        self._arena = _arena(workload, self._arena_bytes, settings.chunk_bytes, self._held)
+        self._arena = open_arena(workload, self._arena_bytes, settings.chunk_bytes, self._held)
 
     def _write(self, slot: int) -> None:
         jobs = []
         for index in range(len(self._snapshot)):
-            lease = _lease(self._arena)
+            lease = lease_chunk(self._arena)
             self._snapshot.copy_out(index, lease.buffer, {})
-            jobs.append(self._writers.submit(_put, self._store, slot, lease, self._snapshot, index))
+            jobs.append(self._writers.submit(write_chunk, self._store, slot, lease, self._snapshot, index))
         for job in jobs:
             job.result()
 
     def _read(self) -> int:
-        return _load(self._store, self._snapshot, self._arena, self._writers)
+        return load_newest(self._store, self._snapshot, self._arena, self._writers)
 
 
 class Gpm(Stopping):
@@ -294,8 +130,8 @@ class Gpm(Stopping):
 
     def _read(self) -> int:
         with ExitStack() as held:
-            arena = _arena(self._workload, self._arena_bytes, self._snapshot.chunk_bytes, held)
-            return _load(self._store, self._snapshot, arena, self._writers)
+            arena = open_arena(self._workload, self._arena_bytes, self._snapshot.chunk_bytes, held)
+            return load_newest(self._store, self._snapshot, arena, self._writers)
 
 
 class Overlapped(Policy):
@@ -321,7 +157,7 @@ class Overlapped(Policy):
         self.in_flight, self._pipelined = in_flight, pipelined
         self._snapshot, self._store = snapshot, store
         arena_bytes = max(arena_bytes, 2 * snapshot.chunk_bytes)
-        self._arena = _arena(workload, arena_bytes, snapshot.chunk_bytes, self._held)
+        self._arena = open_arena(workload, arena_bytes, snapshot.chunk_bytes, self._held)
         self._keepers = ThreadPoolExecutor(in_flight)
         self._writers = ThreadPoolExecutor(settings.writers * in_flight)  # p writers for each save
         self._changed = threading.Condition()
@@ -335,7 +171,7 @@ class Overlapped(Policy):
         self._number += 1
         for job in self._jobs:
             if job.done():
-                job.result()  # raises what went wrong behind the loop
+                job.result()  # raises the error of a save that failed
         self._jobs = [job for job in self._jobs if not job.done()]
         self._copied = Future()
         kept = self._snapshot.keep_volatile()
@@ -353,7 +189,7 @@ class Overlapped(Policy):
         self._jobs.clear()
 
     def load(self) -> int:
-        step = _load(self._store, self._snapshot, self._arena, self._writers)
+        step = load_newest(self._store, self._snapshot, self._arena, self._writers)
         newest = self._store.newest()
         if newest is not None:
             self._free = [slot for slot in range(self.in_flight + 1) if slot != newest.slot]
@@ -373,10 +209,10 @@ class Overlapped(Policy):
                 slot = self._free.pop()
             writes, held = [], []
             for index in range(len(self._snapshot)):
-                lease = _lease(self._arena)
+                lease = lease_chunk(self._arena)
                 self._snapshot.copy_out(index, lease.buffer, kept)
                 if self._pipelined:
-                    writes.append(self._writers.submit(_put, self._store, slot, lease, self._snapshot, index))
+                    writes.append(self._writers.submit(write_chunk, self._store, slot, lease, self._snapshot, index))
                 else:
                     held.append(lease)
         except BaseException as error:
@@ -384,7 +220,7 @@ class Overlapped(Policy):
             raise
         copied.set_result(None)
         for index, lease in enumerate(held):
-            writes.append(self._writers.submit(_put, self._store, slot, lease, self._snapshot, index))
+            writes.append(self._writers.submit(write_chunk, self._store, slot, lease, self._snapshot, index))
         wait(writes)
         for write in writes:
             write.result()
@@ -399,13 +235,6 @@ class Overlapped(Policy):
             else:
                 self._free.append(slot)  # a later save was complete before this one
             self._changed.notify_all()
-
-
-def _put(store: Store, slot: int, lease: Lease, snapshot: Snapshot, index: int) -> None:
-    try:
-        store.write(slot, lease.buffer[: snapshot.padded(index)], index * snapshot.chunk_bytes)
-    finally:
-        lease.release()
 
 
 class CheckFreq(Overlapped):
@@ -442,7 +271,7 @@ class Gemini(Overlapped):
         snapshot = Snapshot(workload, settings.chunk_bytes)
         self._peer = Peer(peer or place / "peer", snapshot.slot_bytes)
         whole = len(snapshot) * snapshot.chunk_bytes
-        one = settings._replace(writers=1)  # a socket is one line
+        one = settings._replace(writers=1)  # a socket transfers one chunk at a time
         super().__init__(workload, one, self._peer, snapshot, whole, in_flight=1, pipelined=True)
 
     def processes(self) -> list[int]:
@@ -541,7 +370,7 @@ class Ours(Policy):
         self._under_way.append(save)
 
     def fence(self) -> None:
-        self.checkpointer.fence()  # the optimizer's hook would do it; here the wait is seen, as the others' is
+        self.checkpointer.fence()  # the optimizer's hook would call it; here the wait is timed as that of the others is
 
     def wait(self) -> None:
         self.checkpointer.wait()

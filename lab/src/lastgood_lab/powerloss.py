@@ -1,18 +1,19 @@
 """`lastgood lab powerloss`: what a loss of power leaves, in a model of a disk and on real file systems in image files.
 
-The crash model: the real code on a disk in memory that keeps nothing it was not asked to keep, and may reorder and tear
-the rest. Each state that a crash may leave is loaded, held against what was promised, and continued; how many, by the
-call that the crash came before (`crashmodel.py` of this package; prove/crash_model.py judges a million).
+The crash model: the real code on a disk in memory that is sure to keep only what was synced, and may reorder and tear
+the rest. Each crash state is loaded and checked against what was promised, and some are continued. The states are
+counted by the call that the crash came before (`crashmodel.py` of this package; prove/crash_model.py judges a
+million).
 
-Then, as root, real disks: a life saves on one file system after another (ext4, xfs, btrfs; those whose mkfs is there)
-and says what is durable. *Power loss*: the image is cloned at a random instant, in one step (FICLONE, on an xfs that
-holds the images), mounted again, its journal replayed: what the page cache had not written down is gone. *Killed*:
-SIGKILL, unmount, mount again. *Disk full*: saves until there is no space, then space is made. *Read-only*: the mount
-turns read-only under a save. Each time a run must come up with the newest state that was said to be durable, or a newer
-one, to the bit.
+Then, as root, real disks: a process saves on one file system after another (ext4, xfs, btrfs; those whose mkfs is
+there) and reports what is durable. *Power loss*: the image is cloned at a random instant, in one step (FICLONE, on an
+xfs that holds the images), mounted again, its journal replayed: what the page cache had not written is lost.
+*Killed*: SIGKILL, unmount, mount again. *Disk full*: saves until there is no space, then space is made. *Read-only*:
+the mount turns read-only under a save. Each time a restore must load the newest state that was reported as durable,
+or a newer one, to the bit.
 
-What these are not: a drive that loses what it had in its own cache, or reorders it. That is the model's. They need
-root, Linux, loop devices and mkfs, and are left out with a word otherwise.
+These do not show a drive that loses or reorders the writes in its own cache; the crash model does. They need root,
+Linux, loop devices and mkfs; otherwise they are skipped, and a line of progress gives the reason.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ from lastgood.storage.directory import Disk, WriteMode
 
 from . import trials
 from .crash import content
-from .crashmodel import Judge, Violation
+from .crashmodel import Judge
 from .journal import Journal
+from .ledger import Violation
 from .plain import load, save
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .scenarios import SCENARIOS, play
 from .trials import Row, share
 
@@ -58,7 +60,7 @@ IMAGE_MIB = {"ext4": 64, "xfs": 320, "btrfs": 160}
 CHUNK_BYTES = 16 << 10
 FICLONE = 0x40049409
 LAST = 400
-"""steps after which a life ends by itself"""
+"""steps after which the process ends by itself"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Options(trials.Options):
     """of each scenario of the crash model in each write mode"""
 
 
-# ---- file systems ------------------------------------------------------------------------------------------------
+# ---- file systems --------------------------------------------------------------------------------------------
 
 
 def _tool(*command: str) -> None:
@@ -99,7 +101,7 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
 
 
 def _unmount(at: Path) -> None:
-    for _ in range(50):  # a process that was killed lets go of its files a moment later
+    for _ in range(50):  # a killed process closes its files a moment later
         if subprocess.run(["umount", str(at)], capture_output=True).returncode == 0:
             return
         time.sleep(0.1)
@@ -121,7 +123,7 @@ def here() -> list[str]:
     return [kind for kind in KINDS if shutil.which(f"mkfs.{kind}")]
 
 
-# ---- a life ------------------------------------------------------------------------------------------------------
+# ---- the saving process --------------------------------------------------------------------------------------
 
 
 def _open(root: Path, mode: WriteMode) -> RunWriter:
@@ -130,56 +132,56 @@ def _open(root: Path, mode: WriteMode) -> RunWriter:
     return RunWriter(tier, Inline(), keep=Keep(last=2))
 
 
-def live(root: Path, mode: WriteMode, seed: int, say: Callable[[str], object]) -> None:
-    """Save one step after another, and say of each when it is durable; of a failure, its name."""
+def live(root: Path, mode: WriteMode, seed: int, send: Callable[[str], object]) -> None:
+    """Save one step after another; send a message when each is durable, or the error that ends it."""
     run = _open(root, mode)
     newest = next(iter(run.lineage()), None)
     run.begin(newest.id if newest else None)
     for step in range((newest.step if newest else 0) + 1, LAST):
         try:
             save(run, step, content(step, seed), chunk_bytes=CHUNK_BYTES)
-            say(f"durable {step}")
+            send(f"durable {step}")
             run.verify(Arena(3 * CHUNK_BYTES, CHUNK_BYTES))
             run.clean()
         except LastgoodError as error:
-            say(f"error {type(error).__name__}")
+            send(f"error {type(error).__name__}")
             return
 
 
 class Life:
-    """A forked life, and what it has said."""
+    """A forked process that runs `live`, and its messages."""
 
     def __init__(self, root: Path, mode: WriteMode, seed: int) -> None:
         receive, send = os.pipe()
         self.child = os.fork()
         if self.child == 0:
-            with contextlib.suppress(BaseException):  # its disk may be gone: others judge what is left
+            with contextlib.suppress(BaseException):  # its disk may be gone: the parent judges what is left
                 live(root, mode, seed, lambda line: os.write(send, f"{line}\n".encode()))
             os._exit(0)
         os.close(send)
         self._lines = os.fdopen(receive)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def until(self, steps: int) -> None:
         """Until so many steps are durable, or it has ended."""
         while self.durable < steps and (line := self._lines.readline()):
-            self.said.append(line.strip())
+            self.messages.append(line.strip())
 
     @property
     def durable(self) -> int:
-        """The newest step that it called durable, as far as it was listened to."""
-        return max((int(line.split()[1]) for line in self.said if line.startswith("durable")), default=0)
+        """The newest step reported as durable in the messages read so far."""
+        return max((int(line.split()[1]) for line in self.messages if line.startswith("durable")), default=0)
 
     def end(self) -> None:
-        """Kill it, and hear the rest."""
+        """Kill it, and read its remaining messages."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
-        self.said += [line.strip() for line in self._lines]
+        self.messages += [line.strip() for line in self._lines]
         self._lines.close()
 
 
-# ---- one trial ---------------------------------------------------------------------------------------------------
+# ---- one trial -----------------------------------------------------------------------------------------------
 
 
 def one(key: Row, images: Path) -> Row:
@@ -197,7 +199,7 @@ def one(key: Row, images: Path) -> Row:
                 life.until(steps)
                 time.sleep(chance.uniform(0.0, 0.01))
                 clone(image, lost)
-                owed = life.durable  # heard before the clone was taken: what came since may be in it or not
+                owed = life.durable  # messages read before the clone was taken; later saves may or may not be in it
             finally:
                 life.end()
         found = _found(lost, images / "again", mode, seed)
@@ -250,10 +252,10 @@ def _fill(image: Path, at: Path, mode: WriteMode, seed: int, chance: random.Rand
         life = Life(at / "run", mode, seed)
         life.until(LAST)
         life.end()
-        told = any(line == "error NoSpace" for line in life.said)
+        reported = any(line == "error NoSpace" for line in life.messages)
         ballast.unlink()
         found = _resumed(at / "run", mode, seed)
-        return life.durable, {**found, "why": found["why"] or ("" if told else "no NoSpace was told")}
+        return life.durable, {**found, "why": found["why"] or ("" if reported else "no NoSpace was reported")}
 
 
 def _turn_read_only(image: Path, at: Path, mode: WriteMode, seed: int, steps: int) -> tuple[int, Row]:
@@ -271,7 +273,7 @@ def _turn_read_only(image: Path, at: Path, mode: WriteMode, seed: int, steps: in
         return life.durable, _resumed(at / "run", mode, seed)
 
 
-# ---- the crash model ---------------------------------------------------------------------------------------------
+# ---- the crash model -----------------------------------------------------------------------------------------
 
 
 def play_one(key: Row) -> Row:
@@ -288,17 +290,17 @@ def play_one(key: Row) -> Row:
     return {"states": dict(judge.by_step), "lost": judge.lost, "violation": violation}
 
 
-def _model(options: Options, say: Say) -> list[Row]:
+def _model(options: Options, progress: Progress) -> list[Row]:
     """A row for each scenario, mode and step."""
     keys = [
         {"scenario": one.name, "mode": mode, "play": number, "seed": options.seed}
         for number in range(options.plays)
         for one in SCENARIOS
         for mode in MODES
-        if not one.in_flight or mode == "atomic_dirsync"  # slots know one way to write
+        if not one.in_flight or mode == "atomic_dirsync"  # slots have one write mode
     ]
-    say("the crash model")
-    played = trials.run(keys, play_one, Journal(options.out / "model.jsonl"), options.jobs, say)
+    progress("the crash model")
+    played = trials.run(keys, play_one, Journal(options.out / "model.jsonl"), options.jobs, progress)
     found: dict[tuple[str, str, str], Counter[str]] = {}
     for row in played:
         for step, states in row["states"].items():
@@ -314,20 +316,20 @@ def _model(options: Options, say: Say) -> list[Row]:
     ]
 
 
-# ---- all of them -------------------------------------------------------------------------------------------------
+# ---- all of them ---------------------------------------------------------------------------------------------
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    rows = _model(options, say)
+def run(options: Options, progress: Progress) -> list[Row]:
+    rows = _model(options, progress)
     try:
         kinds = here()
     except Refused as error:
-        say(f"real file systems are left out: {error}")
+        progress(f"real file systems are left out: {error}")
         return rows
-    return rows + _on_disks(kinds, options, say)
+    return rows + _on_disks(kinds, options, progress)
 
 
-def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
+def _on_disks(kinds: Sequence[str], options: Options, progress: Progress) -> list[Row]:
     journal = Journal(options.out / "trials.jsonl")
     keys = [
         {"fs": kind, "mode": mode, "trouble": trouble, "trial": trial, "seed": options.seed}
@@ -338,7 +340,7 @@ def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
     ]
     for kind in KINDS:
         if kind not in kinds:
-            say(f"{kind} is left out: mkfs.{kind} is not there")
+            progress(f"{kind} is left out: mkfs.{kind} is not there")
     left = [key for key in keys if journal.get(**key) is None]
     with tempfile.TemporaryDirectory(prefix="lastgood-powerloss-", dir=options.out) as folder:
         holder = Path(folder) / "holder.img"
@@ -347,7 +349,7 @@ def _on_disks(kinds: Sequence[str], options: Options, say: Say) -> list[Row]:
             for done, key in enumerate(left, 1):
                 journal.put(one(key, images), **key)
                 if done % 20 == 0 or done == len(left):
-                    say(f"{len(keys) - len(left) + done:,} of {len(keys):,} trials")
+                    progress(f"{len(keys) - len(left) + done:,} of {len(keys):,} trials")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
 
 
@@ -358,8 +360,8 @@ def _steps(rows: Sequence[Row]) -> list[list[str]]:
         if row["mode"] == "atomic_dirsync" and "scenario" in row:
             states[row["step"]] += row["states"]
             violations[row["step"]] += row["violations"]
-    told = [[step, f"{count:,}", str(violations[step])] for step, count in states.most_common()]
-    return [*told, ["all", f"{states.total():,}", str(violations.total())]]
+    lines = [[step, f"{count:,}", str(violations[step])] for step, count in states.most_common()]
+    return [*lines, ["all", f"{states.total():,}", str(violations.total())]]
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -379,35 +381,43 @@ def report(rows: Sequence[Row], options: Options) -> Report:
                         trouble,
                         kind,
                         mode,
-                        share(mine, itemgetter("kept")).told(),
+                        share(mine, itemgetter("kept")).as_text(),
                         str(sum(row["restored"] > 0 and not row["right"] for row in mine)),
                         f"{sum(row['goes_on'] for row in mine)} of {len(mine)}",
                         ", ".join(reasons),
                     ]
                 )
-    head = ["trouble", "file system", "mode", "durable is there (Wilson 95 %)", "wrong loads", "saves again", "why not"]
+    head = [
+        "trouble",
+        "file system",
+        "mode",
+        "durable state found (Wilson 95 %)",
+        "wrong loads",
+        "saves again",
+        "why not",
+    ]
     return Report(
         name="powerloss",
         title="What a loss of power leaves",
-        about="The model: the real code on a disk that keeps nothing it was not asked to keep. Each trial on a real "
-        "file system is a fresh one in an image. Durable: what the life had called so before the trouble.",
+        about="The model: the real code on a disk that is sure to keep only what was synced. Each trial on a real "
+        "file system is a fresh one in an image. Durable: reported as durable before the fault.",
         tables=[
             Table("The crash model, before which call a crash came", ["call", "states", "violations"], _steps(model)),
             *([Table("Real file systems", head, lines)] if lines else []),
         ],
         rows=model,
         notes=[
-            f"The weaker modes in the model: {weaker['states']:,} states, in {weaker['lost']:,} of them something that "
-            f"was called done is gone, {weaker['violations']} in which something loads that was not saved.",
+            f"The weaker modes in the model: {weaker['states']:,} states, in {weaker['lost']:,} of them an "
+            f"acknowledged save is lost, in {weaker['violations']} something loads that was not saved.",
             "The weaker modes promise no durability: their rows show what leaving out syncs costs on this kernel.",
             "Power loss: the image is cloned in one step; what the page cache had not written is gone, what the drive "
-            "was given is not. Losing and reordering that is the model's.",
+            "was given is not. Only the model loses and reorders that.",
         ],
     )
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     model, rows = [row for row in rows if "scenario" in row], [row for row in rows if "fs" in row]
     mine = [row for row in rows if row["mode"] == "atomic_dirsync"]
     return {

@@ -1,8 +1,9 @@
 """`lastgood bench ranks`: saves and loads by several ranks beside torch.distributed.checkpoint, in the same run.
 
 Real processes under gloo on this machine, sharded by FSDP2. The contenders take turns; both are durable: DCP with its
-default sync_files=True, the fsyncs of its metadata and directory added. Loads are of what the page cache has dropped.
-Beside it what is written of replicas, how it is balanced, and what agreeing and planning take.
+default sync_files=True, the fsyncs of its metadata and directory added. Files are dropped from the page cache before
+each load. Also measured: how much of replicated tensors is written, how it is balanced, and the cost of agreement and
+planning.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from lastgood.ranks.torch_store import join_group
 from lastgood.run import access
 from lastgood.storage.directory import Disk
 
-from .durable import sync_tree
+from .contenders import sync_tree
 from .journal import Journal
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
 from .restore import drop_from_cache
 from .worlds import world
 
@@ -63,8 +64,8 @@ class Options:
     place: Path | None = None
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "ranks.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="lastgood-ranks-", dir=options.place or options.out) as folder:
@@ -72,9 +73,9 @@ def run(options: Options, say: Say) -> list[Row]:
         def measured(what: str, job: Callable[..., Any], size: int, *arguments: Any) -> None:
             found = journal.get(what=what, ranks=size, rounds=options.rounds)
             if found is None:
-                told = world(size, job, Path(folder) / f"{what}-{size}", *arguments, limit_seconds=1800)[0]
-                found = journal.put(told, what=what, ranks=size, rounds=options.rounds)
-                say(f"{what}, {size} ranks")
+                result = world(size, job, Path(folder) / f"{what}-{size}", *arguments, limit_seconds=1800)[0]
+                found = journal.put(result, what=what, ranks=size, rounds=options.rounds)
+                progress(f"{what}, {size} ranks")
             rows.append({"what": what, "ranks": size, **found})
 
         for size in options.ranks:
@@ -85,7 +86,7 @@ def run(options: Options, say: Say) -> list[Row]:
     return rows
 
 
-# ---- on each rank ------------------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------------------
 
 
 def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
@@ -100,7 +101,7 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
     optimizer = stepped(net)
-    told: dict[str, list[float]] = {f"{who} {verb}": [] for who in (OURS, THEIRS) for verb in ("save", "load")}
+    result: dict[str, list[float]] = {f"{name} {verb}": [] for name in (OURS, THEIRS) for verb in ("save", "load")}
     model, moments = get_state_dict(net, optimizer)
     state = {"model": model, "optimizer": moments}
     theirs = folder / "dcp"
@@ -115,30 +116,30 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
 
         step = 0
         for number in range(rounds + 1):
-            for who in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
+            for name in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
                 step += 1
-                if who == OURS:
-                    seconds = together(lambda: ckpt.save(step).result())  # noqa: B023 - called at once
+                if name == OURS:
+                    seconds = timed_on_all_ranks(lambda: ckpt.save(step).result())  # noqa: B023 - called at once
                     ckpt.wait()
                 else:
                     if rank == 0 and theirs.exists():
                         shutil.rmtree(theirs)
-                    seconds = together(save_theirs)
+                    seconds = timed_on_all_ranks(save_theirs)
                 if number:  # the first touches memory and makes folders
-                    told[f"{who} save"].append(seconds)
+                    result[f"{name} save"].append(seconds)
         for number in range(rounds):
-            for who in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
+            for name in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
                 if rank == 0:
                     drop_from_cache(folder)
                 reader = dcp.FileSystemReader(str(theirs))
-                load = ckpt.restore if who == OURS else lambda: dcp.load(state, storage_reader=reader)  # noqa: B023
-                told[f"{who} load"].append(together(load))
-    return {"bytes": len(net) * LAYER_BYTES, **told}
+                load = ckpt.restore if name == OURS else lambda: dcp.load(state, storage_reader=reader)  # noqa: B023
+                result[f"{name} load"].append(timed_on_all_ranks(load))
+    return {"bytes": len(net) * LAYER_BYTES, **result}
 
 
 def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
-    """Of one save under DDP: bytes that were written, bytes that there are, the share of each rank; and of a restore,
-    what all ranks of this machine have read from its disk."""
+    """One save under DDP: bytes written, bytes of the state, bytes of each rank; and the bytes that a restore by all
+    ranks reads from the disk."""
     net = layers(mib)
     optimizer = stepped(nn.parallel.DistributedDataParallel(net))
     with Checkpointer(folder, {"net": net, "optimizer": optimizer}) as ckpt:
@@ -162,13 +163,13 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
 
 
 def read_bytes() -> int:
-    """What this process has read from disks."""
+    """Bytes that this process has read from disks."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
 
 
 def agreeing(rank: int, size: int, folder: Path) -> Row:
-    """Seconds of what a save agrees on, and of its commit, when all ranks come to it together."""
+    """Seconds of the agreement of a save and of its commit, when all ranks begin at once."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks, tier = join_group(folder), Disk(PosixFiles(), str(folder))
     share = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
@@ -176,16 +177,16 @@ def agreeing(rank: int, size: int, folder: Path) -> Row:
 
     def agree(step: int) -> None:
         topic, name = ranks.step_topic("save", step), f"gen/{step:012d}-5ca1ab1e/COMMIT.json"
-        topic.agree({"structure": "0" * 64, "sums": {"0": ["0" * 64, "0" * 64]}}, lambda told: "same")
-        topic.agree(share, lambda told: tier.put_new(name, repr(told).encode()))
+        topic.agree({"structure": "0" * 64, "sums": {"0": ["0" * 64, "0" * 64]}}, lambda answers: "same")
+        topic.agree(share, lambda answers: tier.put_new(name, repr(answers).encode()))
 
     for step in range(AGREEMENTS):
-        found.append(together(partial(agree, step)))
+        found.append(timed_on_all_ranks(partial(agree, step)))
     return {"seconds": found}
 
 
 def planning(rank: int, size: int, folder: Path) -> Row:
-    """Seconds in which a save captures small tensors, and in which it checks that its known plan still holds."""
+    """Seconds to capture many small tensors and to plan which rank writes them, with a cached plan; no copy."""
     state = {"w": {f"{n:04d}": torch.zeros(4) for n in range(SMALL)}}
     with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
@@ -200,7 +201,7 @@ def planning(rank: int, size: int, folder: Path) -> Row:
     return {"capture": took, "seconds": planned}
 
 
-def together(act: Callable[[], object]) -> float:
+def timed_on_all_ranks(act: Callable[[], object]) -> float:
     """Seconds from when all ranks begin until all have ended."""
     dist.barrier()
     begun = time.perf_counter()
@@ -223,7 +224,7 @@ def stepped(net: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-# ---- what is told ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -276,9 +277,9 @@ def _figure(rows: Sequence[Row]) -> Figure:
 
     figure, all_axes = panels(2, columns=2, wide=3.6, high=3.2)
     for axes, verb in zip(all_axes, ("save", "load"), strict=True):
-        for shift, who in ((-0.2, OURS), (0.2, THEIRS)):
-            middles = [statistics.median(row[f"{who} {verb}"]) for row in rows]
-            axes.bar([at + shift for at in range(len(rows))], middles, width=0.4, label=who)
+        for shift, name in ((-0.2, OURS), (0.2, THEIRS)):
+            middles = [statistics.median(row[f"{name} {verb}"]) for row in rows]
+            axes.bar([at + shift for at in range(len(rows))], middles, width=0.4, label=name)
         axes.set_xticks(range(len(rows)), [f"{row['ranks']} ranks" for row in rows])
         axes.set_ylabel(f"s to {verb}")
     all_axes[0].legend()

@@ -1,7 +1,7 @@
-"""A training process that is killed and started again: how long until it is back at the step where it died.
+"""A training process that is killed and started again: how long until it is back at the step of the kill.
 
-The child trains and tells of each step on its standard output; the parent kills it between two steps that a seed
-chooses, starts it again and waits until the step of the kill has been done again. A peer process outlives both lives.
+The child trains and reports each step on its standard output. The parent kills it between two steps that a seed
+chooses, starts it again and waits until the step of the kill has been done again. A peer process outlives both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .policies import POLICIES, Settings, Snapshot
+from .chunked_copy import Snapshot
+from .policies import POLICIES
+from .policy import Settings
 from .stores import end_peer, start_peer
 
 
 class Spec(NamedTuple):
-    """One life's task."""
+    """What the child trains and how it saves."""
 
     model: str
     scale: float
@@ -43,20 +45,20 @@ def killed_and_restarted(spec: Spec, seed: int, save_steps: float) -> dict[str, 
     peer = _peer(spec) if spec.policy == "Gemini" else None
     try:
         with _life(spec) as process:
-            for word, step, seconds in _told(process):
-                if word == "step" and step == fatal:
+            for kind, step, seconds in _messages(process):
+                if kind == "step" and step == fatal:
                     time.sleep(chance.random() * seconds)  # anywhere in the step after it
                     break
             process.send_signal(signal.SIGKILL)
-            reached = max([fatal, *(step for word, step, _ in _told(process) if word == "step")])
+            reached = max([fatal, *(step for kind, step, _ in _messages(process) if kind == "step")])
         begun = time.perf_counter()
         restart = load = redone_seconds = 0.0
         resumed = 0
         with _life(spec) as process:
-            for word, step, seconds in _told(process):
-                if word == "ready":
+            for kind, step, seconds in _messages(process):
+                if kind == "ready":
                     restart = time.perf_counter() - begun
-                elif word == "loaded":
+                elif kind == "loaded":
                     resumed, load, since = step, seconds, time.perf_counter()
                     if resumed >= reached:
                         break
@@ -88,13 +90,13 @@ def _life(spec: Spec) -> subprocess.Popen[bytes]:
     return subprocess.Popen(program, stdout=subprocess.PIPE, env={**os.environ, "PYTHONWARNINGS": "ignore"})
 
 
-def _told(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, int, float]]:
-    """What a life says, whole lines only, until it ends."""
+def _messages(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, int, float]]:
+    """The messages of a child until it ends; a torn last line is left out."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.endswith(b"\n"):
-            word, step, seconds = line.split()
-            yield word.decode(), int(step), float(seconds)
+            kind, step, seconds = line.split()
+            yield kind.decode(), int(step), float(seconds)
 
 
 def live(spec: Spec) -> None:
@@ -104,21 +106,21 @@ def live(spec: Spec) -> None:
     workload = Workload(spec.model, spec.scale, spec.work, spec.device)
     place = Path(spec.place)
     policy = POLICIES[spec.policy](workload, place, spec.settings, place / "peer")
-    _tell("ready", 0, 0.0)
+    _send("ready", 0, 0.0)
     begun = time.perf_counter()
     step = policy.load()
-    _tell("loaded", step, time.perf_counter() - begun)
+    _send("loaded", step, time.perf_counter() - begun)
     while True:
         begun = time.perf_counter()
         workload.step(policy.fence)
         step += 1
         if step % spec.interval == 0:
             policy.save(step)
-        _tell("step", step, time.perf_counter() - begun)
+        _send("step", step, time.perf_counter() - begun)
 
 
-def _tell(word: str, step: int, seconds: float) -> None:
-    print(word, step, f"{seconds:.6f}", flush=True)
+def _send(kind: str, step: int, seconds: float) -> None:
+    print(kind, step, f"{seconds:.6f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def _from_events(events: Sequence[tuple[float, int]]) -> Trace:
     return Trace([at - times[0] for at in times], alive, times[-1] - times[0])
 
 
-# ---- what a policy costs ---------------------------------------------------------------------------------------
+# ---- what a policy costs -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What a bench leaves behind: JSON, a markdown table and figures, with hardware, date and command in them.
+"""The report of a benchmark: JSON, Markdown tables and figures, with the hardware, the date and the command.
 
-The files of one report share a stem, `interval-2026-11-21-2core`; nothing in them names a path of the machine.
+The files of one report share a stem, such as `interval-2026-11-21-2core`. They name no path of the machine.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from .provenance import commit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Say = Callable[[str], None]
-"""hears of progress, a line at a time"""
+Progress = Callable[[str], None]
+"""called with each line of progress"""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a head; `title` stands above."""
+    """A table of texts with a heading; `title` may be empty."""
 
     title: str
     head: Sequence[str]
@@ -42,7 +42,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """One bench's outcome. `figures`: name -> how to draw it; `rows`: the measurements, as JSON."""
+    """The outcome of one benchmark. `figures`: name -> how to draw it; `rows`: the measurements, written as JSON."""
 
     name: str
     title: str
@@ -89,18 +89,18 @@ class Report:
         return files
 
 
-# ---- this machine ----------------------------------------------------------------------------------------------
+# ---- this machine --------------------------------------------------------------------------------------------
 
 
 def hardware() -> str:
-    """Short enough for a file name: `2core`, `16core-h100`."""
+    """The hardware in a file name, such as `2core` or `16core-h100`."""
     accelerator = _accelerator()
-    words = accelerator.lower().replace("nvidia", "").split()
-    return "-".join([f"{os.cpu_count()}core", *(["".join(words[:1])] if words else [])])
+    parts = accelerator.lower().replace("nvidia", "").split()
+    return "-".join([f"{os.cpu_count()}core", *(["".join(parts[:1])] if parts else [])])
 
 
 def machine() -> str:
-    """One line for people."""
+    """This machine, in one line."""
     import torch
 
     cores = f"{os.cpu_count()} cores {platform.machine()}"
@@ -119,17 +119,17 @@ def today() -> str:
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command as it was given, of every path only the last part."""
-    told = [_last_part(word) for word in (sys.argv if argv is None else argv)]
-    return " ".join(["lastgood", *told[1:]])
+    """The command that was given, with only the last part of each path."""
+    shown = [_last_part(argument) for argument in (sys.argv if argv is None else argv)]
+    return " ".join(["lastgood", *shown[1:]])
 
 
-def _last_part(word: str) -> str:
-    option, equals, value = word.rpartition("=")
+def _last_part(argument: str) -> str:
+    option, equals, value = argument.rpartition("=")
     return option + equals + (os.path.basename(value.rstrip("/")) if os.sep in value else value)
 
 
-# ---- numbers as text -------------------------------------------------------------------------------------------
+# ---- numbers as text -----------------------------------------------------------------------------------------
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:

@@ -1,8 +1,8 @@
 """Restore of one large state: this project, a raw direct read of the same bytes, torch.load and dcp.load.
 
 Each round does every contender once, in an order that rotates; before each, everything is synced and dropped from the
-page cache. Raw reads the tensor file into one reused buffer a thread and looks at nothing. Every other contender ends
-with the state in the live tensors, but for the plain torch.load.
+page cache. Raw reads the tensor file into one reused buffer per thread and checks nothing. Every other
+contender ends with the state in the live tensors, except the plain torch.load.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ import torch.distributed.checkpoint as dcp
 import lastgood
 from lastgood.units import size
 
-from .durable import CHUNK_BYTES, of_contender, ratios, warm_memory
-from .interval import working_place
+from .contenders import CHUNK_BYTES, warm_memory
+from .durable import of_contender, ratios
 from .journal import Journal
 from .models import Workload
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
+from .usage import working_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -50,8 +51,8 @@ class Options:
     rounds: int = 5
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "restore.journal.jsonl", {"hardware": hardware()})
     names = [*RAW, OURS, FRESH, SLOTS, *_PEERS]
     restores: dict[str, Restore] = {}
@@ -68,7 +69,7 @@ def run(options: Options, say: Say) -> list[Row]:
                         restores, total = _prepared(Workload("gpt2-124m", options.scale, 0.03), place)
                     drop_from_cache(place)
                     known = journal.put({"seconds": restores[name](), "bytes": total}, **key)
-                    say(f"round {number + 1}/{options.rounds}  {name:40s} {known['seconds']:6.3f} s")
+                    progress(f"round {number + 1}/{options.rounds}  {name:40s} {known['seconds']:6.3f} s")
                 rows.append({**key, **known})
     return rows
 
@@ -135,7 +136,7 @@ def _read_direct(path: Path, buffer: memoryview, threads: int) -> None:
     os.close(fd)
 
 
-# ---- peers -----------------------------------------------------------------------------------------------------
+# ---- peers ---------------------------------------------------------------------------------------------------
 
 
 def _torch_load(place: Path, live: Mapping[str, Any]) -> None:
@@ -175,7 +176,7 @@ _PEERS: dict[str, Callable[[Path, Mapping[str, Any]], None]] = {
 }
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:

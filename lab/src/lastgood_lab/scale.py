@@ -1,8 +1,8 @@
-"""`lastgood lab scale`: what the records cost with up to 16,384 ranks and a million pieces. No tensor is written.
+"""`lastgood lab scale`: the cost of the records with up to 16,384 ranks and a million pieces. No tensor is written.
 
 The records are real, and so is the store through which the ranks agree (a TCPStore on loopback, its posts set as the
-ranks would). The tier is a table in memory that counts its calls; what they would take is told beside the time of the
-processor, from latencies that are measured on a real directory first.
+ranks would). The tier is a table in memory that counts its calls; the time that these calls would take is reported
+beside the processor time, from latencies that are measured on a real directory first.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from lastgood.ranks.torch_store import Clients, GroupStore
 from lastgood.records import Blob, Commit, Extent, Generation, GenerationId, Manifest, Piece, World
 from lastgood.run.save import RankPart
 from lastgood.storage.directory import Disk
-from lastgood.units import size as told_size
+from lastgood.units import size as size_text
 
 from .journal import Journal
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Row
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Options:
     """a folder on the disk whose latencies count"""
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     journal = Journal(options.out / "trials.jsonl")
     place = options.place or options.out
     if journal.get(ranks=0, pieces=0) is None:
@@ -76,15 +76,15 @@ def run(options: Options, say: Say) -> list[Row]:
     for key in keys:
         if journal.get(**key) is None:
             journal.put(measured(**key), **key)
-            say(f"{key['ranks']:,} ranks, {key['pieces']:,} pieces")
+            progress(f"{key['ranks']:,} ranks, {key['pieces']:,} pieces")
     return [{**key, **(journal.get(**key) or {})} for key in [{"ranks": 0, "pieces": 0}, *keys]]
 
 
-# ---- one size ----------------------------------------------------------------------------------------------------
+# ---- one size ------------------------------------------------------------------------------------------------
 
 
 def measured(ranks: int, pieces: int) -> Row:
-    """Seconds of the processor, calls and bytes of every step of one generation's life."""
+    """Processor seconds, calls and bytes of every step from the seals of one generation to its deletion."""
     tier = _Table()
     manifests = [manifest_of(rank, ranks, pieces // ranks) for rank in range(ranks)]
     for one in manifests:
@@ -214,7 +214,7 @@ def _post(store: MessageStore, at: str, answers: Sequence[Any]) -> None:
 
 
 def planned(manifests: Sequence[Manifest], ranks: int) -> int:
-    """What one rank of half as many reads: how many parts."""
+    """Plan what one rank reads when half as many ranks restore; returns the number of parts."""
     target = Box((0, 0), (2, COLUMNS))
     tensors = reshard.tensors(manifests)
     return sum(len(reshard.parts(one, target, 0)) for one in tensors.values())
@@ -227,7 +227,7 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class _Table(Tier):
-    """As far as records go; counts what is read and deleted."""
+    """A tier in memory that holds records only, and counts reads and deletions."""
 
     place, newest_only = "memory", False
 
@@ -236,10 +236,10 @@ class _Table(Tier):
         self._folders: dict[str, dict[str, bytes | int]] = {"gen": {}}
 
     def folder(self, manifest: Manifest) -> None:
-        """Its tensor files are there."""
-        home = layout.folder(GenerationId(step=manifest.step, incarnation=manifest.incarnation))
-        self._folders["gen"].setdefault(home.partition("/")[2], -1)
-        self._folders.setdefault(home, {}).update({blob.name: blob.length for blob in manifest.blobs})
+        """Pretend that the tensor files of this manifest exist."""
+        folder = layout.folder(GenerationId(step=manifest.step, incarnation=manifest.incarnation))
+        self._folders["gen"].setdefault(folder.partition("/")[2], -1)
+        self._folders.setdefault(folder, {}).update({blob.name: blob.length for blob in manifest.blobs})
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         there = self._folders.get(folder, {})
@@ -270,11 +270,11 @@ class _Table(Tier):
         self._folders.get(folder, {}).pop(last, None)
 
 
-# ---- what a call takes ---------------------------------------------------------------------------------------------
+# ---- latencies -----------------------------------------------------------------------------------------------
 
 
 def latencies(place: Path) -> Row:
-    """Medians, in seconds: a record put, read, deleted in a real directory; a name listed."""
+    """Median seconds to put, read and delete a record in a real directory, and to list one name."""
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lastgood-scale-", dir=place) as folder:
         tier = Disk(PosixFiles(), folder)
@@ -291,7 +291,7 @@ def latencies(place: Path) -> Row:
         return {"put": put, "get": got, "name": listed / PROBES, "removed": each(tier.delete)}
 
 
-# ---- what is told --------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -300,12 +300,12 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         [
             f"{row['ranks']:,}",
             f"{row['pieces']:,}",
-            told_size(int(row["manifest_bytes"])),
+            size_text(int(row["manifest_bytes"])),
             f"{1000 * row['seal']:.1f}",
             f"{row['commit']:.3f}",
-            told_size(row["commit_bytes"]),
+            size_text(row["commit_bytes"]),
             f"{1000 * row['list']:.1f}",
-            told_size(row["read_bytes"]),
+            size_text(row["read_bytes"]),
             f"{row['read']:.2f} + {_waits(row, probe)['read']:.2f}",
             f"{row['plan']:.2f}",
             f"{row['delete']:.2f} + {_waits(row, probe)['delete']:.1f}",
@@ -318,7 +318,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     return Report(
         name="scale",
         title="Records, with many ranks and many pieces",
-        about="One generation: each rank seals; the coordinator hears every seal through a TCPStore on loopback, "
+        about="One generation: each rank seals; the coordinator receives every seal through a TCPStore on loopback, "
         "commits, answers and forgets; a restore on half as many ranks reads every record; the generation is deleted. "
         "Time of one processor; after a plus what the calls would wait for this directory, one after the other.",
         tables=[Table("", head, lines)],
@@ -335,7 +335,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     sizes = rows[1:]
     return {
         "sizes": len(sizes),
@@ -352,7 +352,7 @@ def _figure(sizes: Sequence[Row]) -> Figure:
     from .figures import panels
 
     figure, (by_ranks, by_pieces) = panels(2, columns=2, wide=4.2, high=3.6)
-    many_pieces, many_ranks = _told_most(sizes, "pieces"), _told_most(sizes, "ranks")
+    many_pieces, many_ranks = _most_measured(sizes, "pieces"), _most_measured(sizes, "ranks")
     for axes, what, other, fixed in (
         (by_ranks, "ranks", "pieces", many_pieces),
         (by_pieces, "pieces", "ranks", many_ranks),
@@ -368,7 +368,7 @@ def _figure(sizes: Sequence[Row]) -> Figure:
     return figure
 
 
-def _told_most(sizes: Sequence[Row], what: str) -> int:
+def _most_measured(sizes: Sequence[Row], what: str) -> int:
     """The value with which most sizes were measured, the largest of them."""
     count = Counter(row[what] for row in sizes)
     return max(value for value, times in count.items() if times == max(count.values()))

@@ -1,4 +1,9 @@
-"""What is done to a run while the crash model looks on: lives of it, each with its faults, drawn from a seed."""
+"""The scenarios of the crash model: histories of a run, whose faults and variants are drawn from a seed.
+
+`SCENARIOS` plays the basic histories in directories, in slots, and with three ranks that write each generation; others
+add errors of the file system, a full disk, damage, rebuilding from parity, labels and several saves in flight. Parity
+is played in directories written by one rank.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +17,18 @@ from lastgood.format import layout
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import WriteMode
 
-from .crashmodel import Judge, Ledger, World
+from .crashmodel import Judge, World
 from .hostile import HostileDisk
 from .labels import LOSS
+from .ledger import Ledger
 
 
 class Scenario(NamedTuple):
     live: Callable[[World], None]
     in_flight: int = 0
-    """saves that the slots are announced; 0: the run lives in directories"""
+    """saves in flight of a run in slots; 0: the run is in directories"""
     ranks: int = 1
-    """how many write each generation"""
+    """how many ranks write each generation"""
 
     @property
     def name(self) -> str:
@@ -46,7 +52,7 @@ def verification_falls_behind(world: World) -> None:
     for burst in (2, 3, 4), (5, 6):
         for step in burst:
             world.save(step)
-        world.look_after()
+        world.upkeep()
 
 
 def restarts(world: World) -> None:
@@ -113,7 +119,7 @@ def damage_before_verification(world: World) -> None:
     world.save(2)
     world.save(3)
     world.rot(3, *world.judge.rng.choice(_PARTS))
-    world.look_after()
+    world.upkeep()
     world.steps(4, 5)
 
 
@@ -127,25 +133,25 @@ def damage_after_verification(world: World) -> None:
 
 
 def saves_in_flight(world: World) -> None:
-    """The inner save ends first; then the outer one is the newest. One more is under way, and never ends."""
+    """The inner save ends first, then the outer one, which is newer. A third one is begun and never ends."""
     world.open()
     world.steps(1)
     world.run.tier.create("gen/000000000009-00000009/r00000.safetensors", 9000)
     world.save(3, meanwhile=lambda: world.save(2))
-    world.look_after()
+    world.upkeep()
     world.save(6, meanwhile=lambda: world.save(5, meanwhile=lambda: world.save(4)))
-    world.look_after()
+    world.upkeep()
     world.steps(7)
 
 
 def overtaken_saves(world: World) -> None:
-    """The inner save ends first, and is newer: the outer one is given up, unless retention wants it for itself."""
+    """The inner save ends first and is newer: the outer one is dropped, unless retention must keep its step."""
     world.open()
     world.steps(1)
     for older in (2, 5):
         world.save(older, meanwhile=functools.partial(world.save, older + 1))
         world.save(older + 2)
-        world.look_after()
+        world.upkeep()
     world.steps(8)
 
 
@@ -157,7 +163,7 @@ def commits_that_nobody_knows_of(world: World) -> None:
         world.save(step)
         world.disk.watch = world._watch
         world.heal()
-        world.look_after()
+        world.upkeep()
     world.steps(7)
 
 
@@ -171,7 +177,7 @@ def full_disk(world: World) -> None:
         world.disk.watch = functools.partial(_refuse_space, world, refusals, layout.blob_name(0))
         world.save(step)
         world.disk.watch = world._watch
-        world.look_after()
+        world.upkeep()
         world.heal()
     world.open()
     world.steps(7, 8)
@@ -190,7 +196,7 @@ def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> No
 
 
 _BEST: tuple[str, Literal["min"], int] = (LOSS, "min", 1)
-"""of `Keep`: beside the newest, the generation with the lowest loss stays"""
+"""the `best` of `Keep`: beside the newest, the generation with the lowest loss is kept"""
 
 
 def labels(world: World) -> None:
@@ -201,7 +207,7 @@ def labels(world: World) -> None:
     for step in (1, 2, 3, 4):
         world.save(step)
         world.label(step, rng.random())
-        world.look_after()
+        world.upkeep()
         if rng.random() < 0.5:
             world.label(step, rng.random(), milestone=True)
     world.open()
@@ -212,7 +218,7 @@ def labels(world: World) -> None:
 
 
 def two_labels(world: World) -> None:
-    """A life of labels for slots, where each costs a write of the table."""
+    """Labels in slots, where each is a write of the table; shorter than `labels`."""
     world.open()
     world.steps(1)
     world.label(1, 0.5, milestone=True)
@@ -237,7 +243,7 @@ def labels_on_a_full_disk(world: World) -> None:
         world.label(rng.choice([step, step - 3]), rng.random(), milestone=True)
         world.disk.watch = world._watch
         world.heal()
-        world.look_after()
+        world.upkeep()
     world.open()
     world.steps(6)
 
@@ -261,7 +267,7 @@ def failing_labels(world: World) -> None:
     except LastgoodError:
         pass
     else:
-        world.look_after()
+        world.upkeep()
     finally:
         world.heal()
     world.open()
@@ -296,7 +302,7 @@ def failing_rebuilding(world: World) -> None:
 
 
 _PARTS = [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
-"""of a generation, and a place in them"""
+"""files of a generation, and the offset of a byte in each"""
 
 
 def growing_states(world: World) -> None:
@@ -347,7 +353,7 @@ def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -
     keep = rng.choice(KEEPS)
     ledger = Ledger(keep=keep, mode=mode, direct=direct, in_flight=scenario.in_flight, ranks=scenario.ranks)
     if ledger.in_flight and mode != "atomic_dirsync":
-        return  # slots know one way to write
+        return  # slots have one write mode
     world = World(disk, ledger, judge)
     scenario.live(world)
     judge.crash(world)

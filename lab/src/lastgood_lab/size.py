@@ -1,4 +1,4 @@
-"""Time of a save against the size of the state, and against each knob: saves in flight, writers, chunk, memory."""
+"""Time of a save against the size of the state, and against each option: saves in flight, writers, chunk, memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import lastgood
 
-from .durable import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
-from .interval import working_place
+from .contenders import CONTENDERS, OURS, RAW, SLOTS, Bench, Save
 from .journal import Journal
 from .models import Plain
-from .report import Report, Say, Table, hardware, spread
+from .report import Progress, Report, Table, hardware, spread
+from .usage import working_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +29,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `sizes_mib`: of the state; `knob_mib`: of the state whose knobs are turned, 0 for none."""
+    """What to measure. `sizes_mib`: of the state; `knob_mib`: of the one with which options are varied, 0: none."""
 
     out: Path
     place: Path | None = None
@@ -50,17 +50,17 @@ class Options:
         }
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "size.journal.jsonl", {"hardware": hardware(), "device": options.device})
-    rows = [row for mib in options.sizes_mib for row in _by_size(options, mib, journal, say)]
+    rows = [row for mib in options.sizes_mib for row in _by_size(options, mib, journal, progress)]
     if options.knob_mib:
-        rows += _by_knob(options, journal, say)
+        rows += _by_knob(options, journal, progress)
     return rows
 
 
-def _by_size(options: Options, mib: int, journal: Journal, say: Say) -> list[Row]:
-    names = [name for name in NAMES if CONTENDERS[name].here()]
+def _by_size(options: Options, mib: int, journal: Journal, progress: Progress) -> list[Row]:
+    names = [name for name in NAMES if CONTENDERS[name].available()]
     keys: list[dict[str, Any]] = [
         {"kind": "size", "mib": mib, "contender": name, "round": number}
         for number in range(options.rounds)
@@ -83,11 +83,11 @@ def _by_size(options: Options, mib: int, journal: Journal, say: Say) -> list[Row
                     os.sync()
                     found = saves[key["contender"]]()
                     known[at] = journal.put(found._asdict(), **key)
-                    say(f"{mib} MiB, round {key['round'] + 1}, {key['contender']}: {found.durable:.4f} s")
+                    progress(f"{mib} MiB, round {key['round'] + 1}, {key['contender']}: {found.durable:.4f} s")
     return [{**key, **one} for key, one in zip(keys, known, strict=True) if one]
 
 
-def _by_knob(options: Options, journal: Journal, say: Say) -> list[Row]:
+def _by_knob(options: Options, journal: Journal, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     trained: Plain | None = None
     for number in range(options.rounds):
@@ -99,7 +99,7 @@ def _by_knob(options: Options, journal: Journal, say: Say) -> list[Row]:
                     trained = trained or Plain(options.knob_mib * MIB, options.device)
                     with working_place(options) as place:
                         known = journal.put(_burst(trained, place / "run", {knob: value}, options.burst), **key)
-                    say(f"{knob} = {value}, round {number + 1}: {known['seconds_per_save']:.3f} s for a save")
+                    progress(f"{knob} = {value}, round {number + 1}: {known['seconds_per_save']:.3f} s for a save")
                 rows.append({**key, **known})
     return rows
 
@@ -125,7 +125,7 @@ def _burst(trained: Plain, place: Path, options: Mapping[str, Any], count: int) 
     return {"seconds_per_save": seconds / len(durable), "waits": waits, "durable": len(durable), "saves": count}
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -145,8 +145,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             took = spread([row["seconds_per_save"] for row in mine])
             dropped = sum(row["saves"] - row["durable"] for row in mine)
             lines.append([knob, _value(knob, value), took, f"{1000 * statistics.median(waits):.1f}", str(dropped)])
-        head = ["knob", "value", "seconds for a durable save", "call, ms (median)", "overtaken"]
-        title = f"{options.burst} saves of {options.knob_mib} MiB one after the other, the other knobs as they come"
+        head = ["option", "value", "seconds for a durable save", "call, ms (median)", "overtaken"]
+        title = (
+            f"{options.burst} saves of {options.knob_mib} MiB one after the other, the other options at their defaults"
+        )
         tables.append(Table(title, head, lines))
         figures["knobs"] = lambda: _draw_knobs(knobs)
     return Report(
@@ -169,7 +171,7 @@ def _value(knob: str, value: int) -> str:
 
 
 def _draw_sizes(rows: Sequence[Row], names: Sequence[str]) -> Figure:
-    from .figures import legend_below, look, panels
+    from .figures import legend_below, panels, style
 
     figure, (one,) = panels(1, wide=4.6, high=3.4)
     sizes = sorted({row["mib"] for row in rows})
@@ -180,7 +182,7 @@ def _draw_sizes(rows: Sequence[Row], names: Sequence[str]) -> Figure:
             [m - min(g) for m, g in zip(middles, groups, strict=True)],
             [max(g) - m for m, g in zip(middles, groups, strict=True)],
         ]
-        one.errorbar(sizes, middles, yerr=around, elinewidth=0.8, **look(name, at))
+        one.errorbar(sizes, middles, yerr=around, elinewidth=0.8, **style(name, at))
     one.set_xscale("log", base=2)
     one.set_yscale("log")
     one.set_xticks(sizes, [f"{mib:,}" for mib in sizes])

@@ -29,9 +29,9 @@ from lastgood.snapshot import staging
 from lastgood.state.capture import Capture
 from lastgood.units import size
 
-from .interval import resident_bytes, stored_bytes, working_place
 from .journal import Journal
-from .report import Report, Say, Table, hardware
+from .report import Progress, Report, Table, hardware
+from .usage import resident_bytes, stored_bytes, working_place
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ WIDTH = 16
 PARTS = ("first capture", "first layout", "capture", "digests", "pieces", "encode")
 WARM = ("capture", "digests", "pieces", "encode")
 WHOLE = ("first save waits", "save waits", "save durable")
-LOOK_SECONDS = 0.005
+SAMPLE_SECONDS = 0.005
 Row = Mapping[str, Any]
 
 
@@ -55,8 +55,8 @@ class Options:
     in_flight: int = 2
 
 
-def run(options: Options, say: Say) -> list[Row]:
-    """Every measurement, those of an earlier run included; the journal in `out` keeps them."""
+def run(options: Options, progress: Progress) -> list[Row]:
+    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
     journal = Journal(options.out / "tensors.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for count in options.counts:
@@ -67,7 +67,7 @@ def run(options: Options, say: Say) -> list[Row]:
             with working_place(options) as place:
                 found = {**_parts(state, options.rounds), **_whole(state, place, options.rounds)}
                 known = journal.put({**found, **_weighed(state, place, options.in_flight)}, **key)
-            say(f"{count:,} tensors: {_warm_milliseconds(known):.1f} ms from capture to manifest")
+            progress(f"{count:,} tensors: {_warm_milliseconds(known):.1f} ms from capture to manifest")
         rows.append({**key, **known})
     return rows
 
@@ -167,14 +167,14 @@ def _weighed(state: dict[str, Any], place: Path, in_flight: int) -> dict[str, An
 
 @contextmanager
 def _most_resident() -> Iterator[list[int]]:
-    """The most memory that this process had in between, looked at every few milliseconds."""
+    """The most memory that this process had in between, sampled every few milliseconds."""
     most, over = [0], threading.Event()
 
-    def look() -> None:
-        while not over.wait(LOOK_SECONDS):
+    def sample() -> None:
+        while not over.wait(SAMPLE_SECONDS):
             most[0] = max(most[0], resident_bytes())
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=sample)
     watcher.start()
     try:
         yield most
@@ -183,7 +183,7 @@ def _most_resident() -> Iterator[list[int]]:
         watcher.join()
 
 
-# ---- the report ------------------------------------------------------------------------------------------------
+# ---- the report ----------------------------------------------------------------------------------------------
 
 
 def report(rows: Sequence[Row], options: Options) -> Report:
@@ -227,9 +227,9 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            "the capture is the loop's, what comes after it runs behind; what is first holds for as long as names, "
-            "dtypes and shapes stay",
-            f"memory: the most that was seen every {1000 * LOOK_SECONDS:.0f} ms in {3 * options.in_flight} saves one "
+            "the capture runs in the loop, everything after it behind the loop; the first ones are reused "
+            "while names, dtypes and shapes stay the same",
+            f"memory: the most that was seen every {1000 * SAMPLE_SECONDS:.0f} ms in {3 * options.in_flight} saves one "
             "after the other, less what the process had after its first save",
         ],
         figures={"seconds": lambda: _draw(rows)},
@@ -241,13 +241,13 @@ def _warm_milliseconds(row: Row) -> float:
 
 
 def _draw(rows: Sequence[Row]) -> Figure:
-    from .figures import look, panels
+    from .figures import panels, style
 
     figure, (one,) = panels(1, wide=4.6, high=3.4)
     counts = [row["tensors"] for row in rows]
     for at, name in enumerate(("save waits", "save durable")):
-        one.plot(counts, [1000 * statistics.median(row[name]) for row in rows], **look(name, at))
-    one.plot(counts, [_warm_milliseconds(row) for row in rows], **look("capture to encode", 2))
+        one.plot(counts, [1000 * statistics.median(row[name]) for row in rows], **style(name, at))
+    one.plot(counts, [_warm_milliseconds(row) for row in rows], **style("capture to encode", 2))
     one.set_xscale("log")
     one.set_yscale("log")
     one.set_xlabel("tensors")

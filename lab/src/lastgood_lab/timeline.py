@@ -1,4 +1,4 @@
-"""`lastgood lab timeline`: what the disk does under the events of a run's saves, and the same as a trace file.
+"""`lastgood lab timeline`: disk activity beside the events of a run's saves, also as a trace file.
 
 A small loop saves every few steps while `/proc/diskstats` is read ten times a second. `trace.json` opens in Perfetto or
 chrome://tracing: a row for each kind of event, and counters of what the disk read and wrote.
@@ -25,7 +25,7 @@ from lastgood.loop.checkpointer import Checkpointer
 from lastgood.policy.cadence import Every
 from lastgood.policy.retention import Keep
 
-from .report import Report, Say, Table
+from .report import Progress, Report, Table
 from .trials import Row
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Disk:
         raise Refused("the folder is on no block device", todo="Give a place on a disk: --place DIR.")
 
 
-def run(options: Options, say: Say) -> list[Row]:
+def run(options: Options, progress: Progress) -> list[Row]:
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="lastgood-timeline-", dir=options.place or options.out) as folder:
@@ -90,7 +90,7 @@ def run(options: Options, say: Say) -> list[Row]:
                 )
                 last = now
 
-        def hear(event: Event) -> None:
+        def record(event: Event) -> None:
             rows.append(
                 {
                     "kind": event.kind,
@@ -104,24 +104,24 @@ def run(options: Options, say: Say) -> list[Row]:
         sampler = threading.Thread(target=sample, name="lastgood-timeline")
         sampler.start()
         try:
-            steps = _train(Path(folder) / "run", options, begun, hear)
+            steps = _train(Path(folder) / "run", options, begun, record)
         finally:
             ended.set()
             sampler.join()
-    say(f"{steps} steps, {sum(row['kind'] == 'durable' for row in rows)} saves")
+    progress(f"{steps} steps, {sum(row['kind'] == 'durable' for row in rows)} saves")
     rows.sort(key=lambda row: row["at_seconds"])
     (options.out / "trace.json").write_text(json.dumps(trace(rows)) + "\n")
     return rows
 
 
-def _train(path: Path, options: Options, begun: float, hear: Any) -> int:
+def _train(path: Path, options: Options, begun: float, record: Any) -> int:
     torch.manual_seed(0)
     layers = [nn.Linear(options.width, options.width) for _ in range(3)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters())
     state = {"model": model, "optimizer": optimizer}
     step = 0
-    with Checkpointer(path, state, cadence=Every(steps=options.every), retention=Keep(last=2), on_event=hear) as ckpt:
+    with Checkpointer(path, state, cadence=Every(steps=options.every), retention=Keep(last=2), on_event=record) as ckpt:
         ckpt.restore()
         while time.monotonic() - begun < options.seconds:
             model(torch.randn(8, options.width)).square().mean().backward()
@@ -143,8 +143,8 @@ def trace(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         at = 1e6 * row["at_seconds"]
         if row["kind"] == "disk":
-            told = {"read": row["read_bytes"], "written": row["written_bytes"]}
-            found.append({"name": "disk bytes", "ph": "C", "pid": 1, "ts": at, "args": told})
+            counts = {"read": row["read_bytes"], "written": row["written_bytes"]}
+            found.append({"name": "disk bytes", "ph": "C", "pid": 1, "ts": at, "args": counts})
             continue
         one = {"name": f"step {row['step']}", "cat": row["kind"], "pid": 1, "tid": threads[row["kind"]]}
         length = 1e6 * row["seconds"]
@@ -177,7 +177,7 @@ def report(rows: Sequence[Row], options: Options) -> Report:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For summary.json."""
+    """The content of summary.json."""
     disk = [row for row in rows if row["kind"] == "disk"]
     return {
         "samples": len(disk),

@@ -1,6 +1,6 @@
-"""Trials: one outcome each, many of them, told as shares. Resumes where it stopped; holds no experiment.
+"""Many trials with one outcome each, reported as shares. An interrupted run resumes where it stopped.
 
-Every trial follows from its key, the seed among it, so a trial that was lost is the same one when it is done again.
+A trial depends on its key only, which includes the seed, so a trial that was lost is repeated exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from .journal import Journal
 from .provenance import commit
-from .report import Report, Say, machine
+from .report import Progress, Report, machine
 
 Row = dict[str, Any]
 CHUNK = 20
@@ -28,17 +28,17 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class Options:
-    """Of an experiment whose trials are independent of each other."""
+    """The options of an experiment whose trials are independent of each other."""
 
     out: Path
     trials: int = 400
-    """of each kind; what a kind is, the experiment says"""
+    """trials of each kind; each experiment defines its kinds"""
     seed: int = 0
     jobs: int = 2
 
 
 def memory() -> str | None:
-    """A folder in memory, where there is one, for what needs no disk."""
+    """A directory in memory for trials that need no disk, or None."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
@@ -61,7 +61,7 @@ class Share(NamedTuple):
         half = Z * math.sqrt((share * (1 - share) + spread / 4) / self.total) / (1 + spread)
         return max(0.0, middle - half), min(1.0, middle + half)
 
-    def told(self) -> str:
+    def as_text(self) -> str:
         low, high = self.interval
         return f"{self.hits:,} of {self.total:,} ({100 * low:.1f} to {100 * high:.1f} %)"
 
@@ -71,7 +71,7 @@ class Share(NamedTuple):
 
 
 def share(rows: Iterable[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], object]) -> Share:
-    """How many of the rows are so."""
+    """The share of rows for which `of` is true."""
     answers = [bool(of(row)) for row in rows]
     return Share(sum(answers), len(answers))
 
@@ -87,7 +87,7 @@ def run(
     one: Callable[[Row], Row],
     journal: Journal,
     jobs: int,
-    say: Say,
+    progress: Progress,
     begin: Callable[..., object] | None = None,
     arguments: Sequence[Any] = (),
 ) -> list[Row]:
@@ -106,7 +106,7 @@ def run(
                 journal.put(found, **key)
                 done += 1
                 if done % 100 == 0 or done == len(keys):
-                    say(f"{done:,} of {len(keys):,} trials")
+                    progress(f"{done:,} of {len(keys):,} trials")
     return [{**key, **(journal.get(**key) or {})} for key in keys]
 
 
@@ -117,7 +117,7 @@ def _keyed(one: Callable[[Row], Row], key: Row) -> tuple[Row, Row]:
 def write(report: Report, summary: Mapping[str, Any], out: Path, command: str, today: str) -> list[Path]:
     """report.md, trials.csv, summary.json and the figures, into `out`; returns the files."""
     out.mkdir(parents=True, exist_ok=True)
-    text, table, told = out / "report.md", out / "trials.csv", out / "summary.json"
+    text, table, totals = out / "report.md", out / "trials.csv", out / "summary.json"
     text.write_text(report.markdown(command, today))
     with table.open("w", newline="") as file:
         names = list(dict.fromkeys(name for row in report.rows for name in row))
@@ -126,5 +126,5 @@ def write(report: Report, summary: Mapping[str, Any], out: Path, command: str, t
         writer.writerows(report.rows)
     made = {"lab": report.name, "date": today, "machine": machine(), "commit": commit(), "command": command}
     record = {**made, **summary}
-    told.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
-    return [text, table, told, *report.draw(out)]
+    totals.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n")
+    return [text, table, totals, *report.draw(out)]

@@ -1,4 +1,4 @@
-"""Worlds: real processes on this machine that make a group under gloo, met through a TCPStore on loopback."""
+"""Real processes on this machine that form a gloo process group; their rendezvous is a TCPStore on loopback."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Job = Callable[..., Any]
 def world(
     size: int, job: Job, *arguments: Any, dies: tuple[int, ...] = (), limit_seconds: float = LIMIT_SECONDS
 ) -> list[Any]:
-    """What `job(rank, size, *arguments)` returns on each rank. `dies`: these end with status 9.
+    """Run `job(rank, size, *arguments)` on each rank; returns the results. Ranks in `dies` must end with status 9.
 
-    Raises RuntimeError with what was raised on any, and where one has not ended in `limit_seconds`.
+    Raises RuntimeError with the traceback of a rank that failed, and if a rank has not ended within `limit_seconds`.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
@@ -33,10 +33,10 @@ def world(
     ]
     until = time.monotonic() + limit_seconds
     try:
-        for one, (_, tells) in zip(ranks, pipes, strict=True):
+        for one, (_, sender) in zip(ranks, pipes, strict=True):
             one.start()
-            tells.close()  # it ends with the process
-        found = _heard([hears for hears, _ in pipes], until)
+            sender.close()  # it ends with the process
+        found = _results([receiver for receiver, _ in pipes], until)
         for one in ranks:
             one.join(max(0.0, until - time.monotonic()))
     finally:
@@ -48,23 +48,23 @@ def world(
     return [found.get(rank) for rank in range(size)]
 
 
-def _heard(pipes: list[Connection], until: float) -> dict[int, Any]:
-    """What each rank has to say, as it comes; of those that die without a word nothing."""
+def _results(pipes: list[Connection], until: float) -> dict[int, Any]:
+    """The result of each rank; a rank that dies without one has none."""
     found: dict[int, Any] = {}
     waiting = list(range(len(pipes)))
     while waiting:
         ready = wait([pipes[rank] for rank in waiting], max(0.0, until - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"ranks hang: {waiting} have said nothing in time")
+            raise RuntimeError(f"ranks hang: {waiting} have sent no result in time")
         for rank in [rank for rank in waiting if pipes[rank] in ready]:
             waiting.remove(rank)
             try:
-                told, failed = pipes[rank].recv()
+                result, failed = pipes[rank].recv()
             except EOFError:
                 continue
             if failed:
-                raise RuntimeError(f"rank {rank}:\n{told}")
-            found[rank] = told
+                raise RuntimeError(f"rank {rank}:\n{result}")
+            found[rank] = result
     return found
 
 
@@ -74,10 +74,10 @@ def _rank(results: Connection, rank: int, size: int, port: int, job: Job, argume
         if size > 1:
             store = dist.TCPStore("127.0.0.1", port, is_master=False)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        told = job(rank, size, *arguments)
+        result = job(rank, size, *arguments)
     except BaseException:
         results.send((traceback.format_exc(), True))
         raise
-    results.send((told, False))
+    results.send((result, False))
     if size > 1:
         dist.destroy_process_group()

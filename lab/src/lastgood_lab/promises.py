@@ -1,0 +1,217 @@
+"""The checks of one crash state against what the ledger says was promised.
+
+A crash state is a `HostileDisk` with what a power loss or a kill has left. `hold` demands of it, by the real reading
+code:
+
+- all or nothing: a folder with a COMMIT has every file of its generation, byte for byte as it was sealed;
+- nothing acknowledged is lost: each generation that the ledger owes is there;
+- a restore loads a generation of the current lineage to the bit, and none older than the newest that is owed;
+- the pointer and the marks may be out of date, but what they say of a generation is never wrong;
+- acknowledged labels are there, and no label is there that nobody requested.
+
+`hold_in_slots` demands the same of a run in slots, where one table names everything. `hold_weakly` demands of the two
+weaker write modes only that a generation that loads is the one that was saved. Each raises `Violation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.errors import Damaged, NotFinite, NothingGood
+from lastgood.format import layout
+from lastgood.format.commit import read_manifests, survey
+from lastgood.io.files import round_up
+from lastgood.ports import Tier
+from lastgood.records import Commit, Generation, GenerationId, Mark, Pointer
+from lastgood.run import access
+from lastgood.run.candidates import Candidates, Found
+from lastgood.run.content import read_rank
+from lastgood.storage.directory import Disk
+
+from .hostile import ROOT, Folder, HostileDisk
+from .ledger import Ledger, Violation, decoded, must, named
+from .plain import State, load
+
+INLINE = Inline()
+CHUNK_BYTES = 4096
+
+
+def at_of(found: Found) -> GenerationId | None:
+    return found.generation.id if found.generation else None
+
+
+def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
+    """The tier of the run, as a new process opens it."""
+    if ledger.in_flight:
+        return access.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
+    return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
+
+
+def hold(disk: HostileDisk, ledger: Ledger) -> None:
+    """Check every promise in one crash state of the default write mode. Raises Violation."""
+    if ledger.in_flight:
+        hold_in_slots(disk, ledger)
+        return
+    folders = disk.root.names.get("gen", Folder()).names
+    for name, folder in folders.items():
+        must(isinstance(folder, Folder), f"{name} is in gen/, and is no folder")
+        _whole(disk, ledger, named(name), folder.names)
+    for owed in ledger.owed():
+        names = folders[layout.folder(owed)[4:]].names if layout.folder(owed)[4:] in folders else {}
+        must(layout.COMMIT in names, f"{owed} was acknowledged, and has no COMMIT")
+    _hints(disk, ledger, folders)
+    if ledger.labels.asked:
+        generations = survey(Disk(disk, ROOT, direct=ledger.direct)).generations
+        for owed in ledger.owed() & ledger.labels.asked:
+            must(owed in generations, f"{owed} has a label, and cannot be read")
+        _labelled(ledger, generations)
+    choices = ledger.choices()
+    try:
+        found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
+    except NothingGood as error:
+        must(
+            any(oldest is None for _, oldest in choices),
+            f"a restore finds nothing good, and a generation is owed: {error}",
+        )
+        return
+    at = at_of(found)
+    if at is None:
+        must(any(oldest is None for _, oldest in choices), "a restore finds no generation, and one is owed")
+        return
+    must(at in ledger.given, f"{at} was never saved")
+    must(state == ledger.given[at], f"{at} does not load as it was saved")
+    must(
+        any(at in line and (oldest is None or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices),
+        f"{at} is loaded: it is abandoned, or older than {[str(oldest) for _, oldest in choices]}",
+    )
+
+
+def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
+    """The same for a run in slots: the table is one that a crash may leave, and its newest good generation loads."""
+    tier = opened(disk, ledger)
+    seen = survey(tier)
+    must(
+        not seen.broken and not seen.incomplete and not seen.going,
+        f"incomplete in the table: {[*seen.broken, *seen.incomplete]}",
+    )
+    tables = " or ".join(str(sorted(map(str, table))) for table in ledger.tables)
+    must(
+        seen.generations.keys() in ledger.tables,
+        f"{sorted(map(str, seen.generations))} is in the table, and not {tables}",
+    )
+    _labelled(ledger, seen.generations)
+    for at, generation in seen.generations.items():
+        if at not in ledger.rotten:
+            must(bits(tier, generation) == ledger.given.get(at), f"{at} does not load as it was saved")
+        must(at not in ledger.rotten - ledger.verified or not generation.verified, f"{at} is damaged, and verified")
+    if seen.pointer and not ledger.rotten and not ledger.disturbed:
+        at = GenerationId(step=seen.pointer.step, incarnation=seen.pointer.incarnation)
+        must(at in seen.generations and seen.generations[at].verified, f"the pointer names {at}")
+    good = {at for at, one in seen.generations.items() if at not in ledger.rotten and not one.damaged}
+    newest = [next((at for at in ledger.line(one) if at in good), None) for one in {ledger.current, *ledger.opening}]
+
+    found, candidates = None, Candidates(seen)
+    try:
+        for generation in candidates:
+            try:
+                bits(tier, generation)
+                found = generation.id
+                break
+            except (Damaged, NotFinite) as error:
+                candidates.failed(error)
+    except NothingGood as error:
+        must(None in newest, f"a restore finds nothing good, and a generation is owed: {error}")
+        return
+    must(found in newest, f"{found} is loaded, and not {[str(one) for one in newest]}")
+
+
+def bits(tier: Tier, generation: Generation) -> State:
+    (manifest,) = read_manifests(tier, generation)
+    size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)
+    found = read_rank(tier, generation, manifest, Arena(size, CHUNK_BYTES), INLINE)
+    return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}
+
+
+def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, Any]) -> None:
+    """All or nothing: a folder with a valid COMMIT holds exactly the files that were sealed."""
+    node = names.get(layout.COMMIT)
+    if node is None or at in ledger.rotten:
+        return
+    must(at in ledger.sealed, f"{at} has a COMMIT, and none was ever created")
+    sealed = ledger.sealed[at]
+    if disk.links:
+        must(node.digest() == sealed[layout.COMMIT], f"the COMMIT of {at} is torn, or replaced")
+    elif decoded(bytes(node.data), Commit) is None:
+        must(at not in ledger.owed(), f"the COMMIT of {at} is torn")
+        return
+    for name, digest in sealed.items():
+        if name != layout.COMMIT:
+            must(name in names, f"{at} has a COMMIT, and its {name} is missing")
+            must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} is not as it was written")
+
+
+def _labelled(ledger: Ledger, generations: Mapping[GenerationId, Generation]) -> None:
+    """Acknowledged labels are found, and no label that was never requested."""
+    for at, generation in generations.items():
+        problem = ledger.labels.problem(generation)
+        must(not problem, f"{at} {problem}")
+
+
+def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> None:
+    """The pointer and the marks may be out of date, never wrong."""
+
+    def verified(at: GenerationId) -> bool:
+        names = folders[layout.folder(at)[4:]].names if layout.folder(at)[4:] in folders else {}
+        node = names.get(layout.VERIFIED)
+        # Made in place, a mark that a killed process wrote is seen before it is durable: the pointer may outlive it.
+        return layout.COMMIT in names and (not disk.links or (node and decoded(bytes(node.data), Mark)) is not None)
+
+    for at in ledger.rotten - ledger.verified:
+        must(not (disk.links and verified(at)), f"{at} is damaged, and marked as verified")
+    if ledger.rotten or ledger.disturbed:
+        return
+    node = disk.root.names.get(layout.POINTER)
+    if node is not None:
+        pointer = decoded(bytes(node.data), Pointer)
+        if pointer is None:
+            raise Violation("the pointer is torn")
+        at = GenerationId(step=pointer.step, incarnation=pointer.incarnation)
+        must(verified(at), f"the pointer names {at}, which does not exist or is not verified")
+    link = disk.root.names.get("latest_ok")
+    if link is not None:
+        at = named(link.removeprefix("gen/"))
+        must(verified(at), f"latest_ok names {link}, which does not exist or is not verified")
+
+
+def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
+    """Check only that what loads is what was saved. Returns whether a restore still finds everything acknowledged."""
+    choices = ledger.choices()
+    try:
+        found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
+    except NothingGood:
+        return not ledger.owed()
+    at = at_of(found)
+    if at is None:
+        return not ledger.owed()
+    must(at in ledger.given and state == ledger.given[at], f"{at} does not load as it was saved")
+    return any(at in line and (not oldest or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices)
+
+
+def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
+    """The ledger of the next process after a crash: every commit that it finds is durable now."""
+    after = ledger.copied()
+    if after.in_flight:
+        there = survey(opened(disk, ledger)).generations.keys()
+        after.tables = (frozenset(there),)
+        after.acknowledged |= there
+    for name, folder in disk.root.names.get("gen", Folder()).names.items():
+        if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), Commit):
+            after.acknowledged.add(named(name))
+    for ident in sorted(after.opening, key=after.orders.__getitem__):
+        if any(at.incarnation == ident for at in after.acknowledged):
+            after.current = ident
+    after.opening.clear()
+    return after
