@@ -1,6 +1,6 @@
 """Promises 1 to 3 in every state that a crash can leave: a slice of the crash model, and what it has found.
 
-prove/crash_model.py runs the same for hours.
+`python -m lastgood_lab.campaigns.crash_model` runs the same for hours.
 """
 
 from __future__ import annotations

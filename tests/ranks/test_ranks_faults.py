@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "prove"))
-
-import ranks as faults
-
 import lastgood
+from lastgood_lab.campaigns import ranks as faults
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, resaved, whole
 from lastgood_lab.worlds import world
 from ranked import (
-    PATIENCE,
     STEPS_OF_A_SAVE,
     asking_for,
     differing,
@@ -29,13 +24,11 @@ from ranked import (
     paced,
     preempted,
     reading,
-    resaved,
     retried,
     thawing,
     tied,
     timed,
     unfit,
-    whole,
 )
 from ranked_twice import saved_again
 
@@ -227,7 +220,7 @@ def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the
 
 
 def test_a_seeded_slice_of_the_faults_on_one_rank(tmp_path):
-    """All of them, and deaths among them: prove/ranks.py."""
+    """All of them, and deaths among them: `python -m lastgood_lab.campaigns.ranks`."""
     expected, calls = faults.reference(tmp_path, "ddp")
     errnos = [one for one in faults.faults({"ddp": calls}) if one.what != "KILL"]
     chosen = random.Random(1).sample(errnos, 6)
