@@ -1,6 +1,6 @@
 # make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests.
 # make demo: the main job on real images, killed and damaged on purpose. make coverage: which lines the fast tests run.
-# make prove: the long campaigns (hours on 2 cores). Reports land in prove/.
+# make prove: the long campaigns (hours on 2 cores). Reports land in lab/reports/.
 # make bench: the figures, hours on 2 cores (docs/bench.md); it resumes where it stopped. TRACES=FILE... replays those.
 # make gpu: on a CUDA machine, tests and a short bench, under eight minutes. Both land in benchmarks/results/.
 
@@ -32,14 +32,14 @@ test: .venv/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 prove: .venv/.ready
-	$(BIN)/python prove/crash_model.py
-	$(BIN)/python prove/mutation.py
-	$(BIN)/python prove/syscalls.py
-	$(BIN)/python prove/syscalls.py --tier slots
-	$(BIN)/python prove/syscalls.py --tier mmap
-	$(BIN)/python prove/kills.py
-	$(BIN)/python prove/kills.py --tier slots
-	$(BIN)/python prove/ranks.py
+	$(BIN)/python -m lastgood_lab.campaigns.crash_model
+	$(BIN)/python -m lastgood_lab.campaigns.mutation
+	$(BIN)/python -m lastgood_lab.campaigns.syscalls
+	$(BIN)/python -m lastgood_lab.campaigns.syscalls --tier slots
+	$(BIN)/python -m lastgood_lab.campaigns.syscalls --tier mmap
+	$(BIN)/python -m lastgood_lab.campaigns.kills
+	$(BIN)/python -m lastgood_lab.campaigns.kills --tier slots
+	$(BIN)/python -m lastgood_lab.campaigns.ranks
 
 RESULTS := benchmarks/results
 

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from lastgood_lab import provenance
+from lastgood_lab.campaigns import reports
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "prove"))
-import telling  # noqa: E402
 
-REPORTS = sorted(path for path in (ROOT / "prove" / "reports").glob("*.json") if "verdicts" not in path.name)
+REPORTS = sorted(path for path in (ROOT / "lab" / "reports").glob("*.json") if "verdicts" not in path.name)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
-LINK = re.compile(r"prove/reports/([\w-]+)\.md")
+LINK = re.compile(r"lab/reports/([\w-]+)\.md")
 COMMIT = re.compile(r"\bcommit:? [0-9a-f]{7}\b")
 OLDER = "older code"
 
 
 def campaign_of(stem: str) -> str:
     """The campaign whose report this is: `syscalls` of `syscalls-slots`."""
-    return next(name for name in sorted(telling.PROVED, key=len, reverse=True) if stem.startswith(name))
+    return next(name for name in sorted(reports.PROVED, key=len, reverse=True) if stem.startswith(name))
 
 
 def is_of_this_code(stem: str) -> bool:
-    facts = json.loads((ROOT / "prove" / "reports" / f"{stem}.json").read_text())
-    return facts.get("proved_digest") == provenance.digest(telling.PROVED[campaign_of(stem)])
+    facts = json.loads((ROOT / "lab" / "reports" / f"{stem}.json").read_text())
+    return facts.get("proved_digest") == provenance.digest(reports.PROVED[campaign_of(stem)])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -39,7 +37,7 @@ def test_a_page_cites_a_campaign_with_its_commit_and_its_age(page: Path) -> None
         return
     for line in page.read_text().splitlines():
         for stem in LINK.findall(line):
-            commit = json.loads((ROOT / "prove" / "reports" / f"{stem}.json").read_text())["commit"][:7]
+            commit = json.loads((ROOT / "lab" / "reports" / f"{stem}.json").read_text())["commit"][:7]
             assert commit in line, f"{page.name} cites {stem} without its commit, {commit}"
             assert is_of_this_code(stem) != (OLDER in line), f'{page.name}: is {stem} of "{OLDER}"?'
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "prove"))
-
-from mutants import MUTANTS  # noqa: E402
-from mutants.change import (  # noqa: E402
+from lastgood_lab.campaigns.mutants import MUTANTS
+from lastgood_lab.campaigns.mutants.change import (
     AfterNext,
     Always,
     Change,
@@ -27,6 +23,7 @@ from mutants.change import (  # noqa: E402
     marked_lines,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {path: path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))}
 KEBAB = re.compile(r"[a-z0-9]+(-[a-z0-9]+){1,5}")
 SAMPLE = """\

@@ -19,8 +19,9 @@ from torch import nn, optim
 import lastgood
 from lastgood import errors
 from lastgood.cli import app
+from lastgood_lab.campaigns.rank_jobs import made
 from lastgood_lab.worlds import world
-from ranked import made, trained
+from ranked import trained
 
 Tree = dict[str, object]
 

@@ -1,6 +1,6 @@
 """Promises 1 to 3 in every crash state: a part of the crash model, and the bugs that it has found.
 
-prove/crash_model.py runs the same for hours.
+`python -m lastgood_lab.campaigns.crash_model` runs the same for hours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Failing system calls, full disks, short writes and killed processes: a selection that a seed determines.
 
-The campaigns are prove/syscalls.py and prove/kills.py; these tests run a part of each.
+The campaigns are syscalls.py and kills.py of lastgood_lab/campaigns; this is a part of each, chosen by a seed.
 """
 
 from __future__ import annotations
@@ -8,19 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "prove"))
-
-import kills
-import syscalls
-
-from victim import Ledger, litter, live
+from lastgood_lab.campaigns import kills, syscalls
+from lastgood_lab.campaigns.victim import Ledger, litter, live
 
 pytestmark = pytest.mark.slow
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "prove"))
-
-
 import lastgood
 from lastgood.policy.merge_values import merged, unplaced
 from lastgood.records import Manifest
 from lastgood.run.content import Content
+from lastgood_lab.campaigns.rank_jobs import Pipeline, made, resaved, whole
 from lastgood_lab.ranks import replicas
 from lastgood_lab.worlds import world
-from ranked import (
-    Pipeline,
-    made,
-    resaved,
-    trained,
-    trained_in_parts,
-    whole,
-)
+from ranked import trained, trained_in_parts
 
 pytestmark = pytest.mark.slow
 

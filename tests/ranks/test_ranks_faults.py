@@ -6,20 +6,15 @@ Each world consists of real processes.
 from __future__ import annotations
 
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "prove"))
-
-import ranks as faults
-
 import lastgood
+from lastgood_lab.campaigns import ranks as faults
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, resaved, whole
 from lastgood_lab.worlds import world
 from ranked import (
-    PATIENCE,
     STEPS_OF_A_SAVE,
     asking_for,
     differing,
@@ -32,13 +27,11 @@ from ranked import (
     paced,
     preempted,
     reading,
-    resaved,
     retried,
     thawing,
     tied,
     timed,
     unfit,
-    whole,
 )
 from ranked_twice import saved_again
 
@@ -230,7 +223,7 @@ def test_a_dead_rank_fails_the_save_in_bounded_time_and_the_run_continues(tmp_pa
 
 
 def test_a_random_selection_of_faults_on_one_rank_keeps_the_promises(tmp_path):
-    """All of them, and deaths among them: prove/ranks.py."""
+    """All of them, and deaths among them: `python -m lastgood_lab.campaigns.ranks`."""
     expected, calls = faults.reference(tmp_path, "ddp")
     errnos = [one for one in faults.faults({"ddp": calls}) if one.what != "KILL"]
     chosen = random.Random(1).sample(errnos, 6)

@@ -53,8 +53,8 @@ from lastgood.storage.slot_file import aligned
 from lastgood.storage.slot_table import Table
 from lastgood.storage.slots import Slots
 from lastgood.testing import Call, Fault, FaultyFiles
+from lastgood_lab.campaigns.victim import Ledger, litter, live
 from lastgood_lab.hostile import ROOT, HostileDisk
-from victim import Ledger, litter, live
 
 UPKEEP = Arena(3 * 8192, 8192)
 BLOB, MANIFEST = layout.blob_name(0), layout.manifest_name(0)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ranked import made, opened, outcome_of
+from lastgood_lab.campaigns.rank_jobs import made, outcome_of
+from ranked import opened
 
 
 def saved_again(rank: int, size: int, kind: str, root: Path, who: tuple[int, ...]) -> tuple[bool, str, str]:

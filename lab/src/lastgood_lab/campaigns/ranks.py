@@ -1,8 +1,8 @@
 """Every system call of a save by several ranks, on each rank: failed with an errno, or the process ended there.
 
-A trial is a world of `ranked.py`, real processes under gloo: three saves, the fault in the second. What all ranks
+A trial is a world of `rank_jobs.py`, real processes under gloo: three saves, the fault in the second. What all ranks
 say of it must be one thing, in bounded time; what was durable is there to the bit, what was refused is not; after an
-errno the next save works, and after a death another world restores the newest and saves. Writes prove/reports/ranks.*
+errno the next save works, and after a death another world restores the newest and saves. Writes lab/reports/ranks.*
 """
 
 from __future__ import annotations
@@ -18,14 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
-
-from syscalls import in_memory, progress
-from telling import report
-
 import lastgood
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, faulted, resaved, whole
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.syscalls import in_memory, progress
 from lastgood_lab.worlds import world
-from ranked import PATIENCE, faulted, resaved, whole
 
 WORLDS = {"ddp": 2, "fsdp": 3}
 FAULTS = ("KILL", "EIO", "ENOSPC", "EDQUOT", "EACCES", "EMFILE")
@@ -128,7 +125,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=0, help="a seeded choice of so many; 0: all")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=4, help="worlds at a time; most of a death is waiting")
+    parser.add_argument("--jobs", type=int, default=2, help="worlds at a time; most of a death is waiting")
     options = parser.parse_args()
     begun = time.monotonic()
     with in_memory() as folder:

@@ -4,7 +4,7 @@ A scenario is one life of `victim.py` on a run that is copied anew for each tria
 call on each path; then it lives again for every call and every fault, and the victim's ledger judges what is left:
 what was acknowledged is there bit for bit, what was refused is not, an errno was told by name or stands in IGNORED
 with its reason, and two undisturbed lives follow that leave no litter. strace cannot shorten a write and has no full
-disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do (as root). Needs strace. Writes prove/reports/syscalls.*
+disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do (as root). Needs strace. Writes lab/reports/syscalls.*
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/support"))
-
-from telling import report
-
+import lastgood
+import lastgood_lab
 from lastgood.format import layout
-from victim import TIERS, Ledger, litter, live
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.victim import TIERS, Ledger, litter, live
 
-HERE = Path(__file__).resolve().parent
-VICTIM = [sys.executable, "-S", str(HERE.parent / "tests/support/victim.py")]
+VICTIM = [sys.executable, "-S", "-m", "lastgood_lab.campaigns.victim"]
 SCENARIOS: dict[str, list[str]] = {
     "fresh": ["--saves=2", "--seed=12"],
     "resume": ["--saves=2", "--seed=12"],
@@ -219,7 +217,8 @@ class Sweep:
 
 def environment(at: Path) -> dict[str, str]:
     """Of a victim: the sources, and a place for compiled modules, so that it starts fast and each time alike."""
-    paths = [*(str(HERE.parent / one) for one in ("src", "lab/src", "tests/support")), *filter(None, sys.path)]
+    sources = [str(Path(one.__path__[0]).resolve().parent) for one in (lastgood, lastgood_lab)]
+    paths = [*sources, *filter(None, sys.path)]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": str(at / "pyc"), "PYTHONHASHSEED": "0"}
     return {**kept, **ours}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
-from .change import Change, Statement
+from lastgood_lab.campaigns.checkout import checkout
 
-ROOT = Path(__file__).resolve().parents[2]
+from .change import Change, Statement
 
 
 class Mutant(NamedTuple):
@@ -37,10 +36,10 @@ Row = tuple[str, str, Change] | tuple[str, str, Change, str]
 
 def test_file(name: str) -> str:
     """The path of tests/ROOM/test_NAME.py, relative to the repository. Raises LookupError where there is none."""
-    found = list(ROOT.glob(f"tests/*/test_{name}.py"))
+    found = list(checkout().glob(f"tests/*/test_{name}.py"))
     if not found:
         raise LookupError(f"no room of tests/ holds test_{name}.py")
-    return str(found[0].relative_to(ROOT))
+    return str(found[0].relative_to(checkout()))
 
 
 def table(kind: str, tests: tuple[str, ...], *rows: Row) -> tuple[Mutant, ...]:

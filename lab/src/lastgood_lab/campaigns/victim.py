@@ -1,6 +1,7 @@
-"""The program that is killed: it restores a run, saves to it, and prints what was acknowledged. `Ledger` checks it.
+"""A process without torch that restores a run and saves to it until it is killed, and the ledger that judges the run.
 
-`python tests/support/victim.py RUN --saves 3 --seed 7` is one life. It prints one line before and one after every step:
+`python -m lastgood_lab.campaigns.victim RUN --saves 3 --seed 7` is one life. Before and after every step it prints one
+line of this protocol:
 
     opening | unread G why | stepped_over STEP why | restored G | beginning G | began G | saving G | durable G
     verified G | retiring G | error NAME STEP what | done           (G: the folder of a generation, `-` for none)
@@ -24,9 +25,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from harness import State, save
 from lastgood import reporting
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
@@ -46,6 +46,7 @@ from lastgood.run.known import Environment
 from lastgood.run.retire import DISK_FULL
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood_lab.plain import State, save
 
 TIERS = ("directory", "slots", "mmap")
 """how a run may live at its path; mmap: slots, written through a mapping"""
@@ -126,7 +127,7 @@ def live(argv: list[str], write_line: Callable[[str], None]) -> int:
             tier = access.for_reading(path(options.run, options.tier))
             restored(tier, commit.survey(tier), pool, write_line)
         else:
-            persist = "mmap" if options.tier == "mmap" else "direct"
+            persist: Literal["direct", "mmap"] = "mmap" if options.tier == "mmap" else "direct"
             with access.for_writing(path(options.run, options.tier), "atomic_dirsync", persist=persist) as tier:
                 _write(tier, pool, options, write_line, reporting_errors)
     write_line("done")
@@ -335,8 +336,8 @@ class Ledger:
             return
         survey = commit.survey(tier)
         there = {place(at): one for at, one in survey.generations.items()}
-        for at, error in survey.broken.items():
-            self._wrong(f"{place(at)} has a COMMIT that cannot be believed: {error}")
+        for broken, error in survey.broken.items():
+            self._wrong(f"{place(broken)} has a COMMIT that is not valid: {error}")
         gone = set(self.durable) - there.keys()
         if self.tier != "directory" and self.maybe & there.keys():  # it let go of all but one; a mark decided which
             least = self._beside_a_commit()

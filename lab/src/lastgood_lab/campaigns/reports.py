@@ -1,4 +1,4 @@
-"""The reports of the campaigns: prove/reports/NAME.json and NAME.md. Runs nothing."""
+"""The reports of the campaigns: lab/reports/NAME.json and NAME.md. Runs nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+from lastgood_lab.campaigns.checkout import checkout
+
+REPORTS = checkout() / "lab/reports"
 TORCH_FREE = ("io", "format", "storage", "engine", "policy", "coordination", "run")
 PROVED = {
     "crash_model": TORCH_FREE,
@@ -27,7 +29,7 @@ PROVED = {
 
 
 def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], tier: str = "directory") -> None:
-    """prove/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine, commit and command.
+    """lab/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine, commit and command.
 
     `proved digest` is of the sources of PROVED: where it differs from today's, the report is of older code.
     """
@@ -41,11 +43,11 @@ def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], 
         "python": platform.python_version(),
         "commit": provenance.commit(),
         "proved_digest": provenance.digest(PROVED[name]),
-        "command": f"python prove/{name}.py {' '.join(sys.argv[1:])}".strip(),
+        "command": f"python -m lastgood_lab.campaigns.{name} {' '.join(sys.argv[1:])}".strip(),
         **facts,
     }
-    (HERE / "reports").mkdir(exist_ok=True)
-    (HERE / "reports" / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
+    REPORTS.mkdir(exist_ok=True)
+    (REPORTS / f"{stem}.json").write_text(json.dumps(facts, indent=1) + "\n")
     plain = {key.replace("_", " "): value for key, value in facts.items() if not isinstance(value, (list, dict))}
     short = "\n".join(f"- {key}: {value}" for key, value in plain.items())
-    (HERE / "reports" / f"{stem}.md").write_text(f"# {title}\n\n{short}\n" + "".join(f"\n{one}\n" for one in tables))
+    (REPORTS / f"{stem}.md").write_text(f"# {title}\n\n{short}\n" + "".join(f"\n{one}\n" for one in tables))

@@ -2,7 +2,7 @@
 
 The disk is lastgood_lab/hostile.py. Every scenario of lastgood_lab/scenarios.py is played with one seed after another
 until so many states have been judged. A state is counted once, by the digest of everything on the disk. It stops at the
-fifth violation and prints the seeds that play them again. Writes prove/reports/crash_model.*
+fifth violation and prints the seeds that play them again. Writes lab/reports/crash_model.*
 """
 
 from __future__ import annotations
@@ -16,19 +16,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "tests/support"), str(HERE.parent / "src"), str(HERE.parent / "lab/src")]
+from lastgood.storage.directory import WriteMode
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.crashmodel import Judge
+from lastgood_lab.ledger import Violation
+from lastgood_lab.scenarios import SCENARIOS, play
 
-from telling import report  # noqa: E402
-
-from lastgood_lab.crashmodel import Judge  # noqa: E402
-from lastgood_lab.ledger import Violation  # noqa: E402
-from lastgood_lab.scenarios import SCENARIOS, play  # noqa: E402
-
-Play = tuple[int, str, int]
+Play = tuple[int, WriteMode, int]
 
 
 class Played(NamedTuple):
@@ -56,7 +52,7 @@ def one(what: Play) -> Played:
     return Played(scenario.name, mode, judge.states, len(judge.judged), judge.lost, violation)
 
 
-def plays(mode: str, seed: int) -> Iterator[Play]:
+def plays(mode: WriteMode, seed: int) -> Iterator[Play]:
     while True:
         for place in range(len(SCENARIOS)):
             yield place, mode, seed
@@ -73,11 +69,12 @@ def main() -> int:
     begun = time.monotonic()
     rows, violations = [], []
     total = 0
-    for mode, goal in (
+    goals: list[tuple[WriteMode, int]] = [
         ("atomic_dirsync", options.states),
         ("atomic_nodirsync", options.weaker),
         ("unsafe", options.weaker),
-    ):
+    ]
+    for mode, goal in goals:
         states: set[int] = set()
         by_scenario, judged, lost = Counter[str](), Counter[str](), Counter[str]()
         # A fork would share the arena's memory. Ctrl-C is for this process: it ends the mode and reports what was done.

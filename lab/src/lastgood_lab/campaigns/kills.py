@@ -1,7 +1,7 @@
-"""Thousands of SIGKILLs at random instants of tests/support/victim.py; what is left is judged after each.
+"""Thousands of SIGKILLs at random instants of the process in victim.py; the run is judged after each.
 
 One run is killed fifty times in a row, each life restoring what the one before left; then two undisturbed lives follow,
-and a new run begins. Lives run with writer threads and real syncs. Writes prove/reports/kills.*
+and a new run begins. Lives run with writer threads and real syncs. Writes lab/reports/kills.*
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from syscalls import VICTIM, environment, progress
-from telling import report
-
-from victim import TIERS, Ledger
+from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.syscalls import VICTIM, environment, progress
+from lastgood_lab.campaigns.victim import TIERS, Ledger
 
 IN_A_ROW = 50
 SAVES = 5

@@ -1,10 +1,10 @@
 """torch's own tests of torch.distributed.checkpoint, over torch's storage and over lastgood's, on CPU under gloo.
 
-    python prove/dcp_torch_tests.py --tests pytorch/test/distributed/checkpoint
+    python -m lastgood_lab.campaigns.dcp_torch_tests --tests pytorch/test/distributed/checkpoint
 
 torch's wheel does not hold these files: take them from its source, of the version that is installed. They need the
 packages expecttest and zstandard. A test counts when it passes over torch's own storage; it must then pass over
-lastgood too, unless its subject is torch's own files (see SUBJECTS). Writes prove/reports/dcp_torch_tests.json and .md,
+lastgood too, unless its subject is torch's own files (see SUBJECTS). Writes lab/reports/dcp_torch_tests.json and .md,
 and ends with 1 where a test that counts fails. Tests for accelerators run too, as far as they can do without one.
 """
 
@@ -22,7 +22,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
-from telling import report
+
+import lastgood
+from lastgood_lab.campaigns.reports import report
 
 HERE = Path(__file__).resolve().parent
 FILE_SECONDS = 1500
@@ -42,7 +44,7 @@ def outcomes(file: Path, storage: str) -> dict[str, str]:
             "DCP_STORAGE": storage,
             "OMP_NUM_THREADS": "1",
             "TORCH_COMPILE_DISABLE": "1",  # a compiler for each rank takes minutes, and shows nothing about a storage
-            "PYTHONPATH": os.pathsep.join([str(HERE / "dcp_shim"), str(HERE.parent / "src")]),
+            "PYTHONPATH": os.pathsep.join([str(HERE / "dcp_shim"), str(Path(lastgood.__path__[0]).parent)]),
         }
         options = [
             "-q",
@@ -110,13 +112,13 @@ def main() -> int:
         ours = outcomes(file, "lastgood")  # first: one of torch's tests leaves its files in a folder of a fixed name
         theirs = outcomes(file, "torch")
         for test in sorted(theirs.keys() | ours.keys()):
-            row = [theirs.get(test, "absent"), ours.get(test, "absent"), reason(test)]
-            rows.append({"file": file.name, "test": test, "torch": row[0], "lastgood": row[1], "reason": row[2]})
-            rows[-1]["verdict"] = verdict(*row)
+            found = [theirs.get(test, "absent"), ours.get(test, "absent"), reason(test)]
+            rows.append({"file": file.name, "test": test, "torch": found[0], "lastgood": found[1], "reason": found[2]})
+            rows[-1]["verdict"] = verdict(*found)
             print(f"{file.name} {test}: {rows[-1]['verdict']}", flush=True)
     counts = Counter(row["verdict"] for row in rows)
     facts = {
-        "command": "python prove/dcp_torch_tests.py --tests FOLDER",
+        "command": "python -m lastgood_lab.campaigns.dcp_torch_tests --tests FOLDER",
         "torch": f"{torch.__version__} ({torch.version.git_version})",
         "tests_from": options.source,
         "tests": len(rows),

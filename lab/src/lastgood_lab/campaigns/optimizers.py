@@ -4,11 +4,11 @@ A trial trains a small network, saves, makes new objects, restores and goes on; 
 optimizer, with its strides, must be those of the uninterrupted run, bit by bit. Where they are not, the same is done
 with `torch.save` of the state_dicts and of the generator's state: what is exact there must be exact here. Optimizers
 train a network in the default layout and one in channels_last. Tried are torch.optim and, where they can be imported,
-pytorch_optimizer and transformers. Writes prove/reports/optimizers.*
+pytorch_optimizer and transformers. Writes lab/reports/optimizers.*
 
     python -m venv VENV
     VENV/bin/pip install -c constraints.txt -e '.[torch]' -e ./lab pytorch_optimizer einops transformers
-    VENV/bin/python prove/optimizers.py
+    VENV/bin/python -m lastgood_lab.campaigns.optimizers
 
 takes about a minute on a quiet core. Names on the command line are those of the only optimizers to be tried; then every
 outcome is printed, and no report is written.
@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from telling import report
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused
+from lastgood_lab.campaigns.reports import report
 
 BEFORE, AFTER = 12, 13
 """training steps before and after the interruption: more than ten, for what is done at every tenth"""
@@ -109,7 +109,13 @@ def sparsely(state: State, loss: Callable[[], torch.Tensor]) -> None:
     state["optimizer"].step()
 
 
-STEPS = (by_closure, plainly, partial(by_closure, graph=True), fused_with_backward, sparsely)
+STEPS: tuple[Callable[..., None], ...] = (
+    by_closure,
+    plainly,
+    partial(by_closure, graph=True),
+    fused_with_backward,
+    sparsely,
+)
 
 
 def constructors(kind: Any) -> Iterator[Make]:
@@ -260,7 +266,7 @@ def imported(library: str) -> Any:
 
 def fresh(make: Make, layout: torch.memory_format, seed: int) -> State:
     torch.manual_seed(seed)
-    model = Net().to(memory_format=layout)
+    model = Net().to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = make(model)
     getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers have a mode
     return {"model": model, "optimizer": optimizer}

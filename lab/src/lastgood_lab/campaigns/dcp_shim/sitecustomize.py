@@ -1,4 +1,4 @@
-"""Loaded by every Python process of prove/dcp_torch_tests.py, also by those that torch's tests spawn.
+"""Loaded by every Python process of the campaign dcp_torch_tests.py, also by those that torch's tests spawn.
 
 Lets torch's tests that are written for accelerators run on CPU under gloo, and forks their ranks where torch spawns
 them, which would import torch again for each rank of each test. With DCP_STORAGE=lastgood, FileSystemWriter and

@@ -29,14 +29,15 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import pytest
-from mutants import MUTANTS, Mutant
-from mutants.change import Nothing, Unfit, marked_lines
-from mutants.record import test_file
-from telling import report
 
-HERE = Path(__file__).resolve().parent
-HOME = HERE.parent
-KEPT = HERE / "reports" / "mutation-verdicts.json"
+from lastgood_lab.campaigns.checkout import checkout
+from lastgood_lab.campaigns.mutants import MUTANTS
+from lastgood_lab.campaigns.mutants.change import Nothing, Unfit, marked_lines
+from lastgood_lab.campaigns.mutants.record import Mutant, test_file
+from lastgood_lab.campaigns.reports import REPORTS, report
+
+ROOT = checkout()
+KEPT = REPORTS / "mutation-verdicts.json"
 LIMIT_SECONDS = 900
 TEST_SECONDS = 60
 """after which a test that has not ended counts as failed"""
@@ -73,20 +74,20 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
         scratch.mkdir()
-        shutil.copytree(HOME / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        for beside in ("tests", "prove", "examples", "docs"):
-            shutil.copytree(HOME / beside, copy / beside, ignore=shutil.ignore_patterns("__pycache__", "reports"))
-        shutil.copy(HOME / "pyproject.toml", copy)
-        (copy / file.relative_to(HOME)).write_text(mutated)
+        shutil.copytree(ROOT / "src", copy / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        for beside in ("tests", "lab", "examples", "docs"):
+            shutil.copytree(ROOT / beside, copy / beside, ignore=shutil.ignore_patterns("__pycache__", "reports"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        (copy / file.relative_to(ROOT)).write_text(mutated)
         rounds = [list(mutant.tests)]
         if last and last.outcome == "killed" and "::" in last.told:
-            file, _, test = last.told.partition(".py::")
-            rounds.insert(0, [f"{test_file(file)}::{test}"])
+            stem, _, test = last.told.partition(".py::")
+            rounds.insert(0, [f"{test_file(stem)}::{test}"])
         for tests in rounds:
             child = CHILDREN.Process(target=run_tests, args=(copy, scratch, tests))
             child.start()
             child.join(LIMIT_SECONDS)
-            if child.exitcode is None:
+            if child.exitcode is None or child.pid is None:
                 child.kill()
                 child.join()
                 return Judgement("killed", "it never ends", time.monotonic() - begun)
@@ -96,7 +97,7 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
             found = re.search(r"^(?:FAILED|ERROR) tests/\w+/test_(.+?)(?: - .*)?$", told, re.M)
             if found:
                 return Judgement("killed", found[1], time.monotonic() - begun)
-    if -child.exitcode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    if child.exitcode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
         return Judgement("stopped", "somebody ended the tests", time.monotonic() - begun)
     if child.exitcode == 0:
         return Judgement("survived", "", time.monotonic() - begun)
@@ -110,7 +111,7 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
     assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), "the code is the copy's, or nobody's"
     os.setsid()
     os.chdir(copy)
-    os.environ.update(PYTHONPATH=str(copy / "src"), TMPDIR=str(scratch))
+    os.environ.update(PYTHONPATH=os.pathsep.join([str(copy / "src"), str(copy / "lab/src")]), TMPDIR=str(scratch))
     sys.path.insert(0, str(copy / "src"))
     tempfile.tempdir = None  # what it found before is another's
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -128,7 +129,7 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
 @functools.cache
 def holders() -> dict[str, Path]:
     """Each guard, and the source file that holds its marker."""
-    files = sorted((HOME / "src").rglob("*.py"))
+    files = sorted((ROOT / "src").rglob("*.py"))
     return {name: file for file in files for name, _ in marked_lines(file.read_text())}
 
 
@@ -149,7 +150,7 @@ def fingerprint(mutant: Mutant, found: Judgement) -> str:
     killer = found.told.partition(".py::")[0] if found.outcome == "killed" and "::" in found.told else ""
     tests = [test_file(killer)] if killer else mutant.tests
     told = hashlib.sha256(repr(mutant).encode())
-    for path in [holder(mutant), *(HOME / test for test in tests)]:
+    for path in [holder(mutant), *(ROOT / test for test in tests)]:
         told.update(path.read_bytes())
     return told.hexdigest()[:16]
 
