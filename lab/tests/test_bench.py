@@ -43,7 +43,7 @@ def test_without_failures_only_the_stalls_are_lost() -> None:
     assert replay([], 100.0, costs(stall_seconds=10.0)).goodput == 0.5
 
 
-def test_a_failure_takes_back_to_the_newest_step_that_was_durable_by_then() -> None:
+def test_a_failure_returns_to_the_newest_step_durable_at_that_time() -> None:
     found = replay([25.0], 100.0, costs())
     assert (found.steps, found.redone, found.failures) == (20 + 75, 5, 1)
     late = replay([25.0], 100.0, costs(save_seconds=6.0))  # the save of step 20 would be durable at 26
@@ -56,7 +56,7 @@ def test_a_failure_before_anything_was_durable_starts_over() -> None:
     assert replay([9.0], 100.0, costs()).redone == 9
 
 
-def test_restarting_and_loading_are_lost_time_and_a_failure_in_them_restarts_them() -> None:
+def test_restart_and_load_are_lost_time_and_restart_after_a_failure() -> None:
     slow = costs(restart_seconds=3.0, load_seconds=2.0)
     assert replay([20.0], 100.0, slow).steps == 20 + 75
     again = replay([20.0, 24.0], 100.0, slow)
@@ -67,14 +67,14 @@ def test_failures_outside_the_trace_do_not_count() -> None:
     assert replay([0.0, 100.0, 200.0], 100.0, costs()).failures == 0
 
 
-def test_the_ideal_is_never_beaten_event_by_event() -> None:
+def test_no_policy_beats_the_ideal_at_any_event() -> None:
     for save, stall, every in itertools.product((0.0, 7.0, 40.0), (0.0, 2.0), (1, 10, 30)):
         one = costs(interval=every, save_seconds=save, stall_seconds=stall, load_seconds=2.0)
         times = [13.0, 55.5, 200.0, 201.0, 390.0]
         assert replay(times, 500.0, one).steps <= replay(times, 500.0, ideal(one)).steps
 
 
-def test_the_published_formula_by_hand() -> None:
+def test_the_published_formula_gives_its_worked_values() -> None:
     stops = costs("GPM", load_seconds=2.0, stall_seconds=10.0)  # redo 2 + 5; half of the time is stall
     assert published(4, 100.0, stops) == pytest.approx((100 - 4 * 7) / 100 / 2)
     assert published(4, 100.0, costs("CheckFreq", load_seconds=2.0)) == pytest.approx((100 - 4 * 12) / 100)
@@ -83,7 +83,7 @@ def test_the_published_formula_by_hand() -> None:
     assert published(40, 100.0, many) == 0.0
 
 
-def test_recovery_bounds_by_hand() -> None:
+def test_recovery_bounds_give_their_worked_values() -> None:
     given = {"interval": 10, "step_seconds": 2.0, "save_seconds": 37.0, "load_seconds": 3.0, "in_flight": 1}
     assert bound_seconds("traditional", **given) == bound_seconds("GPM", **given) == 3 + 20
     assert bound_seconds("CheckFreq", **given) == bound_seconds("Gemini", **given) == 3 + 40
@@ -115,7 +115,7 @@ def test_events_of_one_moment_are_one_change() -> None:
     assert (trace.drops(), trace.changes()) == ([2], [2, 5])
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
     with pytest.raises(Refused, match="is no trace"):
         goodput.read(tmp_path / "x.csv")
@@ -124,7 +124,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
 # ---- journal, report -------------------------------------------------------------------------------------------
 
 
-def test_a_journal_finds_again_what_was_measured_under_the_same_parameters_only(tmp_path: Path) -> None:
+def test_a_journal_returns_measurements_of_equal_parameters_only(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "j.jsonl"
     Journal(path, {"hardware": "2core"}).put({"seconds": 1.5}, size=1, policy="GPM")
     again = Journal(path, {"hardware": "2core"})
@@ -133,7 +133,7 @@ def test_a_journal_finds_again_what_was_measured_under_the_same_parameters_only(
     assert Journal(path, {"hardware": "4core"}).get(policy="GPM", size=1) is None
 
 
-def test_a_line_that_a_kill_cut_short_costs_only_itself(tmp_path: Path) -> None:
+def test_a_line_truncated_by_a_kill_loses_only_itself(tmp_path: Path) -> None:
     path = tmp_path / "j.jsonl"
     Journal(path).put({"n": 1}, at=1)
     Journal(path).put({"n": 2}, at=2)
@@ -144,7 +144,7 @@ def test_a_line_that_a_kill_cut_short_costs_only_itself(tmp_path: Path) -> None:
     assert [one["found"] for one in entries(path)] == [{"n": 1}, {"n": 3}]
 
 
-def test_a_report_carries_machine_date_and_command_and_no_path(tmp_path: Path) -> None:
+def test_a_report_names_machine_date_and_command_and_no_path(tmp_path: Path) -> None:
     table = Table("Seconds", ["name", "s"], [["a", "1"], ["b", "2"]])
     report = Report("kind", "Title", "About.", [table], [{"a": 1}], notes=["a note"])
     text, data = report.write(tmp_path, "lastgood bench kind", "2026-01-02")
@@ -159,7 +159,7 @@ def test_a_report_carries_machine_date_and_command_and_no_path(tmp_path: Path) -
     assert told == "lastgood bench x --out out --place=disk --scale 0.5"
 
 
-def test_numbers_are_told_with_their_spread() -> None:
+def test_numbers_are_printed_with_their_spread() -> None:
     assert spread([3.0, 1.0, 2.0], ".1f") == "2.0 (1.0-3.0)"
     assert spread([2.0], ".1f") == "2.0" and spread([]) == "-"
     assert percent([0.01, -0.02, 0.03]) == "1.0 % (-2.0 to 3.0)"
@@ -167,7 +167,7 @@ def test_numbers_are_told_with_their_spread() -> None:
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 1))
-def test_a_quantile_is_interpolated_as_the_study_does_it(values: list[float], share: float) -> None:
+def test_a_quantile_is_interpolated_like_in_the_study(values: list[float], share: float) -> None:
     """The latency tables took the nearest rank, and stood beside the study's figures, which NumPy interpolated."""
     assert quantile(values, share) == pytest.approx(float(np.quantile(values, share)), rel=1e-9, abs=1e-6)
 
@@ -217,7 +217,7 @@ def _same(workload: Workload, state: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("model", ["gpt2-124m", "resnet50"])
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_every_policy_brings_back_the_state_after_the_step_that_it_saved(name: str, model: str, tmp_path: Path) -> None:
+def test_every_policy_restores_the_state_after_the_step_it_saved(name: str, model: str, tmp_path: Path) -> None:
     """The copy runs beside training: what it saves must be the state at the call, batch-norm buffers included."""
     settings = Settings(chunk_bytes=64 << 10, in_flight=3)
     place = tmp_path / "place"
@@ -243,7 +243,7 @@ def test_every_policy_brings_back_the_state_after_the_step_that_it_saved(name: s
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if not name.startswith("lastgood")])
-def test_a_later_life_goes_on_where_the_earlier_one_ended(name: str, tmp_path: Path) -> None:
+def test_a_later_process_continues_where_the_earlier_one_ended(name: str, tmp_path: Path) -> None:
     """A life once numbered its pointer records from 1 again, so that the third loaded what the first had saved."""
     workload, last = Workload("resnet50", **TINY), 0
     for saves in (5, 1, 2):
@@ -396,19 +396,19 @@ def test_bench_tensors_runs_small(bench: Any, tmp_path: Path) -> None:
     assert many["manifest_bytes"] > few["manifest_bytes"]
 
 
-def test_bench_gpu_says_clearly_that_there_is_none(bench: Any, tmp_path: Path) -> None:
+def test_bench_gpu_without_a_gpu_is_a_clear_error(bench: Any, tmp_path: Path) -> None:
     code, _, told = bench("gpu", "--out", tmp_path)
     assert code == 3 and "torch.cuda.is_available() is false here" in told
 
 
-def test_what_is_unknown_is_refused_before_anything_is_measured(bench: Any, tmp_path: Path) -> None:
+def test_unknown_options_are_refused_before_any_measurement(bench: Any, tmp_path: Path) -> None:
     assert bench("interval", "--out", tmp_path, "--policies", "magic")[0] == app.USAGE
     assert bench("interval", "--out", tmp_path, "--intervals", "0")[0] == app.USAGE
     assert bench("durable", "--out", tmp_path, "--only", "magic")[0] == app.USAGE
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_is_light_to_load() -> None:
+def test_the_command_imports_quickly() -> None:
     """`lastgood ls` loads it too, to show it in the help."""
     import subprocess
     import sys

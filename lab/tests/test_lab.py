@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
         (10, 10, 0.72247, 1),
     ],
 )
-def test_intervals_are_wilsons(hits, total, low, high):
+def test_confidence_intervals_are_those_of_wilson(hits, total, low, high):
     assert Share(hits, total).interval == pytest.approx((low, high), abs=1e-5)
 
 
@@ -36,7 +36,7 @@ def double(key: trials.Row) -> trials.Row:
     return {"twice": 2 * key["number"]}
 
 
-def test_trials_that_were_done_are_not_done_again(tmp_path):
+def test_finished_trials_are_not_repeated(tmp_path):
     keys = [{"number": number} for number in range(5)]
     journal = Journal(tmp_path / "trials.jsonl")
     journal.put({"twice": -1}, number=3)
@@ -46,7 +46,7 @@ def test_trials_that_were_done_are_not_done_again(tmp_path):
     assert trials.run(keys, pytest.fail, Journal(tmp_path / "trials.jsonl"), 1, told.append) == rows
 
 
-def test_corruption_is_found_by_the_layers_that_are_there_for_it_and_never_loaded(tmp_path):
+def test_corruption_is_found_by_its_layer_and_never_loaded(tmp_path):
     corrupt.begin(tmp_path)
     expected = {
         "none": set(),
@@ -70,7 +70,7 @@ def test_corruption_is_found_by_the_layers_that_are_there_for_it_and_never_loade
                 assert row["restored"] == corrupt.NEWER and row["whole"], kind
 
 
-def test_a_killed_save_leaves_the_group_whole_or_absent_and_the_run_usable(tmp_path):
+def test_a_killed_save_leaves_its_group_complete_or_absent(tmp_path):
     for mode in crash.MODES:
         for name, call, half in crash.points(mode)[:4] + crash.points(mode)[30:60:6]:
             row = crash.one({"mode": mode, "point": name, "call": call, "half": half, "trial": 0, "seed": 0})
@@ -81,7 +81,7 @@ def test_a_killed_save_leaves_the_group_whole_or_absent_and_the_run_usable(tmp_p
         assert row["killed"] and row["group"] == "torn", "written in place, nothing survives"
 
 
-def test_an_experiment_leaves_its_trials_its_summary_and_its_figures(tmp_path):
+def test_an_experiment_writes_its_trials_summary_and_figures(tmp_path):
     key = {"mode": "unsafe", "point": "after_model", "call": 3, "half": False, "trial": 0, "seed": 0}
     found = {"killed": True, "acknowledged": False, "group": "absent", "usable": True, "restored": 10, "why": ""}
     rows = [{**key, **found}]
@@ -95,7 +95,7 @@ def test_an_experiment_leaves_its_trials_its_summary_and_its_figures(tmp_path):
     assert "1 of 1 (20.7 to 100.0 %)" in (tmp_path / "report.md").read_text()
 
 
-def test_latency_times_every_mode_at_every_size_and_goes_on_where_it_stopped(tmp_path):
+def test_latency_times_every_mode_and_size_and_resumes(tmp_path):
     options = latency.Options(tmp_path, trials=1, sizes=(latency.GROUP_BYTES, 1_000_000))
     rows = latency.run(options, lambda _: None)
     assert len(rows) == 2 * len(latency.MODES) * latency.LEAST and all(row["seconds"] > 0 for row in rows)
@@ -105,7 +105,7 @@ def test_latency_times_every_mode_at_every_size_and_goes_on_where_it_stopped(tmp
     assert {path.name for path in files} == {"cdf.png", "cdf.svg", "sizes.png", "sizes.svg"}
 
 
-def test_a_timeline_puts_the_disk_beside_the_events_and_makes_a_trace_that_others_can_read(tmp_path):
+def test_a_timeline_aligns_disk_and_events_and_exports_a_standard_trace(tmp_path):
     options = timeline.Options(tmp_path, seconds=1.0, width=64, every=2)
     try:
         rows = timeline.run(options, lambda _: None)
@@ -137,7 +137,7 @@ def one_thread():
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("trouble", ["bitflip", "lost file", "killed", "a file that may not grow"])
-def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_values_nor_hides_an_error(trouble):
+def test_under_equal_faults_lastgood_loads_no_wrong_value_and_hides_none(trouble):
     for name in peers.CONTENDERS:
         row = peers.one({"contender": name, "trouble": trouble, "trial": 0, "seed": 0})
         assert row["outcome"] in peers.OUTCOMES
@@ -146,7 +146,7 @@ def test_the_same_trouble_meets_everybody_and_this_project_neither_loads_wrong_v
             assert not row["acknowledged"] or row["found"] == peers.STEPS[2]
 
 
-def test_what_records_cost_is_measured_on_real_ones_and_told_with_what_the_calls_wait_for(tmp_path):
+def test_record_costs_are_measured_with_the_waiting_time_of_their_calls(tmp_path):
     options = scale.Options(tmp_path, ranks=(2, 8), pieces=(4, 16))
     rows = scale.run(options, lambda _: None)
     assert [(row["ranks"], row["pieces"]) for row in rows] == [(0, 0), (2, 4), (2, 16), (8, 16)]
@@ -175,7 +175,7 @@ def images(tmp_path_factory):
         pytest.skip(f"{error}")
 
 
-def test_the_model_counts_its_states_by_the_call_that_a_crash_came_before(tmp_path, monkeypatch):
+def test_the_model_counts_crash_states_by_the_next_system_call(tmp_path, monkeypatch):
     chosen = [one for one in powerloss.SCENARIOS if one.name in ("first_save", "first_save_on_slots")]
     monkeypatch.setattr(powerloss, "SCENARIOS", chosen)
     monkeypatch.setattr(powerloss, "here", lambda: (_ for _ in ()).throw(Refused("no root")))
@@ -196,14 +196,14 @@ def test_the_model_counts_its_states_by_the_call_that_a_crash_came_before(tmp_pa
 
 @pytest.mark.parametrize("trouble", powerloss.TROUBLES)
 @pytest.mark.parametrize("kind", powerloss.KINDS)
-def test_what_was_durable_is_there_after_trouble_on_a_real_file_system(images, kind, trouble):
+def test_durable_saves_survive_faults_on_a_real_file_system(images, kind, trouble):
     if not shutil.which(f"mkfs.{kind}"):
         pytest.skip(f"needs mkfs.{kind}: apt-get install {PACKAGES[kind]}")
     row = powerloss.one({"fs": kind, "mode": "atomic_dirsync", "trouble": trouble, "trial": 0, "seed": 0}, images)
     assert row["kept"] and row["goes_on"] and not row["why"], row
 
 
-def test_the_bench_of_ranks_takes_turns_with_dcp_and_tells_bytes_balance_and_agreement(tmp_path):
+def test_the_bench_of_ranks_alternates_with_dcp_and_reports_bytes(tmp_path):
     options = ranks.Options(tmp_path, mib=24, ranks=(2,), rounds=1)
     rows = ranks.run(options, lambda _: None)
     speed, replicas, agreeing, planning = rows
@@ -215,7 +215,7 @@ def test_the_bench_of_ranks_takes_turns_with_dcp_and_tells_bytes_balance_and_agr
     assert ranks.run(options, pytest.fail) == rows, "nothing is left to do"
 
 
-def test_the_bench_of_the_guard_measures_looking_and_parity_and_says_what_bounds_them(tmp_path):
+def test_the_bench_of_the_guard_measures_checks_and_parity(tmp_path):
     options = guard.Options(tmp_path, mib=8, rounds=1)
     rows = guard.run(options, lambda _: None)
     assert [row["contender"] for row in rows] == list(guard.NAMES)

@@ -22,7 +22,7 @@ def folders(tmp_path: Path) -> list[Path]:
     return [lab, bench]
 
 
-def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(folders, tmp_path, asked):
+def test_a_report_is_one_self_contained_page_with_every_table_and_plot(folders, tmp_path, asked):
     out = tmp_path / "page.html"
     code, told = asked("report", *folders, "--out", out)
     text = out.read_text()
@@ -33,7 +33,7 @@ def test_a_report_is_one_page_with_every_table_and_plot_and_no_address_outside(f
     assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text
 
 
-def test_a_folder_without_a_report_is_refused_and_the_old_page_stays(folders, tmp_path, call):
+def test_a_folder_without_a_report_is_refused_and_keeps_the_old_page(folders, tmp_path, call):
     out = tmp_path / "page.html"
     out.write_text("old")
     empty = tmp_path / "empty"

@@ -81,12 +81,12 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "bearers are found anew",
             "stale-bearers-refreshed",
-            Swap(" or plan.found_in is not captured.origins or not plan.behind.holds(captured)", ""),
+            Swap(" or plan.found_in is not captured.origins or not plan.overlappable.holds(captured)", ""),
         ),
         (
             "layout is made anew",
             "stale-layout-rebuilt",
-            Swap(" or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division", ""),
+            Swap(" or (plan.key, plan.finite) != (captured.key, must) or plan.partition is not partition", ""),
         ),
         ("torn: identity and version", "replaced-tensors-are-torn", Remove()),
         (

@@ -52,7 +52,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the end of a save is not taken before it is told to all",
             "unannounced-end-counts-in-flight",
-            Swap("len(self._flying)", "sum(not (one and one.ended()) for one in self._flying.values())"),
+            Swap("len(self._unended)", "sum(not (one and one.ended()) for one in self._unended.values())"),
         ),
         ("a follower calls bad what is bad", "follower-reports-findings", Swap("not findings", "True")),
         ("of whom nothing is heard the files are read", "unconfirmed-ranks-read", Remove()),

@@ -111,6 +111,18 @@ assert COORDINATOR_TIMEOUTS >= 2, "the coordinator waits one timeout for the oth
 assert QUICK_STORE_SECONDS < RANK_TIMEOUT_SECONDS, "a poll in a wait ends before the wait does"
 assert 2 <= LEAD_POLLS <= LEAD_POLLS_LIMIT, "a rank that polled just before an announcement polls again before its step"
 
+# ---- the training loop -------------------------------------------------------------------------------------------
+
+MEMORY_LEAST_BYTES = 1 << 20
+"""The least memory to which a user may bound the buffers of a run."""
+STAGING_CHUNKS = 4
+"""Bounded memory is divided into so many chunks at least, so that some are filled while others are written."""
+STEPS_REMEMBERED = 10_000
+"""Steps of the loop among which a rank finds the one at which a save was announced that it received too late."""
+
+assert MEMORY_LEAST_BYTES // STAGING_CHUNKS >= PAGE_BYTES, "a chunk of bounded memory has a page at least"
+assert STEPS_REMEMBERED > STEP_HISTORY, "a step that other ranks may still wait for is remembered"
+
 # ---- slots -------------------------------------------------------------------------------------------------------
 
 SLOT_LIMIT = 100

@@ -1,4 +1,4 @@
-"""The command line, on small runs: what it says, what it leaves alone, and with which code it ends."""
+"""The command line on small runs: its output, its exit codes, and what it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def troubled(tmp_path: Path) -> Path:
 # ---- ls ----------------------------------------------------------------------------------------------------------
 
 
-def test_ls_tells_the_state_of_everything_that_lies_in_a_run_newest_first(troubled: Path, asked: Any) -> None:
+def test_ls_lists_every_generation_with_its_state_newest_first(troubled: Path, asked: Any) -> None:
     code, told = asked("ls", troubled)
     assert code == 0
     assert [(row["step"], row["state"]) for row in told["generations"]] == [
@@ -83,7 +83,7 @@ def test_ls_tells_the_state_of_everything_that_lies_in_a_run_newest_first(troubl
     assert told["generations"][-1]["metrics"] == {"loss": 0.5} and told["generations"][-1]["milestone"]
 
 
-def test_ls_gives_the_reason_below_the_table_and_fits_eighty_columns(
+def test_ls_prints_reasons_below_a_table_of_at_most_eighty_columns(
     troubled: Path, call: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
@@ -93,13 +93,13 @@ def test_ls_gives_the_reason_below_the_table_and_fits_eighty_columns(
     assert "a restore takes step 28" in out and "milestone, loss 0.5" in out
 
 
-def test_ls_says_which_generation_lastgood_points_at(run: Path, asked: Any) -> None:
+def test_ls_marks_the_generation_that_the_lastgood_pointer_names(run: Path, asked: Any) -> None:
     _, told = asked("ls", run)
     assert told["lastgood"]["step"] == 30
     assert [row["step"] for row in told["generations"] if row["lastgood"]] == [30]
 
 
-def test_a_generation_that_is_marked_damaged_is_listed_with_the_evidence(run: Path, asked: Any) -> None:
+def test_ls_shows_the_evidence_of_a_generation_that_is_marked_damaged(run: Path, asked: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 5000)
     with access.for_writing(run, "atomic_dirsync") as tier:
@@ -110,7 +110,7 @@ def test_a_generation_that_is_marked_damaged_is_listed_with_the_evidence(run: Pa
 
 
 @pytest.mark.parametrize(("command", "code"), [("ls", 0), ("show", 3), ("verify", 3), ("gc", 0)])
-def test_an_empty_run_is_no_error_where_there_is_nothing_to_ask_of_it(
+def test_commands_that_need_no_generation_accept_an_empty_run(
     tmp_path: Path, call: Call, command: str, code: int
 ) -> None:
     writing(tmp_path / "empty")
@@ -119,7 +119,9 @@ def test_an_empty_run_is_no_error_where_there_is_nothing_to_ask_of_it(
 
 
 @pytest.mark.parametrize("args", ["ls", "show", "verify", "diff 1 2", "gc", "gc --dry-run", "export 1 --to x.pt"])
-def test_a_directory_that_is_no_run_is_refused_and_untouched(tmp_path: Path, asked: Any, args: str) -> None:
+def test_commands_refuse_a_directory_that_is_no_run_and_leave_it_unchanged(
+    tmp_path: Path, asked: Any, args: str
+) -> None:
     (tmp_path / "photos").mkdir()
     command, *rest = args.split()
     code, told = asked(command, tmp_path / "photos", *rest)
@@ -144,12 +146,12 @@ def test_show_groups_names_by_their_parts_with_totals_aliases_and_values(tmp_pat
     assert "values" in lines and not any(line.startswith(("opt ", "m ")) for line in lines[lines.index("values") :])
 
 
-def test_show_counts_what_lies_below_a_depth(run: Path, call: Call) -> None:
+def test_show_with_depth_counts_the_names_below_that_depth(run: Path, call: Call) -> None:
     out = call("show", run, 10, "--depth", 1)[1]
     assert "model.h  2 tensors, 9 kB" in out and "weight" not in out
 
 
-def test_show_in_json_has_every_tensor_in_full(run: Path, asked: Any) -> None:
+def test_show_json_lists_every_tensor_in_full(run: Path, asked: Any) -> None:
     code, told = asked("show", run, 20)
     assert code == 0 and told["step"] == 20
     assert {"name": "model.h.0.weight", "dtype": "uint8", "shape": [6000], "bytes": 6000}.items() <= told["tensors"][
@@ -157,13 +159,13 @@ def test_show_in_json_has_every_tensor_in_full(run: Path, asked: Any) -> None:
     ].items()
 
 
-def test_a_name_in_a_run_cannot_steer_the_terminal(tmp_path: Path, call: Call) -> None:
+def test_control_characters_in_names_never_reach_the_terminal(tmp_path: Path, call: Call) -> None:
     writing(tmp_path, 1, aliases={"a\x1b[2Jb\r": "counter"}, values={"[bold]x": "\x1b]0;title\x07"})
     out = call("show", tmp_path)[1]
     assert "\x1b" not in out and "\r" not in out and "\x07" not in out and "[bold]x" in out
 
 
-def test_a_step_in_two_incarnations_is_that_of_the_lineage_unless_the_other_is_named(run: Path, asked: Any) -> None:
+def test_a_step_means_the_current_lineage_unless_an_incarnation_is_named(run: Path, asked: Any) -> None:
     (abandoned,) = [one for one in RunReader(access.for_reading(run)).generations() if one.step == 30]
     (newer,) = writing(run, 30, after=20)
     assert asked("show", run, 30)[1]["incarnation"] == newer.id.incarnation
@@ -171,7 +173,7 @@ def test_a_step_in_two_incarnations_is_that_of_the_lineage_unless_the_other_is_n
     assert (told["incarnation"], told["state"]) == (abandoned.id.incarnation, "abandoned")
 
 
-def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, call: Call, troubled: Path) -> None:
+def test_a_missing_step_is_refused_with_the_list_of_existing_steps(run: Path, call: Call, troubled: Path) -> None:
     code, out, err = call("show", run, 31)
     assert code == 3 and out == "" and "10, 20, 30" in err
     assert call("show", troubled, 26)[0] == 4  # lost
@@ -181,7 +183,7 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(run: Path, cal
 # ---- verify ------------------------------------------------------------------------------------------------------
 
 
-def test_verify_finds_a_flipped_bit_names_the_tensor_and_leaves_no_mark(run: Path, asked: Any) -> None:
+def test_verify_names_the_tensor_of_a_flipped_bit_and_writes_no_mark(run: Path, asked: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 20000)
     before = contents(run)
@@ -193,14 +195,14 @@ def test_verify_finds_a_flipped_bit_names_the_tensor_and_leaves_no_mark(run: Pat
     assert finding["tensor"] == "optimizer.exp_avg" and finding["blob"] == "r00000.safetensors"
 
 
-def test_verify_of_a_good_run_is_zero_and_all_reads_every_generation(run: Path, asked: Any) -> None:
+def test_verify_of_a_good_run_exits_zero_and_all_reads_every_generation(run: Path, asked: Any) -> None:
     writing(run, 15, after=10)
     assert asked("verify", run)[0] == 0
     code, told = asked("verify", run, "--all")
     assert code == 0 and [one["step"] for one in told["generations"]] == [15, 30, 20, 10]
 
 
-def test_verify_is_not_content_with_an_older_good_generation_when_the_newest_is_broken(run: Path, asked: Any) -> None:
+def test_verify_fails_when_the_newest_generation_is_damaged(run: Path, asked: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / layout.COMMIT, 100)
     code, told = asked("verify", run)
@@ -209,13 +211,13 @@ def test_verify_is_not_content_with_an_older_good_generation_when_the_newest_is_
     assert asked("verify", run, 20)[0] == 0
 
 
-def test_verify_all_counts_what_is_lost_as_damage(troubled: Path, asked: Any) -> None:
+def test_verify_all_counts_a_generation_with_missing_files_as_damage(troubled: Path, asked: Any) -> None:
     code, told = asked("verify", troubled, "--all")
     assert code == 4
     assert {one["step"] for one in told["generations"] if one["findings"]} == {25, 26}
 
 
-def test_a_generation_that_retention_deletes_while_it_is_read_is_not_damage(run: Path) -> None:
+def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Path) -> None:
     tier = access.for_reading(run)
     one = RunReader(tier).generation()
 
@@ -235,7 +237,7 @@ def test_a_generation_that_retention_deletes_while_it_is_read_is_not_damage(run:
 # ---- diff --------------------------------------------------------------------------------------------------------
 
 
-def test_diff_counts_elements_and_says_how_far_apart_they_are(tmp_path: Path, asked: Any) -> None:
+def test_diff_counts_different_elements_and_prints_the_largest_distance(tmp_path: Path, asked: Any) -> None:
     a, b = np.array([3, 4, 0, 1], "f4"), np.array([3, 4, 0, 1.5], "f4")
     half = {"w": ("bfloat16", np.array([0x3F80, 0x4000], "u2"))}  # 1, 2
     other = {"w": ("bfloat16", np.array([0x3F80, 0x4040], "u2"))}  # 1, 3
@@ -263,7 +265,7 @@ def test_diff_of_equal_generations_reads_no_tensor(run: Path, call: Call) -> Non
     assert code == 7 and "4 tensors: 3 same, 1 differ" in out
 
 
-def test_diff_of_damaged_bytes_is_damage_and_no_difference(run: Path, asked: Any) -> None:
+def test_diff_reports_damaged_bytes_as_damage_and_not_as_a_difference(run: Path, asked: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 4096)
     code, told = asked("diff", run, 20, 30)
@@ -271,7 +273,7 @@ def test_diff_of_damaged_bytes_is_damage_and_no_difference(run: Path, asked: Any
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
-def test_numbers_that_numpy_lacks_are_decoded_as_torch_does(dtype: str) -> None:
+def test_dtypes_that_numpy_lacks_decode_to_the_same_numbers_as_torch(dtype: str) -> None:
     import torch
 
     codes = np.arange(1 << (16 if dtype == "bfloat16" else 8), dtype="u2" if dtype == "bfloat16" else "u1")
@@ -281,7 +283,7 @@ def test_numbers_that_numpy_lacks_are_decoded_as_torch_does(dtype: str) -> None:
     np.testing.assert_array_equal(ours, theirs.numpy().astype(ours.dtype))
 
 
-def test_differences_of_whole_numbers_are_exact_and_nan_is_said(tmp_path: Path) -> None:
+def test_diff_of_integers_is_exact_and_diff_of_nan_is_named(tmp_path: Path) -> None:
     low, high = np.array([-(2**63), 2**53], "i8"), np.array([2**63 - 1, 2**53 + 1], "i8")
     assert compare.differences(bytearray(low), bytearray(high), "int64")["max_abs"] == float(2**64 - 1)
     assert compare.differences(bytearray(low[1:]), bytearray(high[1:]), "int64")["max_abs"] == 1.0
@@ -299,7 +301,7 @@ def steps(root: Path) -> list[int]:
     return [one.step for one in RunReader(access.for_reading(root)).generations()]
 
 
-def test_gc_clears_litter_and_finishes_deletions_and_touches_no_generation(troubled: Path, asked: Any) -> None:
+def test_gc_deletes_litter_and_half_deleted_folders_but_no_generation(troubled: Path, asked: Any) -> None:
     going = troubled / "gen" / f"{5:012d}-{'0' * 8}"
     going.mkdir()
     (going / layout.GOING).write_bytes(b"{}")
@@ -325,7 +327,7 @@ def test_gc_clears_litter_and_finishes_deletions_and_touches_no_generation(troub
     assert steps(troubled) == lines
 
 
-def test_gc_keeps_the_newest_verified_and_every_nth_and_says_the_same_in_a_dry_run(tmp_path: Path, asked: Any) -> None:
+def test_gc_follows_the_retention_policy_and_its_dry_run_lists_the_same(tmp_path: Path, asked: Any) -> None:
     writing(tmp_path, 10, 20, 30, 40, 50)
     options = ("--keep-last", 2, "--keep-every", 20)
     would = asked("gc", tmp_path, *options, "--dry-run")[1]["deleted"]
@@ -336,7 +338,7 @@ def test_gc_keeps_the_newest_verified_and_every_nth_and_says_the_same_in_a_dry_r
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_gc_verifies_the_newest_before_it_counts_it(run: Path, asked: Any, dry: bool) -> None:
+def test_gc_verifies_the_newest_generation_before_it_relies_on_it(run: Path, asked: Any, dry: bool) -> None:
     """Kept were the last one: had the damaged 40 counted, no good generation would be left."""
     (bad,) = writing(run, 40, verified=False)
     flip(home(run, bad) / "r00000.safetensors", 5000)
@@ -347,9 +349,7 @@ def test_gc_verifies_the_newest_before_it_counts_it(run: Path, asked: Any, dry: 
     assert (home(run, bad) / layout.DAMAGED).exists() is not dry
 
 
-def test_gc_deletes_what_is_damaged_only_when_asked_and_never_all_there_is(
-    run: Path, asked: Any, troubled: Path
-) -> None:
+def test_gc_deletes_damaged_generations_only_on_request_and_never_all(run: Path, asked: Any, troubled: Path) -> None:
     code, told = asked("gc", troubled, "--damaged")
     assert code == 0 and {(one["step"], one["why"]) for one in told["deleted"]} >= {(26, "lost"), (25, "damaged")}
     assert [row["state"] for row in asked("ls", troubled)[1]["generations"]] == [
@@ -363,7 +363,7 @@ def test_gc_deletes_what_is_damaged_only_when_asked_and_never_all_there_is(
     assert (code, told["error"]) == (4, "NothingGood") and len(list((run / "gen").iterdir())) == 3
 
 
-def test_gc_is_refused_while_somebody_writes(run: Path, asked: Any) -> None:
+def test_gc_is_refused_while_a_writer_holds_the_run(run: Path, asked: Any) -> None:
     with access.for_writing(run, "atomic_dirsync"):
         code, told = asked("gc", run)
         assert (code, told["error"]) == (3, "RunLocked")
@@ -373,7 +373,7 @@ def test_gc_is_refused_while_somebody_writes(run: Path, asked: Any) -> None:
 # ---- export ------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_is_read_by_safetensors_with_the_prefix_taken_off(tmp_path: Path, asked: Any) -> None:
+def test_safetensors_reads_an_export_with_the_prefix_removed(tmp_path: Path, asked: Any) -> None:
     from safetensors.numpy import load_file
 
     arrays = {
@@ -410,7 +410,7 @@ def test_an_export_to_pt_keeps_types_and_ties_and_loads_without_code(tmp_path: P
     assert code == 0 and "a: complex128, written as its bytes (U8)" in out
 
 
-def test_an_export_in_shards_is_laid_out_as_hugging_face_does(tmp_path: Path, asked: Any) -> None:
+def test_a_sharded_export_has_the_layout_of_hugging_face(tmp_path: Path, asked: Any) -> None:
     from safetensors.numpy import load_file
 
     arrays = {f"layer.{n}.w": ("float32", np.full(100, n, "f4")) for n in range(5)}
@@ -428,7 +428,7 @@ def test_an_export_in_shards_is_laid_out_as_hugging_face_does(tmp_path: Path, as
     assert (code, told["error"]) == (3, "Refused") and len(os.listdir(tmp_path / "hf")) == 4
 
 
-def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_path: Path) -> None:
+def test_a_failed_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_path: Path) -> None:
     newest = RunReader(access.for_reading(run)).generation()
     flip(home(run, newest) / "r00000.safetensors", 5000)
     for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
@@ -437,7 +437,7 @@ def test_an_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_pa
 
 
 @pytest.mark.slow
-def test_an_export_onto_a_full_disk_says_so_and_leaves_no_file(run: Path, tmp_path: Path) -> None:
+def test_an_export_onto_a_full_disk_is_an_error_and_leaves_no_file(run: Path, tmp_path: Path) -> None:
     """torch.save hid the disk's error behind its own about the archive that it then could not close."""
     (tmp_path / "full").mkdir()
     code = f"""
@@ -453,7 +453,7 @@ for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
     assert os.listdir(tmp_path / "full") == []
 
 
-def test_an_export_replaces_a_file_only_by_force(run: Path, asked: Any, tmp_path: Path) -> None:
+def test_an_export_replaces_an_existing_file_only_with_force(run: Path, asked: Any, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     target.write_bytes(b"mine")
     code, told = asked("export", run, 10, "--to", target)
@@ -466,7 +466,7 @@ def test_an_export_replaces_a_file_only_by_force(run: Path, asked: Any, tmp_path
     ("options", "code"),
     [(["--to", "x.zip"], 2), (["--to", "no/such/x.pt"], 3), (["--to", "x.pt", "--only", "mod"], 3), ([], 2)],
 )
-def test_an_export_that_cannot_be_is_refused_before_anything_is_written(
+def test_an_impossible_export_is_refused_before_anything_is_written(
     run: Path, call: Call, tmp_path: Path, options: list[str], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -476,7 +476,7 @@ def test_an_export_that_cannot_be_is_refused_before_anything_is_written(
 # ---- import ------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_imported_is_verified_and_equal_to_the_file(run: Path, asked: Any, tmp_path: Path) -> None:
+def test_an_imported_generation_is_verified_and_equal_to_the_file(run: Path, asked: Any, tmp_path: Path) -> None:
     file, link = tmp_path / "m.safetensors", tmp_path / "link.safetensors"
     asked("export", run, 20, "--to", file, "--only", "model")
     link.symlink_to(file)  # as model caches hold them
@@ -537,9 +537,7 @@ def entry(dtype: str = "U8", shape: str = "[2]", span: str = "[0,2]") -> str:
         pytest.param(header(f'{{"":{entry()}}}', b"12"), id="no name"),
     ],
 )
-def test_a_file_that_is_not_what_it_says_is_refused_before_a_run_is_made(
-    tmp_path: Path, asked: Any, data: bytes
-) -> None:
+def test_import_refuses_a_malformed_file_before_it_creates_a_run(tmp_path: Path, asked: Any, data: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(data)
     code, told = asked("import", tmp_path / "m.safetensors", tmp_path / "new")
     assert code in (3, 4) and told["error"] in ("ManifestInvalid", "Unstorable") and not (tmp_path / "new").exists()
@@ -550,7 +548,7 @@ class Evil:
         return os.mkdir, (os.environ["EVIL"],)
 
 
-def test_a_pt_runs_no_code_and_its_dicts_are_flattened(
+def test_importing_a_pt_file_runs_no_code_and_flattens_its_dicts(
     tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -580,7 +578,7 @@ def test_a_pt_runs_no_code_and_its_dicts_are_flattened(
         assert np.frombuffer(stored, "f4").tolist() == weight.T.flatten().tolist()
 
 
-def test_a_pt_that_is_no_pt_is_refused(tmp_path: Path, asked: Any) -> None:
+def test_a_file_that_is_no_pt_archive_is_refused(tmp_path: Path, asked: Any) -> None:
     (tmp_path / "m.pt").write_bytes(b"hello")
     assert asked("import", tmp_path / "m.pt", tmp_path / "new")[0] in (3, 4)
     assert asked("import", tmp_path / "absent.pt", tmp_path / "new")[0] == 3
@@ -595,7 +593,7 @@ def python(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *map(str, args)], env=env, text=True, check=False, timeout=60, **options)
 
 
-def test_no_command_imports_torch_but_for_a_pt(run: Path, tmp_path: Path) -> None:
+def test_only_commands_on_pt_files_import_torch(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "m.safetensors"
     commands = [
         ["ls", run], ["show", run], ["verify", run, "--all"], ["diff", run, 10, 20], ["gc", run, "--keep-last", 3],
@@ -617,7 +615,7 @@ def test_the_package_runs_as_the_command_with_its_exit_codes(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_error_of_ours(run: Path) -> None:
+def test_a_closed_output_pipe_ends_the_command_without_a_traceback(run: Path) -> None:
     """`lastgood show RUN | head -1`"""
     for command in (["show", run], ["ls", run, "--json"]):
         near, far = os.pipe()
@@ -635,7 +633,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     yield monkeypatch
 
 
-def test_colour_is_for_terminals_that_want_it(run: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
+def test_colour_is_used_only_on_terminals_that_support_it(run: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
     assert "\x1b[" not in call("ls", run)[1]  # a pipe
     terminal.setenv("FORCE_COLOR", "1")  # stands for a terminal
     assert "\x1b[" in call("ls", run)[1]
@@ -643,7 +641,7 @@ def test_colour_is_for_terminals_that_want_it(run: Path, call: Call, terminal: p
     assert "\x1b[" not in call("ls", run)[1]
 
 
-def test_nothing_is_wrapped_in_a_pipe(tmp_path: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
+def test_output_into_a_pipe_is_not_wrapped(tmp_path: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
     writing(tmp_path, 1, aliases={"x" * 300: "counter"})
     assert "x" * 300 in call("show", tmp_path)[1]
 
@@ -668,7 +666,9 @@ def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(
         ["show", "{run}", "x"],
     ],
 )
-def test_a_wrong_call_is_two_and_json_all_the_same(run: Path, call: Call, asked: Any, args: list[str]) -> None:
+def test_a_usage_error_exits_with_two_and_prints_json_when_asked(
+    run: Path, call: Call, asked: Any, args: list[str]
+) -> None:
     args = [one.format(run=run) for one in args]
     code, out, err = call(*args)
     assert code == 2 and out == "" and "Traceback" not in err and err
@@ -676,24 +676,24 @@ def test_a_wrong_call_is_two_and_json_all_the_same(run: Path, call: Call, asked:
     assert code == 2 and told["error"] == "Usage" and told["message"]
 
 
-def test_an_error_is_one_message_with_what_is_safe_and_what_to_do(run: Path, call: Call, asked: Any) -> None:
+def test_an_error_prints_one_message_with_what_is_safe_and_what_to_do(run: Path, call: Call, asked: Any) -> None:
     with access.for_writing(run, "atomic_dirsync"):
         code, out, err = call("gc", run)
         assert code == 3 and out == "" and len(err.splitlines()) == 3 and err.startswith("lastgood: ")
         assert asked("gc", run)[1].keys() == {"error", "message", "safe", "todo"}
 
 
-def test_a_name_that_the_terminal_cannot_spell_is_shown_escaped(tmp_path: Path) -> None:
+def test_names_that_the_terminal_cannot_encode_are_escaped(tmp_path: Path) -> None:
     writing(tmp_path, 1, aliases={"größe": "counter"})
     done = python("-m", "lastgood.cli.app", "show", tmp_path, capture_output=True, env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0 and "gr\\xf6\\xdfe" in done.stdout
 
 
-def test_a_bug_is_a_traceback_and_one(run: Path) -> None:
+def test_an_unexpected_exception_prints_a_traceback_and_exits_with_one(run: Path) -> None:
     code = "import sys; from lastgood.cli import app, listing; listing.commit = None; app.main(['ls', sys.argv[1]])"
     done = python("-c", code, run, capture_output=True)
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
-def test_version_and_help_are_no_errors(call: Call) -> None:
+def test_version_and_help_exit_with_zero(call: Call) -> None:
     assert call("--version")[0] == 0 and call("--help")[0] == 0 and call("gc", "-h")[0] == 0

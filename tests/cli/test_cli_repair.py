@@ -1,4 +1,4 @@
-"""`lastgood repair` looks for damage itself; parity that is missing is reported; folders go out and come in again."""
+"""`lastgood repair` finds damage by itself; missing parity is reported; exported folders can be imported again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lastgood.run import access
 from lastgood.run.reader import RunReader
 
 
-def test_repair_finds_what_verify_finds_and_puts_it_back(run, asked):
-    """`verify` found damage, and `repair` right after it said "nothing is known to be damaged", exit 0."""
+def test_repair_rebuilds_the_damage_that_verify_reports(run, asked):
+    """`verify` found damage, but `repair` right after it printed "nothing is known to be damaged" and exited with 0."""
     flip(at(run, 2) / DATA, 9000)
     flip(at(run, 3) / DATA, 9000)
     assert asked("verify", run, "--all")[0] == 4
@@ -29,12 +29,12 @@ def test_repair_finds_what_verify_finds_and_puts_it_back(run, asked):
     assert asked("verify", run, "--all")[0] == 8, "step 4 holds NaN, and is intact"
 
 
-def test_repair_of_a_run_without_damage_says_that_it_has_looked(run, call):
+def test_repair_of_an_undamaged_run_prints_what_it_examined(run, call):
     code, out, _ = call("repair", run)
     assert code == 0 and "4 generations read: nothing is damaged" in out
 
 
-def test_repair_without_parity_marks_what_is_damaged_and_ends_with_its_code(tmp_path, asked):
+def test_repair_without_parity_marks_damage_and_exits_with_its_code(tmp_path, asked):
     writing(tmp_path / "run", 1, 2)
     flip(at(tmp_path / "run", 2) / DATA, 9000)
     code, found = asked("repair", tmp_path / "run")
@@ -44,7 +44,7 @@ def test_repair_without_parity_marks_what_is_damaged_and_ends_with_its_code(tmp_
     assert asked("repair", tmp_path / "run", 1)[0] == 0, "nothing is damaged there"
 
 
-def test_a_generation_without_the_parity_that_others_have_is_reported(run, asked, call):
+def test_ls_verify_and_scrub_report_a_generation_that_lacks_parity(run, asked, call):
     for path in at(run, 2).glob("*.parity-*"):
         path.unlink()
     (at(run, 1) / "r00000.parity-1").unlink()
@@ -55,13 +55,13 @@ def test_a_generation_without_the_parity_that_others_have_is_reported(run, asked
         assert "has no parity" in call(*command)[1], command
 
 
-def test_a_run_that_never_had_parity_lacks_none(tmp_path, asked):
+def test_ls_reports_no_missing_parity_in_a_run_without_parity(tmp_path, asked):
     writing(tmp_path / "run", 1, 2)
     assert all(not row["unprotected"] for row in asked("ls", tmp_path / "run")[1]["generations"])
 
 
-def test_an_export_says_on_stderr_what_it_stepped_over(run, call, asked):
-    """The newest was marked damaged, an older one was written, and nothing said so."""
+def test_export_lists_the_generations_it_skipped_on_stderr(run, call, asked):
+    """The newest generation was marked damaged, an older one was exported, and nothing reported it."""
     flip(at(run, 3) / DATA, 9000)
     places_of_parity = [*at(run, 3).glob("*.parity-*")]
     for path in places_of_parity:
@@ -78,7 +78,7 @@ def test_an_export_says_on_stderr_what_it_stepped_over(run, call, asked):
 
 
 @pytest.mark.parametrize("shard", ["1GB", "4kB"], ids=["one file", "shards"])
-def test_the_folder_that_export_wrote_is_imported_again(tmp_path, asked, shard):
+def test_import_reads_the_folder_that_export_wrote(tmp_path, asked, shard):
     """It was refused: "give a name that ends in .safetensors"."""
     writing(tmp_path / "run", 1)
     assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", shard)[0] == 0
@@ -95,14 +95,14 @@ def test_the_folder_that_export_wrote_is_imported_again(tmp_path, asked, shard):
     [{"weight_map": {"w": "../run/other.safetensors"}}, {"weight_map": {}}, {"weight_map": [1]}, [], {"w": 1}],
     ids=["outside", "empty", "list", "no object", "no map"],
 )
-def test_an_index_that_makes_no_sense_is_refused(tmp_path, asked, wrong):
+def test_import_refuses_a_malformed_shard_index(tmp_path, asked, wrong):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(wrong))
     code, found = asked("import", tmp_path / "hf", tmp_path / "run")
     assert (code, found["error"]) == (4, "ManifestInvalid") and not (tmp_path / "run").exists()
 
 
-def test_an_index_that_the_shards_do_not_bear_out_is_refused(tmp_path, asked):
+def test_import_refuses_an_index_that_contradicts_its_shards(tmp_path, asked):
     writing(tmp_path / "run", 1)
     asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", "4kB")
     path = tmp_path / "hf" / "model.safetensors.index.json"
@@ -117,7 +117,7 @@ def test_an_index_that_the_shards_do_not_bear_out_is_refused(tmp_path, asked):
 
 
 @pytest.mark.slow
-def test_the_shell_completes_commands_and_steps(tmp_path):
+def test_shell_completion_offers_commands_and_steps(tmp_path):
     writing(tmp_path / "run", 100, 120, 300)
     code = "import sys; from lastgood.cli.app import main; sys.exit(main())"
 
@@ -131,5 +131,5 @@ def test_the_shell_completes_commands_and_steps(tmp_path):
     assert completed("show", f"{tmp_path}/run", "1") == ["120", "100"]
 
 
-def test_completion_of_what_is_no_run_offers_nothing(tmp_path):
+def test_shell_completion_offers_no_steps_for_a_path_that_is_no_run(tmp_path):
     assert completion.steps(SimpleNamespace(params={"run": str(tmp_path)}), "1") == []

@@ -1,4 +1,4 @@
-"""`lastgood scrub` and `repair`: what they say, what they leave, and with which code they end."""
+"""`lastgood scrub` and `lastgood repair`: their output, their exit codes, and what they leave unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lastgood.run.writer import RunWriter
 NAN = b"\x00\x00\xc0\x7f"
 
 
-def test_scrub_reads_everything_rebuilds_what_it_can_and_says_what_it_found(run, asked):
+def test_scrub_reads_every_generation_rebuilds_damage_and_reports_it(run, asked):
     before = contents(run)
     flip(at(run, 2) / DATA, 9000)
     (at(run, 1) / DATA).unlink()
@@ -28,7 +28,7 @@ def test_scrub_reads_everything_rebuilds_what_it_can_and_says_what_it_found(run,
     assert (at(run, 1) / layout.DAMAGED).exists() and (at(run, 4) / layout.UNFIT).exists()
 
 
-def test_scrub_deletes_nothing_whatever_the_trainer_keeps(run, asked):
+def test_scrub_deletes_nothing_under_any_retention_policy(run, asked):
     """It once cleaned up by the default of Keep, which knew nothing of the trainer's."""
     with access.for_writing(run, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=99))
@@ -40,25 +40,25 @@ def test_scrub_deletes_nothing_whatever_the_trainer_keeps(run, asked):
     assert len(list(run.glob("gen/*/COMMIT.json"))) == 8
 
 
-def test_a_run_whose_only_fault_is_that_one_save_is_not_good_ends_with_its_own_code(run, call):
+def test_scrub_and_verify_exit_with_their_own_code_for_unfit_generations(run, call):
     code, out, _ = call("scrub", run)
     assert code == 8 and "NOT GOOD" in out and "weight holds NaN or infinity" in out
     assert call("verify", run, 4)[0] == 8 and call("verify", run, 4, "--without", "finite")[0] == 0
     assert call("verify", run, 4, "--without", "finesse")[0] == 2
 
 
-def test_repair_puts_back_what_is_known_to_be_damaged_and_a_step_that_is_asked_for(run, asked):
+def test_repair_rebuilds_marked_generations_and_the_requested_step(run, asked):
     before = contents(run)
     flip(at(run, 3) / layout.COMMIT, 100)
     code, told = asked("repair", run)
     assert code == 0 and [(row["step"], row["repaired"]) for row in told["generations"]] == [(3, [layout.COMMIT])]
-    flip(at(run, 2) / DATA, 9000)  # nobody knows yet
+    flip(at(run, 2) / DATA, 9000)  # damage that no mark records yet
     assert asked("repair", run, "--known")[1]["generations"] == []
     assert asked("repair", run, 2)[1]["generations"][0]["repaired"] == [DATA]
     assert contents(run) == before
 
 
-def test_what_is_beyond_repair_is_said_and_left_alone(run, asked, call):
+def test_repair_reports_irreparable_damage_and_leaves_it_unchanged(run, asked, call):
     (at(run, 2) / DATA).unlink()
     before = contents(run)
     code, told = asked("repair", run, 2)

@@ -1,4 +1,4 @@
-"""The drop-in: torch.distributed.checkpoint's own usage patterns, with this storage under them."""
+"""The drop-in for torch.distributed.checkpoint: the documented usage patterns of DCP on this storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ranked import dcp_loaded, dcp_of_torch, dcp_saved
 pytestmark = pytest.mark.slow
 
 
-def test_nested_states_come_back_with_their_values_and_each_save_is_a_generation(tmp_path):
+def test_nested_states_round_trip_and_each_save_is_a_generation(tmp_path):
     weight = torch.arange(12.0).reshape(3, 4)
     for step in range(3):
         save(
@@ -63,7 +63,7 @@ def test_stateful_objects_save_and_load_themselves(tmp_path):
     assert fresh.count == 7
 
 
-def test_a_part_is_loaded_alone_and_what_is_missing_is_said(tmp_path):
+def test_a_part_is_loaded_alone_and_missing_keys_are_named(tmp_path):
     save({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path)
     state = {"b": torch.zeros(2)}
     load(state, tmp_path)
@@ -80,7 +80,7 @@ class Renaming(dcp.DefaultSavePlanner):
         super().set_up_planner({f"old.{key}": one for key, one in state_dict.items()}, storage_meta, is_coordinator)
 
 
-def test_a_planner_of_ones_own_plans(tmp_path):
+def test_a_custom_planner_is_used(tmp_path):
     save({"w": torch.ones(3)}, tmp_path, planner=Renaming())
     assert torch.equal(lastgood.open(tmp_path).tensor("old.w"), torch.ones(3))
 
@@ -112,7 +112,7 @@ class Evil:
         return print, ("run",)
 
 
-def test_what_is_no_plain_value_is_refused_by_name_and_the_old_one_stays(tmp_path, capsys):
+def test_an_unstorable_value_is_refused_by_name_and_the_old_save_stays(tmp_path, capsys):
     save({"w": torch.ones(3)}, tmp_path)
     with pytest.raises(CheckpointException, match=r"odd is a test_dcp\.Evil, which cannot be stored"):
         save({"w": torch.zeros(3), "odd": Evil()}, tmp_path)
@@ -152,7 +152,7 @@ def test_a_run_of_a_checkpointer_is_read_by_its_names(tmp_path):
 @pytest.mark.parametrize(
     ("saver", "loader"), [(("fsdp", 2), ("fsdp", 3)), (("fsdp_tp", 4), ("ddp", 2)), (("ddp", 2), ("tp", 2))]
 )
-def test_states_of_torchs_helpers_go_from_any_world_to_any(tmp_path, saver, loader):
+def test_states_of_the_torch_helpers_load_in_any_world_size(tmp_path, saver, loader):
     world(saver[1], dcp_saved, saver[0], tmp_path, [1, 2])
     same = world(saver[1], dcp_loaded, saver[0], tmp_path)
     other = world(loader[1], dcp_loaded, loader[0], tmp_path)
@@ -187,7 +187,7 @@ def zeros(one: Any) -> Any:
     return [zeros(item) for item in one] if isinstance(one, list) else one * 0
 
 
-def test_a_folder_of_torchs_goes_into_a_run_and_out_of_it_as_it_was(tmp_path):
+def test_a_dcp_folder_converts_into_a_run_and_back_unchanged(tmp_path):
     dcp.save(NESTED, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--step", "4"]) == 0
     state = zeros(NESTED)
@@ -201,7 +201,7 @@ def test_a_folder_of_torchs_goes_into_a_run_and_out_of_it_as_it_was(tmp_path):
     assert ours == theirs, "where each lies in nested dicts is kept too"
 
 
-def test_a_folder_that_several_ranks_wrote_is_put_together(tmp_path):
+def test_a_dcp_folder_of_several_ranks_is_merged(tmp_path):
     whole = world(2, dcp_of_torch, "fsdp", tmp_path / "theirs")[0]
     assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run"), "--under", "old"]) == 0
     state = {f"old.{name}": torch.zeros(torch.tensor(value).shape) for name, value in whole.items()}
@@ -209,7 +209,7 @@ def test_a_folder_that_several_ranks_wrote_is_put_together(tmp_path):
     assert {name.removeprefix("old."): one.tolist() for name, one in state.items()} == whole
 
 
-def test_what_a_checkpointer_saved_goes_to_torch_by_its_names(tmp_path):
+def test_a_checkpointer_run_converts_to_dcp_under_its_names(tmp_path):
     net = nn.Linear(4, 2)
     lastgood.save(tmp_path / "run", {"net": net})
     assert app.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "net.dcp"), "--only", "net"]) == 0
@@ -281,7 +281,7 @@ def _no_pickle(folder: Path) -> None:
         (_no_pickle, "cannot be read"),
     ],
 )
-def test_a_folder_that_is_not_what_it_says_is_refused_and_nothing_in_it_runs(tmp_path, capsys, spoil, told):
+def test_a_malformed_dcp_folder_is_refused_and_runs_no_code(tmp_path, capsys, spoil, told):
     dcp.save({"w": torch.ones(5), "n": 1}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     spoil(tmp_path / "theirs")
     capsys.readouterr()

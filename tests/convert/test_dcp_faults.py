@@ -1,4 +1,4 @@
-"""States, plans and values that torch's own storage takes and that the drop-in once refused or lost."""
+"""States, plans and values that torch's own storage accepts and that the drop-in once refused or lost."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_state_without_tensors_is_saved_and_restored(tmp_path):
     load({}, tmp_path / "nothing")
 
 
-def test_ranks_with_nothing_to_write_do_not_fail_a_save(tmp_path):
+def test_a_rank_with_nothing_to_write_does_not_fail_a_save(tmp_path):
     """dcp.save({"n": 1}) on two ranks, and DDP of one tensor with exclude=["rng"], raised ValueError."""
     found = world(3, little, tmp_path)
     values, tensor = "{'n': 1}", "{'w': tensor([1., 1., 1.]), 'n': 1}"
@@ -67,15 +67,15 @@ def test_a_shard_without_elements_is_saved_and_loaded(tmp_path, way):
 # ---- plans that torch keeps ----------------------------------------------------------------------------------------
 
 
-def test_plans_that_torch_keeps_serve_every_save_of_two_runs(tmp_path):
+def test_plans_cached_by_torch_serve_every_save_of_two_runs(tmp_path):
     """With enable_plan_caching only the first save worked, and a second run ended in a bare AssertionError."""
     a = [[2, 20.0, 2.0, "a"], [1, 10.0, 1.0, "a"], [0, 0.0, 0.0, "a"]]
     b = [[10, 20.0, 2.0, "b"], [5, 10.0, 1.0, "b"], [0, 0.0, 0.0, "b"]]
     assert world(2, with_kept_plans, tmp_path) == [{"differs": ["StepDiffers"], "a": a, "b": b}] * 2
 
 
-def test_a_plan_kept_from_another_storage_is_refused_by_name(tmp_path):
-    """torch keeps plans by the class of the planner, also across storages: theirs says nothing of a generation."""
+def test_a_plan_cached_for_another_storage_is_refused_by_name(tmp_path):
+    """torch caches plans by the class of the planner, also across storages; such a plan names no generation."""
 
     class Planner(dcp.DefaultSavePlanner):
         pass
@@ -153,7 +153,7 @@ class Casting(dcp.DefaultSavePlanner):
         return super().transform_object(write_item, object)
 
 
-def test_what_torchs_own_writer_takes_as_a_value_comes_back(tmp_path):
+def test_values_accepted_by_the_torch_writer_round_trip(tmp_path):
     """A trainer's io.BytesIO, numpy arrays, torch.Size and torch.dtype were refused; DCP's own writer takes them."""
     save(VALUES | {"w": torch.ones(2)}, tmp_path)
     state = dict.fromkeys(VALUES)
@@ -166,7 +166,7 @@ def test_what_torchs_own_writer_takes_as_a_value_comes_back(tmp_path):
     assert plain(theirs["BytesIO"]) == plain(VALUES["BytesIO"])
 
 
-def test_a_planner_that_makes_its_own_bytes_is_read_by_the_restricted_unpickler(tmp_path):
+def test_custom_planner_bytes_are_read_by_the_restricted_unpickler(tmp_path):
     save({"size": torch.Size([2]), "lr": 0.1}, tmp_path, planner=Casting())
     state = {"size": None, "lr": 0.0}
     load(state, tmp_path)

@@ -1,4 +1,4 @@
-"""Agreeing: what ranks say to each other, in one process, on a board; and at which steps they save by it."""
+"""Agreement between ranks through an in-process store, and the steps at which they save because of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDow
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.loop.adaptive_interval import Pace
-from lastgood.loop.schedule import TimingTogether
+from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
 from lastgood.policy.tune import FIRST_STEPS, Auto
 from lastgood.ranks.torch_store import Clients, GroupStore
@@ -35,7 +35,7 @@ from lastgood.testing import Clock
 
 
 class Board:
-    """`ports.Store` in one process. Whoever waits has waited in vain; while it is `down` nobody is answered."""
+    """`ports.Store` in one process. A missing key times out at once; while the store is `down` each call fails."""
 
     def __init__(self):
         self.posts: dict[str, bytes] = {}
@@ -66,8 +66,8 @@ class Board:
             raise TierDown("the board is gone")
 
 
-class Meeting(Board):
-    """A board on which others post from their threads; what nobody must wait for is not waited for."""
+class ThreadedBoard(Board):
+    """A board on which other threads post. Waiting for a key that no rank will post times out at once."""
 
     def __init__(self):
         super().__init__()
@@ -89,62 +89,64 @@ def two_on(board):
     return [RankGroup(rank, 2, board, "run") for rank in (0, 1)]
 
 
-# ---- meeting ---------------------------------------------------------------------------------------------------
+# ---- rendezvous ------------------------------------------------------------------------------------------------
 
 
-def met(board, ranks, size, patience_seconds=6.0):
-    """What each of these hears of who is here."""
+def rendezvous_results(board, ranks, size, timeout_seconds=6.0):
+    """The result of the rendezvous for each of these ranks."""
 
-    def tell(rank):
+    def joined(rank):
         try:
-            return join(MessageStore(board), "run", rank, size, patience_seconds)
+            return join(MessageStore(board), "run", rank, size, timeout_seconds)
         except RankFailed as error:
             return error.what
 
     with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(tell, ranks))
+        return list(pool.map(joined, ranks))
 
 
-def test_ranks_that_start_again_find_each_other_beside_what_dead_ones_have_said():
-    """torchrun starts workers again beside the same store. Each counted there how often it had opened the run: after
-    one had died between two such, none of them came together any more, however often they were started."""
-    board = Meeting()
+def test_restarted_ranks_find_each_other_beside_keys_of_dead_processes():
+    """torchrun restarts workers with the same store. Each worker counted its openings of the run there: after one had
+    died between two openings, the ranks never completed a rendezvous again."""
+    board = ThreadedBoard()
     board.set({"run/joining/1": b'"of a dead one"', "run/joining/2": b'"of another"'})
     with ThreadPoolExecutor(1) as pool:
-        leading = pool.submit(met, board, [0], 3)
-        with board.news:  # the others come when it has looked for them some times
+        leading = pool.submit(rendezvous_results, board, [0], 3)
+        with board.news:  # the others join after it has polled for them several times
             assert board.news.wait_for(lambda: board.asked >= 12, 20.0)
-        first = {*met(board, [1, 2], 3), *leading.result()}
-    second = set(met(board, range(3), 3))
+        first = {*rendezvous_results(board, [1, 2], 3), *leading.result()}
+    second = set(rendezvous_results(board, range(3), 3))
     assert len(first) == len(second) == 1 and first != second
     assert len(board.posts) == 4  # the answers to the dead, and two ends
 
 
-def test_who_is_here_hears_who_is_not():
-    assert met(Meeting(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
-    assert met(Meeting(), [0], 3, 0.0) == ["rank 1 (and 1 more ranks) has not opened the run within 0 s"]
-    assert met(Meeting(), [1], 2, 0.0) == ["rank 0 has not opened the run within 0 s"]
+def test_a_rendezvous_timeout_names_the_missing_ranks():
+    assert rendezvous_results(ThreadedBoard(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
+    assert rendezvous_results(ThreadedBoard(), [0], 3, 0.0) == [
+        "rank 1 (and 1 more ranks) has not opened the run within 0 s"
+    ]
+    assert rendezvous_results(ThreadedBoard(), [1], 2, 0.0) == ["rank 0 has not opened the run within 0 s"]
 
 
-def test_a_rank_that_died_since_it_was_here_is_named():
-    board = Meeting()
+def test_a_rank_that_died_after_it_joined_is_named():
+    board = ThreadedBoard()
     board.set({"run/joining/1": b'"of a dead one"'})
-    assert met(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
+    assert rendezvous_results(board, [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
 
 
 @pytest.mark.slow
-def test_what_nobody_posts_in_time_is_told_so_in_a_file_too(tmp_path):
-    """Where a group had met through a file, its store was said to be gone: no silent rank was named, and a rank that
-    came after one that died was not looked for."""
+def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
+    """In a group with a FileStore, a timeout was reported as a lost store: no missing rank was named, and a rank
+    that replaced a dead one was not found."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
-    assert met(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
+    assert rendezvous_results(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
 
 
 # ---- topics ----------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
-    """Saves met by their number: from then on each of one rank's met another one of the other's, and failed."""
+def test_a_rank_that_skips_a_step_is_named_and_the_next_step_succeeds():
+    """Saves were matched by their number: after a skipped one, each save was matched with another step and failed."""
     first, second = two_on(Board())
     later = second.step_topic("save", 3)
     with pytest.raises(RankFailed, match="rank 0 published no verdict"):
@@ -154,7 +156,7 @@ def test_a_rank_that_has_left_out_a_step_is_named_and_the_next_step_finds_all():
     assert first.step_topic("save", 3).agree("of 3", list) == ["of 3", "of 3"]
 
 
-def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
+def test_a_step_that_rank_0_skipped_fails_at_once_on_the_others():
     first, second = two_on(Board())
     with pytest.raises(TimedOut, match="rank 1: posted nothing"):
         first.step_topic("save", 3).agree("of 3", len)
@@ -162,7 +164,7 @@ def test_a_step_that_rank_0_has_left_out_fails_for_the_others_at_once():
         second.step_topic("save", 2).agree("of 2", len)
 
 
-def test_a_rank_that_comes_to_a_step_late_is_waited_for():
+def test_the_ranks_wait_for_a_late_rank():
     first, second = two_on(Board())
     with pytest.raises(RankFailed):
         second.step_topic("save", 1).agree("of 1", len)  # it is there, and may come to 2
@@ -170,7 +172,7 @@ def test_a_rank_that_comes_to_a_step_late_is_waited_for():
         first.step_topic("save", 2).agree("of 2", len)
 
 
-def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
+def test_messages_from_before_a_rewind_are_ignored_after_it():
     first, second = two_on(Board())
     second.step_topic("save", 1).fail(StepDiffers("of before"))
     for one in (first, second):
@@ -179,8 +181,8 @@ def test_nothing_of_the_steps_before_a_rewind_is_met_after_it():
         first.step_topic("save", 1).agree("of now", list)
 
 
-def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
-    """No memory for it, or a bug: the others waited for twice their patience."""
+def test_a_failed_verdict_ends_the_wait_of_every_rank():
+    """When the coordinator had no memory or a bug, the other ranks waited for twice their timeout."""
     board = Board()
     first, second = two_on(board)
 
@@ -199,10 +201,10 @@ def test_what_makes_a_verdict_fail_ends_the_wait_of_all():
 
 
 @pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])
-def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_it(step_seconds, ahead):
+def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
     """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
     board, clock = Board(), Clock()
-    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    leading, asking = (Announcements(one, clock) for one in two_on(board))
     n = 0
 
     def step(*ranks, ends=False):
@@ -213,43 +215,43 @@ def test_what_all_ranks_are_to_do_is_told_as_far_ahead_as_they_need_to_hear_of_i
             one.poll(n, ends and one is asking)
 
     while n < 200:
-        step(asking, telling)
-    while telling.end is None:
-        step(asking, telling, ends=True)
-    assert telling.end == n + ahead
+        step(asking, leading)
+    while leading.end is None:
+        step(asking, leading, ends=True)
+    assert leading.end == n + ahead
     while asking.end is None:
         step(asking)
-    assert n <= asking.end == telling.end
+    assert n <= asking.end == leading.end
 
 
-def test_what_could_not_be_asked_while_the_store_was_down_is_asked_when_it_is_back():
-    """It was noted as asked before it was: nobody asked again, and the run ended without its last save."""
+def test_a_request_during_a_store_outage_is_repeated_afterwards():
+    """The request was recorded before it was posted, so it was never repeated, and the last save was missing."""
     board, clock = Board(), Clock()
-    telling, asking = (Announcements(one, clock) for one in two_on(board))
+    leading, asking = (Announcements(one, clock) for one in two_on(board))
     board.down, failed = True, 0
     for n in range(1, 601):
         clock.advance(0.1)
-        for one in (telling, asking):
+        for one in (leading, asking):
             try:
                 one.poll(n, request_end=one is asking)
             except TierDown:
                 failed += 1
-    assert 5 <= failed <= 20, "told each time, and asked ever more rarely"
+    assert 5 <= failed <= 20, "announced each time, and asked ever more rarely"
     assert board.asked == failed
     board.down = False
     for n in range(601, 3000):
         clock.advance(0.1)
-        telling.poll(n)
+        leading.poll(n)
         asking.poll(n, request_end=True)
-    assert telling.end == asking.end is not None
+    assert leading.end == asking.end is not None
 
 
-def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
-    """Told again, it was another step under the same number: rank 0 went by one, and the others by the other."""
+def test_a_post_of_unknown_outcome_is_published_unchanged():
+    """A repeated post named another step under the same number: rank 0 used one, and the other ranks the other."""
     board, clock = Board(), Clock()
     first, second = two_on(board)
-    telling, hearing = Announcements(first, clock), Announcements(second, clock)
-    telling.poll(1)
+    leading, following = Announcements(first, clock), Announcements(second, clock)
+    leading.poll(1)
     real = board.set
 
     def lost(posts):
@@ -258,18 +260,18 @@ def test_what_was_posted_and_could_not_be_known_to_be_is_what_is_told():
 
     board.set = lost
     with pytest.raises(TierDown):
-        telling.announce(1, "save")
+        leading.announce(1, "save")
     board.set = real
     for n in range(2, 12):
         clock.advance(1)
-        telling.poll(n)
-        hearing.poll(n)
-    assert not telling.announce(12, "ended", 5), "first what was begun"
-    assert telling.pending == hearing.pending and telling.pending[0].kind == "save"
-    assert telling.announce(12, "ended", 5)
+        leading.poll(n)
+        following.poll(n)
+    assert not leading.announce(12, "ended", 5), "first what was begun"
+    assert leading.pending == following.pending and leading.pending[0].kind == "save"
+    assert leading.announce(12, "ended", 5)
 
 
-def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
+def test_an_explicitly_saved_step_is_not_saved_again_when_announced():
     """It was refused as taken, out of the loop."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
@@ -277,11 +279,11 @@ def test_a_step_that_was_saved_by_hand_is_not_saved_again_because_it_was_told():
     while not any(one.kind == "save" for one in second.ahead.pending):
         n += 1
         run((first, second), clock, 1, first=n)
-    told = second.ahead.pending[0].step
-    run((first, second), clock, told - 1 - n, first=n + 1)
+    announced = second.ahead.pending[0].step
+    run((first, second), clock, announced - 1 - n, first=n + 1)
     for one in (first, second):
-        one.timing.begun(Save(told), clock(), clock(), 0.0)
-    run((first, second), clock, 1, first=told)
+        one.timing.begun(Save(announced), clock(), clock(), 0.0)
+    run((first, second), clock, 1, first=announced)
     assert not first.saved + second.saved
 
 
@@ -294,11 +296,11 @@ class Rank:
     def __init__(self, ranks, clock, cadence, in_flight=None):
         self.ahead = Announcements(ranks, clock)
         self.saved, self.failed, self.flying, self.skipped = [], [], [], []
-        self.timing = TimingTogether(cadence, self.note, ranks, self.ahead, in_flight)
+        self.timing = AgreedSchedule(cadence, self, ranks, self.ahead, in_flight)
         self.timing.restored(0, clock())
-        self.clock, self.deaf = clock, False
+        self.clock, self.board = clock, False
 
-    def note(self, kind, step, detail):
+    def emit(self, kind, step, detail):
         if kind == "failed":
             self.failed.append(step)
 
@@ -306,23 +308,23 @@ class Rank:
         for one, until in self.flying:
             if until <= self.clock() and not one.ended():
                 one.note_outcome(None, Overtaken(""))
-        if not self.deaf:
+        if not self.board:
             self.ahead.poll(n)
-            self.timing.tell(n, self.clock())
+            self.timing.announce(n, self.clock())
         if not self.timing.due(n, self.clock()):
             return
         if self.timing.full():
             self.skipped.append(n)
             return
         self.saved.append(n)
-        self.timing.counted(n)
+        self.timing.admitted(n)
         one = Save(n)
         self.timing.begun(one, self.clock(), self.clock(), 0.0)
         self.flying.append((one, self.clock() + save_seconds))
 
 
-class Told(Pace):
-    """An interval that changes when it is told to."""
+class AnnouncedPace(Pace):
+    """A cadence owner interval a test changes."""
 
     def __init__(self, changes):
         super().__init__(Auto())
@@ -332,7 +334,7 @@ class Told(Pace):
         if n not in self.changes:
             return ""
         self.auto = replace(self.auto, interval_steps=self.changes[n])
-        return "told"
+        return "announced"
 
     def begun(self, *_):
         pass
@@ -346,7 +348,7 @@ def run(ranks, clock, steps, save_seconds=0.0, first=1, stride=1):
             one.step(n * stride, save_seconds)
 
 
-def test_what_is_due_by_time_is_due_at_one_step_everywhere():
+def test_a_cadence_in_seconds_is_due_at_one_step_on_every_rank():
     clock = Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(Board()))
     run((first, second), clock, 2000)
@@ -354,49 +356,51 @@ def test_what_is_due_by_time_is_due_at_one_step_everywhere():
 
 
 @pytest.mark.parametrize("cadence", [Every(seconds=20.0), Every(steps=100_000)])
-def test_steps_that_count_tokens_are_due_at_one_step_everywhere(cadence):
-    """An announced step was never called: each save that was due by time was heard of too late, on all ranks."""
+def test_steps_that_count_tokens_are_due_at_one_step_on_every_rank(cadence):
+    """The loop never called the announced step, so each save due by time was announced too late on all ranks."""
     clock = Clock()
     first, second = (Rank(one, clock, cadence) for one in two_on(Board()))
     run((first, second), clock, 1000, stride=4097)
     assert len(first.saved) >= 4 and first.saved == second.saved and not first.failed + second.failed
 
 
-def test_a_rank_that_counts_tokens_and_hears_late_fails_the_step_at_which_the_others_saved():
+def test_a_late_announcement_fails_the_missed_save_of_a_token_count():
     clock = Clock()
     first, second = (Rank(one, clock, Every(seconds=5.0)) for one in two_on(Board()))
     run((first, second), clock, 100, stride=4097)
-    second.deaf = True
+    second.board = True
     run((first, second), clock, 100, first=101, stride=4097)
-    second.deaf = False
+    second.board = False
     run((first, second), clock, 400, first=201, stride=4097)
     assert second.failed and set(second.failed) <= set(first.saved)
     assert first.saved[-2:] == second.saved[-2:]
 
 
-def test_an_interval_that_rank_0_has_measured_holds_everywhere_from_one_step_on():
+def test_a_measured_interval_takes_effect_at_one_step_on_every_rank():
     board, clock = Board(), Clock()
-    first, second = (Rank(one, clock, Told({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board))
+    first, second = (
+        Rank(one, clock, AnnouncedPace({100: 30, 400: 70} if not one.rank else {})) for one in two_on(board)
+    )
     run((first, second), clock, 1000)
     assert first.saved == second.saved and not second.failed
     apart = [after - before for before, after in zip(first.saved, first.saved[1:], strict=False)]
     assert apart[0] == FIRST_STEPS and {30, 70} <= set(apart) and apart[-1] == 70
 
 
-def test_a_rank_that_hears_of_an_interval_late_fails_what_it_missed_and_saves_with_the_others_again():
+def test_a_rank_with_a_late_interval_fails_its_missed_saves_and_recovers():
     board, clock = Board(), Clock()
-    first, second = (Rank(one, clock, Told({100: 37} if not one.rank else {})) for one in two_on(board))
+    first, second = (Rank(one, clock, AnnouncedPace({100: 37} if not one.rank else {})) for one in two_on(board))
     run((first, second), clock, 90)
-    second.deaf = True
+    second.board = True
     run((first, second), clock, 110, first=91)
-    second.deaf = False
+    second.board = False
     run((first, second), clock, 400, first=201)
     assert second.failed and set(second.failed) <= set(first.saved)
     assert first.saved[-8:] == second.saved[-8:]
 
 
 def test_a_step_is_skipped_on_all_ranks_or_on_none():
-    """Each looked for a place in flight by itself: one found it free and another did not."""
+    """Each rank checked by itself for a free lane: one found a free lane and another did not."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
     run((first, second), clock, 1000, save_seconds=3.0)
@@ -408,8 +412,8 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
 # ---- what was saved is read again by those who have written it ----------------------------------------------------
 
 
-def test_what_is_posted_does_not_pile_up():
-    board = Meeting()
+def test_posted_keys_do_not_accumulate():
+    board = ThreadedBoard()
     first, second = two_on(board)
     with ThreadPoolExecutor(1) as other:
         for step in range(1, 301):
@@ -419,7 +423,7 @@ def test_what_is_posted_does_not_pile_up():
 
 
 class Reading(Disk):
-    """Remembers of whose tensor files something was read."""
+    """A tier that records the ranks whose tensor files were read."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
@@ -434,7 +438,7 @@ class Reading(Disk):
 @pytest.fixture
 def both(tmp_path):
     """A leader and a follower that have saved step 1 together, and the file of each."""
-    board = Meeting()
+    board = ThreadedBoard()
     first, second = two_on(board)
     clock = Clock()
     environment = Environment(monotonic_seconds=clock, pause=clock.advance)
@@ -447,9 +451,9 @@ def both(tmp_path):
         return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.step_topic("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
-        first_told, second_told = pool.map(saved, (leader, follower))
-    assert first_told == second_told
-    home = tmp_path / layout.folder(first_told.id)
+        first_seen, second_seen = pool.map(saved, (leader, follower))
+    assert first_seen == second_seen
+    home = tmp_path / layout.folder(first_seen.id)
     return leader, follower, [home / layout.blob_name(rank) for rank in (0, 1)]
 
 
@@ -457,7 +461,7 @@ def verify(run):
     run.verify(Arena(3 * 8192, 8192))
 
 
-def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
+def test_each_rank_verifies_its_own_files_and_rank_0_marks_them(both):
     """Rank 0 read the files of all ranks: of a thousand it would never have been done."""
     leader, follower, _ = both
     verify(follower)
@@ -466,18 +470,18 @@ def test_each_rank_reads_again_what_it_has_written_and_rank_0_marks_it(both):
     assert leader.known.newest_verified().step == 1
 
 
-@pytest.mark.parametrize("whose", [0, 1])
-def test_what_a_rank_finds_wrong_is_read_by_rank_0_too_before_it_is_marked(both, whose):
+@pytest.mark.parametrize("owner", [0, 1])
+def test_rank_0_confirms_a_finding_of_another_rank_before_it_marks(both, owner):
     leader, follower, blobs = both
-    blobs[whose].write_bytes(blobs[whose].read_bytes()[:-1] + b"?")
+    blobs[owner].write_bytes(blobs[owner].read_bytes()[:-1] + b"?")
     verify(follower)
     with pytest.raises(Damaged, match="step 1 was committed and does not read back"):
         verify(leader)
     assert leader.known.newest_verified() is None
-    assert leader.tier.of == ({"r00000"} if whose == 0 else {"r00000", "r00001"})
+    assert leader.tier.of == ({"r00000"} if owner == 0 else {"r00000", "r00001"})
 
 
-def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both, tmp_path):
+def test_seals_of_different_generations_are_not_committed(both, tmp_path):
     leader, follower, _ = both
     follower.known.incarnation = structs.replace(follower.known.incarnation, id="deadbeef")
 
@@ -491,7 +495,7 @@ def test_what_ranks_have_sealed_for_different_generations_is_not_committed(both,
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
+def test_rank_0_verifies_the_files_of_a_rank_that_does_not_answer(both, broken):
     leader, _, blobs = both
     if broken:
         blobs[1].write_bytes(blobs[1].read_bytes()[:-1] + b"?")
@@ -500,8 +504,8 @@ def test_of_whom_nothing_is_heard_rank_0_reads_the_files_itself(both, broken):
     assert leader.tier.of == {"r00000", "r00001"} and (leader.known.newest_verified() is None) == broken
 
 
-class Deaf(Board):
-    """It can be asked, and takes no verdict."""
+class VerdictLosingBoard(Board):
+    """A board that answers reads and loses every verdict."""
 
     def set(self, values):
         if any(key.endswith("verdict") for key in values):
@@ -509,11 +513,11 @@ class Deaf(Board):
         super().set(values)
 
 
-def test_what_was_committed_stays_where_the_others_could_not_be_told(tmp_path):
+def test_a_commit_stays_although_its_verdict_could_not_be_published(tmp_path):
     """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
     writer = RunWriter(disk, Inline(), ranks=RankGroup(0, 1, Board(), "run"))
     writer.begin(None)
-    deaf = Deaf()
-    told = save(writer, 1, {"w": b"x" * 100}, topic=RankGroup(0, 1, deaf, "run").step_topic("save", 1))
-    assert [one.step for one in lastgood.open(tmp_path).generations()] == [told.step] == [1]
+    board = VerdictLosingBoard()
+    generation = save(writer, 1, {"w": b"x" * 100}, topic=RankGroup(0, 1, board, "run").step_topic("save", 1))
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [generation.step] == [1]

@@ -1,4 +1,4 @@
-"""Promises of the audit in the state: every sample is in it once, whatever worlds have trained the run."""
+"""The audit in the state lists every sample once, whatever world sizes have trained the run."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_every_sample_is_audited_once_over_any_sequence_of_worlds(lives: list[tu
     assert report(reloaded(states, 1)) == found
 
 
-def test_a_sample_that_two_ranks_have_trained_stays_a_duplicate_on_another_world() -> None:
+def test_a_sample_trained_by_two_ranks_stays_a_duplicate_in_any_world() -> None:
     """Two ranks that were given the shares of one: what an audit is there to find is not merged away."""
     states = [made(0, 2), made(0, 2)]
     for state in states:
@@ -78,7 +78,7 @@ def test_a_sample_that_two_ranks_have_trained_stays_a_duplicate_on_another_world
         assert (found.duplicates, found.missing, found.extra) == (18, 18, 0)
 
 
-def test_the_same_number_of_ranks_take_back_what_each_had() -> None:
+def test_the_same_world_size_restores_the_audit_of_each_rank() -> None:
     states = reloaded([made(rank, 2) for rank in range(2)], 2)
     train(states[0], 2)
     train(states[1], 1)
@@ -89,7 +89,7 @@ def test_the_same_number_of_ranks_take_back_what_each_had() -> None:
 
 
 @pytest.mark.parametrize("last", [3, 300, 70_000, 2**40, -5])
-def test_ids_of_any_size_come_back_as_they_were(last: int) -> None:
+def test_ids_of_any_size_round_trip(last: int) -> None:
     audit, again = Audit(), Audit()
     for step, ids in enumerate([[1, 2], [last, 0], [], [4]]):
         audit.observe(0, step, torch.tensor(ids, dtype=torch.int64))

@@ -79,7 +79,7 @@ def ids_of(batches) -> list[list[int]]:
 
 
 def train(sampler: ResumableSampler, steps: int, loader) -> list:
-    """A loop of one batch a step, over as many epochs as it takes; it tells the sampler as a Checkpointer does."""
+    """A loop of one batch per step over as many epochs as needed; it reports steps as a Checkpointer does."""
     batches = []
     while True:
         for batch in loader:
@@ -124,7 +124,7 @@ def test_every_scheduled_sample_comes_exactly_once_an_epoch(size, share, world, 
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(12, 100), before=worlds, after=worlds, stop=st.integers(0, 20))
-def test_another_world_size_in_mid_epoch_leaves_every_window_as_scheduled(size, before, after, stop):
+def test_a_new_world_size_in_mid_epoch_keeps_every_scheduled_window(size, before, after, stop):
     old = [ResumableSampler(size, 12, 5, rank, before) for rank in range(before)]
     first = [windows(rank, stop) for rank in old] if stop else [[] for _ in old]
     new = [resumed(old[0], rank=rank, world_size=after) for rank in range(after)]
@@ -154,7 +154,7 @@ def test_the_order_of_a_seed_never_changes_between_releases():
         order[0, 0] = 3  # nor by a caller
 
 
-def test_without_shuffle_the_samples_come_in_their_own_order():
+def test_without_shuffle_samples_keep_the_dataset_order():
     sampler = make(10, 3, shuffle=False)
     assert windows(sampler, 4) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [0, 1, 2]]
 
@@ -163,7 +163,7 @@ def test_without_shuffle_the_samples_come_in_their_own_order():
 
 
 @pytest.mark.parametrize("stop", [1, 6, 10, 13])
-def test_prefetching_workers_lose_and_repeat_nothing_when_stopped_and_resumed(stop):
+def test_prefetching_workers_resume_without_loss_or_repetition(stop):
     workers = {"num_workers": 2, "prefetch_factor": 4}
     sampler = make()
     first = ids_of(train(sampler, stop, sampler.loader(Plain(40), **workers)))
@@ -204,14 +204,14 @@ def test_accumulated_steps_may_span_epochs():
     assert taken == windows(make(), 20)
 
 
-def test_a_loop_that_tells_nothing_still_walks_through_the_epochs():
+def test_a_loop_that_reports_no_step_still_walks_through_the_epochs():
     sampler = make()
     loader = sampler.loader(Plain(40))
     assert ids_of(loader) + ids_of(loader) == windows(make(), 20)
     assert sampler.state_dict()["epoch"] == 2
 
 
-def test_the_last_step_of_an_epoch_may_be_told_before_or_after_the_loop_ends():
+def test_an_epochs_last_step_may_be_reported_before_or_after_its_loop():
     sampler = make()
     train(sampler, 10, loader := sampler.loader(Plain(40)))
     assert place(sampler) == (1, 0)
@@ -221,7 +221,7 @@ def test_the_last_step_of_an_epoch_may_be_told_before_or_after_the_loop_ends():
     assert place(sampler) == (2, 0)
 
 
-def test_a_loop_that_breaks_out_begins_anew_at_the_cursor():
+def test_a_loop_left_by_break_starts_again_at_the_cursor():
     sampler = make()
     loader = sampler.loader(Plain(40), num_workers=2, persistent_workers=True)
     for count, _ in enumerate(loader):
@@ -237,7 +237,7 @@ def test_a_loop_that_breaks_out_begins_anew_at_the_cursor():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_dataloader_of_the_users_own_is_followed_by_one_window_a_step(num_workers):
+def test_a_user_dataloader_advances_one_window_per_step(num_workers):
     sampler = make()
     first = ids_of(train(sampler, 6, DataLoader(Plain(40), batch_sampler=sampler, num_workers=num_workers)))
     assert place(sampler) == (0, 6)
@@ -252,7 +252,7 @@ def test_a_dataloader_of_the_users_own_is_followed_by_one_window_a_step(num_work
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
-def test_an_iterator_from_before_a_load_moves_nothing_and_says_so(options):
+def test_an_iterator_older_than_a_load_raises_and_moves_nothing(options):
     sampler = make()
     loader = sampler.loader(Plain(40), **options)
     old = iter(loader)
@@ -272,7 +272,7 @@ def test_an_iterator_from_before_a_load_moves_nothing_and_says_so(options):
         next(not_begun)
 
 
-def test_a_users_dataloader_from_before_a_load_moves_nothing_and_says_so():
+def test_a_user_dataloader_older_than_a_load_raises_and_moves_nothing():
     sampler = make()
     old = iter(DataLoader(Plain(40), batch_sampler=sampler))
     next(old)
@@ -284,7 +284,7 @@ def test_a_users_dataloader_from_before_a_load_moves_nothing_and_says_so():
 
 
 def test_a_second_iteration_ends_the_first_one():
-    """Peeking at a batch inside the loop: two iterations that both count would each tell half of the truth."""
+    """A batch is peeked at inside the loop: two counting iterations would each count half of the batches."""
     sampler = make()
     loader = sampler.loader(Plain(40))
     first = iter(loader)
@@ -295,7 +295,7 @@ def test_a_second_iteration_ends_the_first_one():
     assert sampler.state_dict()["cursor_step"] == 1
 
 
-def test_an_epoch_that_the_dataset_cuts_short_is_an_error():
+def test_an_epoch_shortened_by_the_dataset_is_an_error():
     """StopIteration out of `__getitem__` ends a plain DataLoader as if the epoch were over: samples lost in silence."""
     sampler = make(shuffle=False)
     loader = sampler.loader(StopsEarly(40))
@@ -309,7 +309,7 @@ def test_an_epoch_that_the_dataset_cuts_short_is_an_error():
 
 
 @pytest.mark.parametrize("dataset", [Plain, Batched])
-def test_augmentation_is_the_same_for_any_number_of_workers_and_after_a_stop(dataset):
+def test_augmentation_is_equal_for_any_worker_count_and_after_a_resume(dataset):
     def batches(sampler, steps, **options):
         random.seed(), np.random.seed(), torch.seed()  # what the loop's own generators hold must not matter
         return train(sampler, steps, sampler.loader(dataset(40), collate_fn=masking_collate, **options))
@@ -326,7 +326,7 @@ def test_augmentation_is_the_same_for_any_number_of_workers_and_after_a_stop(dat
     assert len(draws.unique()) == len(draws)  # samples, epochs, seeds and generators do not share their numbers
 
 
-def test_augmentation_of_a_sample_is_the_same_on_another_world():
+def test_augmentation_of_a_sample_is_equal_in_any_world_size():
     def drawn(world):
         ranks = [make(rank=rank, world_size=world) for rank in range(world)]
         batches = [batch for rank in ranks for batch in train(rank, 10, rank.loader(Plain(40)))]
@@ -336,7 +336,7 @@ def test_augmentation_of_a_sample_is_the_same_on_another_world():
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_global_generators_are_never_drawn_from(num_workers):
+def test_the_sampler_never_draws_from_the_global_generators(num_workers):
     """`iter(DataLoader)` draws a base seed from torch's global RNG, once an epoch. After a stop in mid-epoch there is
     one iteration more than without it, so dropout differed from there on, with every state restored to the bit."""
 
@@ -352,7 +352,7 @@ def test_the_global_generators_are_never_drawn_from(num_workers):
     assert torch.equal(cpu_before, cpu_after)
 
 
-def test_a_dataset_that_fails_leaves_the_global_generators_as_they_were():
+def test_a_failing_dataset_leaves_the_global_generators_unchanged():
     sampler = make(shuffle=False)
     before = torch.get_rng_state()
     with pytest.raises(Refused):
@@ -393,7 +393,7 @@ def test_a_run_with_dropout_continues_bit_for_bit_in_mid_epoch():
     assert first + run(again, weight, 11)[0] == straight
 
 
-def test_worker_init_fn_reaches_the_users_dataset_and_finds_the_same_seed_after_a_stop():
+def test_worker_init_fn_gets_the_dataset_and_the_same_seed_after_a_resume():
     workers = {"num_workers": 1, "worker_init_fn": offset_by_worker_seed}
     whole, stopped = make(shuffle=False), make(shuffle=False)
     batches = ids_of(whole.loader(Plain(40), **workers))
@@ -467,7 +467,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_moves(change, told):
         {"in_order": False},
     ],
 )
-def test_options_that_fight_the_order_are_refused(option):
+def test_options_that_contradict_the_order_are_refused(option):
     with pytest.raises(Refused, match=f"{next(iter(option))} cannot be given"):
         make().loader(Plain(40), **option)
 
@@ -535,7 +535,7 @@ def elsewhere(count: int) -> list[int]:
         (lambda ids: [*ids, *ids, ids[0]], 5, 0, 0),
         (lambda ids: ids[1:], 0, 1, 0),
         (lambda ids: [*ids, *elsewhere(1) * 2], 0, 0, 2),
-        (lambda ids: [*ids, 0x61C8864680B583EB], 0, 0, 1),  # an id whose hash is 0: only the count tells
+        (lambda ids: [*ids, 0x61C8864680B583EB], 0, 0, 1),  # an id whose hash is 0: only the count shows it
         (lambda ids: [ids[0], *ids[:3]], 1, 1, 0),
         (lambda ids: [*elsewhere(2), *ids[2:]], 0, 2, 2),
         (lambda ids: [*ids[:3], -5], 0, 1, 1),
@@ -550,7 +550,7 @@ def test_the_audit_finds_a_duplicated_a_missing_and_an_extra_sample(change, dupl
     assert report.differing == (() if report.exact else ((1, 2),))
 
 
-def test_the_audit_finds_two_windows_that_changed_places():
+def test_the_audit_finds_two_swapped_windows():
     audit, sampler = Audit(), make()
     sampler.load_state_dict({"epoch": 0, "cursor_step": 3, "seed": 7})
     for step, trained in ((0, 0), (1, 2), (2, 1)):
@@ -560,7 +560,7 @@ def test_the_audit_finds_two_windows_that_changed_places():
 
 
 @pytest.mark.parametrize("place", [(0, 10), (1, 3), (2, 0)])
-def test_the_audit_finds_a_window_that_the_run_has_not_reached(place):
+def test_the_audit_finds_a_window_from_beyond_the_current_step(place):
     (audit,), sampler = audited()
     audit.observe(*place, [1, 2, 3, 4])
     report = audit.report(sampler)
@@ -606,7 +606,7 @@ def test_ids_that_are_not_integers_are_refused(ids):
         {"0": {"windows": torch.tensor([[0, 1]]), "ids": torch.tensor([[1]])}},
     ],
 )
-def test_an_audits_state_that_does_not_fit_together_is_refused(epochs):
+def test_an_inconsistent_audit_state_is_refused(epochs):
     (audit,), sampler = audited()
     with pytest.raises(Refused, match="audit"):
         audit.load_state_dict({"epochs": epochs})

@@ -1,6 +1,6 @@
-"""Promises about a sampler in the state and a loop that does not read from it as it should.
+"""A sampler in the state, and loops that do not read from it as they should.
 
-And the loops that only look like that: nothing is refused there.
+Loops that only seem wrong are covered too: nothing is refused there.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def begun_and_left(sampler: ResumableSampler) -> DataLoader:
 
 
 @pytest.mark.parametrize("loader_of", [shuffled, of_another_sampler, begun_and_left])
-def test_a_loop_over_another_loader_than_the_samplers_is_reported_at_its_first_step(
-    tmp_path: Path, loader_of, caplog, capsys
-) -> None:
+def test_a_loop_over_a_foreign_loader_is_reported_at_its_first_step(tmp_path: Path, loader_of, caplog, capsys) -> None:
     """The cursor of a sampler from which nothing was read advanced with each step, in silence: a resume went on at a
     place in the data that meant nothing."""
     sampler = make()
@@ -69,7 +67,7 @@ def test_a_loop_over_another_loader_than_the_samplers_is_reported_at_its_first_s
     assert capsys.readouterr().err.count("no batch was read") == 1
 
 
-def test_a_job_in_which_rank_0_of_a_smaller_data_group_reads_nothing_is_reported_once(capsys, caplog) -> None:
+def test_an_idle_sampler_on_rank_0_of_a_data_group_is_reported_once(capsys, caplog) -> None:
     sampler = make()
     for n in (1, 2, 3):
         count_step([sampler], n, n - 1, rank=0, ranks=2, first=n == 1)
@@ -128,7 +126,7 @@ def test_a_sampler_that_a_worker_process_reads_is_counted(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-def test_a_loader_that_takes_one_batch_of_the_sampler_at_a_time_counts_each(tmp_path: Path, batch_size) -> None:
+def test_a_loader_that_draws_single_batches_counts_each(tmp_path: Path, batch_size) -> None:
     """`sampler=sampler, batch_size=None` hands each list of ids to the dataset, which makes a batch of it."""
     sampler, seen = make(), list[list[int]]()
     with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
@@ -139,7 +137,7 @@ def test_a_loader_that_takes_one_batch_of_the_sampler_at_a_time_counts_each(tmp_
     assert seen == make().order(0).tolist()
 
 
-def test_the_sampler_of_an_evaluation_stands_still_until_it_is_read(tmp_path: Path) -> None:
+def test_an_evaluation_sampler_does_not_move_until_it_is_read(tmp_path: Path) -> None:
     """Each training step moved it too: the first evaluation began in the middle of an epoch."""
     train, evaluation = make(), make(seed=8)
     state = {"train": train, "evaluation": evaluation}
@@ -151,7 +149,7 @@ def test_the_sampler_of_an_evaluation_stands_still_until_it_is_read(tmp_path: Pa
     assert place(train) == (1, 0) and place(evaluation) == (2, 0)
 
 
-def test_a_phase_of_the_training_that_follows_begins_at_its_first_batch(tmp_path: Path) -> None:
+def test_a_following_training_phase_starts_at_its_first_batch(tmp_path: Path) -> None:
     first, second = make(), make(seed=8)
     with lastgood.Checkpointer(tmp_path, {"phases": [first, second]}) as ckpt:
         for n, _ in enumerate(first.loader(DATA), 1):
@@ -161,7 +159,7 @@ def test_a_phase_of_the_training_that_follows_begins_at_its_first_batch(tmp_path
     assert (place(first), place(second)) == ((1, 0), (0, 3))
 
 
-def test_a_loop_that_takes_its_samples_from_the_order_itself_is_counted(tmp_path: Path) -> None:
+def test_a_loop_that_reads_the_order_directly_is_counted(tmp_path: Path) -> None:
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
         for n in range(1, 13):
@@ -184,7 +182,7 @@ def test_a_restored_step_is_saved_into_a_second_run_without_reading(tmp_path: Pa
     assert place(again) == (0, 3)
 
 
-def test_ranks_that_are_given_their_batches_by_another_one_count_all_the_same(caplog) -> None:
+def test_ranks_that_receive_batches_from_another_rank_count_them(caplog) -> None:
     """Tensor and pipeline parallelism: one rank reads, and hands out what it has read."""
     sampler = make()
     for n in (1, 2, 3):

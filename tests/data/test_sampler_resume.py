@@ -1,4 +1,4 @@
-"""Promises of the sampler between sessions: which states it continues, and which batches a step has counted."""
+"""The sampler between sessions: which states it continues, and which batches a step has counted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NAMES = {"batch": "global_batch", "size": "dataset_size"}
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_order_in_mid_epoch_is_refused_before_anything_is_loaded(tmp_path: Path, change: dict) -> None:
-    """Batch 4 -> 8 was taken without a word: 200 of 800 samples were never trained."""
+    """A batch size changed from 4 to 8 was accepted without a report: 200 of 800 samples were never trained."""
     (name,) = change
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3), "sampler": sampler}) as ckpt:
@@ -87,7 +87,7 @@ def test_another_seed_is_refused_where_an_epoch_begins_too() -> None:
     assert place(again) == (0, 0)
 
 
-def test_a_state_of_an_earlier_version_is_continued_and_its_seed_compared() -> None:
+def test_a_state_of_an_earlier_version_continues_and_its_seed_is_checked() -> None:
     old = {"epoch": 1, "cursor_step": 3, "seed": 7}
     sampler = make()
     sampler.load_state_dict(old)
@@ -109,7 +109,7 @@ def test_a_state_of_an_earlier_version_is_continued_and_its_seed_compared() -> N
         ({"earlier": [[1, 40]]}, "malformed"),
     ],
 )
-def test_a_state_that_no_sampler_wrote_is_refused(change: dict, shown: str) -> None:
+def test_a_sampler_state_of_unknown_form_is_refused(change: dict, shown: str) -> None:
     sampler = make()
     with pytest.raises(Refused, match=shown):
         sampler.load_state_dict({**make().state_dict(), **change})
@@ -165,7 +165,7 @@ def test_two_checkpointers_on_one_sampler_count_each_step_once(tmp_path: Path) -
             assert place(sampler) == divmod(n, 10)
 
 
-def test_a_second_empty_run_does_not_number_the_steps_of_the_first_anew(tmp_path: Path) -> None:
+def test_a_second_empty_run_does_not_renumber_the_steps_of_the_first(tmp_path: Path) -> None:
     """Its restore() found nothing and set the number to 0: the next step of the first run counted eleven batches."""
     sampler = make()
     first, second = (lastgood.Checkpointer(tmp_path / name, {"sampler": sampler}) for name in ("first", "second"))
@@ -181,8 +181,8 @@ def test_a_second_empty_run_does_not_number_the_steps_of_the_first_anew(tmp_path
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_numbers_that_count_tokens_are_refused_where_they_say_which_batches(num_workers: int) -> None:
-    """`step(n)` with n += 4097 cannot say how many batches a DataLoader of the user's own has given out."""
+def test_token_counts_are_refused_where_steps_select_batches(num_workers: int) -> None:
+    """`step(n)` with n += 4097 does not determine how many batches a user's DataLoader has yielded."""
     sampler = make()
     batches = iter(own_loader(sampler, num_workers))
     next(batches)
@@ -193,7 +193,7 @@ def test_numbers_that_count_tokens_are_refused_where_they_say_which_batches(num_
     assert place(sampler) == (0, 1)
 
 
-def test_numbers_that_count_tokens_do_no_harm_with_the_samplers_own_loader() -> None:
+def test_token_counts_are_accepted_with_the_loader_of_the_sampler() -> None:
     sampler = make()
     for count, _ in enumerate(sampler.loader(range(40)), 1):
         sampler.advance_to(4097 * count)
@@ -202,7 +202,7 @@ def test_numbers_that_count_tokens_do_no_harm_with_the_samplers_own_loader() -> 
 
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(4, 24), reports=st.sets(st.integers(1, 30)))
-def test_what_a_report_counts_is_what_was_trained_or_the_report_is_refused(size: int, reports: set[int]) -> None:
+def test_a_report_counts_exactly_the_trained_batches_or_is_refused(size: int, reports: set[int]) -> None:
     """Whatever steps are reported, of a loop over many epochs. One that began an epoch before it had reported the last
     steps of the one before was given these again, in silence."""
     sampler = make(size, 4)
@@ -221,7 +221,7 @@ def test_what_a_report_counts_is_what_was_trained_or_the_report_is_refused(size:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_batch_that_was_only_looked_at_counts_nothing(num_workers: int) -> None:
+def test_a_fetched_but_untrained_batch_is_not_counted(num_workers: int) -> None:
     sampler = make()
     next(iter(own_loader(sampler, num_workers)))
     seen = []
@@ -243,7 +243,7 @@ def test_steps_across_two_iterations_are_refused_where_workers_fetch_ahead() -> 
     assert place(sampler) == (0, 0)
 
 
-def test_a_step_that_was_counted_does_not_count_what_was_fetched_after_it() -> None:
+def test_a_counted_step_excludes_batches_fetched_after_it() -> None:
     """A second Checkpointer that reports the step when the loop has the next batch in hand."""
     sampler = make()
     batches = iter(sampler.loader(range(40)))
@@ -285,7 +285,7 @@ def framework_loop(sampler: ResumableSampler, first: int, last: int) -> list[lis
 
 @pytest.mark.parametrize("batches_per_step", [1, 3, 4, 12])
 @pytest.mark.parametrize("stop", [1, 2, 5])
-def test_batches_that_a_framework_fetched_ahead_are_not_counted(stop: int, batches_per_step: int) -> None:
+def test_batches_prefetched_by_a_framework_are_not_counted(stop: int, batches_per_step: int) -> None:
     """Four samples had been trained, eight fetched, and the cursor was at eight; with accumulation at 12 for 8."""
     sampler = make(batches_per_step=batches_per_step)
     first = framework_loop(sampler, 1, stop)
@@ -296,7 +296,7 @@ def test_batches_that_a_framework_fetched_ahead_are_not_counted(stop: int, batch
     assert both == scheduled(len(both))
 
 
-def test_an_epoch_that_ends_with_batches_of_no_step_does_not_begin_again_in_silence() -> None:
+def test_an_epoch_that_ends_with_uncounted_batches_is_reported() -> None:
     """Lightning, resumed without its own progress, took no step for the last batch of an epoch, and got it again in
     every epoch that followed."""
     sampler = make(batches_per_step=3)
@@ -312,7 +312,7 @@ def test_an_epoch_that_ends_with_batches_of_no_step_does_not_begin_again_in_sile
 
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.parametrize("fetch", [one_ahead, lambda loader: ((batch, False) for batch in loader)])
-def test_a_loader_that_counts_what_it_hands_out_warns_where_it_is_fetched_ahead(each: int, fetch, caplog) -> None:
+def test_a_loader_that_counts_batches_reports_prefetching(each: int, fetch, caplog) -> None:
     """Without `batches_per_step` the cursor is one batch ahead then, and a resume leaves that one out."""
     sampler = make()
     loader, batches = sampler.loader(range(40)), 0
@@ -324,7 +324,7 @@ def test_a_loader_that_counts_what_it_hands_out_warns_where_it_is_fetched_ahead(
     assert ("give the sampler batches_per_step" in caplog.text) == (fetch is one_ahead)
 
 
-def test_numbers_begin_anew_with_a_restore_that_found_nothing(tmp_path: Path) -> None:
+def test_step_numbers_start_over_after_a_restore_that_found_nothing(tmp_path: Path) -> None:
     """A sampler that is used again for the next run of a sweep: its cursor must not stand until n is at the old one."""
     sampler = make()
     for run in ("first", "second"):
@@ -336,7 +336,7 @@ def test_numbers_begin_anew_with_a_restore_that_found_nothing(tmp_path: Path) ->
     assert place(sampler) == (2, 0)
 
 
-def test_the_length_of_a_loader_is_that_of_an_epoch_after_a_resume_too() -> None:
+def test_the_length_of_a_resumed_loader_is_that_of_an_epoch() -> None:
     """Lightning took the five batches that were left for the length of every epoch, and ended at step 10 of 20."""
     saved, sampler = counted(15, {})
     loader = sampler.loader(range(40))
@@ -346,7 +346,7 @@ def test_the_length_of_a_loader_is_that_of_an_epoch_after_a_resume_too() -> None
     assert (len(loader), loader.remaining) == (10, 10)
 
 
-def test_an_iterator_that_a_framework_made_before_the_restore_says_what_to_do() -> None:
+def test_an_iterator_older_than_the_restore_raises_with_the_remedy() -> None:
     saved, sampler = counted(5, {})
     batches = iter(sampler.loader(range(40)))
     sampler.load_state_dict(saved.state_dict())

@@ -1,4 +1,4 @@
-"""The guard's layers: each finds what it is there for, names the place, and needs none of the others."""
+"""The guard: each layer finds its kind of damage, names the place, and works without the other layers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize(("damage", "layers", "tensor"), FOUND.values(), ids=FOUND.keys())
-def test_each_layer_finds_its_damage_by_itself_and_the_tensor_is_named(home, tmp_path, damage, layers, tensor):
+def test_each_layer_finds_its_damage_alone_and_names_the_tensor(home, tmp_path, damage, layers, tensor):
     damage(home)
     reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
     verdict = reader.verify(20)
@@ -97,13 +97,13 @@ def test_each_layer_finds_its_damage_by_itself_and_the_tensor_is_named(home, tmp
         assert alone == ({layer} & {one.layer for one in verdict.findings})
 
 
-def test_a_good_generation_has_nothing_said_of_it(home, tmp_path):
+def test_a_good_generation_has_no_findings(home, tmp_path):
     verdict = RunReader(Disk(PosixFiles(), str(tmp_path))).verify(20)
     assert verdict.good and verdict.intact and verdict.layers == list(LAYERS)
 
 
-def test_memory_that_changed_before_the_file_was_digested_is_told_from_a_disk_that_changed_it(home, tmp_path):
-    """Only the content digest, taken while staging, can see it: the file is just as it was written."""
+def test_memory_corruption_is_distinguished_from_disk_corruption(home, tmp_path):
+    """Only the content digest, which is computed while staging, detects it: the file holds what was written."""
     reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
     put(b"\xff", 9000)(home)
     assert not any("memory changed it" in one.what for one in reader.verify(20).findings)
@@ -117,7 +117,7 @@ FLOATS = {name for name, one in TORCH_DTYPES.items() if one.is_floating_point or
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning")
 @pytest.mark.parametrize("name", sorted(FLOATS))
-def test_what_torch_calls_not_finite_is_found_in_every_dtype_wherever_it_stands(name):
+def test_nonfinite_values_are_found_in_every_dtype_at_every_position(name):
     dtype = TORCH_DTYPES[name]
     if name == "float4_e2m1fn_x2":
         assert not not_finite(name, memoryview(bytes(range(256))))  # it has neither
@@ -183,7 +183,7 @@ POISON = {
 
 
 @pytest.mark.parametrize("name", POISON)
-def test_a_state_that_is_not_finite_is_intact_and_not_good(tmp_path, name):
+def test_a_nonfinite_state_is_intact_and_unfit(tmp_path, name):
     told = trained(tmp_path, POISON[name])
     assert any("step 3 is intact, and not good" in one and name in one for one in told)
     run = lastgood.open(tmp_path)
@@ -202,7 +202,7 @@ def test_a_state_that_is_not_finite_is_intact_and_not_good(tmp_path, name):
 
 
 @pytest.mark.parametrize("element", [0, 300_000, 750_000, 799_999])
-def test_one_value_that_is_not_finite_is_found_wherever_it_stands_in_a_file(tmp_path, element):
+def test_one_nonfinite_value_is_found_at_every_position_of_a_file(tmp_path, element):
     weights = torch.zeros(800_000)
     weights[element] = float("nan")
     state: State = {"weight": weights.numpy().tobytes()}
@@ -212,18 +212,18 @@ def test_one_value_that_is_not_finite_is_found_wherever_it_stands_in_a_file(tmp_
     assert (found.layer, found.tensor) == ("finite", "weight")
 
 
-def test_a_mask_of_minus_infinity_is_good_unless_it_is_named(tmp_path):
+def test_a_mask_of_minus_infinity_is_good_unless_required_to_be_finite(tmp_path):
     assert trained(tmp_path / "plain", lambda *_: None) == []
     told = trained(tmp_path / "named", lambda *_: None, finite_also=["net.mask"])
     assert any("net.mask" in one for one in told)
 
 
-def test_what_may_be_infinite_is_named_and_then_good(tmp_path):
+def test_a_tensor_that_is_allowed_to_be_infinite_is_good(tmp_path):
     assert trained(tmp_path, POISON["net.layer.bias"], finite_except=["net.layer.bias"]) == []
     assert lastgood.open(tmp_path).verify(3).good
 
 
-def test_a_state_that_was_never_read_back_is_not_restored_either_when_it_is_not_finite(tmp_path):
+def test_an_unverified_nonfinite_state_is_not_restored(tmp_path):
     """The process died before it verified its last save, and that save holds NaN."""
     trained(tmp_path, POISON["net.layer.weight"])
     (mark,) = tmp_path.glob(f"gen/*/{layout.UNFIT}")
@@ -237,7 +237,7 @@ def test_a_state_that_was_never_read_back_is_not_restored_either_when_it_is_not_
     assert torch.isfinite(net.layer.weight).all()
 
 
-def test_when_nothing_is_finite_the_error_names_each_and_asking_for_it_helps(tmp_path):
+def test_without_a_finite_generation_the_error_names_each_and_the_remedy(tmp_path):
     net = Net()
     with torch.no_grad():
         net.layer.weight.fill_(float("nan"))
@@ -248,7 +248,7 @@ def test_when_nothing_is_finite_the_error_names_each_and_asking_for_it_helps(tmp
     assert lastgood.load(tmp_path / "run", {"net": Net()}, step=5).step == 5
 
 
-def test_what_is_not_good_counts_for_nothing_in_retention(tmp_path):
+def test_unfit_generations_do_not_count_in_retention(tmp_path):
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=2))
     nan = b"\x00\x00\xc0\x7f"
     for step in range(1, 8):

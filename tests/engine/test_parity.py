@@ -1,4 +1,4 @@
-"""Parity: what is damaged within the budget comes back to the bit; beyond it is refused, and nothing is touched."""
+"""Parity rebuilds damage within its budget exactly; damage beyond the budget is refused and nothing is changed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ WITHIN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", WITHIN.values(), ids=WITHIN.keys())
-def test_damage_within_the_budget_is_rebuilt_to_the_bit_and_verified(root, damage):
+def test_damage_within_the_budget_is_rebuilt_exactly_and_verified(root, damage):
     before = contents(home(root))
     damage(home(root))
     run = opened(root, parity=None)  # the code that it was saved with is in its records
@@ -165,7 +165,7 @@ def mended_in_vain(root: Path, kind: type[LastgoodError]) -> tuple[RunWriter, di
 
 
 @pytest.mark.parametrize("damage", BEYOND.values(), ids=BEYOND.keys())
-def test_damage_beyond_the_budget_is_refused_and_nothing_is_touched(root, damage):
+def test_damage_beyond_the_budget_is_refused_and_nothing_is_changed(root, damage):
     damage(home(root))
     _, before, after = mended_in_vain(root, BeyondRepair)
     if any(parity_layout.is_record(name) for name in before):  # else nobody has looked
@@ -174,7 +174,7 @@ def test_damage_beyond_the_budget_is_refused_and_nothing_is_touched(root, damage
     assert all(after.get(name) == data for name, data in before.items() if name not in marks)
 
 
-def test_the_refusal_says_how_far_beyond(root):
+def test_the_refusal_states_how_far_the_budget_is_exceeded(root):
     BEYOND["three cells of one row"](home(root))
     run = opened(root)
     with pytest.raises(BeyondRepair, match=r"1 of 3 rows .* row 0, lost 3 of 10 cells .* 2 of 2 .* left: 1 too many"):
@@ -184,7 +184,7 @@ def test_the_refusal_says_how_far_beyond(root):
 @pytest.mark.parametrize(
     "length", [29 * CELL - 100, 27 * CELL], ids=["its last cell is short", "it has two cells less"]
 )
-def test_what_a_row_has_no_bytes_for_is_zeros_and_not_what_its_memory_held_before(tmp_path, length):
+def test_the_rest_of_a_short_row_is_zeros_and_not_stale_memory(tmp_path, length):
     """There it had something when parity was made, and something else when it was used."""
     run = opened(tmp_path)
     save(run, 20, {"weight": random.Random(1).randbytes(length)}, chunk_bytes=CHUNK)
@@ -196,7 +196,7 @@ def test_what_a_row_has_no_bytes_for_is_zeros_and_not_what_its_memory_held_befor
     assert contents(home(tmp_path)) == before
 
 
-def test_a_lost_tensor_file_comes_back_where_there_is_as_much_parity_as_data(tmp_path):
+def test_a_lost_tensor_file_is_rebuilt_from_as_much_parity_as_data(tmp_path):
     run = opened(tmp_path, "2+2")
     save(run, 20, STATE, chunk_bytes=CHUNK)
     run.verify(UPKEEP)
@@ -213,7 +213,7 @@ def test_an_older_version_of_the_file_is_damage_like_any_other(root):
     assert not RunReader(run.tier).verify(20).intact
 
 
-def test_a_zeroed_range_that_was_zero_before_is_no_damage(tmp_path):
+def test_zeroing_a_range_that_was_zero_is_not_damage(tmp_path):
     """The study counted one zeroed range in 400 as missed: nothing had changed, so there was nothing to find."""
     run = opened(tmp_path)
     save(run, 20, {"weight": bytes(4 * CELL) + STATE["weight"]}, chunk_bytes=CHUNK)
@@ -223,7 +223,7 @@ def test_a_zeroed_range_that_was_zero_before_is_no_damage(tmp_path):
     assert contents(home(tmp_path)) == before and RunReader(run.tier).verify(20).good
 
 
-def test_parity_that_never_got_its_record_is_cleared_and_does_not_stand_in_the_way(root):
+def test_parity_without_its_record_is_deleted_and_blocks_nothing(root):
     lost("r00000.parity-0.json", "r00000.parity-1.json")(home(root))
     run = opened(root)
     assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
@@ -236,7 +236,7 @@ def the_newest(run: RunWriter) -> GenerationId:
     return next(one for one in (*run.survey.generations, *run.survey.broken, *run.survey.incomplete) if one.step == 20)
 
 
-def test_a_repair_that_fails_leaves_nothing_of_what_it_wrote(root, monkeypatch):
+def test_a_failed_repair_deletes_what_it_wrote(root, monkeypatch):
     changed(DATA, flip(5))(home(root))
     before, run = contents(home(root)), opened(root, parity=None)
 
@@ -249,7 +249,7 @@ def test_a_repair_that_fails_leaves_nothing_of_what_it_wrote(root, monkeypatch):
     assert contents(home(root)) == before
 
 
-def test_what_is_mended_is_restored_by_whoever_mended_it(root):
+def test_a_restore_loads_the_generation_it_has_repaired(root):
     changed(COMMIT, flip(100))(home(root))
     run = opened(root)
     (at,) = run.survey.broken
@@ -257,7 +257,7 @@ def test_what_is_mended_is_restored_by_whoever_mended_it(root):
     assert next(iter(Candidates(run.survey))).step == 20
 
 
-def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
+def test_an_impossible_repair_is_reported_with_its_reason(root):
     lost(DATA)(home(root))
     told: list[Event] = []
     run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), environment=Environment(emit=told.append))
@@ -267,7 +267,7 @@ def test_a_repair_that_cannot_be_is_told_with_its_reason(root):
     ]
 
 
-def test_a_restore_mends_nothing_that_is_older_than_what_it_takes(root):
+def test_a_restore_repairs_nothing_older_than_the_loaded_generation(root):
     run = opened(root)
     older = next(one for one in run.survey.generations.values() if one.step == 10)
     changed(DATA, flip(-1))(home(root, 10))
@@ -279,7 +279,7 @@ def test_a_restore_mends_nothing_that_is_older_than_what_it_takes(root):
     assert contents(home(root, 10)) != before
 
 
-def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_still_knew(root):
+def test_a_rebuilt_commit_restores_the_incarnation_that_only_it_records(root):
     run = opened(root)
     run.begin(next(at for at in run.survey.generations if at.step == 20))
     save(run, 30, STATE, chunk_bytes=CHUNK)
@@ -292,7 +292,7 @@ def test_a_commit_that_is_put_back_brings_back_the_incarnation_that_only_it_stil
     assert [one.step for one in run.lineage()] == [30, 20, 10]
 
 
-def test_what_cannot_be_read_and_is_rebuilt_is_loaded(root):
+def test_an_unreadable_file_is_rebuilt_and_loaded(root):
     class Mending(ReadOnlyRun):
         def examine(self, generation: Generation, topic: object = None) -> list[Finding]:
             raise Unreadable("the medium does not answer")
@@ -308,7 +308,7 @@ def test_what_cannot_be_read_and_is_rebuilt_is_loaded(root):
     assert next(tried).step == 20
 
 
-def test_what_an_earlier_repair_died_over_does_not_stand_in_the_way(root):
+def test_the_remains_of_an_interrupted_repair_block_nothing(root):
     before = contents(home(root))
     changed(DATA, flip(5))(home(root))
     lost(MANIFEST)(home(root))
@@ -319,7 +319,7 @@ def test_what_an_earlier_repair_died_over_does_not_stand_in_the_way(root):
     assert contents(home(root)) == before
 
 
-def test_a_repair_is_given_up_while_it_looks_and_nothing_is_touched(root):
+def test_a_repair_cancelled_while_it_examines_changes_nothing(root):
     changed(DATA, flip(5))(home(root))
     before = contents(home(root))
     run = opened(root)
@@ -328,7 +328,7 @@ def test_a_repair_is_given_up_while_it_looks_and_nothing_is_touched(root):
     assert contents(home(root)) == before
 
 
-def test_the_commit_is_put_back_last_so_that_nobody_takes_the_rest_for_more_than_it_is(root, monkeypatch):
+def test_a_repair_writes_the_commit_last(root, monkeypatch):
     lost(MANIFEST, COMMIT)(home(root))
     run, put_back = opened(root, parity=None), parity._put_back
 
@@ -343,7 +343,7 @@ def test_the_commit_is_put_back_last_so_that_nobody_takes_the_rest_for_more_than
     assert not (home(root) / COMMIT).exists()
 
 
-def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch):
+def test_a_rebuilt_record_that_reads_back_wrong_is_not_installed(root, monkeypatch):
     lost(MANIFEST)(home(root))
     run, some = opened(root, parity=None), parity.read_file.some
 
@@ -356,7 +356,7 @@ def test_a_record_that_does_not_read_back_is_not_put_in_place(root, monkeypatch)
     assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
 
 
-def test_parity_goes_records_first_so_that_none_ever_speaks_of_cells_that_are_gone(root, monkeypatch):
+def test_parity_records_are_deleted_before_their_cells(root, monkeypatch):
     run, gone, delete = opened(root), list[str](), Disk.delete
     monkeypatch.setattr(Disk, "delete", lambda self, name: (gone.append(name), delete(self, name))[1])
     parity.clear(run.tier, f"gen/{home(root).name}")
@@ -364,7 +364,7 @@ def test_parity_goes_records_first_so_that_none_ever_speaks_of_cells_that_are_go
     assert records == [True, True, False, False]
 
 
-def test_parity_that_is_given_up_half_way_leaves_nothing(root):
+def test_cancelled_parity_leaves_no_file(root):
     run = opened(root)
     generation = run.survey.generations[the_newest(run)]
     spare = parity.find(run.tier, generation.id)
@@ -413,13 +413,13 @@ FORGED: dict[str, Callable[[Parity], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
-def test_forged_parity_mends_nothing_and_makes_nothing_look_good(root, fields):
+def test_forged_parity_repairs_nothing_and_verifies_nothing(root, fields):
     changed(DATA, flip(5))(home(root))
     forged(home(root), fields, 0, 1)
     refused(root)
 
 
-def test_parity_that_calls_the_damage_whole_mends_nothing_and_makes_nothing_look_good(root):
+def test_parity_computed_over_damage_repairs_and_verifies_nothing(root):
     changed(DATA, flip(5))(home(root))
     data = (home(root) / DATA).read_bytes()
 
@@ -442,7 +442,7 @@ def refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
-def test_beside_a_forged_record_the_honest_one_mends_or_nothing_is_touched(root, fields):
+def test_beside_a_forged_record_only_the_valid_one_repairs(root, fields):
     whole = (home(root) / DATA).read_bytes()
     changed(DATA, flip(5))(home(root))
     damaged = (home(root) / DATA).read_bytes()
@@ -457,7 +457,7 @@ def test_beside_a_forged_record_the_honest_one_mends_or_nothing_is_touched(root,
         assert (home(root) / DATA).read_bytes() == whole
 
 
-def test_a_record_that_does_not_name_its_own_commit_counts_for_nothing_where_the_commit_is_lost(root):
+def test_a_record_naming_another_commit_rebuilds_no_lost_commit(root):
     forged(home(root), FORGED["the root of another"], 0, 1)
     lost(COMMIT)(home(root))
     run = opened(root, parity=None)
@@ -465,7 +465,7 @@ def test_a_record_that_does_not_name_its_own_commit_counts_for_nothing_where_the
         run.mend(next(at for at in run.survey.incomplete if at.step == 20), UPKEEP)
 
 
-def test_the_commit_that_is_there_says_whose_parity_counts(root):
+def test_an_existing_commit_decides_which_parity_is_valid(root):
     before = contents(home(root))
     changed(DATA, flip(5))(home(root))
 
@@ -480,7 +480,7 @@ def test_the_commit_that_is_there_says_whose_parity_counts(root):
     assert contents(home(root)) == before
 
 
-def test_parity_of_another_code_stands_in_for_nothing(root, tmp_path):
+def test_parity_of_another_code_is_ignored(root, tmp_path):
     other = Path(shutil.copytree(root, tmp_path / "other", symlinks=True))
     run = opened(other, parity="5+2")
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
@@ -493,7 +493,7 @@ def test_parity_of_another_code_stands_in_for_nothing(root, tmp_path):
         run.mend(newest.id, UPKEEP)
 
 
-def test_parity_that_is_whole_is_not_written_again(root):
+def test_complete_parity_is_not_written_again(root):
     inodes = {path.name: path.stat().st_ino for path in home(root).iterdir()}
     run = opened(root)
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
@@ -511,7 +511,7 @@ def engine(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (4, 2), (10, 2), (16, 4), (250, 6)])
-def test_isal_and_zfec_make_the_same_parity(data, parity, monkeypatch):
+def test_isal_and_zfec_compute_the_same_parity(data, parity, monkeypatch):
     """Parity that one machine wrote with zfec must repair on another that has ISA-L, and the other way."""
     if isal.library() is None:
         pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
@@ -522,7 +522,7 @@ def test_isal_and_zfec_make_the_same_parity(data, parity, monkeypatch):
 
 
 @pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (10, 2), (5, 3)])
-def test_any_cells_as_many_as_there_is_parity_may_be_lost(data, parity, engine):
+def test_any_set_of_cells_as_large_as_the_parity_can_be_lost(data, parity, engine):
     chance, code = random.Random(data), Code(data, parity)
     cells = [chance.randbytes(64) for _ in range(data)]
     word = [*cells, *code.encode([memoryview(cell) for cell in cells])]
@@ -554,7 +554,7 @@ def test_a_cell_longer_than_isal_can_count_is_refused(monkeypatch):
         Code(1, 1).encode([memoryview(bytes(64))])
 
 
-def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different_rows():
+def test_every_byte_is_in_one_cell_and_neighbours_are_in_different_rows():
     for length in (
         4096,
         40960,
@@ -577,6 +577,6 @@ def test_every_byte_of_every_file_is_in_one_cell_and_neighbours_are_in_different
 
 
 @pytest.mark.parametrize("text", ["", "10", "0+2", "10+0", "200+57", "10+2+1", "a+b", "-1+3"])
-def test_parity_that_makes_no_sense_is_refused(text, tmp_path):
+def test_invalid_parity_options_are_refused(text, tmp_path):
     with pytest.raises(Refused, match="parity="):
         opened(tmp_path, text or " ")

@@ -1,4 +1,4 @@
-"""The mover that writes a file from chunks: what it leaves when something fails, and in which order it does things."""
+"""The mover that writes a file from chunks: the order of its calls, and what remains when one of them fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES - 100,))])[
 
 
 class Upload:
-    """Says what is done to it; `fails` at that write, the others end only once it has failed."""
+    """Records the calls to it. The write number `fails` fails, and the others end only after it has failed."""
 
     def __init__(self, said: list[str], fails: int = -1) -> None:
         self.said, self.fails, self.failed = said, fails, threading.Event()
@@ -94,7 +94,7 @@ class Later(Executor):
         return job
 
 
-def test_space_is_had_before_the_first_chunk_is_asked_for():
+def test_space_is_reserved_before_the_first_chunk_is_requested():
     tier = Tier(full=True)
     with pytest.raises(NoSpace):
         write(tier, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
@@ -110,7 +110,7 @@ def test_every_chunk_is_written_before_the_file_is_finished():
 
 
 @pytest.mark.parametrize("fails", [0, 2])
-def test_a_failed_write_ends_in_an_abort_after_every_other_writer_has_let_go(fails):
+def test_a_failed_write_aborts_after_all_other_writers_have_released(fails):
     tier, arena = Tier(fails), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
     with pytest.raises(NoSpace):
         write(tier, arena)
@@ -118,14 +118,14 @@ def test_a_failed_write_ends_in_an_abort_after_every_other_writer_has_let_go(fai
     assert arena.idle, "every chunk that was handed over came back"
 
 
-def test_a_source_that_breaks_ends_in_an_abort_and_every_chunk_comes_back():
+def test_a_failing_source_aborts_and_releases_every_chunk():
     tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     with pytest.raises(KeyError, match="the source broke"):
         write(tier, arena, breaks=5)
     assert tier.said[-1] == "abort" and "finish" not in tier.said and arena.idle
 
 
-def test_a_chunk_that_no_writer_took_comes_back():
+def test_a_chunk_that_no_writer_received_is_released():
     """At the end of the interpreter a pool takes no more jobs: the chunk in hand was lost to the arena for good."""
     tier, arena, writers = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES), ThreadPoolExecutor(1)
     writers.shutdown()
@@ -135,7 +135,7 @@ def test_a_chunk_that_no_writer_took_comes_back():
     assert tier.said[-1] == "abort" and arena.idle
 
 
-def test_what_fills_the_last_page_is_zeros_and_nothing_that_was_in_memory():
+def test_the_last_page_is_padded_with_zeros_and_not_with_memory():
     tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     leases = [arena.take() for _ in range(4)]
     for lease in leases:
@@ -147,7 +147,7 @@ def test_what_fills_the_last_page_is_zeros_and_nothing_that_was_in_memory():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems share the pages with a fork")
-def test_a_fork_has_the_addresses_of_an_arena_and_none_of_its_pages():
+def test_a_forked_process_inherits_no_pages_of_an_arena():
     """A fork did not have the addresses either, mapped something else there, and lost it again as it dropped the arena
     that it had inherited: savers that were forked ended by SIGSEGV."""
     arena = Arena(CHUNK_BYTES, CHUNK_BYTES)

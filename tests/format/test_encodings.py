@@ -1,4 +1,4 @@
-"""Encodings: the everyday Python values that a state holds come back as they were, and no code runs to make them."""
+"""Encodings: common Python values in a state are restored unchanged, and restoring them runs no code."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_an_everyday_value_is_stored_and_comes_back_as_it_was(name, tmp_path):
+def test_common_values_restore_unchanged(name, tmp_path):
     """A counter, a path or a date in the state was refused: 'cannot be stored without running code on load'."""
     found = resumed(tmp_path, {"x": VALUES[name]}, {"x": None})["x"]
     assert type(found) is type(VALUES[name])
@@ -98,7 +98,7 @@ def put(sink, name, value):
     return ()
 
 
-def test_a_deque_takes_the_bound_of_the_generation(tmp_path):
+def test_a_deque_gets_the_bound_of_the_generation(tmp_path):
     found = resumed(tmp_path, {"x": collections.deque([1, 2], 2)}, {"x": collections.deque([1, 2, 3], 3)})["x"]
     assert found == collections.deque([1, 2]) and found.maxlen == 2
 
@@ -138,7 +138,7 @@ def test_objects_in_a_deque_or_a_dataclass_are_restored_in_place(tmp_path):
 # ---- structured and masked arrays --------------------------------------------------------------------------------
 
 
-def test_structured_arrays_come_back_in_place_or_as_new_ones(tmp_path):
+def test_structured_arrays_restore_in_place_or_as_new_ones(tmp_path):
     array = np.zeros((2, 3), RECORD)
     array["id"], array["at"] = 7, 0.5
     live = {"a": np.zeros((2, 3), RECORD), "b": None}
@@ -149,7 +149,7 @@ def test_structured_arrays_come_back_in_place_or_as_new_ones(tmp_path):
 
 
 @pytest.mark.parametrize("mask", [np.ma.nomask, [True, False, True]])
-def test_masked_arrays_come_back_with_mask_fill_value_and_hardness(tmp_path, mask):
+def test_masked_arrays_restore_mask_fill_value_and_hardness(tmp_path, mask):
     array = np.ma.MaskedArray([1.0, 2.0, 3.0], mask, fill_value=-1, hard_mask=True)
     live = {"a": np.ma.MaskedArray([0.0, 0.0, 0.0], [False, True, True]), "b": None}
     before = live["a"]
@@ -161,7 +161,7 @@ def test_masked_arrays_come_back_with_mask_fill_value_and_hardness(tmp_path, mas
     assert np.ma.getmask(live["b"]) is np.ma.nomask or mask is not np.ma.nomask
 
 
-def test_a_masked_array_over_memory_that_is_read_only_is_replaced(tmp_path):
+def test_a_masked_array_over_read_only_memory_is_replaced(tmp_path):
     """Its mask was restored and its data was not: the load reported success over the old numbers."""
     data = np.zeros(3)
     data.flags.writeable = False
@@ -305,7 +305,7 @@ INSTANCES = [
 
 
 @pytest.mark.parametrize("value", INSTANCES, ids=repr)
-def test_an_instance_of_an_imported_class_comes_back_without_running_its_code(value, tmp_path):
+def test_an_instance_of_an_imported_class_restores_without_its_code(value, tmp_path):
     """A config dataclass, an Enum (SCION of pytorch_optimizer keeps one) or a namedtuple in the state was refused."""
     lastgood.save(tmp_path, {"x": [value]})
     live = {"x": []}
@@ -315,7 +315,7 @@ def test_an_instance_of_an_imported_class_comes_back_without_running_its_code(va
     assert not raised
 
 
-def test_a_live_dataclass_is_refilled_in_place_and_a_frozen_one_is_replaced(tmp_path):
+def test_a_live_dataclass_restores_in_place_and_a_frozen_one_is_replaced(tmp_path):
     saved = {"config": Config(0.5, ["new"]), "frozen": Frozen(torch.ones(2), "new"), "slots": Slotted(2)}
     weights = torch.zeros(2)
     live = {"config": Config(0.1, ["old", "er"]), "frozen": Frozen(weights, "old"), "slots": Slotted(1)}
@@ -327,7 +327,7 @@ def test_a_live_dataclass_is_refilled_in_place_and_a_frozen_one_is_replaced(tmp_
     assert live["frozen"].weights is weights and weights.tolist() == [1, 1]
 
 
-def test_a_cached_property_is_left_out_and_computed_anew_after_a_load(tmp_path):
+def test_a_cached_property_is_not_stored_and_recomputed_after_a_load(tmp_path):
     """Once the property had been read, the next save in the middle of a run was refused: 'attributes that are no
     fields'."""
     saved, live = {"x": Measured(torch.ones(2))}, {"x": Measured(torch.zeros(2))}
@@ -365,13 +365,13 @@ def of_a_class_elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_class_that_was_moved_is_that_of_the_live_object(of_a_class_elsewhere):
+def test_a_moved_class_resolves_to_that_of_the_live_object(of_a_class_elsewhere):
     live = {"x": Pair(3, 4)}
     lastgood.load(of_a_class_elsewhere, live)
     assert type(live["x"]) is Pair and live["x"] == (1, 2)
 
 
-def test_a_class_that_is_not_imported_is_a_difference_that_says_so(of_a_class_elsewhere):
+def test_a_class_that_is_not_imported_is_a_named_difference(of_a_class_elsewhere):
     live = {"x": None}
     with pytest.raises(StateMismatch, match=r"x: a namedtuple of class elsewhere\.Pair .* import its module"):
         lastgood.load(of_a_class_elsewhere, live)
@@ -425,13 +425,13 @@ def labelled():
         (lambda: Frozen(print), r"x\.0\.weights is a builtin_function_or_method"),
     ],
 )
-def test_an_instance_that_would_not_come_back_whole_is_refused_by_name(make, why):
+def test_an_instance_that_would_not_restore_completely_is_refused_by_name(make, why):
     with pytest.raises(Unstorable, match=why) as caught:
         capture({"x": [make()]})
     assert caught.value.what.startswith("x.0")
 
 
-def test_patterns_reach_the_fields_of_a_dataclass(tmp_path):
+def test_patterns_match_the_fields_of_a_dataclass(tmp_path):
     saved = capture({"config": Config(0.5, ["new"])}, exclude=["config.lr", "rng"])
     assert saved.values["config"]["!dataclass"]["parts"].keys() == {"tags", "phase"}
     live = {"config": Config(0.1)}
@@ -493,7 +493,7 @@ class Property:
     ids=lambda name: name[:30],
 )
 @pytest.mark.parametrize("tag", ["!Enum", "!subclass", "!namedtuple", "!dataclass"])
-def test_a_forged_class_name_imports_nothing_calls_nothing_and_is_a_difference(tag, name, monkeypatch):
+def test_a_forged_class_name_imports_and_calls_nothing(tag, name, monkeypatch):
     trap = Trap("trap")
     monkeypatch.setitem(sys.modules, "trap", trap)
     parts = {"!Enum": {"member": "x"}, "!subclass": {"value": 1}}.get(tag, {"a": 1})
@@ -528,7 +528,7 @@ def test_a_forged_class_name_imports_nothing_calls_nothing_and_is_a_difference(t
     ],
     ids=repr,
 )
-def test_parts_that_do_not_fit_a_class_are_refused_before_anything_is_touched(tag, name, parts):
+def test_parts_that_do_not_fit_a_class_are_refused_before_any_change(tag, name, parts):
     live = {"x": Config(0.1)}
     stored = Stored(1, {}, {}, {"x": {tag: {"class": f"{__name__}:{name}", "parts": parts}}})
     with pytest.raises((StateMismatch, ManifestInvalid)):
@@ -536,7 +536,7 @@ def test_parts_that_do_not_fit_a_class_are_refused_before_anything_is_touched(ta
     assert live == {"x": Config(0.1)}
 
 
-def test_the_bool_of_a_flag_is_not_asked():
+def test_encoding_a_flag_never_calls_its_bool():
     values = capture({"x": Counted.A | Counted.B}, exclude=["rng"]).values
     raised.clear()
     match({"x": None}, Stored(1, {}, {}, values), exclude=["rng"])
@@ -552,7 +552,7 @@ def test_fields_are_not_set_around_the_load_state_dict_of_a_live_object():
 
 
 @pytest.mark.parametrize("forged", [{"torch": 5}, {"torch": {"!tensor": "w"}}, {"cuda": [1]}, {"cuda": 1}], ids=repr)
-def test_malformed_generator_states_are_refused_before_anything_is_touched(forged):
+def test_malformed_generator_states_are_refused_before_any_change(forged):
     """The TypeError of torch came out of the restore when the model had been overwritten."""
     captured = capture({"w": torch.ones(2)})
     entries = dict(captured.values["rng"]["!dict"]) | forged
@@ -587,7 +587,7 @@ def test_malformed_instances_and_arrays_are_refused(tree):
         match({"x": None}, Stored(1, {"x": ("float32", (2,))}, {}, {"x": tree}), exclude=["rng"])
 
 
-def test_a_time_zone_that_this_machine_lacks_is_no_damage(monkeypatch):
+def test_a_time_zone_that_this_machine_lacks_is_not_damage(monkeypatch):
     def unknown(key):
         raise zoneinfo.ZoneInfoNotFoundError(key)
 

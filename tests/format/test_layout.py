@@ -1,4 +1,4 @@
-"""Promises of the layout: every byte of an image has one place, any safetensors reader opens it, records come back."""
+"""The layout: every byte of an image has one place, any safetensors reader opens it, records round-trip."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_every_byte_of_an_image_is_covered_exactly_once(tensors, chunk_bytes):
 
 
 @given(tensor_lists, st.integers(1, 5000))
-def test_a_tensor_is_handed_over_in_order_and_an_empty_one_once(tensors, chunk_bytes):
+def test_tensors_are_emitted_in_order_and_an_empty_one_once(tensors, chunk_bytes):
     image = whole(tensors)
     seen: dict[int, int] = {}
     order = []
@@ -147,7 +147,7 @@ def test_a_tensor_is_handed_over_in_order_and_an_empty_one_once(tensors, chunk_b
 
 
 @given(tensor_lists, st.booleans(), st.integers(0, 3 * PAGE_BYTES), st.integers(1, 3))
-def test_the_digests_fit_any_images_also_empty_ones(tensors, without_elements, header_limit, pages):
+def test_the_digests_match_all_images_including_empty_ones(tensors, without_elements, header_limit, pages):
     """A file without tensors, of a state or a rank that has none, raised ValueError when its pieces were listed."""
     if without_elements:
         tensors = [one._replace(shape=(0, *one.shape)) for one in tensors]
@@ -198,7 +198,7 @@ def test_any_safetensors_reader_opens_the_file(tmp_path_factory, tensors):
 
 
 @given(st.lists(tensors_of(NUMPY), max_size=8, unique_by=lambda one: one.name))
-def test_native_types_come_back_through_safetensors_as_they_are(tmp_path_factory, tensors):
+def test_native_dtypes_round_trip_through_safetensors(tmp_path_factory, tensors):
     path = tmp_path_factory.getbasetemp() / "native.safetensors"
     path.write_bytes(file_of(whole(tensors)))
     loaded = safetensors.numpy.load_file(path)
@@ -210,7 +210,7 @@ def test_native_types_come_back_through_safetensors_as_they_are(tmp_path_factory
 
 
 @pytest.mark.parametrize("dtype", CARRIED)
-def test_types_that_safetensors_lacks_travel_as_flat_bytes(dtype):
+def test_dtypes_that_safetensors_lacks_are_stored_as_flat_bytes(dtype):
     tensor = Tensor("x", dtype, (3, 2))
     image = whole([tensor])
     assert header_of(image)["x"] == {"dtype": "U8", "shape": [tensor.length], "data_offsets": [0, tensor.length]}
@@ -228,7 +228,7 @@ def test_a_header_past_the_limit_is_split_over_several_files(tensors, limit):
         assert len(image.header) <= max(limit, PAGE_BYTES) or len(image.tensors) == 1
 
 
-def test_many_small_names_fill_the_files_up_to_the_limit_and_not_past_it():
+def test_many_small_names_fill_the_files_up_to_the_limit():
     limit = 10 * PAGE_BYTES
     images = layout.images([Tensor(f"layer.{i:05d}.weight", "float32", (1, 2, 3)) for i in range(2000)], 0, limit)
     assert 2 <= len(images) <= 20
@@ -236,7 +236,7 @@ def test_many_small_names_fill_the_files_up_to_the_limit_and_not_past_it():
 
 
 @given(tensor_lists, tensor_lists, st.data())
-def test_the_header_that_a_reader_demands_is_the_one_that_was_written(tensors, others, data):
+def test_the_header_that_a_reader_expects_equals_the_written_one(tensors, others, data):
     image = whole(tensors)
     pieces = pieces_of(image)
     blob = Blob(name=image.blob, length=image.length, chunk_bytes=4096, chunks=[])
@@ -264,7 +264,7 @@ def test_the_extents_of_the_chunks_make_up_the_blob(tensors, pages):
 
 
 @given(st.sampled_from(sorted(DTYPES)), shapes)
-def test_the_content_digest_tells_type_shape_and_bytes_apart(dtype, shape):
+def test_the_content_digest_distinguishes_dtype_shape_and_bytes(dtype, shape):
     one = layout.content_hasher("xxh3_128", dtype, shape)
     again = layout.content_hasher("xxh3_128", dtype, shape)
     taller = layout.content_hasher("xxh3_128", dtype, (*shape, 1))
@@ -275,7 +275,7 @@ def test_the_content_digest_tells_type_shape_and_bytes_apart(dtype, shape):
     assert len({one.hexdigest(), taller.hexdigest(), other.hexdigest()}) == 3
 
 
-def test_the_content_digest_is_the_one_of_the_format_page():
+def test_the_content_digest_equals_that_of_the_format_page():
     hasher = layout.content_hasher("sha256", "float32", (3, 4))
     hasher.update(bytes(48))
     assert hasher.hexdigest() == digest("sha256", b"float32[3, 4]\n" + bytes(48))
@@ -339,7 +339,7 @@ records = st.one_of(
 
 
 @given(records, st.sampled_from(sorted(ALGORITHMS)))
-def test_every_record_comes_back_as_it_was(record, algorithm):
+def test_every_record_round_trips_unchanged(record, algorithm):
     data = layout.encode(record, algorithm)
     assert layout.decode(data, type(record), "here") == record
     assert layout.encode(record, algorithm) == data, "equal records are equal bytes: a commit is found again by them"
@@ -348,7 +348,7 @@ def test_every_record_comes_back_as_it_was(record, algorithm):
 
 
 @given(records, st.data())
-def test_a_record_that_was_touched_is_never_believed(record, data):
+def test_an_altered_record_is_never_accepted(record, data):
     good = layout.encode(record)
     at = data.draw(st.integers(0, len(good) - 1))
     kind = data.draw(st.sampled_from(["flip", "cut", "insert", "append"]))
@@ -387,12 +387,12 @@ def sealed(body: bytes) -> bytes:
     ],
     ids=range(14),
 )
-def test_a_record_of_another_form_is_refused_although_its_digest_is_right(body):
+def test_a_malformed_record_is_refused_although_its_digest_matches(body):
     with pytest.raises(ManifestInvalid):
         layout.decode(sealed(body), RunHeader, "here")
 
 
-def test_a_newer_format_is_refused_by_name_whatever_else_is_in_it():
+def test_a_newer_format_is_refused_by_name_with_any_content():
     with pytest.raises(UnknownFormat, match="has format 2; this version reads up to 1"):
         layout.decode(sealed(b'{"format":2,"something":["new"]}'), RunHeader, "here")
 
@@ -401,14 +401,14 @@ def test_a_newer_format_is_refused_by_name_whatever_else_is_in_it():
 
 
 @given(ids, st.integers(1, 999_999), st.none() | ids)
-def test_names_come_back_as_what_they_name(at, order, parent):
+def test_file_names_parse_back_to_what_they_name(at, order, parent):
     assert layout.parse_folder(layout.folder(at).removeprefix("gen/")) == at
     one = Incarnation(format=layout.FORMAT, order=order, id=at.incarnation, parent=parent)
     assert layout.parse_incarnation(layout.incarnation_name(one).removeprefix("incarnations/")) == one
 
 
 @given(st.lists(ids, min_size=2, max_size=2))
-def test_folders_sort_as_their_steps_do(pair):
+def test_folder_names_sort_like_their_steps(pair):
     first, second = sorted(pair)
     assert layout.folder(first) <= layout.folder(second)
 
@@ -429,7 +429,7 @@ def test_folders_sort_as_their_steps_do(pair):
         "0000000000011-9f3ac21b",
     ],
 )
-def test_other_spellings_are_no_generation(name):
+def test_other_spellings_are_not_parsed_as_generations(name):
     """The digits of other scripts once named a generation too: an empty folder so called made the next writer delete
     the real one, which it took for a save that was not finished."""
     assert layout.parse_folder(name) is None
@@ -446,7 +446,7 @@ def test_other_spellings_are_no_generation(name):
         "x",
     ],
 )
-def test_other_spellings_are_no_incarnation(name):
+def test_other_spellings_are_not_parsed_as_incarnations(name):
     assert layout.parse_incarnation(name) is None
 
 
@@ -507,7 +507,7 @@ def v1(tmp_path) -> Disk:
     return Disk(PosixFiles(), str(tmp_path / "v1"))
 
 
-def test_the_run_of_version_1_is_found_as_it_was_left(v1):
+def test_the_golden_run_of_version_1_is_surveyed_unchanged(v1):
     found = survey(v1)
     assert found.run == "5a3b0001" and not found.broken and not found.incomplete and not found.going
     assert {(at.step, at.incarnation): one.root for at, one in found.generations.items()} == V1_ROOTS
@@ -521,7 +521,7 @@ def test_the_run_of_version_1_is_found_as_it_was_left(v1):
     assert chain == [(30, "0d15ea5e"), (20, "0d15ea5e"), (10, "9f3ac21b")]
 
 
-def test_every_byte_of_the_run_of_version_1_still_loads(v1):
+def test_every_byte_of_the_golden_run_of_version_1_loads(v1):
     found, _ = load(v1)
     assert found.generation.step == 30 and found.stepped_over == []
     for at, generation in survey(v1).generations.items():
@@ -536,7 +536,9 @@ def test_every_byte_of_the_run_of_version_1_still_loads(v1):
 
 
 def test_the_tensor_files_of_version_1_open_without_this_package():
-    for path in V1.glob("gen/*/r00000.safetensors"):
+    paths = list(V1.glob("gen/*/r00000.safetensors"))
+    assert len(paths) == 4
+    for path in paths:
         step = int(path.parent.name[:12])
         with safetensors.safe_open(path, framework="numpy") as opened_file:
             assert set(opened_file.keys()) == v1_tensors(step).keys()
@@ -544,7 +546,7 @@ def test_the_tensor_files_of_version_1_open_without_this_package():
             assert opened_file.get_tensor("model.weight").shape == (2, 3)
 
 
-def test_the_run_of_version_1_can_be_continued(v1):
+def test_the_golden_run_of_version_1_can_be_continued(v1):
     writer = RunWriter(v1, Inline())
     writer.begin(writer.lineage()[0].id)
     save(writer, 40, {"weight": b"after"})
@@ -566,7 +568,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("case", PARTS.values(), ids=PARTS.keys())
-def test_a_part_lies_within_its_tensor_and_is_less_than_it(case):
+def test_a_part_lies_within_its_tensor_and_is_smaller(case):
     offsets, shape, of = case
     at = GenerationId(step=1, incarnation="0a0a0a0a")
     good = layout.Tensor("w", "uint8", (2, 3), offsets=(1, 0), whole=(4, 3))

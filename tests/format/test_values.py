@@ -1,4 +1,4 @@
-"""Values: what goes into JSON comes out the same, and what comes out of JSON was never code."""
+"""Values round-trip through JSON, and decoding JSON never creates or runs code."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from generated import examples
 from lastgood.errors import ManifestInvalid, Refused, Unstorable
 from lastgood.format import values
 from lastgood.format.encodings import ENCODINGS
@@ -102,8 +103,8 @@ def has_clash(obj):
 
 
 @given(trees)
-@settings(max_examples=400, deadline=None)
-def test_every_value_comes_back_in_type_bits_and_order_from_a_writer_that_sorts_keys(tree):
+@examples(400)
+def test_values_keep_type_bits_and_order_through_a_key_sorting_writer(tree):
     assume(not has_clash(tree))
     assert same(through_json(tree), tree)
 
@@ -116,7 +117,7 @@ def test_a_float_keeps_its_bits(number):
     assert bits(through_json([number])[0]) == bits(number)
 
 
-def test_data_that_has_a_plain_form_is_written_plainly():
+def test_plain_data_is_written_as_plain_json():
     plain_tree = {"a": [1, 2.5, "x", None, True], "b": {}}
     assert encode(plain_tree, "it") == plain_tree
 
@@ -185,8 +186,8 @@ def parts(obj):
 
 
 @given(json)
-@settings(max_examples=500, deadline=None)
-def test_malformed_json_is_refused_and_never_makes_what_is_not_in_the_table(tree):
+@examples(500)
+def test_malformed_json_is_refused_and_creates_no_other_type(tree):
     try:
         found = decode(tree)
     except (ManifestInvalid, Refused):  # a time zone of another machine
@@ -259,7 +260,7 @@ def test_malformed_json_is_refused_and_never_makes_what_is_not_in_the_table(tree
     ],
     ids=repr,
 )
-def test_what_encode_does_not_write_is_refused(tree):
+def test_json_that_encode_never_writes_is_refused(tree):
     with pytest.raises(ManifestInvalid, match="malformed"):
         decode(tree)
 
@@ -313,7 +314,7 @@ class Moon(datetime.tzinfo):
     ],
     ids=lambda thing: type(thing).__name__,
 )
-def test_what_would_come_back_as_something_else_is_refused_by_name_with_the_remedy(thing):
+def test_values_that_would_change_type_are_refused_with_the_remedy(thing):
     with pytest.raises(Unstorable) as caught:
         encode({"lambdas": [0, thing]}, "scheduler")
     assert caught.value.what.startswith("scheduler.lambdas.1")
@@ -336,7 +337,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_nesting_is_bounded_and_what_is_below_the_bound_can_be_read_again(around):
+def test_nesting_is_bounded_and_values_below_the_bound_round_trip(around):
     deepest = nested(values.DEPTH_LIMIT, around)
     assert same(through_json(deepest), deepest)
     with pytest.raises(Unstorable, match="deeper than 100"):
@@ -374,7 +375,7 @@ def test_two_entries_of_one_name_are_refused():
 
 
 @given(texts, texts)
-def test_names_of_different_keys_differ_and_are_one_component_of_utf8(one, other):
+def test_different_keys_have_different_names_of_one_utf8_component(one, other):
     assert (component(one) == component(other)) == (one == other)
     assert "." not in component(one)
     component(one).encode()
@@ -402,11 +403,11 @@ TREE = {"a": {"lora_x": 1, "w": 2}, "b": [10, 20, 30], "lora": 3, "c": {"deep": 
         (["it.b.2"], [], {"b": [LEFT_OUT, LEFT_OUT, 30]}),
     ],
 )
-def test_a_pattern_speaks_of_the_names_it_matches_and_of_all_below(include, exclude, left):
+def test_a_pattern_matches_names_and_everything_below_them(include, exclude, left):
     assert decode(encode(TREE, "it", names=Filter(include, exclude))) == left
 
 
-def test_what_no_pattern_can_reach_is_not_even_looked_at():
+def test_values_that_no_pattern_can_match_are_not_visited():
     def hook(obj, path, inner):
         raise AssertionError(path)
 
@@ -416,7 +417,7 @@ def test_what_no_pattern_can_reach_is_not_even_looked_at():
     assert encode(object(), "it", hook, Filter(["other"])) is LEFT_OUT
 
 
-def test_what_is_left_out_is_not_refused():
+def test_excluded_values_are_not_refused():
     assert encode({"f": len, "x": 1}, "it", names=Filter([], ["it.f"])) == {"x": 1}
     assert encode({"f": len, "x_1": 1}, "it", names=Filter(["*x_*"])) == {"x_1": 1}
 
@@ -456,7 +457,7 @@ def test_nesting_through_a_hook_is_bounded_too():
     assert decode(encode(nested(100, Box), "it", box), unbox).inside.inside
 
 
-def test_members_and_keys_are_never_a_hooks():
+def test_members_and_keys_are_never_passed_to_a_hook():
     with pytest.raises(Unstorable, match="Box"):
         encode({"a": {Box(1)}}, "it", box)
     for tree in ({"!set": [{"!box": 1}]}, {"!dict": [[{"!box": 1}, 1]]}, {"!Counter": [["a", {"!box": 1}]]}):

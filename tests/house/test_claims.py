@@ -1,4 +1,4 @@
-"""Claims: what the documents say of campaigns, promises and events is what the reports and the code say."""
+"""The documents state about campaigns, promises and events what the reports and the code show."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def test_a_page_cites_a_campaign_with_its_commit_and_its_age(page: Path) -> None
 
 
 @pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
-def test_every_campaign_report_says_what_it_was_made_of(path: Path) -> None:
+def test_every_campaign_report_names_the_sources_it_covers(path: Path) -> None:
     assert COMMIT.search(path.with_suffix(".md").read_text())
     assert re.match(r"[0-9a-f]{7}", json.loads(path.read_text())["commit"])
 
 
-def test_every_figure_says_what_it_was_made_of() -> None:
+def test_every_figure_names_the_sources_it_covers() -> None:
     figures = [*(ROOT / "benchmarks" / "results").glob("*.md"), *(ROOT / "benchmarks" / "lab").glob("*/report.md")]
     assert figures
     assert [path.name for path in figures if not COMMIT.search(path.read_text())] == []

@@ -1,4 +1,4 @@
-"""What works without torch, without typer and rich, and without the lab; and how what does not work says so."""
+"""The package without torch, without typer and rich, and without the lab: what works, and what the errors say."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print(json.dumps({
     }
 
 
-def test_each_public_name_that_needs_torch_says_how_to_install_it() -> None:
+def test_each_public_name_that_needs_torch_explains_how_to_install_it() -> None:
     program = """
 import lastgood
 from lastgood.errors import NotInstalled
@@ -132,7 +132,7 @@ def test_training_needs_no_command_line() -> None:
 
 
 @pytest.mark.parametrize("package", ["typer", "rich"])
-def test_the_command_without_its_packages_is_one_line_and_three(package: str) -> None:
+def test_the_command_without_its_packages_prints_one_line_and_exits_3(package: str) -> None:
     done = lastgood_without({package}, "ls", GOLDEN)
     assert (done.returncode, done.stdout) == (3, "")
     assert done.stderr == (
@@ -141,7 +141,7 @@ def test_the_command_without_its_packages_is_one_line_and_three(package: str) ->
     )
 
 
-def test_another_missing_package_is_no_missing_extra() -> None:
+def test_an_unrelated_missing_package_is_not_reported_as_an_extra() -> None:
     """A broken installation must not be reported as an extra that was not chosen."""
     done = lastgood_without({"msgspec"}, "ls", GOLDEN)
     assert done.returncode == 1 and "No module named 'msgspec'" in done.stderr

@@ -1,4 +1,4 @@
-"""The public face and the tree of errors are pinned: a change here is a change for every user."""
+"""The public names and the tree of errors are fixed: each change here is a change for every user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lastgood import errors
 from lastgood.loop.options import EarlierKeywords, Options
 
 
-def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
+def test_the_public_names_are_exactly_these_and_each_exists() -> None:
     assert sorted(lastgood.__all__) == [
         "Audit",
         "Checkpointer",
@@ -76,7 +76,7 @@ def test_the_face_is_these_names_and_each_of_them_is_there() -> None:
         (lastgood.Run.generation, "self step"),
     ],
 )
-def test_the_face_takes_these_arguments(face: object, signature: str) -> None:
+def test_the_public_functions_accept_exactly_these_arguments(face: object, signature: str) -> None:
     parameters = inspect.signature(face).parameters.values()
     names = []
     for one in parameters:
@@ -91,7 +91,7 @@ def test_reading_a_run_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_drawn_tree_is_the_tree() -> None:
+def test_the_documented_error_tree_matches_the_classes() -> None:
     drawing = (errors.__doc__ or "").split("LastgoodError", 1)[1].rsplit("Anything else", 1)[0]
     for branch in drawing.replace("`-", "|-").split("|- ")[1:]:
         parent, *rest = branch.split()
@@ -100,7 +100,7 @@ def test_the_drawn_tree_is_the_tree() -> None:
 
 
 @pytest.mark.parametrize("kind", [one for one in vars(errors).values() if inspect.isclass(one)])
-def test_every_error_says_whether_to_retry_and_how_a_program_ends(kind: type) -> None:
+def test_every_error_states_its_retry_rule_and_exit_code(kind: type) -> None:
     if kind is errors.LastgoodWarning:
         return
     assert issubclass(kind, errors.LastgoodError)

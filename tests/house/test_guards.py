@@ -1,4 +1,4 @@
-"""Names in the source: each safeguard has a mutant that takes it out, each crash gap has a row in docs/format.md."""
+"""Markers in the source: each safeguard has a mutant that removes it, each crash gap a row in docs/format.md."""
 
 from __future__ import annotations
 

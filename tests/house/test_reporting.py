@@ -1,4 +1,4 @@
-"""Reports: what threatens the run reaches a person however the script has set up warnings and logging."""
+"""A report of a threat to the run reaches a person under any configuration of warnings and logging."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stderr_of(*lines: str) -> str:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_a_threat_reaches_stderr_once_under_any_configuration(setup: str) -> None:
+def test_a_warning_reaches_stderr_once_under_any_configuration(setup: str) -> None:
     """29 saves in a row failed and a script that filters warnings printed nothing, exit code 0."""
     told = stderr_of(SETUPS[setup], "from lastgood import reporting", "reporting.threat('29 saves failed')")
     assert told.count("29 saves failed") == 1

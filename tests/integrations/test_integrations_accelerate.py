@@ -1,4 +1,4 @@
-"""Loops over accelerate: killed anywhere, they continue in the middle of an epoch as if nothing had happened."""
+"""Accelerate loops that are killed at any point continue exactly in the middle of an epoch."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Lightning: killed anywhere, it continues with `trainer.fit(model)` as if nothing had happened."""
+"""A Lightning training that is killed at any point continues exactly with `trainer.fit(model)`."""
 
 from pathlib import Path
 
@@ -117,7 +117,7 @@ def test_a_run_is_closed_when_training_fails(tmp_path):
     assert fit(LastgoodCallback(tmp_path / "run", every_steps=1)).seen
 
 
-def test_fast_dev_run_leaves_the_run_alone(tmp_path):
+def test_fast_dev_run_does_not_change_the_run(tmp_path):
     fit(LastgoodCallback(tmp_path / "run"), fast_dev_run=True)
     assert not (tmp_path / "run").exists()
 

@@ -1,4 +1,4 @@
-"""The loader of the integrations: what a batch holds depends on seed, epoch and number alone."""
+"""The loader of the integrations: a batch depends only on the seed, the epoch and its number."""
 
 import random
 
@@ -42,7 +42,7 @@ def same(some, others):
 
 
 @pytest.mark.parametrize("kind", range(4))
-def test_an_epoch_continues_after_any_batch_whatever_was_drawn_before(kind):
+def test_an_epoch_continues_after_any_batch_despite_earlier_draws(kind):
     loader = OrderedLoader(list(loaders())[kind], 7)
     whole = epoch_of(loader, 2)
     other = OrderedLoader(list(loaders())[kind], 99)
@@ -53,7 +53,7 @@ def test_an_epoch_continues_after_any_batch_whatever_was_drawn_before(kind):
     assert not same(epoch_of(other, 3), whole)
 
 
-def test_workers_make_the_same_batches_as_the_process_itself():
+def test_workers_produce_the_same_batches_as_the_main_process():
     alone = epoch_of(OrderedLoader(DataLoader(Noisy(), batch_size=4, shuffle=True), 7), 1)
     shared = OrderedLoader(DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=2), 7)
     assert same(epoch_of(shared, 1, first=3), alone[3:])
@@ -74,7 +74,7 @@ def test_fetching_draws_nothing_from_the_loops_random_numbers():
     assert torch.equal(found[0], expected[0]) and found[1:] == expected[1:]
 
 
-def test_the_state_is_the_place_after_the_batch_that_was_handed_out():
+def test_the_state_is_the_position_after_the_last_yielded_batch():
     loader = OrderedLoader(DataLoader(Noisy(), batch_size=4, shuffle=True), 7)
     batches = iter(loader)
     next(batches), next(batches)

@@ -1,4 +1,4 @@
-"""`transformers.Trainer`: killed anywhere, it continues with `trainer.train()` as if nothing had happened."""
+"""A `transformers.Trainer` that is killed at any point continues exactly with `trainer.train()`."""
 
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
         trainer(tmp_path, callback).train(resume_from_checkpoint=str(tmp_path / "somewhere"))
 
 
-def test_folders_of_the_model_alone_are_written_beside(tmp_path):
+def test_model_only_checkpoints_are_written_beside_the_run(tmp_path):
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), save_strategy="epoch", save_only_model=True).train()
     assert {one.name for one in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-12"}
 

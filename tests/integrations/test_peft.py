@@ -1,4 +1,4 @@
-"""PEFT: models with adapters resume exactly, and what their weights do not show is stored or refused by name."""
+"""PEFT: models with adapters resume exactly; state that their weights do not show is stored or refused by name."""
 
 import pytest
 
@@ -115,7 +115,7 @@ def test_adapters_alone_are_saved_and_loaded_onto_the_same_base(tmp_path):
     assert all(torch.equal(theirs[name], one) for name, one in ours.items())
 
 
-def test_a_pattern_that_names_no_adapter_is_refused_with_the_one_that_does(tmp_path):
+def test_a_pattern_without_a_match_is_refused_with_the_adapter_pattern(tmp_path):
     """`include=["lora"]` matched no name: every save held nothing but random numbers, and was verified as good."""
     refused = pytest.raises(Refused, match=r"include=\['lora'\] matches no name. Similar: '\*lora\*'")
     with refused, opened(tmp_path / "run", state := job(), include=["lora"]) as ckpt:
@@ -154,7 +154,7 @@ def test_nothing_is_loaded_into_a_model_with_merged_adapters(tmp_path):
 
 
 @pytest.mark.parametrize("added_to", ["the run", "the model"])
-def test_an_adapter_that_only_one_side_has_is_named(added_to, tmp_path):
+def test_an_adapter_present_on_only_one_side_is_named(added_to, tmp_path):
     with opened(tmp_path / "run", state := job(second=added_to == "the run")) as ckpt:
         ckpt.restore()
         train(state, range(1), ckpt)
@@ -167,8 +167,8 @@ def switch(step, model):
         model.set_adapter("second")
 
 
-def test_an_adapter_that_was_activated_on_the_way_is_active_after_a_restore(tmp_path):
-    """set_adapter() at step 2, restored at step 4: training went on with the first adapter, without a word."""
+def test_an_adapter_activated_during_training_is_active_after_a_restore(tmp_path):
+    """After set_adapter() at step 2 and a restore of step 4, training continued with the first adapter unreported."""
     build = lambda seed: job(second=True, adapters=True, seed=seed)  # noqa: E731
     losses, uninterrupted = resumed(tmp_path / "run", build, after=switch)
     assert losses == uninterrupted
@@ -177,7 +177,7 @@ def test_an_adapter_that_was_activated_on_the_way_is_active_after_a_restore(tmp_
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning:peft")
 @pytest.mark.parametrize("active", [["second"], ["default", "second"]])
 @pytest.mark.parametrize("native", [False, True], ids=["of PEFT", "of transformers"])
-def test_any_adapters_that_were_active_are_activated(native, active, tmp_path):
+def test_a_restore_activates_every_adapter_that_was_active(native, active, tmp_path):
     def made():
         model = base() if native else job()["model"]
         for name in ("default", "second") if native else ("second",):
@@ -193,7 +193,7 @@ def test_any_adapters_that_were_active_are_activated(native, active, tmp_path):
     assert trained[0] == trained[1] and any("second" in name for name in trained[0])
 
 
-def test_a_change_of_the_active_adapter_that_is_not_stored_is_refused(tmp_path):
+def test_an_unstored_change_of_the_active_adapter_is_refused(tmp_path):
     refused = pytest.raises(Unstorable, match=r"other active adapters.*integrations\.peft\.Adapters\(model\)")
     with refused, opened(tmp_path / "run", state := job(second=True)) as ckpt:
         ckpt.restore()
@@ -205,14 +205,14 @@ def allocate(step, model):
         model.base_model.update_and_allocate(step)
 
 
-def test_adalora_resumes_exactly_with_its_importance_of_ranks(tmp_path):
+def test_adalora_resumes_exactly_with_its_rank_importance(tmp_path):
     """The averages that decide which ranks are pruned began at 0 after a restore, and others were pruned."""
     build = lambda seed: job(adalora(), adapters=True, seed=seed)  # noqa: E731
     losses, uninterrupted = resumed(tmp_path / "run", build, after=allocate)
     assert losses == uninterrupted
 
 
-def test_adalora_without_its_importance_of_ranks_is_refused(tmp_path):
+def test_adalora_without_its_rank_importance_is_refused(tmp_path):
     refused = pytest.raises(Unstorable, match=r"AdaLoRA.*integrations\.peft\.Adapters\(model\)")
     with refused, opened(tmp_path / "run", state := job(adalora())) as ckpt:
         ckpt.restore()
@@ -253,8 +253,8 @@ def trainer(path, config, seed, first=False):
 
 
 @pytest.mark.parametrize("config", [lora, adalora])
-def test_a_trainer_resumes_adapters_exactly_with_all_that_they_need(config, tmp_path):
-    """A Trainer's state is made by the callback: nobody could have added the entry that AdaLoRA needs."""
+def test_a_trainer_resumes_adapters_exactly(config, tmp_path):
+    """The callback builds the state of a Trainer, so a user could not add the entry that AdaLoRA needs."""
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path / "run", config(), 0, first=True).train()
     losses = []

@@ -1,4 +1,4 @@
-"""Disk quotas of users and groups are part of what is free."""
+"""The free space of a disk takes the quotas of the user and the group into account."""
 
 from __future__ import annotations
 
@@ -48,12 +48,14 @@ def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
         ({(USER, GROUP_ID): (1, 0), (GROUP, USER_ID): (1, 0)}, []),
     ],
 )
-def test_what_the_quotas_of_user_and_group_leave(tmp_path: Path, as_user: None, quotas: dict, free: list[int]) -> None:
+def test_free_space_respects_user_and_group_quotas(
+    tmp_path: Path, as_user: None, quotas: dict, free: list[int]
+) -> None:
     """None, no limit, a limit, more used than allowed, and those of other ids."""
     assert quota.free_bytes(str(tmp_path), Kernel(quotas)) == free
 
 
-def test_the_group_of_a_shared_folder_is_the_one_that_counts(tmp_path: Path, as_user: None) -> None:
+def test_the_quota_of_the_group_of_a_setgid_folder_counts(tmp_path: Path, as_user: None) -> None:
     """A folder with the setgid bit gives its own group to new files: on clusters that group has the quota."""
     os.chown(tmp_path, -1, TEAM_ID) if os.getuid() == 0 else pytest.skip("needs root to give a folder to a group")
     os.chmod(tmp_path, 0o2775)
@@ -65,7 +67,7 @@ def test_root_has_no_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert quota.free_bytes(str(tmp_path), Kernel({(USER, 0): (1, 0)})) == []
 
 
-def test_free_space_is_the_least_of_disk_and_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_space_is_the_minimum_of_disk_and_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound far above the user's quota was compared with the whole disk, and nothing was reported."""
     assert files.free_bytes(str(tmp_path)) > 5000
     monkeypatch.setattr(quota, "free_bytes", lambda _: [7000, 5000])
@@ -92,7 +94,7 @@ def disk_with_quotas(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-def test_the_kernel_answers_for_a_real_quota(disk_with_quotas: Path) -> None:
+def test_a_real_quota_is_read_from_the_kernel(disk_with_quotas: Path) -> None:
     limit = Quota(hard_limit_blocks=10_000, valid=1)
     fd = os.open(disk_with_quotas, os.O_RDONLY)
     assert ask_kernel(fd, 0x800008 << 8 | USER, USER_ID, limit) == 0

@@ -1,4 +1,4 @@
-"""Arguments that cannot be meant are refused by name, before anything is touched."""
+"""Invalid arguments are refused by name before anything is changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:
 
 
 @pytest.mark.parametrize("path", [*URLS, Path("s3://bucket/run"), None, b"run", "", 5, "a\0b"])
-def test_what_is_no_directory_is_refused_by_every_way_in(tmp_path: Path, monkeypatch, path: object) -> None:
+def test_every_entry_point_refuses_a_path_that_is_no_directory(tmp_path: Path, monkeypatch, path: object) -> None:
     """s3://bucket/run made a folder `s3:` beside the script, on a disk that went away with the machine."""
     monkeypatch.chdir(tmp_path)
     ways = [
@@ -56,7 +56,7 @@ def test_the_command_line_refuses_urls(tmp_path: Path, monkeypatch, capsys, comm
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tilde_is_the_home_directory(tmp_path: Path, monkeypatch) -> None:
+def test_a_tilde_expands_to_the_home_directory(tmp_path: Path, monkeypatch) -> None:
     """~/run made a folder named `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def test_a_number_of_the_wrong_type_is_refused_by_name_and_value(kind: type, wro
         kind(**wrong)
 
 
-def test_what_only_a_later_call_would_notice_is_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_options_are_refused_at_construction_by_name(tmp_path: Path) -> None:
     """rename=[("a", "b")] was an AttributeError, wait("5") a TypeError, and strict="no" counted as True."""
     lastgood.save(tmp_path / "run", {"n": 1})
     with pytest.raises(errors.Refused, match="step=10000000000000"):
@@ -154,7 +154,7 @@ def test_what_only_a_later_call_would_notice_is_refused_by_name(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("layers", [["digest"], [], "digests"])
-def test_a_verification_by_no_layer_is_refused(tmp_path: Path, layers: object, capsys) -> None:
+def test_an_empty_list_of_verification_layers_is_refused(tmp_path: Path, layers: object, capsys) -> None:
     """verify(layers=["digest"]), for "digests", checked nothing and found everything good."""
     lastgood.save(tmp_path, {"n": 1})
     with pytest.raises(errors.Refused, match="layers="):
@@ -164,28 +164,28 @@ def test_a_verification_by_no_layer_is_refused(tmp_path: Path, layers: object, c
     assert "nothing to check" in capsys.readouterr().err
 
 
-def test_a_restart_time_that_is_no_number_is_refused(capsys) -> None:
+def test_a_restart_time_must_be_a_number(capsys) -> None:
     """`lastgood plan --restart-seconds nan --json` ended in a traceback."""
     known = ["--mtbf-seconds", "1e5", "--stall-seconds", "1", "--state-bytes", "1GB"]
     assert app.main(["plan", *known, "--restart-seconds", "nan", "--json"]) == 2
     assert app.main(["plan", *known, "--restart-seconds", "0", "--json"]) == 0
 
 
-def test_a_loss_that_requires_grad_is_a_metric(tmp_path: Path) -> None:
+def test_a_loss_that_requires_grad_is_accepted_as_a_metric(tmp_path: Path) -> None:
     """metrics={"loss": loss}, which everybody types, made torch warn of a conversion."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert numbers({"loss": torch.ones((), requires_grad=True) * 2}) == {"loss": 2.0}
 
 
-def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+def test_numpy_and_torch_scalars_are_accepted_as_numbers(tmp_path: Path) -> None:
     assert lastgood.Every(steps=np.int64(3)).due(3, 0.0)
     lastgood.save(tmp_path, {"n": 1}, step=np.int64(4))
     assert lastgood.load(tmp_path, step=torch.tensor(4)).restored.step == 4
 
 
 @pytest.mark.parametrize("step", ["5", 5.0, True, "latest", False, 0.0])
-def test_a_step_that_is_no_whole_number_is_refused_with_the_steps_that_are_there(tmp_path: Path, step: object) -> None:
+def test_a_restore_step_that_is_no_integer_is_refused_with_all_steps(tmp_path: Path, step: object) -> None:
     """restore(step="5") found "no generation of step 5. Steps that are there: 5."."""
     lastgood.save(tmp_path, {"n": 1}, step=5)
     lastgood.save(tmp_path, {"n": 1}, step=10)
@@ -212,19 +212,19 @@ def test_a_state_that_is_no_dict_of_names_is_refused(tmp_path: Path, state: obje
     [{"last": True}, {"last": 2.5}, {"every": "10"}, {"milestones": 5}, {"milestones": "5"}, {"best": "loss"}],
     ids=str,
 )
-def test_a_retention_that_cannot_be_meant_is_refused(wrong: dict) -> None:
+def test_a_meaningless_retention_policy_is_refused(wrong: dict) -> None:
     with pytest.raises(errors.Refused, match=next(iter(wrong))):
         Keep(**wrong)
 
 
-def test_tune_refuses_an_overhead_that_is_no_share(tmp_path: Path, capsys) -> None:
+def test_tune_refuses_an_overhead_that_is_no_fraction(tmp_path: Path, capsys) -> None:
     """--overhead 2 was taken for 200 %."""
     command = ["tune", str(tmp_path / "run"), "--state-bytes", "1MB", "--step-seconds", "1", "--overhead", "2"]
     assert app.main(command) == 2
     assert "share" in capsys.readouterr().err
 
 
-def test_a_notebook_cell_that_is_run_twice_is_told_so(tmp_path: Path) -> None:
+def test_running_a_notebook_cell_twice_gives_a_helpful_error(tmp_path: Path) -> None:
     """It was asked to end another process, which was itself."""
     with (
         lastgood.Checkpointer(tmp_path, {}),
@@ -233,7 +233,7 @@ def test_a_notebook_cell_that_is_run_twice_is_told_so(tmp_path: Path) -> None:
         lastgood.Checkpointer(tmp_path, {})
 
 
-def test_the_process_that_holds_the_lock_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_process_that_holds_the_lock(tmp_path: Path) -> None:
     program = "import sys; from lastgood.io.files import Lock; l = Lock(sys.argv[1]); print(flush=True); input()"
     command = [sys.executable, "-c", program, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
@@ -255,7 +255,7 @@ def test_a_rank_without_a_process_group_is_refused(tmp_path: Path, monkeypatch) 
     torch_store.require_group({"WORLD_SIZE": "1", "RANK": "0"})
 
 
-def test_a_checkpointer_that_was_opened_before_the_group_is_refused_at_its_next_call(tmp_path, monkeypatch) -> None:
+def test_a_checkpointer_older_than_the_process_group_is_refused(tmp_path, monkeypatch) -> None:
     """It went on as a world of one: each rank would have saved the whole run for itself."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         monkeypatch.setattr(checkpointer, "world_size", lambda: 2)
@@ -265,7 +265,7 @@ def test_a_checkpointer_that_was_opened_before_the_group_is_refused_at_its_next_
     assert not lastgood.open(tmp_path).generations()
 
 
-def test_a_dangling_link_and_a_folder_of_other_files_say_what_they_are(tmp_path: Path) -> None:
+def test_errors_name_a_dangling_link_and_a_folder_of_other_files(tmp_path: Path) -> None:
     """A dangling link was called a file; a folder with a .gitignore was refused without a way out."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(errors.NotARun, match=r"a link to .*nowhere, which is not a directory"):

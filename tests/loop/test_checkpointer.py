@@ -70,7 +70,7 @@ def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
     assert same_bits(whole, parts)
 
 
-def test_a_damaged_newest_is_stepped_over_by_itself_and_the_evidence_stays(tmp_path: Path) -> None:
+def test_a_damaged_newest_generation_is_skipped_and_kept_as_evidence(tmp_path: Path) -> None:
     whole = run_to(tmp_path / "whole", 12, build())
     run_to(tmp_path / "run", 9, build())
     flip(newest_blob(tmp_path / "run"))
@@ -88,7 +88,7 @@ def test_a_damaged_newest_is_stepped_over_by_itself_and_the_evidence_stays(tmp_p
     assert len(marks) == 1 and "tensor rng.torch" in marks[0].read_text()
 
 
-def test_after_a_rewind_the_abandoned_steps_are_never_chosen_by_themselves(tmp_path: Path) -> None:
+def test_after_a_rewind_restore_never_selects_an_abandoned_step(tmp_path: Path) -> None:
     state = run_to(tmp_path, 12, build(), retention=lastgood.Keep(last=10))
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore(step=6).step == 6
@@ -100,13 +100,13 @@ def test_after_a_rewind_the_abandoned_steps_are_never_chosen_by_themselves(tmp_p
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000009")
 
 
-def test_a_run_is_never_continued_by_a_state_that_was_not_restored(tmp_path: Path) -> None:
+def test_a_state_that_was_not_restored_never_continues_a_run(tmp_path: Path) -> None:
     run_to(tmp_path, 3, build())
     with lastgood.Checkpointer(tmp_path, build()) as ckpt, pytest.raises(errors.NotRestored, match="restore"):
         ckpt.save(4)
 
 
-def test_restore_to_zero_starts_over_and_keeps_the_past(tmp_path: Path) -> None:
+def test_restore_to_zero_starts_over_and_keeps_old_generations(tmp_path: Path) -> None:
     state = run_to(tmp_path, 6, build())
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore(step=0).step == 0
@@ -115,7 +115,7 @@ def test_restore_to_zero_starts_over_and_keeps_the_past(tmp_path: Path) -> None:
     assert lastgood.load(tmp_path, state, step=6).step == 6
 
 
-def test_nothing_good_lists_every_generation_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_nothing_good_lists_every_generation_with_its_findings(tmp_path: Path) -> None:
     state = run_to(tmp_path, 9, build())
     for blob in (tmp_path / "gen").glob("*/*.safetensors"):
         flip(blob)
@@ -131,7 +131,7 @@ def restored(path: Path, state: dict) -> lastgood.Restored:
         return ckpt.restore()
 
 
-def test_a_failed_save_is_told_in_the_loop_and_the_next_one_works(tmp_path: Path, faulty_files) -> None:
+def test_a_failed_save_is_reported_in_the_loop_and_the_next_one_succeeds(tmp_path: Path, faulty_files) -> None:
     state = build()
     heard: list[lastgood.Event] = []
     with lastgood.Checkpointer(tmp_path, state, on_event=heard.append) as ckpt:
@@ -162,7 +162,7 @@ def test_with_on_error_raise_the_failure_stops_the_loop(tmp_path: Path, faulty_f
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 3 << 20])
-def test_memory_below_the_state_saves_and_restores_the_same_bits(tmp_path: Path, memory: int) -> None:
+def test_an_arena_smaller_than_the_state_saves_and_restores_exactly(tmp_path: Path, memory: int) -> None:
     state = {"w": torch.randn(1_500_000), "b": torch.arange(7)}
     with lastgood.Checkpointer(tmp_path, state, memory=memory) as ckpt:
         ckpt.save(1).result()
@@ -173,8 +173,8 @@ def test_memory_below_the_state_saves_and_restores_the_same_bits(tmp_path: Path,
     assert torch.equal(fresh["w"], state["w"]) and torch.equal(fresh["b"], state["b"])
 
 
-def test_a_writer_that_fails_while_the_arena_is_full_does_not_hang_the_loop(tmp_path: Path, faulty_files) -> None:
-    """The copy waits for chunks that only the writer can free; when the writer fails it must be told."""
+def test_a_write_error_while_the_arena_is_full_does_not_block_the_loop(tmp_path: Path, faulty_files) -> None:
+    """The copy waits for chunks that only the writer can release, so a failure of the writer must end this wait."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.randn(3_000_000)}, memory=1 << 20) as ckpt:
         faulty_files.inject(Fault("write", "*.safetensors"))
         save = ckpt.save(1)
@@ -185,7 +185,7 @@ def test_a_writer_that_fails_while_the_arena_is_full_does_not_hang_the_loop(tmp_
             ckpt.save(1).result(timeout=30)
 
 
-def test_leaving_on_an_exception_masks_nothing_and_saves_nothing(tmp_path: Path) -> None:
+def test_an_exception_in_the_with_block_is_not_masked_and_saves_nothing(tmp_path: Path) -> None:
     state = build()
     with pytest.raises(ZeroDivisionError), lastgood.Checkpointer(tmp_path, state) as ckpt:
         ckpt.save(1)
@@ -193,7 +193,7 @@ def test_leaving_on_an_exception_masks_nothing_and_saves_nothing(tmp_path: Path)
     assert lastgood.load(tmp_path, state).step == 1
 
 
-def test_what_cannot_be_stored_is_refused_by_its_path_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_unstorable_value_is_refused_by_path_before_anything_is_written(tmp_path: Path) -> None:
     with (
         pytest.raises(errors.Unstorable, match=r"extra\.fn"),
         lastgood.Checkpointer(tmp_path, {"extra": {"fn": lambda: 1}}) as ckpt,
@@ -202,7 +202,7 @@ def test_what_cannot_be_stored_is_refused_by_its_path_before_anything_is_written
     assert not (tmp_path / "gen").exists()
 
 
-def test_the_one_name_that_safetensors_keeps_to_itself_is_refused(tmp_path: Path) -> None:
+def test_the_name_that_safetensors_reserves_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(errors.Refused, match="__metadata__"),
         lastgood.Checkpointer(tmp_path, {"__metadata__": torch.zeros(3)}) as ckpt,
@@ -219,7 +219,7 @@ def test_the_tensor_file_opens_with_safetensors_under_plain_names(tmp_path: Path
     )
 
 
-def test_one_tensor_is_read_and_checked_alone(tmp_path: Path) -> None:
+def test_one_tensor_is_read_and_verified_alone(tmp_path: Path) -> None:
     state = run_to(tmp_path, 3, build())
     run = lastgood.open(tmp_path)
     assert torch.equal(run.tensor("model.3.bias"), state["model"][3].bias)
@@ -242,7 +242,7 @@ def test_save_and_load_once(tmp_path: Path) -> None:
     assert lastgood.load(tmp_path, state).step == 7 and state["epoch"] == 9
 
 
-def test_save_once_at_a_step_that_is_there_already_supersedes_it(tmp_path: Path) -> None:
+def test_save_once_at_an_existing_step_supersedes_it(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
     lastgood.save(tmp_path, state)
     lastgood.save(tmp_path, {"w": torch.ones(3)})
@@ -270,7 +270,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_path: Path) -> None:
+def test_loader_workers_that_outlive_the_trainer_hold_no_lock(tmp_path: Path) -> None:
     program = f"""
         import os, sys, time, torch, lastgood
         ckpt = lastgood.Checkpointer({str(tmp_path)!r}, {{"w": torch.zeros(3)}})
@@ -295,7 +295,7 @@ def test_the_lock_goes_with_its_process_even_when_loader_workers_outlive_it(tmp_
 
 
 @pytest.mark.slow
-def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
+def test_a_thousand_saves_leak_no_memory_threads_or_files(tmp_path: Path) -> None:
     state = {"w": torch.zeros(20_000)}
     me = psutil.Process()
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
@@ -313,8 +313,8 @@ def test_a_thousand_saves_grow_nothing(tmp_path: Path) -> None:
     assert len(list((tmp_path / "gen").iterdir())) == 3
 
 
-@pytest.mark.parametrize("last", [1, 2, 5])
-def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp_path: Path, last: int) -> None:
+@pytest.mark.parametrize("last", [1, 5])
+def test_a_burst_of_saves_is_durable_and_disk_use_stays_bounded(tmp_path: Path, last: int) -> None:
     """The bound once grew with the backlog that was allowed: eleven generations where eight were promised."""
     state = {"w": torch.zeros(100_000)}
     most = 0
@@ -327,7 +327,7 @@ def test_saves_from_a_burst_are_all_durable_and_only_the_bound_stays_on_disk(tmp
     assert most <= last + 1 + 2
 
 
-def test_the_callers_wait_ends_when_the_copy_does(tmp_path: Path, monkeypatch) -> None:
+def test_save_returns_when_the_copy_is_complete(tmp_path: Path, monkeypatch) -> None:
     gate = threading.Event()
     real = PosixFile.sync
 
@@ -357,7 +357,7 @@ def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
             ckpt.save(4)
 
 
-def test_events_tell_the_life_of_a_save(tmp_path: Path) -> None:
+def test_events_report_each_stage_of_a_save(tmp_path: Path) -> None:
     heard: list[lastgood.Event] = []
     keep = lastgood.Keep(last=1)
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=keep, on_event=heard.append) as ckpt:
@@ -382,7 +382,7 @@ def test_events_tell_the_life_of_a_save(tmp_path: Path) -> None:
     "options",
     [{"digest": "crc32"}, {"write_mode": "fast"}, {"on_error": "ignore"}, {"memory": 10}],
 )
-def test_bad_options_are_refused_before_anything_is_touched(tmp_path: Path, options: dict) -> None:
+def test_invalid_options_are_refused_before_anything_is_changed(tmp_path: Path, options: dict) -> None:
     with pytest.raises(errors.Refused):
         lastgood.Checkpointer(tmp_path / "run", {}, **options)
     assert not (tmp_path / "run").exists()
@@ -403,8 +403,8 @@ def test_every_digest_and_write_mode_round_trips(tmp_path: Path, digest: str, wr
         lastgood.load(tmp_path, state)
 
 
-def test_a_fork_of_the_trainer_cannot_write_and_harms_nothing(tmp_path: Path) -> None:
-    """A forked child once saved a step; the parent's save met the taken name, and deleted the child's generation."""
+def test_a_forked_trainer_cannot_write_and_does_no_harm(tmp_path: Path) -> None:
+    """A forked child once saved a step; the parent's save found the name taken and deleted the child's generation."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.save(1).result()
         child = os.fork()
@@ -420,7 +420,7 @@ def test_a_fork_of_the_trainer_cannot_write_and_harms_nothing(tmp_path: Path) ->
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 2]
 
 
-def test_a_passing_error_of_the_system_never_costs_the_newest_generation(tmp_path: Path, faulty_files) -> None:
+def test_a_transient_system_error_never_skips_the_newest_generation(tmp_path: Path, faulty_files) -> None:
     """Too many open files at the wrong moment once made the run go on from an older step; retention did the rest."""
     state = run_to(tmp_path, 6, build())
     faulty_files.inject(Fault("open read", "*/000000000006-*.safetensors", errno.EMFILE))
@@ -431,7 +431,7 @@ def test_a_passing_error_of_the_system_never_costs_the_newest_generation(tmp_pat
         assert ckpt.restore().step == 6
 
 
-def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypatch) -> None:
+def test_a_bit_flip_in_a_single_read_is_not_damage(tmp_path: Path, monkeypatch) -> None:
     """A fault of memory or cable in one read once marked an intact generation as damaged for good."""
     state = run_to(tmp_path, 6, build())
     real = PosixFile.read_into
@@ -449,7 +449,7 @@ def test_a_bit_that_flips_in_one_read_only_is_no_damage(tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
 
 
-def test_what_the_medium_refuses_to_read_is_stepped_over_and_not_marked(tmp_path: Path, faulty_files) -> None:
+def test_an_unreadable_generation_is_skipped_and_not_marked(tmp_path: Path, faulty_files) -> None:
     """One EIO while verifying once marked an acknowledged generation as damaged for good."""
     state = run_to(tmp_path, 6, build())
     faulty_files.inject(Fault("read", "*/000000000006-*.safetensors"))
@@ -460,7 +460,7 @@ def test_what_the_medium_refuses_to_read_is_stepped_over_and_not_marked(tmp_path
     assert lastgood.load(tmp_path, state, step=6).step == 6
 
 
-def test_a_damaged_step_that_is_asked_for_is_never_replaced_by_an_abandoned_one(tmp_path: Path) -> None:
+def test_a_damaged_requested_step_is_never_replaced_by_an_abandoned_one(tmp_path: Path) -> None:
     state = {"w": torch.zeros(3)}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         for step in (1, 2, 3):
@@ -475,7 +475,7 @@ def test_a_damaged_step_that_is_asked_for_is_never_replaced_by_an_abandoned_one(
         lastgood.load(tmp_path, state, step=3)
 
 
-def test_samplers_are_told_once_a_step_wherever_they_are_and_whoever_saves(tmp_path: Path) -> None:
+def test_every_sampler_advances_once_per_step(tmp_path: Path) -> None:
     """A sampler in a nested dict, or a loop that calls save and not step, once kept its cursor at zero."""
     first, second = (lastgood.ResumableSampler(100, 10, seed=1) for _ in range(2))
     state = {"data": {"order": first, "again": first}, "other": [second]}
@@ -491,7 +491,7 @@ def test_samplers_are_told_once_a_step_wherever_they_are_and_whoever_saves(tmp_p
     assert first.position == second.position == (0, 3)
 
 
-def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, faulty_files) -> None:
+def test_a_resume_past_damage_works_on_a_full_disk(tmp_path: Path, faulty_files) -> None:
     state = run_to(tmp_path, 6, build())
     flip(newest_blob(tmp_path))
 
@@ -505,8 +505,8 @@ def test_a_full_disk_does_not_stop_a_resume_over_damage(tmp_path: Path, faulty_f
 
 
 @pytest.mark.slow
-def test_a_script_that_never_closes_saves_all_the_same_and_is_told_what_failed(tmp_path: Path) -> None:
-    """Saves queued when a script ended were lost without a word."""
+def test_a_script_that_never_closes_saves_and_reports_failures(tmp_path: Path) -> None:
+    """Saves that were queued when a script ended were lost without a report."""
     program = f"""
         import lastgood, torch
         ckpt = lastgood.Checkpointer({str(tmp_path / "run")!r}, {{"w": torch.zeros(2_000_000)}})
@@ -527,7 +527,7 @@ def test_a_script_that_never_closes_saves_all_the_same_and_is_told_what_failed(t
     assert lastgood.open(tmp_path / "other").generation().step == 1
 
 
-def test_a_save_from_a_signal_handler_in_the_middle_of_a_copy_is_refused_and_hangs_nothing(tmp_path: Path) -> None:
+def test_a_save_from_a_signal_handler_during_a_copy_is_refused(tmp_path: Path) -> None:
     heard: list[str] = []
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3_000_000)}, memory=1 << 20) as ckpt:
 
@@ -552,7 +552,7 @@ def test_a_save_from_a_signal_handler_in_the_middle_of_a_copy_is_refused_and_han
     assert heard == ["a save was asked for while the state is copied"]
 
 
-def test_an_event_callback_that_fails_while_leaving_masks_nothing(tmp_path: Path) -> None:
+def test_a_failing_event_callback_masks_no_exception(tmp_path: Path) -> None:
     def broken(_: lastgood.Event) -> None:
         raise ValueError("a logger's bug")
 
@@ -564,7 +564,7 @@ def test_an_event_callback_that_fails_while_leaving_masks_nothing(tmp_path: Path
         raise ZeroDivisionError
 
 
-def test_reading_a_run_leaves_its_directory_as_it_was(tmp_path: Path) -> None:
+def test_reading_a_run_changes_nothing_in_its_directory(tmp_path: Path) -> None:
     state = run_to(tmp_path, 3, build())
     before = os.stat(tmp_path).st_mtime_ns
     lastgood.load(tmp_path, state)
@@ -573,6 +573,6 @@ def test_reading_a_run_leaves_its_directory_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [3.0, "3", None])
-def test_a_step_that_is_no_whole_number_is_refused(tmp_path: Path, step: object) -> None:
+def test_a_step_that_is_no_integer_is_refused(tmp_path: Path, step: object) -> None:
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt, pytest.raises(errors.Refused, match="whole"):
         ckpt.save(step)

@@ -1,4 +1,4 @@
-"""The last state is saved when the loop ends, and the cadence passes over no multiple."""
+"""The last state is saved when the loop ends, and the cadence skips no multiple."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(path: Path, total: int, **options: object) -> torch.Tensor:
 
 
 def test_a_run_shorter_than_its_cadence_keeps_its_last_state(tmp_path: Path) -> None:
-    """280 steps under the default cadence of 300 s saved nothing at all, without a word."""
+    """280 steps under the default cadence of 300 s saved nothing, and nothing reported it."""
     trained(tmp_path, 280)
     assert steps(tmp_path) == [280]
     assert trained(tmp_path, 280).tolist() == [280] * 3, "nothing was stepped: nothing more is saved"
@@ -40,7 +40,7 @@ def test_the_last_step_is_saved_once(tmp_path: Path) -> None:
     assert steps(tmp_path) == [10, 20]
 
 
-def test_without_a_save_on_exit_a_line_says_what_was_not_saved(tmp_path: Path) -> None:
+def test_without_a_save_on_exit_the_summary_names_the_unsaved_steps(tmp_path: Path) -> None:
     with reported("newest durable step 10 of 15; the state after it was not saved"):
         trained(tmp_path, 15, cadence=Every(steps=10), save_on_exit=False)
     assert steps(tmp_path) == [10]
@@ -48,7 +48,7 @@ def test_without_a_save_on_exit_a_line_says_what_was_not_saved(tmp_path: Path) -
         trained(tmp_path / "none", 3, save_on_exit=False)
 
 
-def test_leaving_on_an_exception_saves_nothing_and_says_what_is_durable(tmp_path: Path) -> None:
+def test_an_exception_saves_nothing_and_the_summary_names_the_durable_step(tmp_path: Path) -> None:
     """The state of an exception may be half of a step."""
     with (
         reported("newest durable step 10 of 15"),
@@ -61,7 +61,7 @@ def test_leaving_on_an_exception_saves_nothing_and_says_what_is_durable(tmp_path
     assert steps(tmp_path) == [10]
 
 
-def test_close_saves_nothing_and_says_so(tmp_path: Path) -> None:
+def test_close_saves_nothing_and_reports_it(tmp_path: Path) -> None:
     """It stands in `finally:` clauses too, where the state may be half of a step."""
     ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
     ckpt.save(1)
@@ -71,7 +71,7 @@ def test_close_saves_nothing_and_says_so(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1]
 
 
-def test_a_last_save_that_failed_is_made_once_more_at_the_exit(tmp_path: Path, faulty_files) -> None:
+def test_a_failed_last_save_is_repeated_at_exit(tmp_path: Path, faulty_files) -> None:
     faulty_files.inject(Fault("reserve", nth=1))
     with reports() as texts:
         trained(tmp_path, 10, cadence=Every(steps=10))
@@ -80,7 +80,7 @@ def test_a_last_save_that_failed_is_made_once_more_at_the_exit(tmp_path: Path, f
 
 
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
-def test_a_save_at_the_exit_that_fails_is_reported_or_raised(tmp_path: Path, faulty_files, on_error: str) -> None:
+def test_a_failed_save_at_exit_is_reported_or_raised(tmp_path: Path, faulty_files, on_error: str) -> None:
     faulty_files.inject(Fault("reserve", errno=errno.ENOSPC))
     with reported("nothing is durable of 3 steps; 1 save failed: NoSpace", logging.ERROR):
         if on_error == "warn":
@@ -90,21 +90,21 @@ def test_a_save_at_the_exit_that_fails_is_reported_or_raised(tmp_path: Path, fau
                 trained(tmp_path, 3, on_error="raise")
 
 
-def test_a_save_at_the_exit_waits_for_a_place_whatever_when_full_says(tmp_path: Path) -> None:
+def test_a_save_at_exit_waits_for_a_lane_under_every_when_full_option(tmp_path: Path) -> None:
     for when_full in ("skip", "raise"):
         trained(tmp_path / when_full, 5, cadence=Every(steps=4), in_flight=1, when_full=when_full)
         assert steps(tmp_path / when_full) == [4, 5]
 
 
-def test_a_state_that_was_not_restored_is_not_saved_at_the_exit(tmp_path: Path) -> None:
+def test_a_state_that_was_not_restored_is_not_saved_at_exit(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3)}, cadence=Every(steps=100)) as ckpt:
-        ckpt._advanced = 5  # stepped, before anything could be known
+        ckpt._progress.step = 5  # stepped, before anything could be known
     assert steps(tmp_path) == [3]
 
 
-def test_a_loop_that_continues_after_the_with_is_stopped_at_its_first_step(tmp_path: Path) -> None:
-    """By a wrong indentation 99 steps went by after the `with`, and not a word until a save was due."""
+def test_a_step_after_the_with_block_is_refused(tmp_path: Path) -> None:
+    """Because of a wrong indentation 99 steps ran after the `with` block, unreported until a save was due."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=100)) as ckpt:
         ckpt.step(1)
     with pytest.raises(errors.Refused, match="closed"):
@@ -120,7 +120,7 @@ def test_a_loop_that_continues_after_the_with_is_stopped_at_its_first_step(tmp_p
         (1000, range(48, 3000, 48), [1008, 2016]),
     ],
 )
-def test_every_so_many_steps_is_due_when_a_multiple_was_passed(tmp_path, every, numbers, saved) -> None:
+def test_a_save_is_due_when_a_multiple_of_the_interval_was_passed(tmp_path, every, numbers, saved) -> None:
     """Every(steps=10) with steps 5, 15, 25, ... never saved; nor did most counts of tokens or samples."""
     options = {"cadence": Every(steps=every), "save_on_exit": False, "retention": lastgood.Keep(last=9)}
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
@@ -142,7 +142,7 @@ def test_a_multiple_that_was_saved_by_hand_or_restored_is_not_due_again(tmp_path
         assert ckpt.step(19) is None and ckpt.step(21) is not None
 
 
-def test_step_numbers_that_fall_are_refused_at_once(tmp_path: Path) -> None:
+def test_decreasing_step_numbers_are_refused_at_once(tmp_path: Path) -> None:
     """A loop that counts anew in each epoch was stopped by the first save that was due in the second."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1000)) as ckpt:
         ckpt.step(100)
@@ -156,7 +156,7 @@ def test_a_cadence_of_another_type_is_refused_by_name(given: dict) -> None:
         Every(**given)
 
 
-def test_a_last_save_whose_commit_is_unknown_ends_the_run_normally(tmp_path: Path, monkeypatch) -> None:
+def test_an_unknown_outcome_of_the_last_save_ends_the_run_normally(tmp_path: Path, monkeypatch) -> None:
     """The exit saved the same step again, which may be there: StepTaken, exit code 1."""
     publish = RunWriter.publish
 
@@ -174,7 +174,7 @@ def test_a_last_save_whose_commit_is_unknown_ends_the_run_normally(tmp_path: Pat
         ckpt.step(2)
 
 
-def test_the_closing_line_comes_once(tmp_path: Path) -> None:
+def test_the_closing_summary_is_reported_once(tmp_path: Path) -> None:
     with reports() as texts, lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.step(1)
         ckpt.close()
@@ -211,15 +211,15 @@ def test_a_loop_that_never_calls_step_is_reported_at_the_exit(tmp_path: Path, fu
         ckpt.close()
 
 
-def test_an_opening_for_nothing_is_reported_in_a_neutral_line(tmp_path: Path) -> None:
+def test_an_opening_without_any_step_is_reported_neutrally(tmp_path: Path) -> None:
     with reported(f"{UNUSED}$"), lastgood.Checkpointer(tmp_path, build()):
         pass
     with reported(f"{UNUSED}$"), lastgood.Checkpointer(tmp_path, build()) as ckpt:
         assert ckpt.restore().generation is None, "an evaluation of a run that is not there"
 
 
-def test_a_restore_to_evaluate_is_no_reason_for_a_line(tmp_path: Path) -> None:
-    """Who restores, evaluates and leaves has nothing to save."""
+def test_a_restore_for_evaluation_reports_no_summary(tmp_path: Path) -> None:
+    """A script that restores, evaluates and exits has nothing to save."""
     state = build()
     train(state)
     lastgood.save(tmp_path, state, step=1)
@@ -230,15 +230,15 @@ def test_a_restore_to_evaluate_is_no_reason_for_a_line(tmp_path: Path) -> None:
     assert not any("nothing was saved" in one for one in texts)
 
 
-def test_an_exception_before_the_first_step_is_not_commented_on(tmp_path: Path) -> None:
+def test_an_exception_before_the_first_step_reports_no_summary(tmp_path: Path) -> None:
     with reports() as texts, pytest.raises(ZeroDivisionError), lastgood.Checkpointer(tmp_path, build()):
         raise ZeroDivisionError
     assert not any("nothing was saved" in one for one in texts)
 
 
 @pytest.mark.parametrize(("saved", "line"), [(0, "nothing is durable of 3 steps"), (2, "newest durable step 2 of 3")])
-def test_a_run_that_is_never_closed_gives_its_closing_line_at_the_end(tmp_path: Path, saved: int, line: str) -> None:
-    """A notebook, or a script without `with`: 280 steps under the default cadence saved nothing, without a word."""
+def test_an_unclosed_run_reports_its_summary_at_interpreter_exit(tmp_path: Path, saved: int, line: str) -> None:
+    """In a notebook or a script without `with`, 280 steps under the default cadence saved nothing, unreported."""
     ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
     for n in range(1, 4):
         ckpt.step(n)
@@ -250,7 +250,7 @@ def test_a_run_that_is_never_closed_gives_its_closing_line_at_the_end(tmp_path: 
     ckpt.close()
 
 
-def test_ctrl_c_while_a_save_begins_ends_the_process(tmp_path: Path, monkeypatch) -> None:
+def test_an_interrupt_while_a_save_starts_ends_the_process(tmp_path: Path, monkeypatch) -> None:
     """Between the start of the writing thread and that of the copy it left a thread that waited for ever."""
     with (
         pytest.raises(KeyboardInterrupt),

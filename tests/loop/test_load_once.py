@@ -1,4 +1,4 @@
-"""Reading a run from Python: the model alone, a plain dict of everything, patterns in load and save."""
+"""Reading a run from Python: the model alone, everything as a plain dict, patterns in load and save."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run(tmp_path: Path) -> tuple[Path, Tree]:
     return tmp_path / "run", state
 
 
-def test_a_model_is_taken_alone_out_of_a_training_run(run) -> None:
+def test_load_once_reads_only_the_model_of_a_training_run(run) -> None:
     """It was refused for the optimizer that was not asked for, with the advice of strict=False, which hides holes."""
     path, state = run
     model = build(seed=1)["model"]
@@ -87,7 +87,7 @@ def test_a_model_is_taken_alone_out_of_a_training_run(run) -> None:
     assert equal((torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()), generators)
 
 
-def test_holes_in_the_model_and_misspelt_entries_are_refused_all_the_same(run) -> None:
+def test_a_partial_load_still_refuses_missing_and_misspelt_entries(run) -> None:
     path, _ = run
     longer, shorter = build()["model"].append(nn.Linear(4, 4)), build()["model"][:2]
     with pytest.raises(errors.StateMismatch) as caught:
@@ -103,14 +103,14 @@ def test_holes_in_the_model_and_misspelt_entries_are_refused_all_the_same(run) -
         ckpt.restore()
 
 
-def test_part_of_a_renamed_module_is_taken_alone(run) -> None:
+def test_load_once_reads_part_of_a_renamed_module(run) -> None:
     path, state = run
     head = nn.Linear(4, 4)
     lastgood.load(path, {"head": head}, rename={"model.2.": "head."})
     assert torch.equal(head.weight, state["model"][2].weight)
 
 
-def test_all_of_the_state_brings_the_random_numbers_with_it(run) -> None:
+def test_loading_the_whole_state_restores_the_random_generators(run) -> None:
     path, _ = run
     before = torch.get_rng_state()
     fresh = build(seed=1)
@@ -118,7 +118,7 @@ def test_all_of_the_state_brings_the_random_numbers_with_it(run) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_load_without_a_state_returns_what_state_dicts_would_hold(run) -> None:
+def test_load_without_a_state_returns_the_contents_of_state_dicts(run) -> None:
     path, state = run
     before = torch.get_rng_state()
     torch.rand(1)
@@ -140,7 +140,7 @@ def test_load_without_a_state_returns_what_state_dicts_would_hold(run) -> None:
     )
 
 
-def test_torch_s_own_objects_take_the_dict_and_continue_to_the_bit(run) -> None:
+def test_torch_objects_load_the_returned_dict_and_continue_exactly(run) -> None:
     path, state = run
     found, fresh = lastgood.load(path), build(seed=1)
     fresh["model"].load_state_dict(found["model"])
@@ -153,7 +153,7 @@ def test_torch_s_own_objects_take_the_dict_and_continue_to_the_bit(run) -> None:
     assert equal(dict(fresh["model"].state_dict()), dict(state["model"].state_dict()))
 
 
-def test_patterns_choose_what_the_dict_holds(run) -> None:
+def test_patterns_select_the_entries_of_the_returned_dict(run) -> None:
     path, state = run
     found = lastgood.load(path, include=["model.0", "nested.schedule", "epoch"], step=3)
     assert found.keys() == {"model", "nested", "epoch"} and found["nested"].keys() == {"schedule"}
@@ -162,7 +162,7 @@ def test_patterns_choose_what_the_dict_holds(run) -> None:
     assert set(lastgood.load(path, include=["*.weight", "rng.python"])) == {"model", "nested", "optimizer", "rng"}
 
 
-def test_patterns_choose_what_goes_into_a_live_state(run) -> None:
+def test_patterns_select_the_entries_loaded_into_a_live_state(run) -> None:
     path, state = run
     fresh = build(seed=1)
     before, bias = torch.get_rng_state(), fresh["model"][0].bias.clone()
@@ -189,7 +189,7 @@ def test_a_pattern_that_matches_nothing_is_refused_by_load_and_save(run, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_save_once_takes_patterns_too(run, tmp_path: Path) -> None:
+def test_save_once_accepts_patterns(run, tmp_path: Path) -> None:
     _, state = run
     lastgood.save(tmp_path / "new", state, include=["model"], exclude=["model.1", "rng"])
     assert equal(
@@ -198,7 +198,7 @@ def test_save_once_takes_patterns_too(run, tmp_path: Path) -> None:
     )
 
 
-def test_damage_is_stepped_over_by_the_dict_too_and_never_handed_out(run, caplog) -> None:
+def test_loading_a_dict_skips_damaged_generations(run, caplog) -> None:
     path, state = run
     lastgood.save(path, state | {"epoch": 8}, step=4)
     blob = max((path / "gen").iterdir()) / "r00000.safetensors"
@@ -238,7 +238,7 @@ def test_an_empty_state_is_refused_and_not_loaded_with_nothing(run) -> None:
         lastgood.load(run[0], {})
 
 
-def test_an_empty_run_is_an_empty_dict_and_senseless_arguments_are_refused(tmp_path: Path) -> None:
+def test_an_empty_run_loads_as_an_empty_dict_and_bad_arguments_are_refused(tmp_path: Path) -> None:
     lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(1)}).close()
     assert lastgood.load(tmp_path / "run") == {}
     for options in ({"strict": False}, {"rename": {"a": "b"}}):
@@ -246,14 +246,14 @@ def test_an_empty_run_is_an_empty_dict_and_senseless_arguments_are_refused(tmp_p
             lastgood.load(tmp_path / "run", **options)
 
 
-def test_slots_are_read_as_a_dict(tmp_path: Path) -> None:
+def test_a_run_in_slots_loads_as_a_dict(tmp_path: Path) -> None:
     path = f"slots://{tmp_path}/newest"
     with lastgood.Checkpointer(path, build()) as ckpt:
         ckpt.save(1)
     assert lastgood.load(path)["epoch"] == 7
 
 
-def test_tensors_that_no_object_owns_are_in_the_dict_by_their_names(tmp_path: Path) -> None:
+def test_tensors_without_an_owner_are_in_the_dict_by_name(tmp_path: Path) -> None:
     """Of an imported file, and of a state that torch.distributed.checkpoint wrote, the dict was empty."""
     weights = {"model.0.weight": torch.arange(4.0), "model.0.bias": torch.ones(2), "alone": torch.zeros(1)}
     safetensors.torch.save_file(weights, tmp_path / "x.safetensors")
@@ -269,7 +269,7 @@ def test_tensors_that_no_object_owns_are_in_the_dict_by_their_names(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_several_ranks_saved_is_whole_in_the_dict(tmp_path: Path) -> None:
+def test_the_dict_holds_the_whole_state_of_several_ranks(tmp_path: Path) -> None:
     world(2, trained, "fsdp", tmp_path / "run", 2)
     found = lastgood.load(tmp_path / "run")
     loop = made("plain", 1)
@@ -280,7 +280,7 @@ def test_what_several_ranks_saved_is_whole_in_the_dict(tmp_path: Path) -> None:
     assert len(state) == len(list(loop.net.parameters()))
 
 
-def test_every_line_of_the_page_about_reading_runs_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_of_the_reading_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     state = build()
     train(state)
@@ -293,7 +293,7 @@ def test_every_line_of_the_page_about_reading_runs_works(tmp_path: Path, monkeyp
     assert equal(lastgood.load("runs/finished", step=4000)["model"], dict(state["model"].state_dict()))
 
 
-def test_a_restored_counts_as_its_step(tmp_path: Path) -> None:
+def test_the_result_of_restore_serves_as_an_integer_step(tmp_path: Path) -> None:
     """`range(ckpt.restore(), total)` was a TypeError."""
     lastgood.save(tmp_path, {"w": torch.zeros(1)}, step=4)
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(1)}) as ckpt:

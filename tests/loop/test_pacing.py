@@ -1,4 +1,4 @@
-"""cadence="auto": the interval follows what the loop shows. Time is passed in; nothing here waits."""
+"""cadence="auto": the interval follows the measurements of the loop. Time is passed in; no test waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lastgood.policy.tune import Auto
 
 
 class Flown:
-    """A save that ends when it is told to."""
+    """A save whose end a test determines."""
 
     def __init__(self) -> None:
         self.seconds, self.good, self.over = 0.0, True, False
@@ -52,14 +52,14 @@ class Loop:
                 self.saved.append(self.n)
 
 
-def test_the_interval_goes_to_what_the_budget_allows_for_copying():
+def test_the_interval_converges_to_what_the_copy_budget_allows():
     loop = Loop(t=1.0, tw=2.0, c=0.5, overhead=0.01)
     loop.run(1000)
     assert 40 <= loop.pace.auto.interval_steps <= 70, "0.5 s a save at 1 % of 1 s a step: 50 steps"
     assert loop.reasons and "lost to copying" in loop.reasons[-1]
 
 
-def test_the_interval_follows_a_disk_that_becomes_slow_and_comes_back():
+def test_the_interval_follows_a_disk_that_slows_down_and_recovers():
     loop = Loop(t=1.0, tw=1.0, c=0.0)
     loop.run(100)
     short = loop.pace.auto.interval_steps
@@ -72,14 +72,14 @@ def test_the_interval_follows_a_disk_that_becomes_slow_and_comes_back():
     assert loop.pace.auto.interval_steps <= short
 
 
-def test_a_save_that_failed_is_no_measurement():
+def test_a_failed_save_does_not_count_as_a_measurement():
     loop = Loop(t=1.0, tw=30.0, c=0.0)
     before = loop.pace.auto
     loop.run(200, good=False)
     assert loop.pace.auto == before and len(loop.saved) > 3
 
 
-def test_a_training_finds_its_interval_and_says_why(tmp_path):
+def test_training_adapts_its_interval_and_reports_the_reason(tmp_path):
     heard: list[lastgood.Event] = []
     state = {"w": torch.zeros(100_000)}
     with lastgood.Checkpointer(tmp_path, state, cadence="auto", overhead=0.05, on_event=heard.append) as ckpt:
@@ -93,7 +93,7 @@ def test_a_training_finds_its_interval_and_says_why(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"cadence": "always"}, {"overhead": 0.1}, {"cadence": "auto", "overhead": 0.0}])
-def test_a_cadence_that_means_nothing_is_refused_before_anything_is_touched(tmp_path, options):
+def test_an_invalid_cadence_is_refused_before_anything_is_changed(tmp_path, options):
     with pytest.raises(Refused):
         lastgood.Checkpointer(tmp_path / "run", {}, **options)
     assert not (tmp_path / "run").exists()

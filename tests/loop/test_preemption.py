@@ -1,4 +1,4 @@
-"""Preemption: a signal ends a run at its next step, with that step durable, in the time that it was given."""
+"""Preemption: a signal ends a run at its next step, which is made durable within the grace period."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 import lastgood
 from lastgood.errors import Refused, TornSnapshot
-from lastgood.loop.preemption import EXIT_CODE, Asked, Preempted, Preemption
+from lastgood.loop.preemption import EXIT_CODE, EndRequest, Preempted, Preemption
 from lastgood.run import access
 from lastgood.testing import Clock
 
@@ -65,7 +65,7 @@ def trained(root: Path, how: str = "steps") -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_that_is_asked_to_end_saves_its_next_step_and_leaves_with_the_documented_code(tmp_path, number):
+def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, number):
     process = trained(tmp_path / "run")
     process.send_signal(number)
     _, told = process.communicate(timeout=60)
@@ -77,7 +77,7 @@ def test_a_run_that_is_asked_to_end_saves_its_next_step_and_leaves_with_the_docu
     assert torch.equal(net.weight, torch.full((4, 4), float(newest.step)))
 
 
-def test_a_second_signal_ends_a_loop_that_comes_to_no_step_at_once(tmp_path):
+def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(tmp_path):
     process = trained(tmp_path / "run", "stuck")
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
@@ -88,9 +88,9 @@ def test_a_second_signal_ends_a_loop_that_comes_to_no_step_at_once(tmp_path):
     assert process.returncode == EXIT_CODE and "a second signal" in told
 
 
-def test_the_same_request_twice_is_one_and_the_grace_runs_from_the_first():
+def test_repeated_preemption_requests_keep_the_first_deadline():
     clock = Clock(100.0)
-    asked = Asked(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
+    asked = EndRequest(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
     try:
         assert asked.at is None and asked.left_seconds == 30
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -103,19 +103,19 @@ def test_the_same_request_twice_is_one_and_the_grace_runs_from_the_first():
         asked.close()
 
 
-def test_a_handler_that_was_there_before_is_called_once():
+def test_a_previously_installed_handler_is_called_once():
     """A scheduler's or logger's own SIGTERM handler was replaced, and never ran."""
     calls: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
     clock = Clock(100.0)
-    asked = Asked(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
+    asked = EndRequest(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
         assert calls == [signal.SIGUSR1] and asked.at == 100.0
     finally:
         asked.close()
-    asked = Asked(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
+    asked = EndRequest(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
     try:
         os.kill(os.getpid(), signal.SIGINT)  # raises no KeyboardInterrupt
         assert asked.at == 100.0
@@ -124,7 +124,7 @@ def test_a_handler_that_was_there_before_is_called_once():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_a_handler_that_ends_the_process_does_not_take_the_last_save_away(tmp_path, capfd):
+def test_the_last_save_survives_a_handler_that_ends_the_process(tmp_path, capfd):
     """The usual `signal.signal(SIGTERM, lambda *_: sys.exit(0))` ended the loop unsaved, and with exit code 0."""
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     state = {"w": torch.zeros(3)}
@@ -140,10 +140,10 @@ def test_a_handler_that_ends_the_process_does_not_take_the_last_save_away(tmp_pa
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 7)])
-def test_a_worker_that_was_forked_dies_of_sigterm_as_ever_and_of_no_other_signal(number, code):
+def test_a_forked_worker_dies_of_sigterm_and_of_no_other_handled_signal(number, code):
     """Stories: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever. And a
     SIGUSR1 to the whole group killed the workers, whose death ended the loop before its last save."""
-    asked = Asked(Preemption())
+    asked = EndRequest(Preemption())
     try:
         child = os.fork()
         if child == 0:
@@ -155,20 +155,20 @@ def test_a_worker_that_was_forked_dies_of_sigterm_as_ever_and_of_no_other_signal
         asked.close()
 
 
-def test_a_handler_that_came_later_is_let_be(tmp_path):
+def test_a_handler_installed_later_is_left_in_place(tmp_path):
     with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(2)}, preemption=Preemption()):
         signal.signal(signal.SIGTERM, later := lambda *_: None)
     assert signal.getsignal(signal.SIGTERM) is later
 
 
-def test_whoever_handled_the_signals_does_so_again_after_the_end(tmp_path):
+def test_previous_signal_handlers_are_restored_at_the_end(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with lastgood.Checkpointer(tmp_path / "run", {"w": torch.zeros(2)}, preemption=Preemption()):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_outside_of_the_main_thread_it_is_refused_and_the_run_is_let_go(tmp_path):
+def test_preemption_outside_the_main_thread_is_refused_and_the_run_closed(tmp_path):
     found: list[BaseException] = []
 
     def open_it() -> None:
@@ -188,7 +188,7 @@ def test_outside_of_the_main_thread_it_is_refused_and_the_run_is_let_go(tmp_path
 @pytest.mark.parametrize(
     "wrong", [{"signals": ()}, {"signals": [signal.SIGKILL]}, {"grace_seconds": 0}, {"exit_code": 256}]
 )
-def test_a_preemption_that_makes_no_sense_is_refused(wrong):
+def test_invalid_preemption_options_are_refused(wrong):
     with pytest.raises(Refused):
         Preemption(**wrong)
 
@@ -204,7 +204,7 @@ def ask(ckpt: lastgood.Checkpointer) -> None:
     assert ckpt.preempted
 
 
-def test_a_save_of_this_step_that_is_under_way_is_waited_for_and_not_made_twice(tmp_path):
+def test_preemption_waits_for_a_running_save_of_the_same_step(tmp_path):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
         ckpt.save(1)
         ask(ckpt)
@@ -212,7 +212,7 @@ def test_a_save_of_this_step_that_is_under_way_is_waited_for_and_not_made_twice(
     assert ended.value.durable == 1 and [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
 
-def test_a_save_that_could_not_be_durable_in_time_is_not_begun(tmp_path):
+def test_preemption_starts_no_save_that_cannot_be_durable_in_time(tmp_path):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
         save = ckpt.save(1)
         save.result()
@@ -241,9 +241,7 @@ ckpt.step(3)
 
 @pytest.mark.parametrize("where", ["sync", "write", "commit"])
 @pytest.mark.parametrize(("when_full", "in_flight"), [("wait", 1), ("skip", 1), ("raise", 1), ("wait", 2)])
-def test_a_disk_that_hangs_does_not_outlast_the_grace_and_costs_nothing_that_was_durable(
-    tmp_path, where, when_full, in_flight
-):
+def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path, where, when_full, in_flight):
     """Story: the last save waited for the memory of one that hung, and the end for the lock of a commit that hung."""
     arguments = [str(tmp_path / "run"), where, when_full, str(in_flight)]
     done = subprocess.run([sys.executable, "-c", HANGS, *arguments], capture_output=True, text=True, timeout=60)
@@ -251,7 +249,7 @@ def test_a_disk_that_hangs_does_not_outlast_the_grace_and_costs_nothing_that_was
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
 
-def test_a_last_save_that_was_torn_is_made_once_more(tmp_path, monkeypatch):
+def test_a_torn_last_save_is_repeated(tmp_path, monkeypatch):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
         real, torn = ckpt._saver.save, iter([True])
 
@@ -266,7 +264,7 @@ def test_a_last_save_that_was_torn_is_made_once_more(tmp_path, monkeypatch):
     assert ended.value.durable == 1
 
 
-def test_what_keeps_it_from_saving_is_told_and_the_end_comes_all_the_same(tmp_path, capsys):
+def test_an_impossible_last_save_is_reported_and_the_process_still_ends(tmp_path, capsys):
     state = {"w": torch.zeros(2)}
     cadence = lastgood.Every(steps=10**6)
     with (
@@ -281,7 +279,7 @@ def test_what_keeps_it_from_saving_is_told_and_the_end_comes_all_the_same(tmp_pa
     assert "step 1 is durable, exit 75. Unstorable: " in capsys.readouterr().err
 
 
-def test_the_same_signal_once_more_while_it_ends_changes_nothing(tmp_path):
+def test_a_repeated_signal_during_the_exit_changes_nothing(tmp_path):
     """Story: the handlers were given back before the last save had ended, and a launcher's second SIGTERM killed it."""
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(Preempted), opened(tmp_path / "run") as ckpt:

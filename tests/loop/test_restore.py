@@ -1,4 +1,4 @@
-"""Restore: verified bytes only, straight to their place; what a fault half way leaves is never taken for a state.
+"""Restore applies verified bytes only, directly in place, and a half-applied state is never used as a state.
 
 The state `w` here is 16 chunks of 256 KiB. `bare` makes a generation look as if its save had crashed before it was
 verified.
@@ -33,13 +33,14 @@ from lastgood.run.save import ReadyChunks, SaveRequest
 from lastgood.run.writer import RunWriter
 from lastgood.state.tensor_sink import Place, TensorSink
 from lastgood.storage.directory import Disk
+from lastgood.testing import Call, FaultyFiles
 
 CHUNK_BYTES = 1 << 18
 COUNT = 16 * CHUNK_BYTES // 4
 
 
 def of_step(step: int) -> dict[str, object]:
-    """Every element of `w` says which step it is of."""
+    """A state in which every element of `w` holds its step."""
     return {"w": torch.full((COUNT,), float(step)), "epoch": step}
 
 
@@ -88,7 +89,7 @@ def is_of(state: dict, step: int) -> bool:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
-def test_a_damaged_chunk_is_copied_nowhere_and_every_other_one_is_right(tmp_path: Path, chunk: int) -> None:
+def test_a_damaged_chunk_is_never_copied_and_all_others_are_exact(tmp_path: Path, chunk: int) -> None:
     saved(tmp_path, 5)
     flip(tmp_path, 5, chunk)
     state = blank()
@@ -103,7 +104,7 @@ def test_a_damaged_chunk_is_copied_nowhere_and_every_other_one_is_right(tmp_path
     assert state["epoch"] == 0
 
 
-def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_path: Path, monkeypatch) -> None:
+def test_the_content_digest_finds_a_bit_flip_in_memory_after_the_read(tmp_path: Path, monkeypatch) -> None:
     """What is written between content digest and chunk digest is wrong with every chunk digest right."""
     real = read_file.Contents.see
 
@@ -126,7 +127,7 @@ def test_a_flip_in_memory_after_the_chunk_was_read_is_found_by_its_content(tmp_p
     assert untouched(state)
 
 
-def test_nobody_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path) -> None:
+def test_nothing_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path) -> None:
     """A reader that is behind must not put its chunk over what the next attempt has loaded."""
     disk = Disk(PosixFiles(), str(tmp_path))
     run = RunWriter(disk, Inline())
@@ -180,7 +181,7 @@ def test_nobody_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path)
         asked.set()
 
 
-def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Path) -> None:
+def test_a_contradictory_header_is_found_before_a_byte_is_applied(tmp_path: Path) -> None:
     """Its chunk digests are right, its content digests too: only the header speaks of other tensors."""
     disk = Disk(PosixFiles(), str(tmp_path))
     run = RunWriter(disk, Inline())
@@ -198,7 +199,7 @@ def test_a_header_that_disagrees_is_found_before_a_byte_is_applied(tmp_path: Pat
             values={"w": {"!tensor": "w"}},
         )
     )
-    run.conclude(generation, [])  # somebody claims to have verified it
+    run.conclude(generation, [])  # marked as verified, although nothing verified it
     state = {"w": torch.zeros(COUNT)}
     with pytest.raises(errors.NothingGood, match="header does not agree"):
         loaded(disk, state)
@@ -221,7 +222,7 @@ def loaded(disk: Disk, state: dict, asked: list[tuple[int, int]] | None = None, 
 # ---- a fault half way ------------------------------------------------------------------------------------------
 
 
-def test_what_damage_half_way_has_left_is_overwritten_by_the_next_older_generation(tmp_path: Path) -> None:
+def test_a_half_applied_generation_is_overwritten_by_the_next_older_one(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6)
     flip(tmp_path, 6)
     bare(tmp_path, 6)
@@ -232,7 +233,7 @@ def test_what_damage_half_way_has_left_is_overwritten_by_the_next_older_generati
     assert (blob(tmp_path, 6).parent / "DAMAGED.json").exists()
 
 
-def test_with_nothing_good_left_a_half_loaded_state_names_every_generation_and_is_never_saved(tmp_path: Path) -> None:
+def test_a_half_loaded_state_without_a_good_generation_is_never_saved(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6)
     state = blank()
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
@@ -251,7 +252,7 @@ def test_with_nothing_good_left_a_half_loaded_state_names_every_generation_and_i
         ckpt.save(7).result()
 
 
-def test_where_nobody_could_make_it_good_all_is_verified_before_a_byte_is_applied(tmp_path: Path) -> None:
+def test_without_a_fallback_all_is_verified_before_a_byte_is_applied(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     flip(tmp_path, 5)
     bare(tmp_path, 5)
@@ -261,7 +262,7 @@ def test_where_nobody_could_make_it_good_all_is_verified_before_a_byte_is_applie
     assert untouched(state)
 
 
-def test_a_step_that_is_asked_for_is_verified_before_a_byte_is_applied_unless_it_was_once(tmp_path: Path) -> None:
+def test_a_requested_step_is_verified_once_before_a_byte_is_applied(tmp_path: Path) -> None:
     saved(tmp_path, 3, 6)
     flip(tmp_path, 6)
     state = blank()
@@ -275,7 +276,7 @@ def test_a_step_that_is_asked_for_is_verified_before_a_byte_is_applied_unless_it
     assert lastgood.load(tmp_path, state, step=3).step == 3 and is_of(state, 3)
 
 
-def test_damage_in_the_first_chunks_leaves_the_state_untouched_and_is_no_half_load(tmp_path: Path) -> None:
+def test_damage_in_the_first_chunks_leaves_the_state_unchanged(tmp_path: Path) -> None:
     """A state of one chunk is all or nothing however it is read."""
     state = {"w": torch.ones(100)}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
@@ -299,9 +300,7 @@ def test_with_strict_false_all_is_verified_before_a_byte_is_applied(tmp_path: Pa
     assert is_of(state, 3)
 
 
-def test_what_breaks_between_the_two_readings_is_half_loaded_and_nothing_is_loaded_over_it(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_damage_between_verification_and_load_is_a_half_load(tmp_path: Path, monkeypatch) -> None:
     saved(tmp_path, 3, 6)
     real, reads = PosixFile.read_into, iter(range(10**6))
 
@@ -318,7 +317,7 @@ def test_what_breaks_between_the_two_readings_is_half_loaded_and_nothing_is_load
     assert state["epoch"] == 0
 
 
-def test_a_bit_that_flips_in_one_read_half_way_is_no_damage(tmp_path: Path, monkeypatch) -> None:
+def test_a_bit_flip_in_a_single_read_during_a_load_is_not_damage(tmp_path: Path, monkeypatch) -> None:
     saved(tmp_path, 3, 6)
     real, faults = PosixFile.read_into, iter([True])
 
@@ -334,31 +333,27 @@ def test_a_bit_that_flips_in_one_read_half_way_is_no_damage(tmp_path: Path, monk
     assert not list(tmp_path.glob("gen/*/DAMAGED.json"))
 
 
-def test_a_disk_that_fails_half_way_is_a_half_load_and_the_next_restore_makes_it_good(
-    tmp_path: Path, monkeypatch
-) -> None:
+def test_a_disk_error_during_a_load_is_made_good_by_the_next_restore(tmp_path: Path, faulty_files: FaultyFiles) -> None:
     saved(tmp_path, 3, 6)
-    real = PosixFile.read_into
 
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if offset == 12 * CHUNK_BYTES:
+    def fail(call: Call) -> None:
+        if call.operation == "read" and call.offset == 12 * CHUNK_BYTES:
             raise OSError(errno.ENXIO, "No such device or address")
-        return real(self, mv, offset)
 
     state = blank()
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.restore()
-        monkeypatch.setattr(PosixFile, "read_into", failing)
+        faulty_files.before = fail
         with pytest.raises(errors.HalfLoaded, match="No such device"):
             ckpt.restore()
         with pytest.raises(errors.Refused, match="half of another step"):
             ckpt.save(7)
-        monkeypatch.undo()
+        faulty_files.before = None
         assert ckpt.restore().step == 6 and is_of(state, 6)
 
 
-def test_an_older_generation_that_does_not_fit_leaves_a_half_load_and_says_both(tmp_path: Path) -> None:
-    """Its StateMismatch would say that the live state is untouched."""
+def test_a_fallback_that_does_not_fit_is_a_half_load_with_both_errors(tmp_path: Path) -> None:
+    """A plain StateMismatch would state that the live state is unchanged."""
     state = {"v": torch.zeros(3)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.save(3).result()
@@ -372,8 +367,8 @@ def test_an_older_generation_that_does_not_fit_leaves_a_half_load_and_says_both(
         restore(tmp_path, blank())
 
 
-def test_a_restore_that_ctrl_c_stops_half_way_is_never_saved(tmp_path: Path, monkeypatch) -> None:
-    """In a notebook the next cell would have gone on, and saved half of a state as a good one."""
+def test_an_interrupted_restore_is_never_saved(tmp_path: Path, monkeypatch) -> None:
+    """In a notebook the next cell would have continued and saved a half-loaded state as a good one."""
     saved(tmp_path, 3)
     state = blank() | {"w": torch.zeros(COUNT)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
@@ -391,7 +386,7 @@ def test_a_restore_that_ctrl_c_stops_half_way_is_never_saved(tmp_path: Path, mon
         assert ckpt.restore().step == 3
 
 
-def test_generators_and_values_are_applied_when_every_tensor_is_in_and_not_before(tmp_path: Path) -> None:
+def test_generators_and_values_are_applied_after_the_last_tensor(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     flip(tmp_path, 5, 16)
     state = blank()
@@ -402,8 +397,8 @@ def test_generators_and_values_are_applied_when_every_tensor_is_in_and_not_befor
     assert torch.equal(torch.get_rng_state(), before) and state["epoch"] == 0
 
 
-def test_what_an_expanded_tensor_cannot_hold_is_known_before_a_byte_is_applied(tmp_path: Path) -> None:
-    """Only the content shows it; so there all is looked at first, verified or not."""
+def test_a_bad_expanded_tensor_is_refused_before_a_byte_is_applied(tmp_path: Path) -> None:
+    """Only the content shows the mismatch, so all of it is read before the first byte is applied, verified or not."""
     state = {"a": torch.ones(COUNT), "b": torch.arange(3.0).reshape(3, 1) * torch.ones(1, 4)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.save(1).result()
@@ -444,7 +439,7 @@ def content(one: torch.Tensor | np.ndarray) -> torch.Tensor:
     return torch.from_numpy(one.copy()) if isinstance(one, np.ndarray) else one
 
 
-def test_tensors_of_every_form_come_back_to_the_bit_across_chunks(tmp_path: Path) -> None:
+def test_tensors_of_every_form_restore_exactly_across_chunks(tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = forms(torch.rand)
     lastgood.Checkpointer(tmp_path, state, memory=1 << 20).save(1).result()
@@ -458,7 +453,7 @@ def test_tensors_of_every_form_come_back_to_the_bit_across_chunks(tmp_path: Path
     assert fresh["tied"][0].data_ptr() == fresh["tied"][1].data_ptr()
 
 
-def test_tensors_that_are_made_by_a_restore_are_read_straight_into_their_own_memory(tmp_path: Path) -> None:
+def test_new_tensors_are_read_directly_into_their_own_memory(tmp_path: Path) -> None:
     def trained(steps: int) -> dict:
         torch.manual_seed(1)
         model = torch.nn.Linear(600, 600)
@@ -477,7 +472,7 @@ def test_tensors_that_are_made_by_a_restore_are_read_straight_into_their_own_mem
     assert len(fresh["optimizer"].state) == 2
 
 
-def test_autograd_sees_that_a_restore_has_written(tmp_path: Path) -> None:
+def test_a_restore_increments_the_version_counters_of_autograd(tmp_path: Path) -> None:
     """Bytes that are copied behind torch's back would let a backward pass go on with weights of another step."""
     weight = torch.ones(5, requires_grad=True)
     lastgood.save(tmp_path, {"w": weight})
@@ -487,7 +482,7 @@ def test_autograd_sees_that_a_restore_has_written(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_a_place_that_numpy_cannot_write_to_is_written_through_torch() -> None:
+def test_memory_that_numpy_cannot_write_is_written_through_torch() -> None:
     live = torch.zeros(5)
     place = Place(live)
     place._array = None  # as on any other device
@@ -499,7 +494,15 @@ def test_a_place_that_numpy_cannot_write_to_is_written_through_torch() -> None:
 # ---- memory ----------------------------------------------------------------------------------------------------
 
 
-def test_a_restore_asks_for_its_buffers_only(tmp_path: Path) -> None:
+def test_a_restore_of_a_single_rank_encodes_no_survey(tmp_path: Path, monkeypatch) -> None:
+    """A world of one encoded everything it knew of its run, for no other rank."""
+    lastgood.save(tmp_path, {"w": torch.ones(3)}, step=1)
+    monkeypatch.setattr(RunWriter, "shared_survey", lambda _: pytest.fail("nobody receives it"))
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
+        assert ckpt.restore().step == 1
+
+
+def test_a_restore_allocates_only_its_buffers(tmp_path: Path) -> None:
     saved(tmp_path, 3)
     asked: list[tuple[int, int]] = []
     state = blank()
@@ -507,7 +510,7 @@ def test_a_restore_asks_for_its_buffers_only(tmp_path: Path) -> None:
     assert asked == [(read_file.BUFFERS * CHUNK_BYTES, CHUNK_BYTES)] and is_of(state, 3)
 
 
-def test_only_a_tensor_that_is_no_run_of_memory_is_gathered_and_one_at_a_time() -> None:
+def test_only_noncontiguous_tensors_are_gathered_and_one_at_a_time() -> None:
     shape = {name: ("float32", (1000,)) for name in "abc"}
     live = {name: torch.zeros(2000)[::2] for name in "ab"} | {"c": torch.zeros(1000)}
     assert [Place.of(one) is None for one in live.values()] == [True, True, False]

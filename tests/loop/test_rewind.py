@@ -1,4 +1,4 @@
-"""A restore of an older step moves the run only with the first save after it."""
+"""A restore of an older step changes the lineage of the run only with the first save after it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def newest(path: Path) -> int:
     return lastgood.load(path, {"w": torch.zeros(3)}).step
 
 
-def test_looking_at_an_old_step_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+def test_restoring_an_old_step_without_saving_leaves_the_run_unchanged(tmp_path: Path) -> None:
     """restore(step=2) to evaluate, nothing saved: the next session resumed at 2, and 3 to 5 were deleted later."""
     state = trained(tmp_path)
     before = contents(tmp_path)
@@ -61,7 +61,7 @@ def test_the_first_save_after_a_rewind_makes_it_durable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [".safetensors", "COMMIT"])
-def test_a_first_save_that_does_not_reach_its_commit_leaves_the_old_lineage(tmp_path, faulty_files, what) -> None:
+def test_an_uncommitted_first_save_leaves_the_old_lineage(tmp_path, faulty_files, what) -> None:
     """The rewind is all or nothing with the COMMIT of that save."""
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, save_on_exit=False) as ckpt:
@@ -73,8 +73,8 @@ def test_a_first_save_that_does_not_reach_its_commit_leaves_the_old_lineage(tmp_
     assert newest(tmp_path) == 5
 
 
-def test_a_rewind_whose_record_could_not_be_written_is_durable_all_the_same(tmp_path: Path, faulty_files) -> None:
-    """Its COMMIT says what it continues; the next save, or the next session, writes the record."""
+def test_a_rewind_without_its_record_is_durable_with_its_first_save(tmp_path: Path, faulty_files) -> None:
+    """Its COMMIT names the generation that it continues; the next save or session writes the record."""
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
         ckpt.restore(step=2)
@@ -108,8 +108,8 @@ def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> 
     assert newest(tmp_path) == 5
 
 
-def test_lineages_are_told_apart_after_their_commits_have_gone(tmp_path: Path) -> None:
-    """Sessions that save once each: the records of those in between say how the newest leads to the oldest."""
+def test_lineages_stay_distinct_after_their_commits_are_deleted(tmp_path: Path) -> None:
+    """Each session saves once: the records of the sessions in between link the newest generation to the oldest."""
     state = trained(tmp_path)
     keep = Keep(last=1, milestones=(1,))
     for n in (6, 7, 8):
@@ -121,7 +121,7 @@ def test_lineages_are_told_apart_after_their_commits_have_gone(tmp_path: Path) -
         assert [one.step for one in ckpt._pipeline.run.lineage()] == [8, 1]
 
 
-def test_a_commit_stays_where_the_record_of_its_incarnation_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
+def test_a_commit_is_kept_while_its_incarnation_record_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
     """The record is a hint; a NotWritable from it deleted the COMMIT that had just been made, and blamed the disk."""
     put_new = Disk.put_new
 

@@ -1,4 +1,4 @@
-"""Saving a step that is saved already: milestones and metrics are added, nothing is written twice or dropped."""
+"""Saving a step that is already saved adds milestones and metrics; nothing is written twice or dropped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lastgood.run import access
 from lastgood.run.writer import RunWriter
 
 
-def test_a_milestone_at_the_end_of_an_epoch_is_added_to_what_the_cadence_saved(tmp_path: Path) -> None:
+def test_a_milestone_is_added_to_the_generation_of_the_cadence(tmp_path: Path) -> None:
     """save(n, milestone=True) after step(n) had saved n raised StepTaken, and ended the training."""
     options = {"cadence": Every(steps=1), "retention": Keep(last=1)}
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
@@ -59,7 +59,7 @@ def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:
     assert lastgood.open(tmp_path).generation(2).commit.metrics == {"loss": 1.0}
 
 
-def test_labels_add_up_and_one_that_is_damaged_or_of_another_commit_is_ignored(tmp_path: Path) -> None:
+def test_labels_accumulate_and_damaged_or_foreign_ones_are_ignored(tmp_path: Path) -> None:
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.save(1, metrics={"a": 1.0})
         ckpt.save(1, metrics={"a": 2.0, "b": 3.0})
@@ -80,7 +80,7 @@ def test_labels_add_up_and_one_that_is_damaged_or_of_another_commit_is_ignored(t
     assert lastgood.open(tmp_path).verify(1).good and generation.root == found.root
 
 
-def test_a_diverged_loss_is_saved_and_left_out_of_the_metrics(tmp_path: Path) -> None:
+def test_a_diverged_loss_is_left_out_of_the_saved_metrics(tmp_path: Path) -> None:
     """metrics={"loss": nan} raised, and ended the loop at the very moment it should not."""
     with (
         reported("metrics left out: loss is nan, top1 is nan", logging.INFO),
@@ -98,14 +98,14 @@ def test_a_metric_that_is_no_number_is_refused_by_name(value: object) -> None:
         numbers([("loss", 1)])
 
 
-def test_saves_by_hand_are_never_overtaken(tmp_path: Path) -> None:
+def test_explicit_saves_are_never_overtaken(tmp_path: Path) -> None:
     """Of 300 saves by hand 30 were dropped for newer ones, without a warning."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=Keep(last=100), in_flight=4) as ckpt:
         saves = [ckpt.save(n) for n in range(1, 41)]
     assert all(one.durable() for one in saves) and steps(tmp_path) == list(range(1, 41))
 
 
-def test_a_save_of_the_cadence_that_is_then_asked_for_is_not_overtaken(tmp_path: Path, monkeypatch) -> None:
+def test_a_due_save_that_is_then_requested_is_not_overtaken(tmp_path: Path, monkeypatch) -> None:
     held, sync = threading.Event(), PosixFile.sync
 
     def waiting(self: PosixFile) -> None:
@@ -123,7 +123,7 @@ def test_a_save_of_the_cadence_that_is_then_asked_for_is_not_overtaken(tmp_path:
         assert older.result(60).step == 1
 
 
-def test_reruns_of_a_finished_script_push_no_older_step_out(tmp_path: Path) -> None:
+def test_rerunning_a_finished_script_deletes_no_older_step(tmp_path: Path) -> None:
     """Each rerun ended with save(total): three of them had pushed all other steps out of Keep(last=3)."""
     for _ in range(4):
         with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=10)) as ckpt:
@@ -135,7 +135,7 @@ def test_reruns_of_a_finished_script_push_no_older_step_out(tmp_path: Path) -> N
     assert steps(tmp_path) == [20, 30, 40]
 
 
-def test_an_older_save_by_hand_never_replaces_a_newer_one_in_slots(tmp_path: Path, monkeypatch) -> None:
+def test_an_older_explicit_save_never_replaces_a_newer_one_in_slots(tmp_path: Path, monkeypatch) -> None:
     """Slots keep the newest only: a slow save(5), committed after save(6), took the place of an acknowledged step 6."""
     held, publish = threading.Event(), RunWriter.publish
 
@@ -157,7 +157,7 @@ def test_an_older_save_by_hand_never_replaces_a_newer_one_in_slots(tmp_path: Pat
         assert ckpt.latest() == 6
 
 
-def test_a_milestone_that_is_acknowledged_is_durable(tmp_path: Path, monkeypatch) -> None:
+def test_an_acknowledged_milestone_is_durable(tmp_path: Path, monkeypatch) -> None:
     """save(10, milestone=True).result() returned the save of the cadence, before the milestone was on the disk."""
 
     def refused(*_: object) -> None:
@@ -177,7 +177,7 @@ def test_a_milestone_that_is_acknowledged_is_durable(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_step_that_is_saved_twice_must_be_the_same_state(tmp_path: Path, fused: bool) -> None:
+def test_saving_a_step_twice_requires_the_same_state(tmp_path: Path, fused: bool) -> None:
     """save(3) after an update that was no step of its own returned the old save of step 3 as a success."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
@@ -203,7 +203,7 @@ def trained_state() -> dict:
     return {"model": model, "optimizer": optimizer, "epoch": 3}
 
 
-def test_a_restored_step_that_is_saved_again_gets_its_milestone_and_is_not_written_twice(tmp_path: Path) -> None:
+def test_a_restored_step_gets_its_milestone_without_a_second_write(tmp_path: Path) -> None:
     """An evaluation script: restore(), then save(n, metrics=...) wrote all of the state a second time."""
     with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
         first = ckpt.save(3).result()
@@ -236,7 +236,7 @@ def in_the_next_epoch(state: dict) -> None:
 
 
 @pytest.mark.parametrize("change", [updated, at_another_rate, with_one_more, in_the_next_epoch])
-def test_a_restored_step_of_another_state_is_written(tmp_path: Path, change: Callable[[dict], None]) -> None:
+def test_saving_a_changed_state_at_the_restored_step_writes_it(tmp_path: Path, change: Callable[[dict], None]) -> None:
     with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
         first = ckpt.save(3).result()
     state = trained_state()
@@ -246,7 +246,7 @@ def test_a_restored_step_of_another_state_is_written(tmp_path: Path, change: Cal
         assert ckpt.save(3).result().id != first.id
 
 
-def test_a_rewind_that_is_saved_at_once_is_durable(tmp_path: Path) -> None:
+def test_a_rewind_saved_at_once_is_durable(tmp_path: Path) -> None:
     """restore(step=2), save(2): the generation of step 2 is there already, but the next process would resume at 3."""
     state = {"w": torch.zeros(3)}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:

@@ -1,4 +1,4 @@
-"""Promises of the deciders: which generation is tried, which may go, when a save is due. No disk, no clock."""
+"""The deciders: which generation is tried, which may be deleted, when a save is due. No disk and no clock."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def histories(draw) -> History:
 
 
 @given(histories())
-def test_the_lineage_is_what_the_newest_state_descends_from_and_nothing_else(past):
+def test_the_lineage_is_exactly_the_ancestors_of_the_newest_state(past):
     chain, lost = lineage(past.survey)
     assert chain == past.descent()
     assert lost == []
 
 
 @given(histories())
-def test_a_restore_tries_the_whole_lineage_newest_first_and_never_what_was_abandoned(past):
+def test_a_restore_tries_the_whole_lineage_newest_first_and_nothing_else(past):
     candidates, passed_over = choose(past.survey, None)
     descent = past.descent()
     good = [one for one in descent if one in past.survey.generations and not past.survey.generations[one].damaged]
@@ -64,7 +64,7 @@ def test_a_restore_tries_the_whole_lineage_newest_first_and_never_what_was_aband
     assert all(reason in ("its commit cannot be read.", "chunk 3 differs") for _, reason in passed_over)
 
 
-def test_after_a_rewind_the_abandoned_steps_are_never_chosen_by_themselves():
+def test_after_a_rewind_restore_never_selects_an_abandoned_step():
     past = History()
     first = past.open(None)
     for step in (1000, 2000, 5000):
@@ -77,7 +77,7 @@ def test_after_a_rewind_the_abandoned_steps_are_never_chosen_by_themselves():
     assert choose(past.survey, 5000).candidates == [at(5000, first)], "by number it can still be had"
 
 
-def test_starting_over_from_nothing_leaves_everything_behind():
+def test_starting_over_abandons_every_generation():
     past = History()
     past.save(10, past.open(None))
     past.open(None)
@@ -95,7 +95,7 @@ def test_the_same_step_in_two_incarnations_is_two_generations():
     assert choose(past.survey, 20).candidates == [at(20, second)], "the abandoned one is never taken in its place"
 
 
-def test_a_lost_commit_is_reported_whoever_names_it():
+def test_a_lost_commit_is_reported_for_every_record_that_names_it():
     names = {
         "the next commit": [generation(30, parent=at(20))],
         "the next incarnation": [],
@@ -115,14 +115,14 @@ def test_a_lost_commit_is_reported_whoever_names_it():
         assert candidates == sorted(survey.generations, reverse=True), who
 
 
-def test_what_was_retired_or_never_finished_is_not_reported_as_lost():
-    survey = Survey(going={at(10)}, incomplete={at(40)})  # step 20 is gone with its folder
+def test_deleted_and_unfinished_generations_are_not_reported_as_lost():
+    survey = Survey(going={at(10)}, incomplete={at(40)})  # step 20 is missing with its folder
     survey.generations = {at(30): generation(30, parent=at(20)), at(20, "x"): generation(20, "x")}
     survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=at(10))}
     assert lineage(survey).lost == []
 
 
-def test_forged_parents_that_form_a_circle_come_to_an_end():
+def test_a_cycle_of_forged_parents_terminates():
     survey = Survey()
     for order, (one, parent) in enumerate([("a", "c"), ("b", "a"), ("c", "b"), ("d", "d")], 1):
         survey.incarnations[one] = Incarnation(format=1, order=order, id=one, parent=at(99, parent))
@@ -133,21 +133,21 @@ def test_forged_parents_that_form_a_circle_come_to_an_end():
     assert stale_incarnations(survey) == []
 
 
-def test_a_broken_generation_of_an_incarnation_that_nothing_speaks_of_is_reported():
+def test_a_broken_generation_of_an_unrecorded_incarnation_is_reported():
     survey = Survey(broken={at(20, "b"): ManifestInvalid("its commit cannot be read.")})
     survey.generations = {at(10): generation(10)}
     survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=None)}
     assert choose(survey, None) == ([at(10)], [(at(20, "b"), "its commit cannot be read.")])
 
 
-def test_nothing_was_ever_committed():
+def test_a_run_without_a_commit_has_no_candidates():
     assert choose(Survey(), None) == ([], [])
 
 
 # ---- a step by its number --------------------------------------------------------------------------------------
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are():
+def test_a_requested_step_that_is_missing_is_refused_with_the_existing():
     survey = Survey(generations={one.id: one for one in (generation(20), generation(10))})
     with pytest.raises(NoSuchStep, match=r"Steps that are there: 10, 20\."):
         choose(survey, 30)
@@ -156,7 +156,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are():
 
 
 @given(histories(), st.integers(0, 40))
-def test_a_step_by_its_number_gives_no_other_step_and_an_abandoned_one_only_where_it_is_alone(past, step):
+def test_a_step_number_selects_an_abandoned_generation_only_if_it_is_alone(past, step):
     there = {one for one in past.survey.generations if one.step == step}
     try:
         candidates, passed_over = choose(past.survey, step)
@@ -203,7 +203,7 @@ def pinned(keep: Keep, one: Generation) -> bool:
 
 
 @given(keeps, chains("b", 2), chains("a", 1))
-def test_retention_keeps_what_it_promised(keep, chain, abandoned):
+def test_retention_keeps_every_generation_of_its_policy(keep, chain, abandoned):
     going = surplus(keep, chain, abandoned)
     assert going == sorted(set(going)), "oldest first, each once"
     good = [one for one in chain if one.verified and not one.damaged]
@@ -225,9 +225,9 @@ def test_retention_keeps_what_it_promised(keep, chain, abandoned):
         assert held[: keep.best[2]] == scored[: keep.best[2]], "the best"
 
 
-def test_a_save_that_was_asked_for_stays_although_verification_has_passed_it_by():
-    """Found by the crash model: a power loss took the mark of a verified `every`-th step, which was then deleted as one
-    that nobody had read. Verification may also skip it by itself, where saves follow each other fast."""
+def test_an_explicit_save_stays_although_a_newer_one_is_verified():
+    """Found by the crash model: a power loss took the mark of a verified `every`-th step, which was then deleted as an
+    unverified one. Verification may also skip it by itself, where saves follow each other fast."""
     newest = generation(30, verified=True, metrics={"loss": 9.0})
     row = [newest, generation(20, metrics={"loss": 1.0}), generation(10, milestone=True), generation(8)]
     assert surplus(Keep(last=1, every=20), row, []) == [at(8)]
@@ -236,7 +236,7 @@ def test_a_save_that_was_asked_for_stays_although_verification_has_passed_it_by(
 
 
 @given(keeps, chains("b", 2), chains("a", 1))
-def test_nothing_is_deleted_for_the_sake_of_what_is_not_verified(keep, chain, abandoned):
+def test_an_unverified_generation_causes_no_deletion(keep, chain, abandoned):
     unread = [generation(one.step, one.id.incarnation, one.commit.order) for one in chain]
     assert surplus(keep, unread, abandoned) == []
     damaged = [generation(one.step, one.id.incarnation, 2, verified=True, damaged=DAMAGE) for one in chain]
@@ -244,7 +244,7 @@ def test_nothing_is_deleted_for_the_sake_of_what_is_not_verified(keep, chain, ab
 
 
 @given(keeps, chains("b", 2), chains("a", 1))
-def test_what_is_left_is_bounded_and_deleting_again_deletes_nothing(keep, chain, abandoned):
+def test_retention_is_bounded_and_idempotent(keep, chain, abandoned):
     going = set(surplus(keep, chain, abandoned))
     rest = [one for one in chain if one.id not in going]
     assert surplus(keep, rest, [one for one in abandoned if one.id not in going]) == []
@@ -253,15 +253,15 @@ def test_what_is_left_is_bounded_and_deleting_again_deletes_nothing(keep, chain,
 
 
 @given(keeps, chains("b", 2), chains("a", 1))
-def test_generations_left_behind_by_a_rewind_stay_until_the_new_lineage_has_enough(keep, chain, abandoned):
+def test_abandoned_generations_stay_until_the_new_lineage_has_enough(keep, chain, abandoned):
     good = [one for one in chain if one.verified and not one.damaged]
     going = set(surplus(keep, chain, abandoned))
     free = {one.id for one in abandoned if not one.damaged and not pinned(keep, one)}
     assert going & {one.id for one in abandoned} == (free if len(good) >= keep.last else set())
 
 
-def test_what_a_rewind_left_behind_is_measured_against_what_was_committed_after_it_alone():
-    """What both lineages share says nothing about whether the new one has come far enough."""
+def test_only_commits_after_a_rewind_count_against_abandoned_generations():
+    """Generations that both lineages share do not show whether the new lineage has enough of its own."""
     shared = [generation(step, "a", 1, verified=True) for step in (20, 10)]
     left = [generation(30, "a", 1, verified=True)]
     newer = [generation(25, "b", 2, verified=True)]
@@ -288,7 +288,7 @@ def test_the_backlog_counts_what_is_newer_than_the_newest_verified():
 
 
 @given(histories())
-def test_incarnations_that_lead_nowhere_go_and_the_lineage_stays_what_it_was(past):
+def test_deleting_stale_incarnations_keeps_the_lineage(past):
     survey, before = past.survey, lineage(past.survey)
     newest = max(survey.incarnations.values(), key=lambda one: one.order)
     stale = stale_incarnations(survey)
@@ -300,7 +300,7 @@ def test_incarnations_that_lead_nowhere_go_and_the_lineage_stays_what_it_was(pas
     assert stale_incarnations(survey) == []
 
 
-def test_openings_that_saved_nothing_do_not_pile_up():
+def test_openings_without_a_save_do_not_accumulate():
     past = History()
     saved = past.save(10, past.open(None))
     for _ in range(20):
@@ -308,7 +308,7 @@ def test_openings_that_saved_nothing_do_not_pile_up():
     assert [one.id for one in stale_incarnations(past.survey)] == [f"i{n}" for n in range(1, 20)]
 
 
-def test_an_incarnation_with_an_unfinished_or_half_deleted_folder_is_not_stale():
+def test_an_incarnation_with_an_incomplete_folder_is_not_stale():
     past = History()
     names = [past.open(None) for _ in range(4)]
     past.survey.incomplete.add(at(1, names[0]))
@@ -319,7 +319,7 @@ def test_an_incarnation_with_an_unfinished_or_half_deleted_folder_is_not_stale()
 # ---- cadence ---------------------------------------------------------------------------------------------------
 
 
-def test_a_save_is_due_every_so_many_steps_or_seconds():
+def test_a_save_is_due_after_the_configured_steps_or_seconds():
     assert [step for step in range(1, 10) if Every(steps=3).due(step, 1e9)] == [3, 6, 9]
     assert [age for age in (0.0, 59.9, 60.0, 61.0) if Every(seconds=60).due(7, age)] == [60.0, 61.0]
     both = Every(steps=3, seconds=60)
@@ -337,7 +337,7 @@ def test_a_save_is_due_every_so_many_steps_or_seconds():
         {"steps": 5, "seconds": 0},
     ],
 )
-def test_a_cadence_that_cannot_be_meant_is_refused(nothing):
+def test_a_meaningless_cadence_is_refused(nothing):
     """Zero once passed, as if it had not been given: the first step divided by it."""
     with pytest.raises(Refused, match=rf"Every\({[*nothing][-1]}="):
         Every(**nothing)

@@ -1,4 +1,4 @@
-"""Boxes: whatever was stored in whatever pieces fills whatever is wanted, each element once and from where it was."""
+"""Boxes: pieces of any sharding fill any other sharding, each element once and from its own place."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Memory:
 
 
 @given(two_cuts(), st.booleans(), st.integers(1, 40))
-def test_any_cut_fills_any_other_to_the_bit_whatever_parts_it_is_read_in(cuts, open_to_all, step):
+def test_any_sharding_restores_into_any_other_exactly_in_any_parts(cuts, open_to_all, step):
     shape, stored, wanted = cuts
     whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     manifests = [manifest(rank, piece("w", box, shape)) for rank, box in enumerate(stored)]
@@ -115,7 +115,7 @@ def test_any_cut_fills_any_other_to_the_bit_whatever_parts_it_is_read_in(cuts, o
 
 
 @given(two_cuts())
-def test_the_parts_of_a_target_are_its_elements_each_once(cuts):
+def test_the_parts_of_a_target_cover_each_element_once(cuts):
     shape, stored, wanted = cuts
     manifests = [manifest(rank, piece("w", box, shape)) for rank, box in enumerate(stored)]
     tensor = reshard.tensors(manifests)["w"]
@@ -127,7 +127,7 @@ def test_the_parts_of_a_target_are_its_elements_each_once(cuts):
 
 
 @given(two_cuts())
-def test_a_run_is_what_row_major_memory_says(cuts):
+def test_a_byte_range_matches_row_major_memory(cuts):
     shape, outers, inners = cuts
     order = np.arange(math.prod(shape)).reshape(shape)
     for outer, inner in itertools.product(outers, inners):
@@ -142,7 +142,7 @@ def test_a_run_is_what_row_major_memory_says(cuts):
         assert order[slices(everything(shape), part)].size == part.elements
 
 
-def test_a_rank_that_held_something_else_gets_its_own_and_every_other_what_was_shared():
+def test_a_rank_restores_its_own_values_and_otherwise_the_shared_ones():
     shape = (4,)
     shared, own = piece("w", everything(shape), shape), piece("w", everything(shape), shape, own=True)
     tensor = reshard.tensors([manifest(0, shared), manifest(1, own)])["w"]
@@ -165,13 +165,13 @@ MISFITS = {
 
 
 @pytest.mark.parametrize("case", MISFITS.values(), ids=MISFITS.keys())
-def test_manifests_that_do_not_fit_together_are_refused(case):
+def test_contradictory_manifests_are_refused(case):
     pieces, why = case
     with pytest.raises(ManifestInvalid, match=why):
         reshard.tensors([manifest(rank, one) for rank, one in enumerate(pieces)])
 
 
-def test_an_alias_of_nothing_on_any_rank_is_refused_and_one_of_another_ranks_tensor_is_not():
+def test_only_an_alias_without_a_tensor_on_any_rank_is_refused():
     one = piece("w", everything((4,)), (4,))
     reshard.tensors([manifest(0, one), manifest(1, aliases={"tied": "w"})])
     with pytest.raises(ManifestInvalid, match="alias"):
@@ -186,7 +186,7 @@ held_lists = st.lists(
 
 
 @given(held_lists, st.integers(1, 9))
-def test_what_several_hold_is_written_once_and_no_byte_is_left_out(held, ways):
+def test_replicated_pieces_are_written_exactly_once(held, ways):
     found = shares(held, ways)
     assert len(found) == ways
     for one in held:
@@ -196,7 +196,7 @@ def test_what_several_hold_is_written_once_and_no_byte_is_left_out(held, ways):
 
 
 @given(st.integers(2, 64), st.integers(1, 40))
-def test_holders_write_about_as_many_bytes_each_where_tensors_can_be_cut(ways, count):
+def test_holders_write_similar_numbers_of_bytes_where_tensors_split(ways, count):
     held = [Held(f"t{number}", everything((256, 16 * (1 + number % 5))), 4) for number in range(count)]
     held.append(Held("embedding", everything((50_000, 64)), 4))
     written = [sum(part.bytes for part in turn) for turn in shares(held, ways)]

@@ -1,4 +1,4 @@
-"""What stays, by example, although nobody would miss it in most runs. The rules for all runs: test_plan.py."""
+"""Retention by example, for rare runs. The rules for all runs are in test_plan.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from lastgood.policy.restore import lineage, never_committed
 from lastgood.policy.retention import Keep, stale_incarnations, surplus
 
 
-def test_where_too_few_are_verified_the_newest_unread_ones_stay_in_their_place():
+def test_the_newest_unverified_generations_fill_up_missing_verified_ones():
     """Verification has not kept pace: one is known to be good, and three were promised."""
     row = [generation(50, verified=True), *(generation(step) for step in (40, 30, 20, 10))]
     assert surplus(Keep(last=3), row, []) == [at(10), at(20)]
     assert surplus(Keep(last=1), row, []) == [at(10), at(20), at(30), at(40)]
 
 
-def test_the_best_that_was_read_stays_beside_a_better_one_that_nobody_has_read():
+def test_the_best_verified_generation_stays_beside_a_better_unverified_one():
     row = [
         generation(40, verified=True, metrics={"loss": 9.0}),
         generation(30, metrics={"loss": 1.0}),
@@ -24,16 +24,16 @@ def test_the_best_that_was_read_stays_beside_a_better_one_that_nobody_has_read()
     assert surplus(Keep(last=1, best=("loss", "min", 1)), row, []) == [at(10)]
 
 
-def test_a_step_that_a_rerun_saves_again_counts_once():
+def test_a_step_saved_again_by_a_rerun_counts_once():
     """Each rerun of a finished script saved its last step again, and the older steps were deleted for it."""
     again = [generation(30, incarnation, verified=True) for incarnation in "cba"]
     row = [*again, generation(20, verified=True), generation(10, verified=True)]
     assert surplus(Keep(last=2), row, []) == [at(10), at(30, "a"), at(30, "b")]
 
 
-def test_an_opening_whose_saves_have_all_gone_stays_while_it_leads_to_what_is_kept():
+def test_an_incarnation_without_saves_stays_while_a_kept_one_needs_it():
     """Step 10 is a milestone of the first opening; all that the second one saved was deleted; the third continues it.
-    Without the second one's record nobody would find the way from 30 back to 10."""
+    Without the record of the second one, no reader could trace the lineage from 30 back to 10."""
     past = History()
     first = past.open(None)
     second = past.open(at(10, first))
@@ -44,8 +44,8 @@ def test_an_opening_whose_saves_have_all_gone_stays_while_it_leads_to_what_is_ke
     assert lineage(past.survey).chain == [at(30, third), at(10, first)]
 
 
-def test_what_was_committed_once_is_no_litter_when_its_commit_is_gone():
-    """It is evidence, and its neighbours name it; only what nobody has ever named was never committed."""
+def test_a_generation_that_lost_its_commit_is_not_litter():
+    """The folder is evidence, and other records name it; only a folder that no record names was never committed."""
     past = History()
     only = past.open(None)
     past.survey.generations[at(30, only)] = generation(30, only, parent=at(20, only))

@@ -1,4 +1,4 @@
-"""The sums of a job: every figure of the two designs that they come from, or the correction beside it."""
+"""The sizing formulas reproduce every figure of the two designs they come from, or state the correction."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ CHAPTER = Job(mtbf=sizing.mtbf_seconds(180, 2048), stall=120)
 """2,048 GPUs that fail every 180 days each; a checkpoint that takes two minutes of training"""
 
 
-def told(capsys, *arguments: str) -> dict[str, object]:
+def planned(capsys, *arguments: str) -> dict[str, object]:
     assert main(["plan", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_trillion_parameters_make_14_tb_and_one_of_8000_writers_a_stall_of_70_ms(capsys):
+def test_a_trillion_parameters_take_14_tb_and_stall_8000_writers_for_70_ms(capsys):
     rates = ["--copy-rate", "25GB", "--write-rate", "500GB", "--restore-rate", "store=80GB"]
-    found = told(capsys, "--parameters", "1e12", "--ranks", "8000", *rates)
+    found = planned(capsys, "--parameters", "1e12", "--ranks", "8000", *rates)
     assert found["state_bytes"] == 14e12 and found["shard_bytes"] == 1.75e9
     assert found["stall_seconds"] == pytest.approx(0.070) and found["write_seconds"] == pytest.approx(28)
     assert found["restore_seconds"] == {"store": 175.0}
-    assert told(capsys, "--state-bytes", "10TB", "--restore-rate", "store=80GB")["restore_seconds"] == {"store": 125.0}
+    assert planned(capsys, "--state-bytes", "10TB", "--restore-rate", "store=80GB")["restore_seconds"] == {
+        "store": 125.0
+    }
 
 
-def test_half_a_minute_and_a_failure_every_half_hour_make_an_interval_of_five_and_a_half_minutes():
+def test_a_30_s_save_and_failures_every_30_minutes_give_5_5_minutes():
     assert Job(mtbf=1800, stall=30).young / 60 == pytest.approx(5.48, abs=0.01)
 
 
-def test_the_chapters_cluster_fails_every_7593_seconds_and_saves_every_1350(capsys):
+def test_the_example_cluster_fails_every_7593_s_and_saves_every_1350_s(capsys):
     assert CHAPTER.mtbf == pytest.approx(7593.75)
     assert CHAPTER.young == pytest.approx(1350)  # printed: 1,351
     assert CHAPTER.wasted_first_order(1350) == pytest.approx(0.178, abs=5e-4)
-    found = told(capsys, "--device-days", "180", "--devices", "2048", "--stall-seconds", "120", "--run-days", "55")
+    found = planned(capsys, "--device-days", "180", "--devices", "2048", "--stall-seconds", "120", "--run-days", "55")
     assert found["failures"] == pytest.approx(625.8, abs=0.1)  # printed: 660
     assert found["young_seconds"] == pytest.approx(1350)
 
@@ -54,30 +56,30 @@ def test_the_chapters_cluster_fails_every_7593_seconds_and_saves_every_1350(caps
         (240, 0.9565, 0.3288, True),  # printed: more than 100 %
     ],
 )
-def test_the_rows_of_the_interval_table_and_where_the_first_order_breaks_down(minutes, wasted, useful, breaks_down):
+def test_the_interval_table_marks_where_the_first_order_formula_fails(minutes, wasted, useful, breaks_down):
     interval = 60 * minutes
     assert CHAPTER.wasted_first_order(interval) == pytest.approx(wasted, abs=5e-4)
     assert CHAPTER.useful(interval) == pytest.approx(useful, abs=5e-4)
     assert CHAPTER.breaks_down(interval) is breaks_down
 
 
-def test_the_last_row_is_negative_only_with_a_restart_of_330_seconds_or_more():
+def test_the_last_row_is_negative_only_for_restarts_of_330_s_or_more():
     assert Job(CHAPTER.mtbf, 120, restart=329).wasted_first_order(14400) < 1
     assert Job(CHAPTER.mtbf, 120, restart=331).wasted_first_order(14400) > 1
 
 
-def test_180_days_a_gpu_is_a_failure_every_quarter_hour_of_16384_and_three_hours_are_almost_six_years():
+def test_a_failure_per_180_days_and_gpu_is_one_per_16_minutes_on_16384():
     assert sizing.mtbf_seconds(180, 16384) / 60 == pytest.approx(15.8, abs=0.05)
     assert sizing.mtbf_seconds(5.8 * 365, 16384) / 3600 == pytest.approx(3.1, abs=0.05)
 
 
-def test_with_a_short_stall_the_write_bounds_the_interval_and_not_young():
+def test_a_short_stall_leaves_the_write_time_as_the_bound_of_the_interval():
     job = Job(mtbf=1800, stall=0.070, write=28)
     assert job.young == pytest.approx(15.9, abs=0.05) and job.shortest == 28 and job.best == 28
     assert Job(mtbf=1800, stall=0.070, write=28, in_flight=2).best == pytest.approx(15.9, rel=0.01)
 
 
-def test_what_a_failure_loses_is_the_age_of_the_newest_durable_state():
+def test_a_failure_loses_the_age_of_the_newest_durable_state():
     job = Job(mtbf=7200, stall=1, write=60, restart=30)
     alone = Job(mtbf=7200, stall=1)
     assert job.wasted_first_order(600) - alone.wasted_first_order(600) == pytest.approx(90 / 7200)
@@ -87,7 +89,7 @@ def test_what_a_failure_loses_is_the_age_of_the_newest_durable_state():
 @pytest.mark.parametrize(
     "job", [CHAPTER, Job(mtbf=1000, stall=10, write=120, in_flight=2, restart=60), Job(mtbf=300, stall=30, restart=200)]
 )
-def test_the_expectation_is_what_simulated_failures_come_to(job):
+def test_the_expected_loss_matches_simulated_failures(job):
     chance, interval = random.Random(1), 1.5 * job.young
     useful = wall = 0.0
     for _ in range(60_000):
@@ -100,13 +102,13 @@ def test_the_expectation_is_what_simulated_failures_come_to(job):
 
 
 @pytest.mark.parametrize("job", [CHAPTER, Job(mtbf=1000, stall=10), Job(mtbf=100, stall=90), Job(mtbf=1e6, stall=0.01)])
-def test_no_interval_is_better_than_the_best_and_dalys_is_nearer_to_it_than_youngs(job):
+def test_the_best_interval_is_optimal_and_daly_is_nearer_to_it_than_young(job):
     best = job.useful(job.best)
     assert all(job.useful(job.best * share) <= best for share in (0.5, 0.9, 0.99, 1.01, 1.1, 2.0))
     assert abs(job.daly - job.best) <= abs(job.young - job.best)
 
 
-def test_an_interval_beyond_all_hope_is_no_overflow():
+def test_a_hopelessly_long_interval_does_not_overflow():
     assert Job(mtbf=1, stall=1).useful(1e6) == 0
     assert Job(mtbf=1, stall=60).best == pytest.approx(1) and Job(mtbf=1, stall=60).daly == 1
 
@@ -114,12 +116,12 @@ def test_an_interval_beyond_all_hope_is_no_overflow():
 @pytest.mark.parametrize(
     "wrong", [{"mtbf": 0}, {"stall": -1}, {"mtbf": math.inf}, {"write": -1}, {"restart": math.nan}, {"in_flight": 0}]
 )
-def test_what_no_job_has_is_refused(wrong):
+def test_impossible_job_sizes_are_refused(wrong):
     with pytest.raises(Refused):
         Job(**{"mtbf": 100, "stall": 1, **wrong})
 
 
-def test_a_person_reads_the_table_and_what_is_doubtful_in_it(capsys, monkeypatch):
+def test_the_printed_table_names_its_doubtful_values(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "--device-days=180", "--devices=2048", "--stall-seconds=120", "--minutes=5,240"]) == 0
     out = capsys.readouterr().out
@@ -140,6 +142,6 @@ def test_a_person_reads_the_table_and_what_is_doubtful_in_it(capsys, monkeypatch
         (["--mtbf-seconds=9", "--minutes=5"], "--stall-seconds"),
     ],
 )
-def test_a_plan_of_nothing_or_of_nonsense_is_told_how_to_ask(wrong, answer, capsys):
+def test_an_empty_or_invalid_plan_prints_how_to_call_it(wrong, answer, capsys):
     assert main(["plan", *wrong]) == 2
     assert answer in capsys.readouterr().err

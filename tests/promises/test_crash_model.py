@@ -1,4 +1,4 @@
-"""Promises 1 to 3 in every state that a crash can leave: a slice of the crash model, and what it has found.
+"""Promises 1 to 3 in every crash state: a part of the crash model, and the bugs that it has found.
 
 prove/crash_model.py runs the same for hours.
 """
@@ -35,7 +35,7 @@ INLINE = Inline()
 
 
 @pytest.mark.parametrize("mode", ["atomic_nodirsync", "unsafe"])
-def test_the_weaker_modes_lose_what_was_acknowledged_and_load_nothing_that_was_not_saved(mode):
+def test_weaker_modes_lose_acknowledged_saves_but_never_load_wrong_values(mode):
     judge = Judge(random.Random(0))
     for life in (saves_and_retention, rewind_in_place):
         play(Scenario(life), judge, mode)
@@ -43,7 +43,7 @@ def test_the_weaker_modes_lose_what_was_acknowledged_and_load_nothing_that_was_n
 
 
 def begun(links: bool = True, verified: bool = True) -> World:
-    """A run that keeps one generation: step 1, verified or not, and step 2 after it. Only kills are looked at."""
+    """A run that keeps one generation: step 1, verified or not, and step 2 after it. Only kills are modelled."""
     world = World(HostileDisk(links=links), Ledger(keep=Keep(last=1)), Judge(random.Random(0), samples=0, carry_on=0))
     world.open()
     world.save(1)
@@ -83,7 +83,7 @@ def steps_on(disk: HostileDisk) -> list[int]:
 
 
 @pytest.mark.parametrize(("links", "call"), [(True, "link"), (False, "sync")])
-def test_what_a_killed_process_published_is_durable_before_it_is_continued(links, call):
+def test_a_commit_of_a_killed_process_is_durable_before_it_is_continued(links, call):
     """Story: a process died between the link of COMMIT and the sync of its folder. The next one could see the
     generation, continued it and named it as its parent; then the power failed, and a generation was lost for ever."""
     world = killed_after(before := begun(links), call, layout.COMMIT, lambda: before.save(3))
@@ -96,7 +96,7 @@ def test_what_a_killed_process_published_is_durable_before_it_is_continued(links
 
 
 @pytest.mark.parametrize("verified", [True, False])  # else its mark would be the first to go, which harms nobody
-def test_a_deletion_that_was_cut_short_goes_on_only_once_the_commit_is_durably_gone(verified):
+def test_an_interrupted_deletion_resumes_after_the_commit_is_deleted(verified):
     """Story: a process died between the removal of COMMIT and the sync of its folder. The next one found no COMMIT and
     removed the tensors; then the power failed, and COMMIT was back beside nothing, with its mark of verification."""
     before = begun(verified=verified)
@@ -108,7 +108,7 @@ def test_a_deletion_that_was_cut_short_goes_on_only_once_the_commit_is_durably_g
     assert steps_on(world.disk) == [2]
 
 
-def test_without_links_a_deletion_that_died_over_its_reason_is_done_anew():
+def test_without_hard_links_an_interrupted_deletion_is_repeated():
     """Story: GOING was created in place and the process died before its bytes. Every later deletion found the name
     taken by other bytes and was refused; the disk filled up."""
     before = begun(links=False)
@@ -120,7 +120,7 @@ def test_without_links_a_deletion_that_died_over_its_reason_is_done_anew():
     assert steps_on(world.disk) == [3]
 
 
-def test_the_empty_folder_of_a_deleted_generation_is_not_taken_for_a_loss():
+def test_the_empty_folder_of_a_deleted_generation_is_not_a_loss():
     """Story: a process died between the last removal and that of the folder. The generation was named as a parent, so
     its empty folder was reported as a lost COMMIT at every restore, and stayed."""
     before = begun()
@@ -193,7 +193,7 @@ class InTurns(Executor):
             one.go_on()
 
 
-def test_generations_that_are_deleted_side_by_side_leave_nothing_between():
+def test_concurrent_deletions_leave_no_partial_generation():
     """Each deletion waited for the disk by itself: 400 of them took 22 s."""
     judge = Judge(random.Random(0), samples=8)
     world = World(HostileDisk(), Ledger(keep=Keep(last=6)), judge)
@@ -208,9 +208,9 @@ def test_generations_that_are_deleted_side_by_side_leave_nothing_between():
 
 
 @pytest.mark.parametrize(("links", "call"), [(True, "link"), (False, "sync")])
-def test_a_label_of_a_killed_process_is_durable_once_the_run_is_opened(links, call):
+def test_a_label_of_a_killed_process_is_durable_after_the_next_opening(links, call):
     """Story: a process died between the link of a label and the sync of its folder. The next one read the label and
-    reported the same milestone as durable without writing it; then the power failed, and the milestone was gone."""
+    reported the same milestone as durable without writing it; then the power failed, and the milestone was lost."""
     before = begun(links)
     world = killed_after(before, call, layout.label_name(1), lambda: before.label(1, 0.5, milestone=True))
     world.start()
@@ -220,7 +220,7 @@ def test_a_label_of_a_killed_process_is_durable_once_the_run_is_opened(links, ca
 
 
 @pytest.mark.parametrize("name", [layout.blob_name(0), layout.manifest_name(0), layout.COMMIT])
-def test_verification_sees_what_the_medium_has_and_not_what_the_cache_shows(name):
+def test_verification_reads_the_medium_and_not_the_page_cache(name):
     """Story: tensors were read past the cache, the manifest through it and COMMIT not at all; a bit gone bad
     in those was marked as verified, and retention deleted the generation before it."""
     world = begun()
@@ -230,7 +230,7 @@ def test_verification_sees_what_the_medium_has_and_not_what_the_cache_shows(name
     assert steps_on(world.disk) == [1, 2]
 
 
-def test_a_save_whose_commit_is_unknown_is_not_repeated_and_nothing_of_it_is_deleted():
+def test_a_save_of_unknown_outcome_is_neither_repeated_nor_deleted():
     world = begun()
 
     def watch(call: str, path: str) -> None:
@@ -257,7 +257,7 @@ def _staged(disk: HostileDisk, step: int) -> Inode:
 # ---- the disk itself -----------------------------------------------------------------------------------------------
 
 
-def test_the_disk_keeps_exactly_what_was_synced():
+def test_the_simulated_disk_keeps_exactly_what_was_synced():
     disk = HostileDisk()
     for name in ("both", "content", "name", "none"):
         file = disk.open(f"{ROOT}/{name}", "new")
@@ -278,7 +278,7 @@ def test_the_disk_keeps_exactly_what_was_synced():
     assert {None, b"", b"none"} <= seen["none"]
 
 
-def test_a_rank_whose_files_could_lose_their_names_is_found(monkeypatch):
+def test_the_model_finds_a_rank_whose_file_names_are_not_durable(monkeypatch):
     """That each rank's part is durable when it has sealed is its own doing: the first one cannot make up for it."""
 
     def weak(tier, *arguments, **options):
@@ -293,7 +293,7 @@ def test_a_rank_whose_files_could_lose_their_names_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
-def test_promises_1_to_3_hold_in_every_state_that_a_crash_leaves(scenario):
+def test_promises_1_to_3_hold_in_every_crash_state(scenario):
     # A state of slots or of several ranks takes long to judge, and lives with labels have many; the campaign plays all.
     slow = scenario.in_flight or scenario.ranks > 1
     judge = Judge(random.Random(0), samples=8 if slow else 16)

@@ -1,4 +1,4 @@
-"""Promises of the demo, in a shortened slice: two epochs, two kills, both damages; and that it tells a difference."""
+"""A shortened demo: two epochs, two kills, both kinds of damage; and the demo detects a difference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def outcome(out: Path):
     return run.demo(out, epochs=2, blows=BLOWS, seed=0, console=Console(quiet=True))
 
 
-def test_a_run_killed_in_a_save_and_damaged_twice_ends_as_one_left_in_peace(outcome):
+def test_a_killed_and_damaged_run_ends_like_an_undisturbed_one(outcome):
     assert [check for check in outcome.checks if not check.holds] == []
     assert any(attempt.half_a_save for attempt in outcome.attempts)
     damaged = [(before, after) for before, after in pairwise(outcome.attempts) if before.damage]
@@ -40,7 +40,7 @@ def test_a_run_killed_in_a_save_and_damaged_twice_ends_as_one_left_in_peace(outc
     assert outcome.picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_is_one_save_behind_is_told_from_one_that_is_not(outcome, out):
+def test_the_demo_detects_a_run_that_is_one_save_behind(outcome, out):
     newest = max((out / "killed" / "gen").iterdir())
     shutil.move(newest, out / "taken-away")
     behind = run.Stored(out / "killed")

@@ -1,5 +1,6 @@
-"""A small run, and every one of its bytes changed, every length cut, every file gone: never a wrong load, never a lost
-run. What is damaged in the newest generation costs that generation; what is damaged in a hint costs nothing.
+"""A small run with every byte changed, every length truncated, every file deleted: no wrong load, no lost run.
+
+Damage in the newest generation loses at most that generation. Damage in a hint loses nothing.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def run() -> Iterator[Run]:
         yield Run(Path(root))
 
 
-def test_the_run_holds_what_the_damage_below_is_meant_for(run):
+def test_the_damaged_run_contains_every_kind_of_file(run):
     assert sorted(run.files) == [
         "POINTER.json",
         *(
@@ -137,14 +138,14 @@ def test_no_zeroed_or_misplaced_sector_is_ever_loaded_or_loses_the_run(run):
                     run.check(name, good[:at] + bad + good[at + 512 :], f"{name} sector at {at}")
 
 
-def test_a_file_that_is_gone_or_another_one_in_its_place_is_never_loaded_or_loses_the_run(run):
+def test_a_missing_or_exchanged_file_is_never_loaded_or_loses_the_run(run):
     for name, good in run.files.items():
         for other in (None, *run.files.values()):
             if other != good:
                 run.check(name, other, f"{name} replaced")
 
 
-def test_a_step_that_was_asked_for_is_damaged_by_name_and_no_other_is_loaded_for_it(run):
+def test_a_damaged_requested_step_is_named_and_no_other_is_loaded(run):
     for name in FATAL:
         run.write(name, run.files[name][:-1])
         with pytest.raises(Damaged, match="000000000020"):
@@ -152,7 +153,7 @@ def test_a_step_that_was_asked_for_is_damaged_by_name_and_no_other_is_loaded_for
         run.write(name, run.files[name])
 
 
-def test_no_damage_costs_a_good_generation_when_the_run_goes_on(tmp_path):
+def test_continuing_a_damaged_run_loses_no_good_generation(tmp_path):
     """The next writer opens the damaged run, continues what loads, verifies, and deletes what retention lets go."""
     chance = random.Random(SEED)
     names = Run(tmp_path / "names").files
@@ -175,7 +176,7 @@ def test_no_damage_costs_a_good_generation_when_the_run_goes_on(tmp_path):
         assert load(run.tier, found.generation.step, WORKERS)[1] == state, name
 
 
-def test_a_rewind_that_has_not_saved_yet_outlives_any_damage_to_its_record(tmp_path):
+def test_a_rewind_before_its_first_save_survives_damage_to_its_record(tmp_path):
     """Its record was once the only witness of a rewind: one bit of it, and the abandoned step was chosen again."""
     run = Run(tmp_path)
     old = next(at for at in survey(run.tier).generations if at.step == 10)

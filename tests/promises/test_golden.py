@@ -1,6 +1,6 @@
-"""Golden runs open for ever: what earlier code wrote in slots, with parity, and by several ranks, and how it goes on.
+"""Golden runs stay readable: runs that earlier code wrote in slots, with parity and by several ranks, continue.
 
-The run of a directory by one process, `v1`, has its tests in test_layout.py and test_pointers.py.
+The run of one process in a directory, `v1`, has its tests in test_layout.py and test_pointers.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def state_of_one_process() -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", NEWEST)
-def test_every_tensor_of_a_golden_run_is_what_it_was(copied, name: str) -> None:
+def test_every_tensor_of_a_golden_run_is_unchanged(copied, name: str) -> None:
     path = copied(name)
     run = lastgood.open(path)
     assert run.generation().step == NEWEST[name] and run.verify().good
@@ -48,7 +48,7 @@ def test_every_tensor_of_a_golden_run_is_what_it_was(copied, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["slots", "parity"])
-def test_a_golden_run_of_one_process_is_restored_and_goes_on(copied, name: str) -> None:
+def test_a_golden_run_of_one_process_is_restored_and_continues(copied, name: str) -> None:
     path, state = copied(name), state_of_one_process()
     with lastgood.Checkpointer(path, state) as ckpt:
         assert ckpt.restore().step == 3
@@ -65,7 +65,7 @@ def test_a_golden_run_of_two_ranks_is_read_by_one_process(copied) -> None:
     assert digest == EXPECTED["ranks"]["net.up.weight"]
 
 
-def test_the_parity_of_a_golden_run_rebuilds_what_is_damaged(copied) -> None:
+def test_the_parity_of_a_golden_run_rebuilds_damage(copied) -> None:
     path = copied("parity")
     (file,) = Path(path).glob("gen/*03-*/r00000.safetensors")
     whole = file.read_bytes()
@@ -75,7 +75,7 @@ def test_the_parity_of_a_golden_run_rebuilds_what_is_damaged(copied) -> None:
     assert file.read_bytes() == whole
 
 
-def test_the_milestone_that_was_added_to_a_golden_run_is_kept(copied) -> None:
+def test_a_milestone_added_to_a_golden_run_is_kept(copied) -> None:
     path = copied("parity")
     with lastgood.Checkpointer(path, state_of_one_process(), retention=lastgood.Keep(last=1)) as ckpt:
         ckpt.restore()

@@ -1,4 +1,4 @@
-"""On a device: the same promises, copied by a side stream. `make gpu` runs these; without a device they are skipped."""
+"""The promises on a GPU, where a side stream copies. `make gpu` runs these tests; without a GPU they are skipped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def picture(state: dict[str, object]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("memory", [None, 2 << 20])
-def test_every_save_is_the_state_at_its_cut_while_training_runs_on(tmp_path, memory):
+def test_every_save_holds_the_state_at_its_step_while_training_continues(tmp_path, memory):
     state, pictures = build(), {}
     with lastgood.Checkpointer(tmp_path, state, memory=memory, in_flight=3) as ckpt:
         for n in range(1, 13):
@@ -47,7 +47,7 @@ def test_every_save_is_the_state_at_its_cut_while_training_runs_on(tmp_path, mem
             assert torch.equal(run.tensor(name, step), one), (step, name)
 
 
-def test_the_host_does_not_wait_for_the_copy_where_the_arena_holds_the_state(tmp_path):
+def test_the_host_does_not_wait_for_a_copy_that_fits_the_arena(tmp_path):
     """The stream waits: when the step returns, the copy of the last chunk need not have ended."""
     state = build(2048, 16)
     train(state)
@@ -62,7 +62,7 @@ def test_the_host_does_not_wait_for_the_copy_where_the_arena_holds_the_state(tmp
     assert all(torch.equal(lastgood.open(tmp_path).tensor(name, 2), one) for name, one in expected.items())
 
 
-def test_a_restart_goes_on_bit_for_bit(tmp_path):
+def test_a_restart_on_a_gpu_continues_bit_for_bit(tmp_path):
     whole = build()
     for _ in range(6):
         train(whole)
@@ -83,7 +83,7 @@ def test_a_restart_goes_on_bit_for_bit(tmp_path):
             assert torch.equal(picture(second)[name], one), name
 
 
-def test_a_change_behind_the_fence_is_found_on_a_device_too(tmp_path):
+def test_a_change_behind_the_fence_is_found_on_a_gpu(tmp_path):
     state = build()
     train(state)
     with (

@@ -1,6 +1,6 @@
-"""Files made to do harm, with digests that are right, so that nothing but validation can refuse them.
+"""Malicious files with correct digests, so that only validation can refuse them.
 
-Each case is tried in a process of its own with little memory, little time, and an ear on every path that it opens: the
+Each case runs in a process of its own with little memory, little time, and a record of every path that it opens. The
 newest generation is refused by name, the older one is loaded, nothing large is reserved, nothing outside of the run is
 opened, and a writer that opens the run deletes nothing that is good.
 """
@@ -72,7 +72,7 @@ class Hostile:
         return msgspec.to_builtins(layout.decode(self.path(name).read_bytes(), kind, name))
 
     def put(self, name: str, body: bytes) -> bytes:
-        """A record that says what it likes, in an envelope that is right."""
+        """Write a record with forged content and a correct digest."""
         data = b'{"digest":"xxh3_128:%s","record":%s}\n' % (digest("xxh3_128", body).encode(), body)
         self.path(name).parent.mkdir(parents=True, exist_ok=True)
         self.path(name).write_bytes(data)
@@ -133,9 +133,9 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
         outside: list[str] = []
         home = os.path.realpath(root)
 
-        def hear(event: str, args: tuple) -> None:
+        def record_outside_paths(event: str, args: tuple) -> None:
             if event == "open" or event.startswith("os."):
-                # what a new symbolic link says is text, and touches nothing
+                # the target of a new symbolic link is only text and opens nothing
                 for one in args[1:2] if event == "os.symlink" else args[:2]:
                     if isinstance(one, str | bytes) and (event != "open" or one is args[0]):
                         folder, name = os.path.split(os.path.abspath(os.fsdecode(one)))
@@ -151,7 +151,7 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
                 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(SECONDS)
-            sys.addaudithook(hear)
+            sys.addaudithook(record_outside_paths)
             try:
                 result = job()
             except BaseException as error:
@@ -212,7 +212,7 @@ def written(tier: Disk) -> tuple[int, State, dict[int, str]]:
     """What a restore finds after a writer has opened the run, read everything again and deleted what it may."""
     writer = RunWriter(tier, Inline(), keep=Keep(last=1))
     writer.begin(GenerationId(step=10, incarnation="0a0a0a0a"))
-    writer.record_incarnation()  # as if it had saved, and that had gone
+    writer.record_incarnation()  # as if it had saved and the save had been deleted
     writer.verify(Arena(3 * 4096, 4096))
     writer.clean()
     return restored(tier)
@@ -243,7 +243,7 @@ def expect_unharmed(run: Hostile, step: int = 20) -> dict[int, str]:
     return over
 
 
-def test_the_good_run_loads_and_the_harness_sees_what_it_must(run, tmp_path):
+def test_the_harness_accepts_a_good_run_and_detects_every_violation(run, tmp_path):
     found = contained(run.root, lambda: attempts(run.tier))
     assert found["restore"] == (20, NEW, {}) and found["step"][:2] == (20, NEW)
     assert found["piece"] == NEW and found["verify"] == []
@@ -384,7 +384,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_forged_manifest_is_refused_before_anything_is_reserved_or_opened(run, case):
+def test_a_forged_manifest_is_refused_before_any_allocation_or_open(run, case):
     change, reason = MANIFESTS[case]
     run.forge_manifest(change)
     expect_refused(run, reason)
@@ -404,7 +404,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("case", HEADERS)
-def test_a_forged_header_of_a_tensor_file_is_refused_although_every_digest_is_right(run, case):
+def test_a_forged_tensor_file_header_is_refused_with_correct_digests(run, case):
     """The file is for other readers too, which believe its header and have no digest to hold against it."""
     good = run.path(BLOB).read_bytes()
     data = HEADERS[case](good)
@@ -437,7 +437,7 @@ BODIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_a_manifest_that_is_no_such_json_is_refused(run, case):
+def test_a_manifest_that_is_malformed_json_is_refused(run, case):
     change, reason = BODIES[case]
     body = msgspec.json.encode(run.record(MANIFEST, Manifest))
     assert change(body) != body
@@ -448,7 +448,7 @@ def test_a_manifest_that_is_no_such_json_is_refused(run, case):
     assert reason.lower() in found[2][20].lower()
 
 
-def test_values_of_many_megabytes_are_carried_and_not_choked_on(run):
+def test_values_of_many_megabytes_are_stored_and_loaded(run):
     run.forge_manifest(top(values={"x": ["y" * 1000] * 20_000}))
     assert contained(run.root, lambda: restored(run.tier))[:2] == (20, NEW)
 
@@ -502,19 +502,19 @@ COMMITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", COMMITS)
-def test_a_forged_commit_is_refused_before_anything_is_reserved_or_opened(run, case):
+def test_a_forged_commit_is_refused_before_any_allocation_or_open(run, case):
     change, reason = COMMITS[case]
     run.forge_commit(change)
     expect_refused(run, reason)
 
 
 @pytest.mark.parametrize("length", [(64 << 20) + 1, 1 << 40])
-def test_a_commit_longer_than_any_record_is_not_even_read(run, length):
+def test_an_oversized_commit_is_refused_without_reading_it(run, length):
     run.sparse(COMMIT, length)
     expect_refused(run, "not a file of a record's length")
 
 
-def test_a_manifest_as_long_as_its_seal_says_is_still_bounded(run):
+def test_a_manifest_length_is_bounded_whatever_its_seal_claims(run):
     """A sparse file is as long as anybody likes, and a seal can agree with it."""
     run.sparse(MANIFEST, 1 << 40)
     run.forge_commit(sealed(length=1 << 40))
@@ -522,7 +522,7 @@ def test_a_manifest_as_long_as_its_seal_says_is_still_bounded(run):
 
 
 @pytest.mark.parametrize("parent", [(20, "0a0a0a0a"), (30, "0a0a0a0a"), (-1, ""), (2**62, "../../outside")])
-def test_a_commit_with_a_parent_that_cannot_be_is_only_a_wrong_word(run, parent):
+def test_a_commit_with_an_impossible_parent_still_loads(run, parent):
     at = {"step": parent[0], "incarnation": parent[1]}
     run.forge_commit(top(parent=at, continues=at))
     expect_unharmed(run)
@@ -532,7 +532,7 @@ def test_a_commit_with_a_parent_that_cannot_be_is_only_a_wrong_word(run, parent)
 
 
 @pytest.mark.parametrize("name", [MANIFEST, COMMIT, "lastgood.json", "POINTER.json", f"{HOME}/VERIFIED.json"])
-def test_what_a_newer_version_wrote_is_refused_and_not_stepped_over(run, name):
+def test_a_record_of_a_newer_version_is_refused_and_not_skipped(run, name):
     """Stepping over would train on from an older state, beside a newer one that is good."""
     if name == MANIFEST:
         run.forge_manifest(top(format=2))
@@ -594,7 +594,7 @@ THINGS = [link_out, link_beside, link_in_a_circle, link_to_endless, pipe, folder
 
 @pytest.mark.parametrize("name", [BLOB, MANIFEST, COMMIT], ids=["blob", "manifest", "commit"])
 @pytest.mark.parametrize("thing", THINGS)
-def test_a_thing_in_place_of_a_file_is_refused_and_not_followed_or_waited_for(run, name, thing):
+def test_a_special_file_in_place_of_a_file_is_refused_without_blocking(run, name, thing):
     thing(run.path(name))
     expect_refused(run, Path(name).name)
 
@@ -603,7 +603,7 @@ def test_a_thing_in_place_of_a_file_is_refused_and_not_followed_or_waited_for(ru
     "name", ["POINTER.json", "lastgood.json", "incarnations/000001-0a0a0a0a.json", f"{HOME}/VERIFIED.json"]
 )
 @pytest.mark.parametrize("thing", THINGS)
-def test_a_thing_in_place_of_a_hint_costs_nothing(run, name, thing):
+def test_a_special_file_in_place_of_a_hint_does_no_harm(run, name, thing):
     if thing is link_out and "/" not in name:
         thing = link_to_endless
     path = run.path(name)
@@ -621,7 +621,7 @@ def test_a_thing_in_place_of_a_hint_costs_nothing(run, name, thing):
         assert found[:2] == (10, OLD)
 
 
-def test_a_generation_folder_that_leads_elsewhere_is_no_generation_and_nothing_there_is_touched(run):
+def test_a_symlinked_generation_folder_is_ignored_and_its_target_unchanged(run):
     """Without a COMMIT in it, it once was a save to be cleared away: the next writer emptied the folder it led to."""
     theirs = run.root.parent / "theirs"
     theirs.mkdir()
@@ -634,7 +634,7 @@ def test_a_generation_folder_that_leads_elsewhere_is_no_generation_and_nothing_t
     assert (theirs / "thesis.txt").read_bytes() == b"years of work"
 
 
-def test_a_folder_inside_of_a_save_that_was_never_finished_is_no_reason_not_to_open_the_run(run):
+def test_a_folder_inside_an_unfinished_save_does_not_block_the_opening(run):
     unfinished = run.path("gen/000000000030-0a0a0a0a")
     (unfinished / "theirs").mkdir(parents=True)
     (unfinished / "theirs" / "thesis.txt").write_bytes(b"years of work")
@@ -643,7 +643,7 @@ def test_a_folder_inside_of_a_save_that_was_never_finished_is_no_reason_not_to_o
     assert sorted(path.name for path in unfinished.rglob("*")) == ["theirs", "thesis.txt"]
 
 
-def test_a_committed_folder_that_was_moved_out_and_linked_is_not_read(run):
+def test_a_generation_moved_out_and_symlinked_is_not_read(run):
     run.path(HOME).rename(run.root.parent / "moved")
     run.path(HOME).symlink_to(run.root.parent / "moved")
     expect_unharmed(run, step=10)
@@ -674,13 +674,13 @@ NAMES = [
 
 @pytest.mark.parametrize("where", ["", "gen", "incarnations", HOME])
 @pytest.mark.parametrize("thing", ["file", "folder", "full folder", "pipe", "link"])
-def test_things_of_any_name_in_the_folders_of_a_run_cost_no_generation(run, where, thing):
+def test_foreign_names_in_the_folders_of_a_run_hide_no_generation(run, where, thing):
     """An empty folder named with the digits of another script once made the writer delete the generation of that step,
     which it took for one that was never finished."""
     for name in NAMES:
         path = run.path(where) / name
         if os.path.lexists(path) or (where, thing, name) == ("incarnations", "file", "000007-0b0b0b0b.json"):
-            continue  # the one name here that means what it says: somebody started over
+            continue  # the one name here that is valid: a run that started over
         if thing == "file":
             path.write_bytes(b"x")
         elif thing == "pipe":
@@ -695,21 +695,21 @@ def test_things_of_any_name_in_the_folders_of_a_run_cost_no_generation(run, wher
     expect_unharmed(run)
 
 
-def test_records_that_claim_a_place_they_do_not_lie_in_are_no_incarnations(run):
+def test_incarnation_records_under_a_wrong_name_are_ignored(run):
     for order, name in ((1, "000009-0b0b0b0b"), (9, "000009-0c0c0c0c"), (2**62, "000008-0d0d0d0d")):
         claim = Incarnation(format=1, order=order, id="0b0b0b0b", parent=None)
         run.put(f"incarnations/{name}.json", msgspec.json.encode(claim))
     assert contained(run.root, lambda: restored(run.tier)) == (20, NEW, {})
 
 
-def test_incarnations_whose_parents_form_a_circle_come_to_an_end(run):
+def test_a_cycle_of_incarnation_parents_terminates(run):
     for order, one, parent in ((1, "0a0a0a0a", "0c0c0c0c"), (2, "0b0b0b0b", "0a0a0a0a"), (3, "0c0c0c0c", "0b0b0b0b")):
         claim = Incarnation(format=1, order=order, id=one, parent=GenerationId(step=20, incarnation=parent))
         run.put(layout.incarnation_name(claim), msgspec.json.encode(claim))
     expect_unharmed(run)
 
 
-def test_an_incarnation_that_continues_what_cannot_be_leads_nowhere(run):
+def test_an_incarnation_with_an_impossible_parent_is_harmless(run):
     claim = Incarnation(format=1, order=2, id="0b0b0b0b", parent=GenerationId(step=-1, incarnation="../../outside"))
     run.put("incarnations/000002-0b0b0b0b.json", msgspec.json.encode(claim))
     assert contained(run.root, lambda: restored(run.tier)) == (20, NEW, {}), "it claims what its name does not"
@@ -720,7 +720,7 @@ def test_an_incarnation_that_continues_what_cannot_be_leads_nowhere(run):
     assert contained(run.root, lambda: restored(run.tier, 20))[:2] == (20, NEW), "by number it can still be had"
 
 
-def test_a_pointer_to_elsewhere_is_only_a_wrong_word(run):
+def test_a_wrong_pointer_does_not_change_what_is_loaded(run):
     for step, incarnation in ((-1, "../../outside"), (2**62, "x" * 10**6), (20, "0b0b0b0b")):
         claim = Pointer(format=1, step=step, incarnation=incarnation, root="xxh3_128:0")
         run.put("POINTER.json", msgspec.json.encode(claim))
@@ -730,6 +730,6 @@ def test_a_pointer_to_elsewhere_is_only_a_wrong_word(run):
 
 @pytest.mark.parametrize("name", ["POINTER.json", "lastgood.json", f"{HOME}/VERIFIED.json", f"{HOME}/DAMAGED.json"])
 @pytest.mark.parametrize("length", [0, 64 << 20, 1 << 40])
-def test_a_hint_of_any_length_costs_nothing(run, name, length):
+def test_a_hint_of_any_length_does_no_harm(run, name, length):
     run.sparse(name, length)
     expect_unharmed(run)

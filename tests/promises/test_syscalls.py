@@ -1,6 +1,6 @@
-"""System calls that fail, disks that are full, writes that fall short, processes that are killed: a seeded slice.
+"""Failing system calls, full disks, short writes and killed processes: a selection that a seed determines.
 
-The campaigns are prove/syscalls.py and prove/kills.py; this is a part of each, chosen by a seed.
+The campaigns are prove/syscalls.py and prove/kills.py; these tests run a part of each.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def sweep(strace: str) -> Iterator[syscalls.Sweep]:
         yield syscalls.Sweep(at, boxes=1)
 
 
-def test_every_kind_of_call_may_be_the_last_one_or_fail(sweep: syscalls.Sweep) -> None:
+def test_every_kind_of_system_call_may_fail_or_be_the_last(sweep: syscalls.Sweep) -> None:
     faults = syscalls.spread(sweep.faults(), 50, SEED)
     assert {one.scenario for one in faults} == set(syscalls.SCENARIOS)
     wrong = [one for one in map(sweep.trial, faults) if one.problems]
@@ -69,31 +69,31 @@ def the_fault(sweep: syscalls.Sweep, scenario: str, call: str, path: str, what: 
 @pytest.mark.parametrize(
     ("first", "told"), [("run/lastgood.json", "Unreadable"), ("/COMMIT.json", "NothingGood+unread")]
 )
-def test_a_run_that_cannot_be_read_for_a_while_is_not_begun_anew(sweep: syscalls.Sweep, first: str, told: str) -> None:
+def test_a_temporarily_unreadable_run_is_not_started_over(sweep: syscalls.Sweep, first: str, told: str) -> None:
     """Every read failed with EIO for the time of one opening. No commit and no incarnation could be read, so the run
-    looked as if nothing had ever been committed: it got a new name, which disowned every commit for good, and training
-    began again at step 0."""
+    looked as if nothing had ever been committed: it got a new name, which made every commit invalid, and training
+    started over at step 0."""
     result = the_fault(sweep, "resume", "preadv2", first, "EIO", True)
     assert (result.outcome, result.problems) == (told, [])
 
 
-def test_a_place_that_cannot_be_looked_at_is_not_taken_for_an_empty_one(sweep: syscalls.Sweep) -> None:
-    """os.path.lexists and isdir say False when stat fails: the question whose folder it is was not asked, and the
-    search for the first folder that exists went on above the root for ever."""
+def test_an_unreadable_directory_does_not_count_as_empty(sweep: syscalls.Sweep) -> None:
+    """os.path.lexists and isdir return False when stat fails: the owner of the folder was not checked, and the search
+    for the first existing folder never ended at the root."""
     result = the_fault(sweep, "fresh", "newfstatat", "run", "EIO", True)
     assert (result.outcome, result.problems) == ("TierDown", [])
 
 
-def test_an_incarnation_that_could_not_be_read_once_keeps_its_place(sweep: syscalls.Sweep) -> None:
+def test_a_temporarily_unreadable_incarnation_keeps_its_number(sweep: syscalls.Sweep) -> None:
     """The newest incarnation's record failed to read, once. The next one took the same order, and from then on their
     names decided which of the two was the newest: what the later one had acknowledged was out of the lineage."""
     result = the_fault(sweep, "recover", "preadv2", "1c9338eb-*.json", "EIO", False)
     assert (result.outcome, result.problems) == ("ignored", [])
 
 
-def test_a_commit_whose_link_failed_is_not_mourned(sweep: syscalls.Sweep) -> None:
+def test_a_commit_whose_link_failed_is_not_reported_as_lost(sweep: syscalls.Sweep) -> None:
     """link(COMMIT) failed with EIO: CommitUnknown, rightly. But the next commit named that step as its parent, so every
-    later opening kept its folder and reported a lost generation that nobody had ever been promised."""
+    later opening kept its folder and reported a lost generation that had never been acknowledged."""
     result = the_fault(sweep, "fresh", "link", "/COMMIT.json", "EIO", False)
     assert (result.outcome, result.problems) == ("CommitUnknown", [])
 
@@ -112,19 +112,19 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 @pytest.mark.root
-def test_a_full_disk_costs_the_save_and_nothing_else(small_disk: Path) -> None:
+def test_a_full_disk_fails_only_the_save(small_disk: Path) -> None:
     told = {free: syscalls.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
     assert {free: problems for free, (_, problems) in told.items() if problems} == {}
     assert told[0][0] == "NoSpace" and told[80_000][0] == ""
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 100, 700, 4096, 36_000])
-def test_a_file_that_may_not_grow_costs_the_save_and_nothing_else(tmp_path: Path, limit_bytes: int) -> None:
+def test_a_file_size_limit_fails_only_the_save(tmp_path: Path, limit_bytes: int) -> None:
     assert syscalls.short_writes(tmp_path, limit_bytes) == ("NoSpace", [])
 
 
 @pytest.mark.parametrize("how", ["--short", "--buffered"])
-def test_reads_and_writes_that_fall_short_are_taken_up_again(tmp_path: Path, how: str) -> None:
+def test_short_reads_and_writes_are_continued(tmp_path: Path, how: str) -> None:
     run, ledger = tmp_path / "run", Ledger()
     for seed in (1, 2, 3):
         code, lines = lived(run, f"--seed={seed}", "--short", how)
@@ -137,7 +137,7 @@ def test_reads_and_writes_that_fall_short_are_taken_up_again(tmp_path: Path, how
 # ---- kills -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_thirty_times_is_as_good_as_new(tmp_path: Path) -> None:
+def test_a_run_killed_thirty_times_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     result = kills.series(tmp_path, SEED, 30, kills.pause(tmp_path))
     assert result.problems == []
     assert result.ends.total() - result.ends["done"] >= 20, "lives ended before they were killed"

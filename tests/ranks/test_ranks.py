@@ -1,4 +1,4 @@
-"""Ranks: one state, many writers, any number of readers. Worlds of real processes."""
+"""Several ranks write one state, and any number of ranks reads it. Each world consists of real processes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def saved(tmp_path_factory: Factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_what_any_world_saved_any_other_loads_to_the_bit(saved, tmp_path, name):
+def test_a_save_of_any_world_size_loads_exactly_in_any_other(saved, tmp_path, name):
     kind, size = WORLDS[name]
     roots = [copied(root, tmp_path / str(number)) for number, root in enumerate(saved.values())]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
@@ -81,7 +81,7 @@ def test_what_any_world_saved_any_other_loads_to_the_bit(saved, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["two of DDP", "two of FSDP2", "two of tensor parallel", "four of HSDP"])
-def test_a_run_that_was_interrupted_goes_on_as_if_it_had_not_been(saved, tmp_path, name):
+def test_an_interrupted_run_continues_like_an_uninterrupted_one(saved, tmp_path, name):
     goes_on(*WORLDS[name], saved[name], tmp_path)
 
 
@@ -98,7 +98,7 @@ def staged(tmp_path_factory: Factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", STAGED)
-def test_the_stages_of_a_pipeline_go_to_any_other_and_on_as_if_nothing_had_been(staged, tmp_path, name):
+def test_pipeline_stages_restore_into_any_other_and_continue_exactly(staged, tmp_path, name):
     kind, size = STAGED[name]
     roots = [copied(root, tmp_path / root.name) for root in staged.values()]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
@@ -108,8 +108,8 @@ def test_the_stages_of_a_pipeline_go_to_any_other_and_on_as_if_nothing_had_been(
     goes_on(kind, size, staged[name], tmp_path)
 
 
-def test_an_entry_that_only_another_rank_had_may_have_another_name_now(staged):
-    """It was looked for under its new name, and missed."""
+def test_an_entry_of_another_rank_can_be_renamed_in_a_restore(staged):
+    """The restore searched for the entry under its new name and reported it as missing."""
     loop = Pipeline("stages", 1)
     loop.state["second"] = loop.state.pop("stage1")
     found = lastgood.load(staged["a rank for each stage"], loop.state, rename={"stage1.": "second."})
@@ -118,7 +118,7 @@ def test_an_entry_that_only_another_rank_had_may_have_another_name_now(staged):
     assert torch.equal(loop.state["second"][2].weight, head)
 
 
-def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
+def test_an_entry_that_no_stage_accepts_is_refused_on_every_rank(tmp_path):
     loop = made("stages", 1)
     lastgood.save(tmp_path, {**loop.state, "odd": torch.ones(2)})
     with pytest.raises(RuntimeError, match=r"unexpected in the generation: odd\s*Nothing was loaded"):
@@ -134,7 +134,7 @@ def test_what_no_stage_has_a_place_for_is_refused_on_every_rank(tmp_path):
         ([[], ["stage0"]], []),
     ],
 )
-def test_a_name_that_a_rank_has_no_place_for_speaks_of_all_below_it(of_ranks, found):
+def test_a_name_missing_on_a_rank_covers_everything_below_it(of_ranks, found):
     assert unplaced(of_ranks) == found
 
 
@@ -147,7 +147,7 @@ def handed_out(tmp_path_factory: Factory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", HANDED)
-def test_an_object_that_hands_out_shards_is_handed_them_back_in_any_world(handed_out, tmp_path, name):
+def test_an_object_that_returns_shards_receives_them_in_any_world_size(handed_out, tmp_path, name):
     """As torch's helpers for state dicts make them; those of FSDP1 are spread no other way. They came back as plain
     tensors."""
     kind, size = HANDED[name]
@@ -158,12 +158,12 @@ def test_an_object_that_hands_out_shards_is_handed_them_back_in_any_world(handed
     goes_on(kind, size, handed_out[name], tmp_path)
 
 
-def test_flat_parameters_of_several_ranks_are_refused_with_a_way_out(tmp_path):
+def test_flat_parameters_of_several_ranks_are_refused_with_the_remedy(tmp_path):
     with pytest.raises(RuntimeError, match=r"FSDP1 with several ranks: net .*get_state_dict"):
         world(2, trained, "fsdp1", tmp_path, STEPS)
 
 
-def test_digests_of_everything_at_the_cut_are_those_of_the_parts_that_each_rank_writes(tmp_path):
+def test_full_torn_checks_compare_the_parts_that_each_rank_writes(tmp_path):
     """A tensor that several ranks write in parts was digested whole at the cut, and each of its parts then torn."""
     world(3, trained_in_parts, tmp_path, STEPS)
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [2, 4]
@@ -172,7 +172,7 @@ def test_digests_of_everything_at_the_cut_are_those_of_the_parts_that_each_rank_
 
 
 @pytest.mark.parametrize("name", ["two of DDP", "four of HSDP"])
-def test_what_several_ranks_hold_is_written_once(saved, name):
+def test_replicated_tensors_are_written_once(saved, name):
     run = lastgood.open(saved[name])
     generation = run.generation(STEPS)
     manifests = [run.manifest(generation, rank) for rank in range(WORLDS[name][1])]
@@ -182,13 +182,13 @@ def test_what_several_ranks_hold_is_written_once(saved, name):
     assert sum(one.extent.length for one in pieces) == sum(len(content.tensor(name)[1]) for name in names)
 
 
-def test_what_all_ranks_of_a_machine_want_is_read_from_its_disk_once(tmp_path):
+def test_tensors_needed_by_all_ranks_of_a_host_are_read_once(tmp_path):
     """Each rank read all of a replicated state past the page cache."""
     told = world(4, replicas, tmp_path / "run", 24)
     assert {one["read"] for one in told} == {told[0]["read"]} and told[0]["read"] < 1.5 * told[0]["unique"]
 
 
-def test_what_a_module_says_of_itself_is_each_ranks_own():
+def test_the_extra_state_of_a_module_belongs_to_each_rank():
     """The last rank's went to all of them."""
     manifests = [
         Manifest(

@@ -1,4 +1,7 @@
-"""Ranks that fail, die, differ, come late or are asked to end: what fails on one fails on all. Worlds of processes."""
+"""Ranks that fail, die, differ, are late or are asked to end: a failure on one rank fails the save on all of them.
+
+Each world consists of real processes.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from ranked import (
     leaving_out,
     listing_less,
     losing_homes,
-    losing_words,
+    losing_messages,
     paced,
     preempted,
     reading,
@@ -42,40 +45,40 @@ from ranked_twice import saved_again
 pytestmark = pytest.mark.slow
 
 
-def test_what_is_due_by_time_is_saved_by_all_ranks_at_one_step(tmp_path):
+def test_a_save_due_by_time_happens_at_one_step_on_all_ranks(tmp_path):
     first, *others = world(3, timed, tmp_path, False)
     assert len(first) >= 2 and {kind for kind, _ in first} == {"durable"}
     assert all(other == first for other in others)
 
 
-def test_a_rank_that_hears_too_late_of_a_step_fails_that_save_and_the_next_is_told_earlier(tmp_path):
+def test_a_late_announcement_fails_one_save_and_extends_the_lead_time(tmp_path):
     first, second = map(sorted, world(2, timed, tmp_path, True))
     assert first == second and {kind for kind, _ in first} == {"failed", "durable"}
     assert min(first, key=lambda one: one[1])[0] == "failed"
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_signal_to_any_rank_ends_all_of_them_at_one_step_which_is_durable(tmp_path, who):
+def test_a_signal_to_any_rank_ends_all_ranks_at_one_durable_step(tmp_path, who):
     told = world(3, preempted, "ddp", tmp_path, who, False)
     assert told[0] == told[1] == told[2] and told[0]["code"] == 75
     assert told[0]["step"] == told[0]["durable"] > 5
     assert lastgood.open(tmp_path).verify(told[0]["durable"]).good
 
 
-def test_a_rank_that_hears_too_late_of_the_end_ends_all_the_same_and_what_was_durable_stays(tmp_path):
+def test_a_rank_that_learns_of_the_end_late_still_ends(tmp_path):
     told = world(2, preempted, "plain", tmp_path, 0, True)
     assert [(one["code"], one["durable"]) for one in told] == [(75, 0), (75, 0)] and told[0]["step"] < told[1]["step"]
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [0]
 
 
-def test_a_rank_that_has_diverged_fails_the_save_on_all_ranks_by_name(tmp_path):
+def test_a_diverged_rank_fails_the_save_on_all_ranks_by_name(tmp_path):
     for told in world(3, differing, tmp_path, "a weight"):
         assert told["1"] == told["3"] == told["4"] == "durable"
         assert told["2"].startswith("ReplicaDiffers: ") and "net.up.weight" in told["2"]
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3, 4]
 
 
-def test_buffers_that_differ_are_kept_by_each_rank_from_the_first_save_on(tmp_path):
+def test_different_buffers_are_saved_per_rank_from_the_first_save_on(tmp_path):
     told = world(3, differing, tmp_path, "a buffer")
     for rank, one in enumerate(told):
         assert [one[str(n)] for n in (1, 2, 3, 4)] == ["durable"] * 4
@@ -89,7 +92,7 @@ def test_buffers_that_differ_are_kept_by_each_rank_from_the_first_save_on(tmp_pa
 
 
 def test_a_plan_for_another_structure_is_never_used(tmp_path):
-    """One rank's state has grown since who writes what was agreed on."""
+    """The state of one rank has grown since the partition of the pieces was agreed on."""
     told = world(2, differing, tmp_path, "what it is made of")
     for one in told:
         assert one["1"] == one["3"] == one["4"] == "durable"
@@ -97,7 +100,7 @@ def test_a_plan_for_another_structure_is_never_used(tmp_path):
     assert told[1]["more"] == [1.0] * 5 and lastgood.open(tmp_path).verify(4).good
 
 
-def test_a_stage_that_is_trained_later_than_the_others_costs_one_save_and_nobody_waits(tmp_path):
+def test_a_stage_trained_later_than_the_others_fails_one_save_only(tmp_path):
     """The ranks whose structure had changed asked those whose had not, on the training thread, in vain."""
     for one in world(3, thawing, tmp_path):
         assert [one[str(n)] for n in (1, 2, 4, 5)] == ["durable"] * 4
@@ -107,7 +110,7 @@ def test_a_stage_that_is_trained_later_than_the_others_costs_one_save_and_nobody
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_leaves_out_a_save_fails_it_for_the_others_and_the_next_one_works(tmp_path, who):
+def test_a_rank_that_skips_a_save_fails_it_and_the_next_one_succeeds(tmp_path, who):
     for rank, one in enumerate(world(3, leaving_out, tmp_path, who)):
         assert one["1"] == one["3"] == one["4"] == "durable"
         if rank != who:
@@ -117,15 +120,15 @@ def test_a_rank_that_leaves_out_a_save_fails_it_for_the_others_and_the_next_one_
 
 
 @pytest.mark.parametrize("where", ["cut", "seal"])
-def test_a_save_that_failed_can_be_made_again_at_once(tmp_path, where):
-    """Rank 0 was still clearing the first try away, and took the second one's files with it: they were committed, and
-    gone. And a rank whose folder had been removed under it did not make it again."""
+def test_a_failed_save_can_be_repeated_at_once(tmp_path, where):
+    """Rank 0 was still deleting the files of the first attempt, and deleted those of the second with them after their
+    commit. And a rank whose folder had been deleted did not create it again."""
     for one in world(2, retried, tmp_path, where):
         assert one[0].startswith(("Unstorable: ", "TierDown: ")) and one[1:] == ["step 2", "step "]
     assert lastgood.open(tmp_path).verify(2).good
 
 
-def test_all_ranks_go_back_to_what_rank_0_knows_of_whatever_their_machine_lists(tmp_path):
+def test_all_ranks_restore_the_choice_of_rank_0_despite_stale_listings(tmp_path):
     assert world(2, listing_less, tmp_path) == [["step 2"]] * 2
 
 
@@ -135,22 +138,22 @@ def test_ranks_that_ask_for_different_steps_load_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("placement", "past"), [("replicate", False), ("shard", True)])
-def test_what_the_ranks_of_a_machine_all_want_is_read_through_its_page_cache(tmp_path, placement, past):
+def test_shared_tensors_of_the_ranks_of_a_host_use_its_page_cache(tmp_path, placement, past):
     assert world(2, reading, tmp_path, placement) == [[past]] * 2
 
 
-def test_what_is_not_finite_on_one_rank_is_not_called_good_by_another_that_was_asked_for_it(tmp_path):
+def test_a_nonfinite_tensor_on_one_rank_is_unfit_on_every_rank(tmp_path):
     assert world(2, unfit, tmp_path) == [["step 2", "step 1"]] * 2
 
 
-def test_a_rank_that_loses_what_was_said_is_with_the_others_again_in_the_next_restore(tmp_path):
+def test_a_rank_that_lost_a_message_agrees_again_in_the_next_restore(tmp_path):
     """It counted its restores by itself, and every agreement after that was about something else."""
-    first, second = world(2, losing_words, tmp_path)
+    first, second = world(2, losing_messages, tmp_path)
     assert first[-1] == second[-1] == "step 5"
     assert second[0].startswith("TierDown: ") and second[-2] == first[-2] == "step 1"
 
 
-def test_ranks_that_know_different_things_of_each_other_do_not_store_a_tensor_twice(tmp_path):
+def test_ranks_with_different_knowledge_store_no_tensor_twice(tmp_path):
     for one in world(3, losing_homes, tmp_path):
         assert one[2] == "step 4" and not {"step 2", "step 3"} & set(one[:2])
     assert lastgood.open(tmp_path).verify(4).good
@@ -163,13 +166,13 @@ def test_ranks_that_know_different_things_of_each_other_do_not_store_a_tensor_tw
         ("another", "b is the same as c on rank 1, and the same as a on rank 0"),
     ],
 )
-def test_what_is_tied_on_one_rank_only_is_refused_by_name(tmp_path, to, told):
+def test_tensors_tied_on_only_one_rank_are_refused_by_name(tmp_path, to, told):
     """Such saves succeeded, and none of them could be restored."""
     for (one,) in world(2, tied, tmp_path, to):
         assert one.startswith(f"StepDiffers: {told}")
 
 
-def test_a_load_that_was_given_up_half_way_is_not_mixed_with_an_older_step(tmp_path):
+def test_an_aborted_load_is_not_mixed_with_an_older_step(tmp_path):
     """With strict=False what the older one lacks stays: it was of another step."""
     for told, values in world(2, half_way, tmp_path):
         assert "damaged, and had been loaded in part" in told or told.startswith("HalfLoaded: ")
@@ -179,7 +182,7 @@ def test_a_load_that_was_given_up_half_way_is_not_mixed_with_an_older_step(tmp_p
 @pytest.mark.parametrize(
     "options", [{"cadence": "auto"}, {"cadence": lastgood.Every(steps=3), "when_full": "skip", "in_flight": 1}]
 )
-def test_an_interval_that_is_measured_and_what_is_skipped_are_the_same_on_all_ranks(tmp_path, options):
+def test_measured_intervals_and_skipped_saves_agree_on_all_ranks(tmp_path, options):
     first, *others = world(3, paced, tmp_path, options)
     assert {"durable"} <= {kind for kind, _ in first} <= {"durable", "skipped"}
     assert ("skipped" in {kind for kind, _ in first}) == ("when_full" in options)
@@ -191,7 +194,7 @@ FAULTS = [one for one in FAULTS if one not in (("commit", 1), ("after the commit
 
 
 @pytest.mark.parametrize(("where", "who"), [one for one in FAULTS if one[0] != "after the commit"])
-def test_what_fails_on_one_rank_fails_on_all_with_its_name_and_the_next_save_works(tmp_path, where, who):
+def test_a_failure_on_one_rank_fails_all_by_name_and_the_next_succeeds(tmp_path, where, who):
     told = world(2, failing, tmp_path, who, where, "fails")
     for rank, one in enumerate(told):
         assert one["1"] == one["3"] == "durable"
@@ -202,7 +205,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_name_and_the_next_save_wor
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_cannot_tell_whether_it_has_sealed_says_so_to_all_at_once(tmp_path, who):
+def test_a_seal_of_unknown_outcome_fails_the_save_on_all_ranks_at_once(tmp_path, who):
     """The others waited for it as long as for one that is dead."""
     for one in world(2, failing, tmp_path, who, "seal", "cannot tell"):
         assert one["1"] == one["3"] == "durable"
@@ -211,7 +214,7 @@ def test_a_rank_that_cannot_tell_whether_it_has_sealed_says_so_to_all_at_once(tm
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the_run_goes_on(tmp_path, who):
+def test_a_dead_rank_fails_the_save_in_bounded_time_and_the_run_continues(tmp_path, who):
     """A world for each step of a save at which the rank dies. Most of it is waiting, so several run at a time."""
 
     def die(where: str) -> None:
@@ -226,7 +229,7 @@ def test_a_rank_that_dies_fails_that_save_for_the_others_in_bounded_time_and_the
         assert len(list(worlds.map(die, [where for where, rank in FAULTS if rank == who]))) >= 5
 
 
-def test_a_seeded_slice_of_the_faults_on_one_rank(tmp_path):
+def test_a_random_selection_of_faults_on_one_rank_keeps_the_promises(tmp_path):
     """All of them, and deaths among them: prove/ranks.py."""
     expected, calls = faults.reference(tmp_path, "ddp")
     errnos = [one for one in faults.faults({"ddp": calls}) if one.what != "KILL"]
@@ -237,7 +240,7 @@ def test_a_seeded_slice_of_the_faults_on_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "who"), [("ddp", (0, 1)), ("fsdp", (1,))])
-def test_ranks_compare_a_step_that_is_saved_twice_and_decide_alike(tmp_path, kind, who):
+def test_ranks_decide_alike_on_a_step_that_is_saved_twice(tmp_path, kind, who):
     """With several ranks nothing was compared: save(n) after an update returned the old save of step n as a success."""
     found = world(2, saved_again, kind, tmp_path, who)
     assert [same for same, _, _ in found] == [True, True]

@@ -1,4 +1,4 @@
-"""The examples for several ranks under torchrun: as they stand, again after an end, and after a kill."""
+"""The examples for several ranks under torchrun: unmodified, started again, and restarted after a kill."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def torchrun(processes, script, run, steps, *more, restarts=0):
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "tensor_parallel", "dcp_drop_in"])
-def test_the_examples_run_as_they_stand_and_go_on_where_they_were(tmp_path, name):
+def test_the_examples_run_unmodified_and_resume(tmp_path, name):
     for processes, steps in ((2, 40), (1, 60)):
         torchrun(processes, EXAMPLES / f"{name}.py", tmp_path / "run", steps)
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [20, 40, 60]
@@ -52,7 +52,7 @@ runpy.run_path(sys.argv.pop(), run_name="__main__")
 """
 
 
-def test_what_torchrun_starts_again_after_a_rank_was_killed_goes_on_where_it_was(tmp_path):
+def test_a_job_restarted_by_torchrun_after_a_killed_rank_resumes(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED_ONCE)
     torchrun(2, tmp_path / "killed.py", tmp_path / "run", 60, EXAMPLES / "ddp.py", restarts=1)
     last = lastgood.open(tmp_path / "run").generations()[-1].commit

@@ -1,4 +1,4 @@
-"""A disk with less room than retention asks for: saves go on, and older verified generations make room for them."""
+"""A disk with less space than retention needs: saves continue, and older verified generations are deleted."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def steps_in(run: RunWriter) -> list[int]:
 # ---- what may go ---------------------------------------------------------------------------------------------------
 
 
-def test_under_pressure_all_go_but_the_newest_verified_and_what_is_newer():
+def test_a_full_disk_deletes_everything_older_than_the_newest_verified():
     row = [generation(50), generation(40, verified=True), generation(30, verified=True), generation(20), generation(10)]
     assert under_pressure(Keep(last=3), row, []) == [at(10), at(20), at(30)]
 
 
-def test_under_pressure_nothing_goes_where_nothing_is_verified():
+def test_a_full_disk_deletes_nothing_while_nothing_is_verified():
     assert under_pressure(Keep(last=3), [generation(20), generation(10)], []) == []
 
 
-def test_under_pressure_what_is_kept_for_itself_stays():
+def test_a_full_disk_deletes_no_milestone_or_best_generation():
     row = [
         generation(50, verified=True),
         generation(40, verified=True, milestone=True),
@@ -74,7 +74,7 @@ def test_under_pressure_what_is_kept_for_itself_stays():
 # ---- a save that finds the disk full -----------------------------------------------------------------------------
 
 
-def test_room_for_two_states_and_keep_three_saves_every_step(tmp_path, caplog):
+def test_keep_three_on_a_disk_for_two_states_saves_every_step(tmp_path, caplog):
     """Two of ten saves were durable, one warning was printed, and the run was stuck for ever."""
     run = opened(tmp_path, Keep(last=3), states=2.5)
     for step in range(1, 11):
@@ -83,7 +83,7 @@ def test_room_for_two_states_and_keep_three_saves_every_step(tmp_path, caplog):
     assert caplog.text.count("is full: step 1") == 1 and caplog.text.count("is full") == 1
 
 
-def test_a_deletion_for_a_full_disk_is_an_event(tmp_path):
+def test_a_deletion_for_a_full_disk_emits_an_event(tmp_path):
     events: list[lastgood.Event] = []
     files = FaultyFiles(capacity_bytes=50_000)
     run = RunWriter(
@@ -98,7 +98,7 @@ def test_a_deletion_for_a_full_disk_is_an_event(tmp_path):
     assert [(one.step, one.detail) for one in events if one.kind == "deleted"] == [(1, "the disk is full")]
 
 
-def test_the_newest_verified_generation_is_never_given_up(tmp_path):
+def test_a_full_disk_never_deletes_the_newest_verified_generation(tmp_path):
     run = opened(tmp_path, Keep(last=3), states=1.5)
     saved(run, 1)
     with pytest.raises(NoSpace):
@@ -106,7 +106,7 @@ def test_the_newest_verified_generation_is_never_given_up(tmp_path):
     assert steps_in(run) == [1]
 
 
-def test_an_unverified_generation_does_not_make_an_older_one_needless(tmp_path):
+def test_an_unverified_generation_replaces_no_older_verified_one(tmp_path):
     run = opened(tmp_path, Keep(last=3), states=2.5)
     saved(run, 1)
     saved(run, 2, look_after=False)
@@ -115,7 +115,7 @@ def test_an_unverified_generation_does_not_make_an_older_one_needless(tmp_path):
     assert steps_in(run) == [1, 2]
 
 
-def test_a_milestone_is_not_given_up_to_a_full_disk(tmp_path):
+def test_a_full_disk_never_deletes_a_milestone(tmp_path):
     run = opened(tmp_path, Keep(last=1), states=2.5)
     saved(run, 1, milestone=True)
     saved(run, 2)
@@ -124,7 +124,7 @@ def test_a_milestone_is_not_given_up_to_a_full_disk(tmp_path):
     assert steps_in(run) == [1, 2]
 
 
-def test_only_as_many_go_as_the_save_needs(tmp_path):
+def test_a_full_disk_deletes_only_as_much_as_the_save_needs(tmp_path):
     run = opened(tmp_path, Keep(last=9), states=4.5)
     for step in (1, 2, 3, 4, 5):
         saved(run, step)
@@ -134,16 +134,16 @@ def test_only_as_many_go_as_the_save_needs(tmp_path):
 class OtherRankIsFull:
     """`Topic` of a save in which another rank finds no space for its part."""
 
-    again, failing = False, staticmethod(contextlib.nullcontext)
+    is_retry, failing = False, staticmethod(contextlib.nullcontext)
 
     def agree(self, *_: object) -> object:
         raise NoSpace("rank 1 found no space")
 
     def fail(self, error: BaseException) -> None:
-        """Nobody is waiting."""
+        """Do nothing: no other rank waits."""
 
 
-def test_where_another_rank_finds_no_space_the_next_save_has_more(tmp_path):
+def test_a_full_disk_on_another_rank_frees_space_for_the_next_save(tmp_path):
     run = opened(tmp_path, Keep(last=9), states=9)
     for step in (1, 2, 3):
         saved(run, step)
@@ -167,7 +167,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-def test_a_training_run_on_a_disk_for_two_states_goes_on_and_says_so(small_disk, caplog):
+def test_training_on_a_disk_for_two_states_continues_and_reports_it(small_disk, caplog):
     state = {"w": torch.zeros(1_250_000)}  # 5 MB
     with lastgood.Checkpointer(small_disk / "run", state, on_error="raise", exclude=["rng"]) as ckpt:
         ckpt.restore()
@@ -192,14 +192,14 @@ def test_a_training_run_on_a_disk_for_two_states_goes_on_and_says_so(small_disk,
         (0, 19 * MB, "ERROR", "no save after the first can succeed"),
     ],
 )
-def test_the_bound_is_compared_with_what_is_free(caplog, held, free, level, text):
-    """ "takes at most 35.1 MB" was printed beside 12 MB of free space, and nobody compared the two."""
+def test_the_disk_bound_is_compared_with_the_free_space(caplog, held, free, level, text):
+    """ "takes at most 35.1 MB" was printed with 12 MB of free space, and nothing compared the two."""
     disk_space.compare("/run", 10 * MB, 7, held, free)
     assert [one.levelname for one in caplog.records] == ([level] if level else [])
     assert text in caplog.text
 
 
-def test_the_bound_is_compared_with_what_is_free_at_the_first_step(tmp_path, monkeypatch, caplog) -> None:
+def test_the_first_step_compares_the_disk_bound_with_the_free_space(tmp_path, monkeypatch, caplog) -> None:
     """A disk that was too small was reported at the first save only: five minutes after the start, or hours."""
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 30_000)
     state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header

@@ -1,11 +1,16 @@
-"""Several saves in flight: any order of ends, the newest committed wins, back-pressure is said, nothing hangs."""
+"""Several saves in flight: they may end in any order, the newest commit wins, waiting is reported, nothing hangs."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +18,12 @@ import torch
 import lastgood
 from harness import reported, reports
 from lastgood import errors
+from lastgood.coordination.single_rank import SingleTopic
 from lastgood.format import commit
 from lastgood.io.files import PosixFile, PosixFiles
 from lastgood.loop import save_planner, saver
 from lastgood.loop.save_planner import SavePlanner
+from lastgood.loop.saver import Saver
 from lastgood.run.pipeline import Pipeline
 from lastgood.run.save_handle import Save
 from lastgood.snapshot import staging
@@ -63,7 +70,7 @@ def doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., threading.E
         one.set()
 
 
-def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again(tmp_path, doors, monkeypatch):
+def test_an_overtaken_save_is_dropped_and_its_space_is_freed(tmp_path, doors, monkeypatch):
     state, heard = build(), []
     doors(1)
     opened: list[str] = []
@@ -85,7 +92,7 @@ def test_a_save_that_a_newer_one_overtook_is_dropped_and_its_space_is_free_again
     assert lastgood.load(tmp_path, build()).step == 2
 
 
-def test_a_save_that_is_overtaken_in_its_last_moment_is_not_committed_after_the_newer_one(tmp_path, doors):
+def test_a_save_overtaken_just_before_its_commit_is_not_committed(tmp_path, doors):
     doors(1, ".manifest.json")
     with (
         reported("newest durable step 2 of 2; 1 save given up because a newer one", logging.INFO),
@@ -109,7 +116,7 @@ def test_an_older_commit_does_not_overtake_the_newer_save(tmp_path, doors):
         assert newer.result(60).step == 2
 
 
-def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, faulty_files):
+def test_a_failed_save_stops_its_copy(tmp_path, faulty_files):
     """Its copy went on for nothing, and the next update waited for it."""
     heard: list[lastgood.Event] = []
     faulty_files.inject(Fault("reserve", "*/000000000001-*.safetensors", errno.ENOSPC))
@@ -124,7 +131,7 @@ def test_a_save_that_failed_is_not_copied_to_the_end(tmp_path, faulty_files):
     assert kinds(heard, "staged", "refused", "durable") == [("refused", 1), ("staged", 2), ("durable", 2)]
 
 
-def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_hangs(tmp_path, doors, monkeypatch):
+def test_a_copy_waiting_for_memory_ends_with_its_save_if_the_writer_hangs(tmp_path, doors, monkeypatch):
     monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     model = torch.nn.Linear(1024, 1024)
     state = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
@@ -148,7 +155,7 @@ def test_a_copy_that_waits_for_memory_ends_with_its_save_although_its_writer_han
             ckpt.wait()
 
 
-def test_upkeep_gives_way_to_a_save_in_flight(tmp_path, doors):
+def test_upkeep_pauses_while_a_save_is_in_flight(tmp_path, doors):
     doors(1)
     heard: list[lastgood.Event] = []
     with lastgood.Checkpointer(tmp_path, build(), in_flight=2, on_event=heard.append) as ckpt:
@@ -161,7 +168,7 @@ def test_upkeep_gives_way_to_a_save_in_flight(tmp_path, doors):
     assert kinds(heard, "verified") == [("verified", 2)]
 
 
-def test_what_retention_lets_go_goes_before_space_is_reserved_for_the_next_save(tmp_path, monkeypatch):
+def test_surplus_is_deleted_before_the_next_save_reserves_space(tmp_path, monkeypatch):
     """A deletion that failed, or a smaller Keep: the disk may be full of it."""
     with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=3)) as ckpt:
         for step in (1, 2, 3):
@@ -170,11 +177,11 @@ def test_what_retention_lets_go_goes_before_space_is_reserved_for_the_next_save(
     there: list[list[str]] = []
     reserve = PosixFile.reserve
 
-    def looked(self: PosixFile, length: int) -> None:
+    def recording_reserve(self: PosixFile, length: int) -> None:
         there.append(sorted(path.name[:12] for path in (tmp_path / "gen").iterdir()))
         reserve(self, length)
 
-    monkeypatch.setattr(PosixFile, "reserve", looked)
+    monkeypatch.setattr(PosixFile, "reserve", recording_reserve)
     with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=1)) as ckpt:
         ckpt.restore()
         ckpt.save(4).result(60)
@@ -182,8 +189,8 @@ def test_what_retention_lets_go_goes_before_space_is_reserved_for_the_next_save(
 
 
 @pytest.mark.parametrize("last", [1, 3])
-def test_while_saves_are_always_in_flight_they_verify_and_delete_so_that_the_disk_stays_bounded(tmp_path, doors, last):
-    """Upkeep gives way to saves in flight; here there is always one."""
+def test_continuous_saves_verify_and_delete_so_disk_use_stays_bounded(tmp_path, doors, last):
+    """Upkeep pauses while a save is in flight; here a save is always in flight."""
     doors(1)
     counts = []
     with lastgood.Checkpointer(tmp_path, build(), retention=lastgood.Keep(last=last), in_flight=2) as ckpt:
@@ -196,7 +203,7 @@ def test_while_saves_are_always_in_flight_they_verify_and_delete_so_that_the_dis
 
 
 @pytest.mark.parametrize("why", ["milestone", "every", "best"])
-def test_a_save_that_retention_wants_for_itself_is_committed_although_a_newer_one_was_first(tmp_path, doors, why):
+def test_a_save_that_retention_keeps_is_committed_after_a_newer_one(tmp_path, doors, why):
     keep = lastgood.Keep(
         last=2, every=10 if why == "every" else None, best=("loss", "min", 1) if why == "best" else None
     )
@@ -213,7 +220,7 @@ def test_a_save_that_retention_wants_for_itself_is_committed_although_a_newer_on
     assert lastgood.load(tmp_path, build()).step == 11
 
 
-def test_the_loop_waits_for_a_place_and_is_told_how_long(tmp_path, doors):
+def test_waiting_for_a_free_lane_reports_the_seconds_waited(tmp_path, doors):
     heard: list[lastgood.Event] = []
     doors(1)
     with lastgood.Checkpointer(tmp_path, build(), in_flight=1, on_event=heard.append) as ckpt:
@@ -228,7 +235,7 @@ def test_the_loop_waits_for_a_place_and_is_told_how_long(tmp_path, doors):
     assert sorted(one.step for one in lastgood.open(tmp_path).generations()) == [1, 2, 3]
 
 
-def test_a_due_save_is_skipped_when_asked_to_and_one_by_hand_is_not(tmp_path, doors):
+def test_when_full_skip_skips_due_saves_but_not_explicit_ones(tmp_path, doors):
     heard: list[lastgood.Event] = []
     doors(1)
     every = lastgood.Every(steps=1)
@@ -243,7 +250,7 @@ def test_a_due_save_is_skipped_when_asked_to_and_one_by_hand_is_not(tmp_path, do
     assert kinds(heard, "skipped") == [("skipped", 2)]
 
 
-def test_a_full_house_is_an_error_when_asked_to_and_training_may_go_on(tmp_path, doors):
+def test_when_full_raise_raises_and_training_may_continue(tmp_path, doors):
     doors(1)
     doors(2)
     with lastgood.Checkpointer(tmp_path, build(), in_flight=2, when_full="raise") as ckpt:
@@ -257,7 +264,7 @@ def test_a_full_house_is_an_error_when_asked_to_and_training_may_go_on(tmp_path,
         assert ckpt.save(3).result(60).step == 3
 
 
-def test_whoever_has_the_outcome_of_a_save_may_begin_the_next_one(tmp_path, monkeypatch):
+def test_a_save_with_a_known_outcome_has_freed_its_lane(tmp_path, monkeypatch):
     """Its place was free a moment later: `save(1).result(); save(2)` raised InFlightFull now and then."""
     order: list[str] = []
     end, note = Pipeline._end, Save.note_outcome
@@ -269,7 +276,7 @@ def test_whoever_has_the_outcome_of_a_save_may_begin_the_next_one(tmp_path, monk
     assert order == ["place", "outcome"] * 2
 
 
-def test_a_step_that_ctrl_c_cut_short_is_saved_again_only_when_nothing_of_it_is_left(tmp_path, monkeypatch):
+def test_an_interrupted_step_is_saved_again_only_after_its_cleanup(tmp_path, monkeypatch):
     """The first try was still being cleared away: it deleted the second one, which had been called durable."""
     begun_anew = threading.Event()
     wait_ended, retire, copy = Save.wait_ended, commit.retire, Snapshot._copy
@@ -299,9 +306,9 @@ def test_a_step_that_ctrl_c_cut_short_is_saved_again_only_when_nothing_of_it_is_
     assert lastgood.load(tmp_path, build()).step == 1
 
 
-def test_without_threads_to_be_had_nothing_is_opened_and_nothing_is_held(tmp_path, monkeypatch):
-    """A pool starts its threads when it needs them. Beside many loader workers there were none left, and the next
-    optimizer step waited for ever for a copy that nobody made."""
+def test_a_failure_to_start_threads_opens_nothing_and_releases_the_lock(tmp_path, monkeypatch):
+    """A pool starts its threads on first use. With many loader workers no thread could be started, and the next
+    optimizer step waited forever for a copy that never began."""
     start, started = threading.Thread.start, []
 
     def scarce(self: threading.Thread) -> None:
@@ -320,7 +327,7 @@ def test_without_threads_to_be_had_nothing_is_opened_and_nothing_is_held(tmp_pat
         assert ckpt.save(1).result(60).step == 1, "no thread is started later"
 
 
-def test_a_place_is_free_again_whatever_ended_the_save(tmp_path, monkeypatch):
+def test_every_end_of_a_save_frees_its_lane(tmp_path, monkeypatch):
     """A place that is not given back would block the loop for ever at the next save."""
     state: dict[str, object] = dict(build())
     with lastgood.Checkpointer(tmp_path, state, in_flight=1, when_full="raise") as ckpt:
@@ -340,7 +347,54 @@ def test_a_place_is_free_again_whatever_ended_the_save(tmp_path, monkeypatch):
         ckpt.save(2).result(60)
 
 
-def test_a_full_disk_is_reported_at_growing_intervals_and_at_the_first_failure_of_each_row(tmp_path, faulty_files):
+class CtrlC:
+    """Raises KeyboardInterrupt before the line number `line` (0, 1, ...) that is executed in `functions`."""
+
+    def __init__(self, line: int, *functions: Callable[..., object]) -> None:
+        self._left, self._codes, self._before = line, {one.__code__ for one in functions}, sys.gettrace()
+        self.raised = False
+
+    def __enter__(self) -> CtrlC:
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _trace(self, frame: FrameType, kind: str, _: object) -> Any:
+        if frame.f_code not in self._codes:
+            return None
+        if kind == "line" and not self.raised:
+            self._left -= 1
+            if self._left < 0:
+                self.raised = True
+                raise KeyboardInterrupt
+        return self._trace
+
+
+@pytest.mark.parametrize("staging", ["blocking", "overlap"])
+def test_ctrl_c_at_any_line_of_a_save_leaves_its_place_free(tmp_path, staging):
+    """Between taking a place and the block that gave it back, Ctrl-C left the place taken: in_flight=1 saved no more.
+
+    Pressed in a notebook, where the run stays open.
+    """
+    functions = Saver.save, Saver._wait_for_a_place, Saver._planned, Pipeline.acquire_place
+    with lastgood.Checkpointer(tmp_path, build(), in_flight=1, when_full="raise", staging=staging) as ckpt:
+        ckpt.save(1).result(60)
+        for line in itertools.count():
+            with contextlib.suppress(KeyboardInterrupt), CtrlC(line, *functions) as ctrl_c:
+                ckpt.save(line + 2)
+            with reports():  # of the interrupted save, if it had begun
+                ckpt.wait(60)
+            assert ckpt._pipeline.acquire_place(0.0), f"line {line}"
+            ckpt._pipeline.release_place(0, SingleTopic(), errors.Cancelled("not started"))
+            if not ctrl_c.raised:
+                break
+        assert line > 30, "the lines of a save were traced"
+        ckpt.save(1000).result(60)
+
+
+def test_a_full_disk_is_reported_first_and_then_at_growing_intervals(tmp_path, faulty_files):
     heard: list[lastgood.Event] = []
     told: list[int] = []
     with lastgood.Checkpointer(tmp_path, build(), on_event=heard.append) as ckpt:
@@ -365,7 +419,7 @@ def test_a_full_disk_is_reported_at_growing_intervals_and_at_the_first_failure_o
 
 
 @pytest.mark.parametrize(("in_flight", "memory"), [(1, None), (2, None), (4, 1 << 20), (8, 1 << 20)])
-def test_many_saves_in_flight_each_end_in_a_generation_of_their_own_state_or_are_dropped(tmp_path, in_flight, memory):
+def test_each_save_in_flight_commits_its_own_state_or_is_dropped(tmp_path, in_flight, memory):
     state = {"w": torch.zeros(200_000), "n": 0}
     keep = lastgood.Keep(last=3, every=5)
     saves = {}
@@ -385,7 +439,7 @@ def test_many_saves_in_flight_each_end_in_a_generation_of_their_own_state_or_are
     assert all(one.durable() or one.dropped() for one in saves.values())
 
 
-def test_threads_and_descriptors_are_bounded_by_what_was_asked_for(tmp_path):
+def test_threads_and_descriptors_stay_within_the_configured_bounds(tmp_path):
     before = threading.active_count()
     with lastgood.Checkpointer(tmp_path, build(), in_flight=3, writers=2) as ckpt:
         for n in range(1, 30):
@@ -394,7 +448,7 @@ def test_threads_and_descriptors_are_bounded_by_what_was_asked_for(tmp_path):
     assert threading.active_count() == before
 
 
-def test_the_seconds_of_a_save_begin_when_it_is_planned(tmp_path, monkeypatch):
+def test_the_duration_of_a_save_starts_when_it_is_planned(tmp_path, monkeypatch):
     """Planning may wait for other ranks; a rank that was asked to end took that for a slow disk, and saved no more."""
     order, plan = list[str](), SavePlanner.plan
     monkeypatch.setattr(SavePlanner, "plan", lambda *given: (plan(*given), order.append("planned"))[0])

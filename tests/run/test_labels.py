@@ -38,7 +38,7 @@ def steps(run: RunWriter) -> list[int]:
     return sorted(one.step for one in commit.survey(run.tier).generations)
 
 
-def test_room_for_a_milestone_is_not_made_by_deleting_its_generation(tmp_path: Path, monkeypatch) -> None:
+def test_a_milestone_on_a_full_disk_never_deletes_its_own_generation(tmp_path: Path, monkeypatch) -> None:
     """The disk was full: the oldest generation was deleted to make room for the label that was to keep it."""
     run, full, label = opened(tmp_path, Keep(last=3)), [True, True], commit.label
     oldest, _, _, _ = saved(run, 1, 2, 3, 4)
@@ -58,7 +58,7 @@ def test_room_for_a_milestone_is_not_made_by_deleting_its_generation(tmp_path: P
     assert steps(run) == [1, 4]
 
 
-def test_a_generation_that_is_being_deleted_gets_no_label(tmp_path: Path, monkeypatch) -> None:
+def test_a_generation_under_deletion_accepts_no_label(tmp_path: Path, monkeypatch) -> None:
     """One thread made room on a full disk while another reported a milestone of that generation as durable."""
     run, retire, deleted = opened(tmp_path, Keep(last=1)), commit.retire, []
     saved(run, 1, 2)
@@ -74,7 +74,7 @@ def test_a_generation_that_is_being_deleted_gets_no_label(tmp_path: Path, monkey
     assert deleted == [1] and steps(run) == [2]
 
 
-def test_a_label_that_was_added_after_a_deletion_was_decided_keeps_its_generation(tmp_path: Path, monkeypatch) -> None:
+def test_a_label_added_after_the_deletion_plan_keeps_its_generation(tmp_path: Path, monkeypatch) -> None:
     """A milestone was reported as durable, and then deleted with those that had been decided on before."""
     run, retire = opened(tmp_path, Keep(last=1)), commit.retire
     first, second, _ = saved(run, 1, 2, 3)

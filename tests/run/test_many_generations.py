@@ -30,7 +30,7 @@ def run_of_many(root: Path) -> None:
         run.verify(Arena(3 * 8192, 8192))
 
 
-def test_many_deletions_follow_the_save_and_do_not_precede_it(tmp_path):
+def test_a_large_backlog_is_deleted_after_the_save_and_not_before_it(tmp_path):
     """After 1,000 generations and a restart with Keep(last=3), the next save took 45 s: all deletions went first."""
     run_of_many(tmp_path)
     events: list[lastgood.Event] = []
@@ -46,7 +46,7 @@ def test_many_deletions_follow_the_save_and_do_not_precede_it(tmp_path):
     assert len([*(tmp_path / "gen").iterdir()]) == 3
 
 
-def test_more_go_before_each_save_than_a_save_adds(tmp_path):
+def test_each_save_deletes_more_of_a_backlog_than_it_adds(tmp_path):
     """Else a run that saves so often that upkeep never has its turn would never come down to what it keeps."""
     assert DELETIONS_AHEAD > 1
     run_of_many(tmp_path)
@@ -57,7 +57,7 @@ def test_more_go_before_each_save_than_a_save_adds(tmp_path):
     assert len(run.retirement.surplus()) == 5
 
 
-def test_many_deletions_are_reported_once_before_they_begin(tmp_path):
+def test_a_large_backlog_is_reported_once_before_its_deletion(tmp_path):
     """Leaving the `with` block waited 22 s for hundreds of deletions, without a line."""
     run_of_many(tmp_path)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))

@@ -1,4 +1,4 @@
-"""A run whose folder goes away while it is open, and a run that several people of one group write in turn."""
+"""A run whose folder is moved while it is open, and a run that several people of one group write in turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = {"w": bytes(20_000)}
 
 @pytest.mark.parametrize("name", ["", "gen"])
 @pytest.mark.parametrize("deleted", [False, True], ids=["moved", "deleted"])
-def test_a_run_that_goes_away_is_said_to_and_goes_on_once_it_is_back(tmp_path, name, deleted):
+def test_a_moved_run_is_reported_and_saves_resume_once_it_is_back(tmp_path, name, deleted):
     """Each save warned of a missing r00000.safetensors, without what is safe and what to do, until a restart."""
     root = tmp_path / "run"
     with access.for_writing(root, "atomic_dirsync") as tier:
@@ -45,7 +45,7 @@ def test_a_run_that_goes_away_is_said_to_and_goes_on_once_it_is_back(tmp_path, n
 
 
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o002, 0o664, 0o775), (0o077, 0o600, 0o700)])
-def test_files_and_folders_have_the_rights_that_the_umask_leaves(tmp_path, umask, file_mode, folder_mode):
+def test_files_and_folders_have_the_permissions_of_the_umask(tmp_path, umask, file_mode, folder_mode):
     """Files were 0644 in folders of 0775, `.lock` too: with umask 002 a colleague of the group could not resume."""
     before = os.umask(umask)
     try:

@@ -1,4 +1,4 @@
-"""Paths as people type them: URLs, slots, `~` and `$HOME` are understood or refused, and never become folders."""
+"""Paths as people type them: URLs, slots, `~` and `$HOME` are expanded or refused and never become folders."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MISTYPED = {
 
 
 @pytest.mark.parametrize("path", MISTYPED)
-def test_a_mistyped_path_is_refused_with_the_right_spelling(tmp_path: Path, monkeypatch, path: str) -> None:
+def test_a_mistyped_path_is_refused_with_the_correct_spelling(tmp_path: Path, monkeypatch, path: str) -> None:
     """A folder named `s3:`, `slots:run` or `$HOME` was made beside the script, and held the run."""
     monkeypatch.chdir(tmp_path)
     for way in (
@@ -41,12 +41,12 @@ def test_a_mistyped_path_is_refused_with_the_right_spelling(tmp_path: Path, monk
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_path_of_slots_that_went_through_pathlib_is_refused_with_the_right_spelling() -> None:
+def test_a_slots_path_mangled_by_pathlib_is_refused_with_the_correct_one() -> None:
     with pytest.raises(errors.Refused, match=r"Write slots:///data/run .*as text"):
         lastgood.open(Path("slots:///data/run"))
 
 
-def test_a_folder_that_is_really_named_with_a_dollar_goes_on_opening(tmp_path: Path, monkeypatch) -> None:
+def test_an_existing_folder_with_a_dollar_in_its_name_still_opens(tmp_path: Path, monkeypatch) -> None:
     """Runs of earlier versions may lie in a folder named `$HOME`."""
     monkeypatch.chdir(tmp_path)
     os.mkdir("$HOME")
@@ -58,7 +58,9 @@ def test_a_folder_that_is_really_named_with_a_dollar_goes_on_opening(tmp_path: P
 
 
 @pytest.mark.parametrize("path", ["slots", "Slots", "run:1", "a$/b$", "100$", "T10:30", "./s3:/bucket"])
-def test_names_with_colons_and_dollars_that_mean_nothing_are_taken(tmp_path: Path, monkeypatch, path: str) -> None:
+def test_names_with_colons_and_dollars_that_are_no_variables_are_accepted(
+    tmp_path: Path, monkeypatch, path: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert paths.parsed(path) == (str(tmp_path / path), False)
 
@@ -75,8 +77,8 @@ def run(tmp_path: Path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     "target", ["s3://b/m.pt", "s3:/b/m.safetensors", "s3://b/model", "slots:///x/m.pt", "$HOME/m.pt"]
 )
-def test_files_of_the_command_line_follow_the_rules_of_paths(run: Path, capsys, target: str) -> None:
-    """`lastgood export RUN --to s3://bucket/model.pt` looked for a folder named `s3:`."""
+def test_command_line_files_follow_the_rules_for_paths(run: Path, capsys, target: str) -> None:
+    """`lastgood export RUN --to s3://bucket/model.pt` tried to write to a folder named `s3:`."""
     for command in (["export", str(run), "--to", target], ["import", target, str(run / "other")]):
         assert app.main(command) == 3
         assert "URL" in (text := capsys.readouterr().err) or "not expanded" in text
@@ -84,7 +86,7 @@ def test_files_of_the_command_line_follow_the_rules_of_paths(run: Path, capsys, 
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "show", "gc", "scrub", "repair"])
-def test_every_command_refuses_a_variable_that_was_not_expanded(run: Path, capsys, command: str) -> None:
+def test_every_command_refuses_an_unexpanded_variable(run: Path, capsys, command: str) -> None:
     assert app.main([command, "$HOME/run"]) == 3
     assert "$HOME, which was not expanded" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Opening a place for a run: every kind of place that is not one is refused by name, and is untouched afterwards."""
+"""Opening a path as a run: every path that cannot be a run is refused by name and left unchanged."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def in_child(job: Callable[[], None], uid: int = 0) -> None:
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_file_is_no_run(tmp_path, verb):
+def test_opening_a_regular_file_as_a_run_is_refused(tmp_path, verb):
     path = tmp_path / "model.pt"
     path.write_bytes(b"somebody's weights")
     os.mkfifo(tmp_path / "pipe")
@@ -101,7 +101,7 @@ def test_a_file_is_no_run(tmp_path, verb):
 
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("names", [["notes.txt"], ["a", "b", "c", "d"], ["latest"], ["LASTGOOD.json", "model.pt"]])
-def test_a_directory_of_somebody_else_is_no_run_and_is_untouched(tmp_path, verb, names):
+def test_a_foreign_directory_is_refused_and_left_unchanged(tmp_path, verb, names):
     for name in names:
         (tmp_path / name).write_bytes(b"theirs")
     before = picture(tmp_path)
@@ -110,7 +110,7 @@ def test_a_directory_of_somebody_else_is_no_run_and_is_untouched(tmp_path, verb,
     assert picture(tmp_path) == before
 
 
-def test_nothing_at_all_is_no_run_to_read(tmp_path):
+def test_reading_a_missing_path_is_refused(tmp_path):
     with pytest.raises(NotARun, match="there is nothing at"):
         access.for_reading(tmp_path / "missing" / "run")
     with pytest.raises(NotARun, match="is not a run"):
@@ -121,7 +121,7 @@ def test_nothing_at_all_is_no_run_to_read(tmp_path):
 @pytest.mark.parametrize("verb", ["read", "write"])
 @pytest.mark.parametrize("name", ["gen", "incarnations"])
 @pytest.mark.parametrize("other", ["file", "link", "pipe"])
-def test_a_run_whose_folders_lead_elsewhere_is_refused_and_nothing_there_is_touched(tmp_path, verb, name, other):
+def test_a_run_with_symlinked_folders_is_refused_and_targets_are_unchanged(tmp_path, verb, name, other):
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     write(run)
     (run / name).rename(elsewhere)
@@ -140,12 +140,12 @@ def test_a_run_whose_folders_lead_elsewhere_is_refused_and_nothing_there_is_touc
 # ---- what is one -----------------------------------------------------------------------------------------------
 
 
-def test_a_new_run_is_made_with_the_folders_above_it(tmp_path):
+def test_a_new_run_creates_its_parent_folders(tmp_path):
     write(tmp_path / "deep" / "er" / "run")
     assert read(tmp_path / "deep" / "er" / "run") == STATE
 
 
-def test_the_names_of_a_new_run_and_of_the_folders_above_it_are_durable(tmp_path, monkeypatch):
+def test_the_names_of_a_new_run_and_its_parent_folders_are_durable(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(PosixFiles, "sync_dir", lambda self, path: synced.append(path))
     with access.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
@@ -155,7 +155,7 @@ def test_the_names_of_a_new_run_and_of_the_folders_above_it_are_durable(tmp_path
         assert synced == [str(tmp_path / "deep")], "whoever made it may have died before its name was durable"
 
 
-def test_an_empty_directory_and_what_a_first_opening_left_behind_become_a_run(tmp_path):
+def test_an_empty_directory_or_an_interrupted_first_opening_becomes_a_run(tmp_path):
     for name in (".lock", ".probe-123", "lastgood.json.1-2.tmp"):
         (tmp_path / name).write_bytes(b"")
     (tmp_path / "incarnations").mkdir()
@@ -171,7 +171,7 @@ def test_a_run_reached_through_a_link_or_a_relative_path_is_the_same_run(tmp_pat
     assert read(Path("run")) == read(Path("link")) == {"weight": b"second"}
 
 
-def test_files_of_others_beside_a_run_are_no_hindrance_and_stay(tmp_path):
+def test_foreign_files_in_a_run_are_kept_and_do_no_harm(tmp_path):
     write(tmp_path)
     (tmp_path / "train.log").write_bytes(b"theirs")
     (tmp_path / "gen" / "README").write_bytes(b"theirs")
@@ -181,7 +181,7 @@ def test_files_of_others_beside_a_run_are_no_hindrance_and_stay(tmp_path):
 
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "flipped", "link"])
-def test_a_run_whose_header_is_lost_or_damaged_still_opens_and_is_mended(tmp_path, harm):
+def test_a_run_with_a_lost_or_damaged_header_opens_and_is_mended(tmp_path, harm):
     write(tmp_path)
     header = tmp_path / layout.HEADER
     good = header.read_bytes()
@@ -199,7 +199,7 @@ def test_a_run_whose_header_is_lost_or_damaged_still_opens_and_is_mended(tmp_pat
     assert [one.step for one in RunReader(access.for_reading(tmp_path)).lineage()] == [20, 10]
 
 
-def test_a_header_of_another_run_disowns_the_generations_and_deletes_none(tmp_path):
+def test_a_header_of_another_run_hides_the_generations_and_deletes_none(tmp_path):
     write(tmp_path / "a")
     write(tmp_path / "b")
     (tmp_path / "a" / layout.HEADER).write_bytes((tmp_path / "b" / layout.HEADER).read_bytes())
@@ -214,7 +214,7 @@ def test_a_header_of_another_run_disowns_the_generations_and_deletes_none(tmp_pa
 @pytest.mark.parametrize(
     "name", [layout.HEADER, layout.POINTER, "gen/000000000010-{id}/COMMIT.json", "incarnations/000001-{id}.json"]
 )
-def test_a_run_of_a_newer_version_is_refused_and_untouched(tmp_path, name):
+def test_a_run_of_a_newer_version_is_refused_and_left_unchanged(tmp_path, name):
     write(tmp_path)
     ident = next((tmp_path / "gen").iterdir()).name.split("-")[1]
     body = b'{"format":2,"news":[1,2,3]}'
@@ -241,7 +241,7 @@ def test_a_run_has_one_writer_and_any_number_of_readers(tmp_path):
     write(tmp_path, 20)
 
 
-def test_the_lock_dies_with_its_process(tmp_path):
+def test_the_lock_is_released_when_its_process_dies(tmp_path):
     write(tmp_path)
     code = (
         "import os, sys\nfrom lastgood.run import access\n"
@@ -262,7 +262,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
     write(tmp_path, 20)
 
 
-def test_a_forked_worker_that_outlives_the_writer_does_not_hold_the_run(tmp_path):
+def test_a_forked_worker_that_outlives_the_writer_holds_no_lock(tmp_path):
     """flock belongs to the open file, and a data-loader worker inherits it."""
     ready, done = os.pipe(), os.pipe()
     with access.for_writing(tmp_path, "atomic_dirsync"):
@@ -281,7 +281,7 @@ def test_a_forked_worker_that_outlives_the_writer_does_not_hold_the_run(tmp_path
         os.waitpid(worker, 0)
 
 
-def test_a_lock_that_leads_elsewhere_is_not_followed(tmp_path):
+def test_a_symlinked_lock_file_is_not_followed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "theirs").write_bytes(b"theirs")
     (tmp_path / "run" / access.LOCK).symlink_to("../theirs")
@@ -306,7 +306,7 @@ def open_path(tmp_path) -> Iterator[Path]:
 
 
 @root_only
-def test_a_run_of_another_user_reads_and_is_refused_to_a_writer_by_name(open_path):
+def test_a_run_of_another_user_can_be_read_and_refuses_a_writer(open_path):
     write(open_path / "run")
     before = picture(open_path / "run")
 
@@ -323,7 +323,7 @@ def test_a_run_of_another_user_reads_and_is_refused_to_a_writer_by_name(open_pat
 
 @root_only
 @pytest.mark.parametrize("what", ["run", "run/gen", "above"])
-def test_a_run_that_may_not_be_read_is_said_to_be_so(open_path, what):
+def test_a_run_without_read_permission_is_reported_as_such(open_path, what):
     write(open_path / "above" / "run")
     locked = open_path / "above" if what == "above" else open_path / "above" / what
     locked.chmod(0o700)
@@ -338,7 +338,7 @@ def test_a_run_that_may_not_be_read_is_said_to_be_so(open_path, what):
 
 
 @root_only
-def test_one_file_that_may_not_be_read_is_not_taken_for_damage(open_path):
+def test_a_file_without_read_permission_is_not_reported_as_damage(open_path):
     """Rights can be given back; a generation that was stepped over for them would be a run set back for nothing."""
     write(open_path / "run")
     write(open_path / "run", 20, {"weight": b"second"})
@@ -366,7 +366,7 @@ def mounted(path: Path) -> Iterator[None]:
 
 
 @root_only
-def test_a_read_only_mount_reads_and_is_refused_to_a_writer_by_name(tmp_path):
+def test_a_read_only_mount_can_be_read_and_refuses_a_writer(tmp_path):
     run = tmp_path / "run"
     write(run)
     before = picture(run)
@@ -381,7 +381,7 @@ def test_a_read_only_mount_reads_and_is_refused_to_a_writer_by_name(tmp_path):
     assert picture(run) == before
 
 
-def test_reading_leaves_no_trace(tmp_path):
+def test_reading_a_run_changes_nothing_on_disk(tmp_path):
     write(tmp_path)
     before = picture(tmp_path)
     read(tmp_path)
@@ -392,7 +392,7 @@ def test_reading_leaves_no_trace(tmp_path):
     }
 
 
-def test_what_somebody_died_over_is_cleared_at_the_next_opening_and_nothing_else(tmp_path):
+def test_opening_deletes_the_remains_of_dead_writers_and_nothing_else(tmp_path):
     write(tmp_path)
     (generation,) = (tmp_path / "gen").iterdir()
     kept = {one for one in tmp_path.rglob("*") if not one.name.startswith(".probe-")}
@@ -404,7 +404,7 @@ def test_what_somebody_died_over_is_cleared_at_the_next_opening_and_nothing_else
     assert {*tmp_path.rglob("*")} == kept | {tmp_path / "notes.tmp"}
 
 
-def test_what_lies_where_a_save_would_go_is_not_the_saves_to_delete(tmp_path):
+def test_a_save_deletes_nothing_that_exists_under_its_name(tmp_path):
     with access.for_writing(tmp_path, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
         writer.begin(None)
@@ -416,7 +416,7 @@ def test_what_lies_where_a_save_would_go_is_not_the_saves_to_delete(tmp_path):
     assert taken.read_bytes() == b"somebody's"
 
 
-def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_continues(tmp_path):
+def test_a_run_with_generations_refuses_a_save_that_names_no_parent(tmp_path):
     write(tmp_path)
     with access.for_writing(tmp_path, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
@@ -425,7 +425,7 @@ def test_a_run_that_holds_something_takes_no_save_that_does_not_say_what_it_cont
     assert len([*(tmp_path / "incarnations").iterdir()]) == 1, "nothing was written"
 
 
-def test_on_a_full_disk_a_generation_goes_without_its_reason(tmp_path, faulty_files):
+def test_a_full_disk_deletes_a_generation_without_recording_the_reason(tmp_path, faulty_files):
     """Else a disk that is full stays full."""
     write(tmp_path, 10)
     write(tmp_path, 11)
@@ -461,7 +461,9 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_run_that_is_open_elsewhere_is_refused_and_untouched(held: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_run_open_in_another_process_is_refused_and_left_unchanged(
+    held: subprocess.Popen[str], tmp_path: Path
+) -> None:
     before = PosixFiles().list(str(tmp_path / "run"))
     with (
         pytest.raises(RunLocked, match=r"for writing in (process \d+|another process)"),
@@ -471,7 +473,7 @@ def test_a_run_that_is_open_elsewhere_is_refused_and_untouched(held: subprocess.
     assert PosixFiles().list(str(tmp_path / "run")) == before
 
 
-def test_the_lock_dies_with_its_holder_though_a_forked_child_lives_on(
+def test_the_lock_is_released_with_its_holder_while_a_forked_child_lives(
     held: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     """Data-loader workers are forked while the run is open, and flock belongs to the open file that they inherit: a
@@ -481,9 +483,9 @@ def test_the_lock_dies_with_its_holder_though_a_forked_child_lives_on(
     write(tmp_path / "run")
 
 
-def test_a_process_that_is_just_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
+def test_a_child_process_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
     """Between fork and exec a child of another thread has a copy of the lock's file, and no hook of Python runs in it:
-    a run that was closed and opened again in that instant was said to be open in another process."""
+    a run that was closed and opened again in that instant was reported as open in another process."""
     run = tmp_path / "run"
     with access.for_writing(run, "atomic_dirsync"):
         files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]

@@ -1,4 +1,4 @@
-"""`POINTER.json` and `latest_ok` are hints: whatever stands in their place, a run is restored, saved and cleaned."""
+"""`POINTER.json` and `latest_ok` are hints: with anything in their place, a run is restored, saved and cleaned."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def steps_in(tier: Disk) -> list[int]:
     return sorted(at.step for at in commit.survey(tier).generations)
 
 
-def test_a_run_copied_with_links_followed_is_restored_and_cleaned(tmp_path, caplog):
+def test_a_run_copied_with_dereferenced_links_is_restored_and_cleaned_up(tmp_path, caplog):
     """`cp -rL` made a folder of `latest_ok`: restore() raised MissingBlob about another file after it had loaded the
     state, and nothing was ever deleted again."""
     saved(opened(tier_of(tmp_path / "run")), 1, 2)
@@ -67,7 +67,7 @@ def test_a_run_copied_with_links_followed_is_restored_and_cleaned(tmp_path, capl
 
 @pytest.mark.parametrize("name", [layout.POINTER, layout.LINK])
 @pytest.mark.parametrize("kind", ["folder", "full folder", "file", "dangling link"])
-def test_whatever_stands_in_the_place_of_a_pointer_is_replaced(tmp_path, name, kind):
+def test_any_file_in_place_of_the_pointer_is_replaced(tmp_path, name, kind):
     saved(opened(tier_of(tmp_path)), 1)
     path = tmp_path / name
     path.unlink()
@@ -87,7 +87,7 @@ def test_whatever_stands_in_the_place_of_a_pointer_is_replaced(tmp_path, name, k
     assert kind != "full folder" or (tmp_path / f"{name}.copy-1" / "kept").read_bytes() == b"somebody's"
 
 
-def test_a_second_copy_with_links_followed_is_kept_beside_the_first(tmp_path):
+def test_a_second_dereferenced_copy_is_kept_beside_the_first(tmp_path):
     for step in (1, 2):
         saved(opened(tier_of(tmp_path)), step)
         (tmp_path / layout.LINK).unlink()
@@ -109,7 +109,7 @@ def test_no_two_names_of_the_format_differ_only_in_case():
         assert len({name.casefold() for name in names}) == len(names)
 
 
-def test_a_run_of_the_old_pointer_name_is_continued_and_ends_with_one_pointer(tmp_path):
+def test_a_run_with_the_old_pointer_name_continues_with_one_pointer(tmp_path):
     shutil.copytree(V1, tmp_path / "run", symlinks=True)
     tier = tier_of(tmp_path / "run")
     old = commit.survey(tier).pointer
@@ -122,7 +122,7 @@ def test_a_run_of_the_old_pointer_name_is_continued_and_ends_with_one_pointer(tm
 
 
 class CaseBlind(PosixFiles):
-    """A file system that keeps the case of names and ignores it when it looks for them, as APFS, SMB and exFAT."""
+    """A file system that preserves the case of names and ignores it in lookups, as APFS, SMB and exFAT do."""
 
     def _found(self, path: str) -> str:
         folder, name = os.path.split(path)
@@ -142,7 +142,7 @@ class CaseBlind(PosixFiles):
         super().remove(self._found(path))
 
 
-def test_where_case_does_not_count_header_and_pointer_are_two_files(tmp_path):
+def test_header_and_pointer_stay_apart_where_names_ignore_case(tmp_path):
     tier = tier_of(tmp_path, CaseBlind())
     saved(opened(tier), 1)
     run = opened(tier)
@@ -153,7 +153,7 @@ def test_where_case_does_not_count_header_and_pointer_are_two_files(tmp_path):
 
 
 @pytest.mark.parametrize("name", [layout.HEADER, layout.OLD_POINTER])
-def test_a_run_whose_old_pointer_replaced_its_header_opens_where_case_does_not_count(tmp_path, name):
+def test_a_run_whose_old_pointer_replaced_its_header_still_opens(tmp_path, name):
     """What the old names left on such a disk: one file, under either name, with the pointer in it."""
     shutil.copytree(V1, tmp_path / "run", symlinks=True)
     pointer = (tmp_path / "run" / layout.OLD_POINTER).read_bytes()
@@ -188,7 +188,7 @@ def case_blind_folder(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(mount)], check=True)
 
 
-def test_a_run_lives_on_a_disk_that_ignores_case(case_blind_folder):
+def test_a_run_works_on_a_file_system_that_ignores_case(case_blind_folder):
     with access.for_writing(case_blind_folder / "run", "atomic_dirsync") as tier:
         saved(opened(tier), 1, 2)
         seen = commit.survey(tier)

@@ -1,4 +1,4 @@
-"""Reading a part of a run: one tensor, and nothing else of its generation."""
+"""Reading part of a run: one tensor and nothing else of its generation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blob(tmp_path: Path) -> Path:
     return path
 
 
-def test_no_flipped_byte_is_handed_out_as_one_tensor_and_the_others_are_still_to_be_had(blob, tmp_path):
+def test_a_flipped_byte_makes_one_tensor_unreadable_and_no_other(blob, tmp_path):
     reader, good = RunReader(Disk(PosixFiles(), str(tmp_path))), blob.read_bytes()
     extents = {piece.name: piece.extent for piece in reader.manifest(reader.generation()).pieces}
     for at in range(4096, len(good)):
@@ -39,13 +39,13 @@ def test_no_flipped_byte_is_handed_out_as_one_tensor_and_the_others_are_still_to
                 assert reader.bytes_of(name)[1] == STATE[name]
 
 
-def test_a_tensor_that_is_not_there_is_refused_by_its_name(blob, tmp_path):
+def test_reading_a_missing_tensor_is_refused_by_name(blob, tmp_path):
     with pytest.raises(NoSuchTensor, match="'gain'"):
         RunReader(Disk(PosixFiles(), str(tmp_path))).bytes_of("gain")
 
 
 @pytest.mark.parametrize("name", [layout.VERIFIED, layout.DAMAGED])
-def test_a_mark_that_speaks_of_another_commit_is_not_believed(blob, tmp_path, name):
+def test_a_mark_of_another_commit_is_ignored(blob, tmp_path, name):
     reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
     finding = [Finding(kind="SumMismatch", what="of another")] if name == layout.DAMAGED else []
     for root, believed in ((reader.generation().root, True), ("xxh3_128:" + "0" * 32, False)):

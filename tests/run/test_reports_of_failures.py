@@ -1,4 +1,4 @@
-"""What fails behind the training loop is reported, at growing intervals, whatever the script does with warnings."""
+"""Failures in the background are reported at growing intervals, whatever warning filters the script sets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lastgood.testing import Clock, Fault
 FULL = Fault("reserve", errno=errno.ENOSPC)
 
 
-def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, faulty_files, capfd) -> None:
+def test_29_failed_saves_give_five_reports_and_a_closing_summary(tmp_path: Path, faulty_files, capfd) -> None:
     """With warnings filtered, 29 failed saves in a row printed nothing, and the exit code was 0."""
     with warnings.catch_warnings(), reports(logging.ERROR) as threats:
         warnings.simplefilter("ignore")
@@ -38,7 +38,7 @@ def test_29_failed_saves_give_five_reports_and_a_closing_line(tmp_path: Path, fa
     assert all(one in stderr for one in threats)
 
 
-def test_saves_that_a_newer_one_overtook_are_counted_in_the_closing_line() -> None:
+def test_overtaken_saves_are_counted_in_the_closing_summary() -> None:
     """They appeared in on_event only: a run of 30 steps with 20 generations gave no reason."""
     outcomes = Outcomes("run")
     for step in (1, 2):
@@ -51,7 +51,7 @@ def test_saves_that_a_newer_one_overtook_are_counted_in_the_closing_line() -> No
     assert texts == ["run: newest durable step 3 of 3; 2 saves given up because a newer one was committed first"]
 
 
-def test_a_row_of_failures_ends_with_the_next_durable_save() -> None:
+def test_a_series_of_failures_ends_with_the_next_durable_save() -> None:
     outcomes = Outcomes("run")
     with reports() as texts:
         outcomes.put(NoSpace("full"), 1)
@@ -64,7 +64,7 @@ def test_a_row_of_failures_ends_with_the_next_durable_save() -> None:
     assert "in a row" in texts[1] and "in a row" not in texts[3]
 
 
-def test_what_happened_before_a_durable_save_does_not_count_after_it() -> None:
+def test_failures_before_a_durable_save_do_not_count_after_it() -> None:
     outcomes = Outcomes("run")
     for step in (1, 2):
         outcomes.put(TornSnapshot("changed"), step)
@@ -78,7 +78,7 @@ def test_what_happened_before_a_durable_save_does_not_count_after_it() -> None:
     assert (outcomes.consecutive_failures, outcomes.failed_saves) == (0, 3)
 
 
-def test_upkeep_that_fails_at_every_save_is_reported_at_growing_intervals_and_damage_each_time() -> None:
+def test_failed_upkeep_is_reported_at_growing_intervals_damage_each_time() -> None:
     """A pointer that could not be written gave two warnings for each save: 77 in 41 saves."""
     outcomes = Outcomes("run")
     with reports() as texts:
@@ -93,7 +93,7 @@ def test_upkeep_that_fails_at_every_save_is_reported_at_growing_intervals_and_da
     assert len(threats) == 5
 
 
-def test_a_bug_behind_the_loop_does_not_end_training(tmp_path: Path, monkeypatch) -> None:
+def test_a_bug_in_a_background_thread_does_not_end_training(tmp_path: Path, monkeypatch) -> None:
     """An unexpected error in the background was raised in the loop although on_error was "warn"."""
 
     def verify(*_: object) -> None:
@@ -110,7 +110,7 @@ def test_a_bug_behind_the_loop_does_not_end_training(tmp_path: Path, monkeypatch
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 2]
 
 
-def test_a_bug_behind_the_loop_is_raised_if_asked_to(tmp_path: Path, monkeypatch) -> None:
+def test_a_bug_in_a_background_thread_is_raised_on_request(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(RunWriter, "verify", lambda *_: {}["a bug"])
     with (
         pytest.raises(KeyError, match="a bug"),
@@ -120,7 +120,7 @@ def test_a_bug_behind_the_loop_is_raised_if_asked_to(tmp_path: Path, monkeypatch
         ckpt.wait()
 
 
-def test_a_run_in_which_nothing_becomes_durable_for_the_stated_time_ends(tmp_path: Path, faulty_files) -> None:
+def test_training_ends_when_no_save_is_durable_within_the_stated_time(tmp_path: Path, faulty_files) -> None:
     """With on_error="warn" a run could go on for weeks without a single save."""
     clock, cadence = Clock(1000.0), lastgood.Every(steps=1)
     state = {"w": torch.zeros(3)}
@@ -145,13 +145,13 @@ def test_a_run_in_which_nothing_becomes_durable_for_the_stated_time_ends(tmp_pat
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "60", True, float("nan"), 300])
-def test_a_time_without_a_save_that_cannot_be_kept_is_refused(tmp_path: Path, seconds: object) -> None:
+def test_an_impossible_time_limit_without_a_save_is_refused(tmp_path: Path, seconds: object) -> None:
     """300 s are the default cadence: every wait for its next save would raise."""
     with pytest.raises(errors.Refused, match="durable_within_seconds"):
         lastgood.Checkpointer(tmp_path / "run", {}, durable_within_seconds=seconds)
 
 
-def test_the_bound_of_the_disk_goes_through_the_logger(tmp_path: Path, capfd) -> None:
+def test_the_disk_bound_is_reported_through_the_logger(tmp_path: Path, capfd) -> None:
     """It was printed by every run, and nothing could silence it."""
     before = logging.getLogger("lastgood").level
     logging.getLogger("lastgood").setLevel(logging.WARNING)
@@ -164,7 +164,7 @@ def test_the_bound_of_the_disk_goes_through_the_logger(tmp_path: Path, capfd) ->
         c.save(1)
 
 
-def test_an_error_that_is_not_from_a_save_keeps_the_saves_counted_as_they_were() -> None:
+def test_an_error_outside_of_a_save_leaves_the_count_of_failed_saves() -> None:
     outcomes = Outcomes("run")
     with reports(logging.WARNING) as texts:
         outcomes.put(Cancelled("a reading gave way"))
@@ -172,7 +172,7 @@ def test_an_error_that_is_not_from_a_save_keeps_the_saves_counted_as_they_were()
     assert texts == ["run: Cancelled: a reading gave way."] and outcomes.failed_saves == 0
 
 
-def test_a_second_divergence_is_reported_although_an_earlier_one_was() -> None:
+def test_a_second_divergence_is_reported_again() -> None:
     """Four unfit saves of one week kept the unfit saves of the next from being reported."""
     outcomes = Outcomes("run")
     unfit = errors.NotFinite("step 1 is intact, and not good")
@@ -194,7 +194,7 @@ def test_a_milestone_that_fails_is_reported_each_time() -> None:
     assert len(texts) == 5
 
 
-def test_a_run_that_was_not_closed_and_has_only_durable_saves_says_nothing() -> None:
+def test_an_unclosed_run_with_only_durable_saves_reports_nothing() -> None:
     outcomes = Outcomes("run")
     outcomes.durable(1)
     with reports() as texts:

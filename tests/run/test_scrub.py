@@ -1,4 +1,4 @@
-"""Scrub: old generations are read again in the order that finds most, within a bandwidth, and mended if they can be."""
+"""The scrub reads old generations again, most suspect first, within a bandwidth, and mends them where possible."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Cancelled, Refused, Unreadable
 from lastgood.format import commit, layout
 from lastgood.io import isal
-from lastgood.io.files import PosixFile, PosixFiles
+from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.policy.scrub import Scrub, next_to_read
 from lastgood.ports import Files
@@ -30,7 +30,7 @@ from lastgood.run.reader import RunReader
 from lastgood.run.scrubber import Scrubber
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
-from lastgood.testing import Clock, Fault, FaultyFiles
+from lastgood.testing import Call, Clock, Fault, FaultyFiles
 
 CHUNK = 8192
 DATA = "r00000.safetensors"
@@ -62,14 +62,14 @@ def hit(root: Path, step: int, name: str = DATA) -> None:
     path.write_bytes(data)
 
 
-def test_what_was_not_read_for_longest_is_next():
+def test_the_scrub_reads_the_generation_unread_for_longest_next():
     there = [generation(step, verified=True) for step in (10, 20, 30)]
     assert next_to_read(there, {at(10): 5.0, at(20): 3.0, at(30): 4.0}, ()) == there[1]
     assert next_to_read(there, {at(10): 5.0, at(20): 3.0}, ()) == there[2], "never read since this process began"
     assert next_to_read([], {}, ()) is None
 
 
-def test_the_neighbours_of_a_damaged_one_are_read_before_all_others():
+def test_the_neighbours_of_a_damaged_generation_are_scrubbed_first():
     there = [generation(step, verified=True) for step in (10, 20, 40, 50, 90)]
     read_at = {one.id: float(one.step) for one in there}
     assert next_to_read(there, read_at, {at(45)}) == there[2]
@@ -80,7 +80,7 @@ def test_the_neighbours_of_a_damaged_one_are_read_before_all_others():
     assert order == [20, 40, 90, 10, 50]
 
 
-def test_a_round_reads_each_once_and_after_damage_its_neighbours(tmp_path):
+def test_a_scrub_round_reads_each_generation_once_then_those_near_damage(tmp_path):
     run, clock = run_of(tmp_path, 6), Clock()
     hit(tmp_path, 1)
     hit(tmp_path, 5)
@@ -93,7 +93,7 @@ def test_a_round_reads_each_once_and_after_damage_its_neighbours(tmp_path):
     assert again == [1, 2, 3, 4, 5, 6], "a new round: what is damaged may be whole again, and turns no order any more"
 
 
-def test_damage_in_the_middle_turns_the_order_towards_it(tmp_path):
+def test_damage_moves_the_scrub_order_towards_it(tmp_path):
     run, clock = run_of(tmp_path, 6), Clock()
     rounds = scrubber(run, clock)
     list(iter(rounds.scrub_next, None))
@@ -102,7 +102,7 @@ def test_damage_in_the_middle_turns_the_order_towards_it(tmp_path):
     assert [one.generation.step for one in iter(rounds.scrub_next, None)][:3] == [4, 3, 5]
 
 
-def test_reading_keeps_to_its_bandwidth(tmp_path):
+def test_the_scrub_keeps_to_its_bandwidth(tmp_path):
     run, clock = run_of(tmp_path, 2), Clock()
     rounds = scrubber(run, clock, rate=10_000.0)
     total = sum(path.stat().st_size for path in tmp_path.glob(f"gen/*/{DATA}"))
@@ -111,7 +111,7 @@ def test_reading_keeps_to_its_bandwidth(tmp_path):
     assert clock() == pytest.approx(total / 10_000.0)
 
 
-def test_a_reading_that_was_given_up_has_its_turn_again(tmp_path):
+def test_a_cancelled_scrub_of_a_generation_is_scheduled_again(tmp_path):
     run, clock = run_of(tmp_path, 2), Clock()
     rounds = scrubber(run, clock)
     with pytest.raises(Cancelled):
@@ -119,7 +119,7 @@ def test_a_reading_that_was_given_up_has_its_turn_again(tmp_path):
     assert [one.generation.step for one in iter(rounds.scrub_next, None)] == [1, 2]
 
 
-def test_a_reading_that_gives_way_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_paused_scrub_resumes_where_it_stopped(tmp_path, monkeypatch):
     """Story: beside frequent saves a large generation was begun anew each time, and never read to its end."""
     run, asked, read = run_of(tmp_path, 1), itertools.count(), []
     read_into = run.tier.read_into
@@ -140,7 +140,7 @@ def test_a_reading_that_gives_way_goes_on_where_it_was(tmp_path, monkeypatch):
     assert read == sorted(set(read)), "no chunk is read twice"
 
 
-def test_what_was_judged_by_others_while_it_was_put_aside_is_read_from_the_beginning_in_its_turn(tmp_path):
+def test_a_paused_scrub_restarts_if_its_generation_was_judged_meanwhile(tmp_path):
     run, asked, clock = run_of(tmp_path, 3), itertools.count(), Clock(5.0)
     rounds = scrubber(run, clock)
     with pytest.raises(Cancelled):
@@ -152,7 +152,7 @@ def test_what_was_judged_by_others_while_it_was_put_aside_is_read_from_the_begin
     assert not run.survey.generations[first.id].damaged, "and its mark is news"
 
 
-def test_what_was_put_aside_and_has_gone_meanwhile_is_let_go_and_so_is_its_memory(tmp_path):
+def test_a_paused_scrub_of_a_deleted_generation_is_dropped_with_its_memory(tmp_path):
     run, asked = run_of(tmp_path, 3), itertools.count()
     arena = Arena(3 * CHUNK, CHUNK)
     rounds = Scrubber(run.known, run.mender, lambda: arena)
@@ -168,7 +168,7 @@ def test_what_was_put_aside_and_has_gone_meanwhile_is_let_go_and_so_is_its_memor
     assert arena.idle
 
 
-def test_damage_is_rebuilt_where_there_is_parity_and_damaged_parity_is_written_anew(tmp_path):
+def test_the_scrub_rebuilds_damage_from_parity_and_damaged_parity_itself(tmp_path):
     run, clock = run_of(tmp_path, 3, parity="4+2"), Clock()
     before = {path: path.read_bytes() for path in tmp_path.glob("gen/*/*")}
     hit(tmp_path, 1)
@@ -179,7 +179,7 @@ def test_damage_is_rebuilt_where_there_is_parity_and_damaged_parity_is_written_a
     assert {path: path.read_bytes() for path in tmp_path.glob("gen/*/*")} == before
 
 
-def test_a_training_run_reads_its_old_generations_beside_its_saves(tmp_path):
+def test_training_scrubs_old_generations_beside_its_saves(tmp_path):
     events: list[lastgood.Event] = []
     scrub = Scrub(seconds=0.0, bytes_per_second=1e12)
     told = looped(tmp_path, scrub, parity="10+2", on_event=events.append)
@@ -205,17 +205,17 @@ def looped(root: Path, scrub: Scrub, **options: object) -> list[str]:
     return texts
 
 
-def test_damage_that_is_found_beside_training_is_told_in_the_loop(tmp_path):
+def test_damage_found_by_the_scrub_is_reported_in_the_training_loop(tmp_path):
     told = looped(tmp_path, Scrub(seconds=0.0, bytes_per_second=1e12))
     assert told and all("step 1 was good and does not read back any more" in one for one in told)
 
 
-def test_nothing_is_read_again_before_its_time(tmp_path):
+def test_the_scrub_reads_no_generation_before_its_interval_has_passed(tmp_path):
     assert looped(tmp_path, Scrub(seconds=1e9, bytes_per_second=1e12)) == []
     assert not lastgood.open(tmp_path).verify(1).good
 
 
-def test_nothing_is_read_again_while_a_save_is_under_way_or_somebody_waits_for_the_end(tmp_path):
+def test_the_scrub_pauses_during_saves_and_while_the_run_closes(tmp_path):
     with lastgood.Checkpointer(tmp_path, {"net": nn.Linear(2, 2)}, scrub=Scrub(seconds=0.0)) as ckpt:
         ckpt.save(1)
         ckpt.wait()
@@ -239,7 +239,7 @@ def test_nothing_is_read_again_while_a_save_is_under_way_or_somebody_waits_for_t
         assert pipeline._scrubbing is not None
 
 
-def test_a_restore_rebuilds_the_newest_by_itself_and_says_so(tmp_path):
+def test_a_restore_rebuilds_the_newest_generation_and_reports_it(tmp_path):
     net = nn.Linear(100, 100)
     with lastgood.Checkpointer(tmp_path, {"net": net}, parity="10+2") as ckpt:
         ckpt.restore()
@@ -257,7 +257,7 @@ def test_a_restore_rebuilds_the_newest_by_itself_and_says_so(tmp_path):
     assert torch.equal(net.weight, other.weight)
 
 
-def test_a_scrub_that_makes_no_sense_is_refused(tmp_path):
+def test_senseless_scrub_options_are_refused(tmp_path):
     for bad in ({"seconds": -1.0}, {"bytes_per_second": 0.0}):
         with pytest.raises(Refused):
             Scrub(**bad)
@@ -265,7 +265,7 @@ def test_a_scrub_that_makes_no_sense_is_refused(tmp_path):
         lastgood.Checkpointer(f"slots://{tmp_path}", {"net": nn.Linear(2, 2)}, parity="10+2")
 
 
-def test_what_cannot_be_read_has_its_turn_and_the_others_theirs(tmp_path):
+def test_an_unreadable_generation_does_not_stop_the_scrub_of_the_others(tmp_path):
     """One unreadable sector kept the scrubber at the same generation for ever."""
     files, clock = FaultyFiles(), Clock()
     run = run_of(tmp_path, 3, files=files)
@@ -280,23 +280,25 @@ def test_what_cannot_be_read_has_its_turn_and_the_others_theirs(tmp_path):
     assert seen == [1, "unreadable", 3]
 
 
-def test_a_sector_that_cannot_be_read_is_rebuilt_from_parity(tmp_path, monkeypatch):
-    run, clock = run_of(tmp_path, 1, parity="4+2"), Clock()
+def test_an_unreadable_sector_is_rebuilt_from_parity(tmp_path):
+    files, clock = FaultyFiles(), Clock()
+    run = run_of(tmp_path, 1, parity="4+2", files=files)
     (path,) = tmp_path.glob(f"gen/*/{DATA}")
-    bad, read = path.stat().st_ino, PosixFile.read_into
+    bad = path.stat().st_ino
 
-    def failing(self: PosixFile, mv: memoryview, offset: int) -> int:
-        if os.fstat(self._fd).st_ino == bad and offset <= 8192 < offset + len(mv):
-            raise OSError(errno.EIO, "bad sector")
-        return read(self, mv, offset)
+    def fail(call: Call) -> None:
+        if call.operation == "read" and os.stat(call.path).st_ino == bad:
+            assert call.offset is not None and call.length is not None
+            if call.offset <= 8192 < call.offset + call.length:
+                raise OSError(errno.EIO, "bad sector")
 
-    monkeypatch.setattr(PosixFile, "read_into", failing)
+    files.before = fail
     done = scrubber(run, clock).scrub_next()
     assert done is not None and done.repaired and path.stat().st_ino != bad
     assert RunReader(run.tier).verify(1).good
 
 
-def test_a_run_with_parity_is_restored_past_damage_without_a_parity_library(tmp_path, monkeypatch):
+def test_a_damaged_run_with_parity_is_restored_without_a_parity_library(tmp_path, monkeypatch):
     run_of(tmp_path, 2, parity="4+2")
     hit(tmp_path, 2)
     monkeypatch.setattr(isal, "library", lambda: None)
@@ -308,7 +310,7 @@ def test_a_run_with_parity_is_restored_past_damage_without_a_parity_library(tmp_
     assert found.generation is not None and found.generation.step == 1 and loaded == state(1)
 
 
-def test_a_generation_whose_commit_is_lost_is_no_litter_while_something_there_says_that_it_was_committed(tmp_path):
+def test_a_generation_without_its_commit_is_kept_while_records_name_it(tmp_path):
     """An abandoned one: no commit, incarnation or pointer names it, and the next opening deleted it, parity and all."""
     run = run_of(tmp_path, 3, parity="4+2")
     run.begin(min(run.survey.generations))
@@ -321,7 +323,7 @@ def test_a_generation_whose_commit_is_lost_is_no_litter_while_something_there_sa
     assert again.mend(at_three, Arena(3 * CHUNK, CHUNK)) == [layout.COMMIT] and path.read_bytes() == before
 
 
-def test_a_newest_that_was_verified_before_parity_was_asked_for_gets_it_with_the_next_upkeep(tmp_path):
+def test_upkeep_adds_parity_to_a_newest_generation_verified_without_it(tmp_path):
     run_of(tmp_path, 2)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), parity="4+2")
     run.verify(Arena(3 * CHUNK, CHUNK))

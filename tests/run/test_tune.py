@@ -1,4 +1,4 @@
-"""The tuner: formulas against the paper and against each other, an interval that does not flap, real small runs."""
+"""The tuner: formulas against the paper and each other, an interval that does not oscillate, small real runs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ MiB = 1 << 20
 # ---- the interval ------------------------------------------------------------------------------------------------
 
 
-def test_the_papers_example_saves_every_18_steps() -> None:
+def test_the_example_of_the_paper_saves_every_18_steps() -> None:
     """PCcheck, OPT-1.3B: Tw 37 s, 2 s a step, one in flight, 3 %. With q = 0.03 in place of 1.03 it would be 617."""
     assert interval_steps(write_seconds=37, in_flight=1, overhead=0.03, step_seconds=2) == 18
     assert interval_steps(37, 2, 0.03, 2) == 9
 
 
-def test_copying_that_fits_the_budget_costs_no_step_and_more_is_paid_in_steps() -> None:
+def test_only_copying_beyond_the_budget_lengthens_the_interval() -> None:
     """0.5 s lost a save, 3 % of 2 s a step: 9 steps would do for copying, so writing rules; 3 s need 50."""
     assert interval_steps(37, 1, 0.03, 2, contention_seconds=0.5) == 18
     assert interval_steps(37, 1, 0.03, 2, contention_seconds=3.0) == 50
@@ -56,9 +56,7 @@ def test_a_whole_number_of_steps_is_not_rounded_up_by_a_rounding_error() -> None
 
 
 @given(SECONDS, IN_FLIGHT, OVERHEADS, SECONDS, st.floats(0, 1e4))
-def test_the_interval_is_the_least_that_keeps_the_budget(
-    tw: float, n: int, overhead: float, t: float, c: float
-) -> None:
+def test_the_interval_is_the_shortest_within_the_budget(tw: float, n: int, overhead: float, t: float, c: float) -> None:
     steps = interval_steps(tw, n, overhead, t, c)
     assert tune.expected_overhead(steps, tw, n, t, c) <= overhead * (1 + 1e-9) + 1e-9
     if steps > 1:
@@ -66,7 +64,7 @@ def test_the_interval_is_the_least_that_keeps_the_budget(
 
 
 @given(SECONDS, IN_FLIGHT, OVERHEADS, SECONDS, st.floats(0, 1e4), st.floats(1, 10))
-def test_the_interval_grows_with_what_a_save_costs_and_shrinks_with_what_is_allowed(
+def test_the_interval_grows_with_the_cost_and_shrinks_with_the_budget(
     tw: float, n: int, overhead: float, t: float, c: float, more: float
 ) -> None:
     steps = interval_steps(tw, n, overhead, t, c)
@@ -79,7 +77,7 @@ def test_the_interval_grows_with_what_a_save_costs_and_shrinks_with_what_is_allo
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
 @pytest.mark.parametrize("name", ["write_seconds", "in_flight", "overhead", "step_seconds", "contention_seconds"])
-def test_a_number_that_means_nothing_is_refused(name: str, bad: float) -> None:
+def test_senseless_numbers_are_refused(name: str, bad: float) -> None:
     numbers = {"write_seconds": 1.0, "in_flight": 1, "overhead": 0.03, "step_seconds": 1.0, "contention_seconds": 1.0}
     if name == "contention_seconds" and bad == 0.0:
         return
@@ -87,7 +85,7 @@ def test_a_number_that_means_nothing_is_refused(name: str, bad: float) -> None:
         interval_steps(**{**numbers, name: bad})  # type: ignore[arg-type]
 
 
-def test_an_interval_that_no_number_holds_is_refused() -> None:
+def test_an_infinite_interval_is_refused() -> None:
     with pytest.raises(Refused, match="no interval"):
         interval_steps(1e308, 1, 1e-300, 1e-300, 1e308)
 
@@ -96,7 +94,7 @@ def test_an_interval_that_no_number_holds_is_refused() -> None:
 
 
 @given(st.floats(0, 1e3), st.integers(1, 1000), SECONDS, IN_FLIGHT, SECONDS)
-def test_the_recovery_bound_is_the_papers_and_lies_between_the_older_policies(
+def test_the_recovery_bound_equals_the_papers_and_lies_between_older_ones(
     load: float, f: int, t: float, n: int, tw: float
 ) -> None:
     bound = tune.recovery_bound_seconds(load, f, t, n, tw)
@@ -105,7 +103,7 @@ def test_the_recovery_bound_is_the_papers_and_lies_between_the_older_policies(
     assert tune.recovery_bound_seconds(load, f, t, 1, tw) <= tune.one_in_flight_bound_seconds(load, f, t) * (1 + 1e-9)
 
 
-def test_with_one_save_that_takes_until_the_next_the_bound_is_checkfreqs() -> None:
+def test_one_save_lasting_until_the_next_gives_the_bound_of_checkfreq() -> None:
     assert (
         tune.recovery_bound_seconds(5, 10, 2, 1, write_seconds=100) == 45 == tune.one_in_flight_bound_seconds(5, 10, 2)
     )
@@ -130,7 +128,7 @@ def test_every_candidate_fits_the_memory_and_the_disk(memory: int, disk: int, st
         assert one.least_bytes <= memory and one.chunk_bytes % 4096 == 0 < one.chunk_bytes
 
 
-def test_the_papers_range_of_n_is_s_over_m_less_two() -> None:
+def test_the_range_of_n_in_the_paper_is_s_over_m_less_two() -> None:
     found = tune.candidates(3 * 10**9, 9 * 10**9, 15 * 10**8)
     assert {one.in_flight for one in found} == {1, 2, 3, 4}
     assert {one.chunk_bytes for one in found} == {4 * MiB, 8 * MiB, 16 * MiB}
@@ -142,7 +140,7 @@ def measured(n: int, tw: float, p: int = 2, b: int = 8 * MiB) -> Measured:
     return Measured(Setting(n, p, b), tw)
 
 
-def test_n_minimises_tw_over_n_and_what_noise_gains_buys_no_memory() -> None:
+def test_n_minimises_tw_over_n_and_noise_adds_no_memory() -> None:
     assert choose([measured(1, 1.0), measured(2, 1.2), measured(3, 2.4)]).setting.in_flight == 2
     assert choose([measured(1, 1.0), measured(2, 1.9), measured(3, 2.75)]).setting.in_flight == 1
     assert choose([measured(1, 1.00, 4), measured(1, 1.05, 2), measured(1, 1.2, 1)]).setting.writers == 2
@@ -151,14 +149,14 @@ def test_n_minimises_tw_over_n_and_what_noise_gains_buys_no_memory() -> None:
         choose([])
 
 
-def test_nobody_saves_more_often_than_once_a_step_so_more_in_flight_buys_nothing_then() -> None:
+def test_saves_in_flight_beyond_one_save_per_step_gain_nothing() -> None:
     found = [measured(1, 0.024), measured(2, 0.016), measured(4, 0.019)]
     assert choose(found).setting.in_flight == 4
     assert choose(found, enough_seconds=0.8).setting.in_flight == 1
 
 
 @given(st.lists(st.builds(measured, IN_FLIGHT, SECONDS, st.integers(1, 4)), min_size=1))
-def test_what_is_chosen_is_never_much_slower_than_the_best(found: list[Measured]) -> None:
+def test_the_choice_is_never_much_slower_than_the_best_candidate(found: list[Measured]) -> None:
     assert choose(found).seconds_per_save <= min(one.seconds_per_save for one in found) * 1.1**2 * (1 + 1e-9)
 
 
@@ -178,7 +176,7 @@ def test_the_search_goes_one_coordinate_at_a_time_and_n_comes_last() -> None:
     assert tried[6:] == [Setting(n, 1, 4 * MiB) for n in range(2, 9)]
 
 
-def test_the_search_ends_where_two_more_in_flight_buy_nothing_or_a_save_a_step_is_reached() -> None:
+def test_the_search_ends_when_more_saves_in_flight_gain_nothing() -> None:
     allowed = tune.candidates(1 << 34, 1 << 40, 1 << 30)
     assert max(one.in_flight for one in searched(allowed, lambda one: float(max(one.in_flight, 2)))) == 4
     assert max(one.in_flight for one in searched(allowed, lambda _: 1.0, enough=1.0)) == 1
@@ -186,7 +184,7 @@ def test_the_search_ends_where_two_more_in_flight_buy_nothing_or_a_save_a_step_i
 
 
 @given(st.integers(1 << 20, 1 << 34), st.integers(3, 20), st.randoms(use_true_random=False))
-def test_the_search_ends_whatever_is_measured(memory: int, times: int, random: Any) -> None:
+def test_the_search_terminates_for_any_measurements(memory: int, times: int, random: Any) -> None:
     allowed = tune.candidates(memory, times * (1 << 30), 1 << 30)
     assert len(searched(allowed, lambda _: random.uniform(1, 2))) <= 6 + tune.MOST_IN_FLIGHT
 
@@ -215,7 +213,7 @@ def played(auto: Auto, rounds: list[tuple[float, float, float]]) -> list[int]:
     st.lists(st.tuples(EDGES, EDGES, EDGES), min_size=1, max_size=20),
 )
 @example(1.0, 1.02, 0.0, 1, 1, [(0.9, 1.1, 1.0)] + [(1.1, 0.9, 1.0)] * 5)
-def test_noise_of_a_tenth_never_makes_the_interval_flap(
+def test_noise_of_ten_percent_never_makes_the_interval_oscillate(
     t: float, wanted: float, copying: float, n: int, first: int, noise: list[tuple[float, float, float]]
 ) -> None:
     """Whatever the order in which it comes: what has risen does not fall again, and it settles. Small intervals too:
@@ -228,7 +226,7 @@ def test_noise_of_a_tenth_never_makes_the_interval_flap(
 
 
 @given(st.floats(0.01, 10), st.floats(0.01, 1000), st.floats(0, 10), IN_FLIGHT, st.integers(1, 10000))
-def test_the_interval_comes_to_what_is_wanted_and_the_budget_is_overrun_by_a_tenth_at_most(
+def test_the_interval_converges_within_ten_percent_of_the_budget(
     t: float, tw: float, c: float, n: int, first: int
 ) -> None:
     auto = Auto(0.03, n, first)
@@ -238,24 +236,24 @@ def test_the_interval_comes_to_what_is_wanted_and_the_budget_is_overrun_by_a_ten
     assert wanted / 1.1 - 1 <= auto.interval_steps <= 1.5 * wanted + 1
 
 
-def test_a_disk_that_hung_twice_moves_nothing_once_enough_is_known() -> None:
+def test_two_stalls_of_the_disk_change_nothing_after_enough_measurements() -> None:
     auto = Auto(interval_steps=18)
     for tw in (37.0, 37.0, 37.0, 3700.0, 3700.0, 37.0):
         auto = adapt(auto, 2.0, tw, 0.0)
     assert auto.interval_steps == 18 and auto.reason == ""
 
 
-def test_a_first_save_that_hung_for_a_minute_only_doubles_the_interval() -> None:
+def test_a_first_save_that_stalls_a_minute_only_doubles_the_interval() -> None:
     auto = adapt(Auto(interval_steps=10), 0.1, 60.0, 0.0)
     assert auto.interval_steps == 20 and "every 20 steps instead of 10" in auto.reason and "Tw 60 s" in auto.reason
 
 
-def test_a_disk_that_became_ten_times_slower_is_followed_and_back() -> None:
+def test_the_interval_follows_a_disk_ten_times_slower_and_back() -> None:
     assert played(Auto(interval_steps=18), [(2.0, 37.0, 0.0)] * 5 + [(2.0, 370.0, 0.0)] * 9) == [18, 36, 72, 144, 180]
     assert played(Auto(interval_steps=180), [(2.0, 37.0, 0.0)] * 3) == [180, 18]
 
 
-def test_where_every_step_has_a_save_in_flight_the_interval_grows_until_one_has_none() -> None:
+def test_the_interval_grows_until_some_step_has_no_save_in_flight() -> None:
     """With interval 1 no step was ever free, the step time never known, and so the interval would have stayed."""
     auto = adapt(Auto(interval_steps=1), None, 37.0, None)
     assert auto.interval_steps == 2 and "free of a save" in auto.reason
@@ -264,10 +262,10 @@ def test_where_every_step_has_a_save_in_flight_the_interval_grows_until_one_has_
     assert adapt(auto, None, 37.0, 0.0).interval_steps == 8  # the step time of before still counts
 
 
-def test_a_change_that_is_announced_ahead_holds_from_the_same_step_for_every_rank() -> None:
+def test_an_announced_interval_takes_effect_at_one_step_on_every_rank() -> None:
     auto = adapt(Auto(interval_steps=10, ahead_steps=5), 0.1, 60.0, 0.0, step=12)
     assert (auto.interval_steps, auto.previous_steps, auto.holds_from) == (20, 10, 17)
-    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not heard of it yet
+    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not received it yet
     assert all(auto.due(step, 5) == behind.due(step, 5) for step in range(12, 17))
     assert auto.due(16, 6) and not auto.due(17, 6) and not auto.due(25, 6) and auto.due(26, 6)
     again = adapt(auto, 0.1, 60.0, 0.0, step=14)
@@ -275,14 +273,14 @@ def test_a_change_that_is_announced_ahead_holds_from_the_same_step_for_every_ran
     assert adapt(again, 0.1, 60.0, 0.0, step=17).interval_steps == 40
 
 
-def test_a_shorter_interval_is_due_at_once_when_it_holds() -> None:
+def test_a_shorter_interval_makes_a_save_due_at_once() -> None:
     auto = adapt(Auto(interval_steps=100, ahead_steps=3), 1.0, 1.0, 0.0, step=30)
     assert auto.interval_steps == 1
     assert [step for step in range(30, 40) if auto.due(step, 20)] == list(range(33, 40))
 
 
 @pytest.mark.parametrize("bad", [math.nan, -1.0, math.inf])
-def test_a_measurement_that_means_nothing_is_refused(bad: float) -> None:
+def test_senseless_measurements_are_refused(bad: float) -> None:
     for numbers in ((bad, 1.0, 0.0), (1.0, bad, 0.0), (1.0, 1.0, bad)):
         with pytest.raises(Refused):
             adapt(Auto(), *numbers)
@@ -309,7 +307,7 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     return run_it
 
 
-def test_tune_measures_chooses_and_leaves_nothing_behind(tmp_path: Path, call: Any) -> None:
+def test_tune_measures_chooses_and_deletes_its_files(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "not" / "yet" / "run", *SMALL, "--json")
     told = json.loads(out)
     assert code == 0 and os.listdir(tmp_path) == [] and "at most" in err
@@ -325,7 +323,7 @@ def test_tune_measures_chooses_and_leaves_nothing_behind(tmp_path: Path, call: A
     )
 
 
-def test_the_line_to_paste_is_python_with_what_was_chosen(tmp_path: Path, call: Any) -> None:
+def test_the_line_to_paste_is_python_with_the_chosen_options(tmp_path: Path, call: Any) -> None:
     """Names of directories may hold quotes, backslashes and letters of any script."""
     run = tmp_path / 'a "b" \\ ü 𝛼'
     told = json.loads(call(run, *SMALL, "--json")[1])
@@ -345,21 +343,19 @@ def test_the_line_to_paste_is_python_with_what_was_chosen(tmp_path: Path, call: 
     assert seen.get("retention") == (("keep", most) if most else None) and told["notes"]
 
 
-def test_tune_says_it_to_people_too_and_draws_no_colour_in_a_pipe(tmp_path: Path, call: Any) -> None:
+def test_tune_prints_for_people_without_colour_in_a_pipe(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "run", *SMALL)
     assert code == 0 and "\x1b" not in out + err
     for words in ("chosen", "save every", "expected overhead", "after a crash at most", "lastgood.Checkpointer("):
         assert words in out
 
 
-def test_a_disk_that_holds_no_save_beside_the_two_that_stay_is_refused_before_a_byte_is_written(
-    tmp_path: Path, call: Any
-) -> None:
+def test_tune_refuses_a_disk_too_small_for_a_save_before_it_writes(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "run", "--state-bytes", "2MB", "--step-seconds", 1, "--disk", "5MB")
     assert code == 3 and out == "" and "6,000,000" in err and os.listdir(tmp_path) == []
 
 
-def test_a_disk_without_room_for_the_samples_is_refused_before_a_byte_is_written(
+def test_tune_refuses_a_disk_too_small_for_its_samples_before_it_writes(
     tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = tuning.shutil.disk_usage(tmp_path)._replace(free=3_000_000)
@@ -406,7 +402,7 @@ def figures(
     )
 
 
-def test_a_sample_that_costs_no_more_than_one_page_still_stands_for_a_state_a_thousand_times_its_size(
+def test_a_sample_of_one_page_stands_for_a_state_a_thousand_times_larger(
     tmp_path: Path,
 ) -> None:
     """What one page costs was taken off; where that is all, by noise, 1 GiB came out as quick as 1 MiB."""
@@ -419,7 +415,7 @@ def test_a_sample_that_costs_no_more_than_one_page_still_stands_for_a_state_a_th
         assert trials.extrapolated_seconds(0.12, fixed_seconds=0.02) == 0.12
 
 
-def test_what_is_written_stays_within_what_was_said(tmp_path: Path) -> None:
+def test_tune_writes_no_more_than_it_announced(tmp_path: Path) -> None:
     counted, most = [0], [0]
 
     def seen(count: int) -> None:
@@ -432,7 +428,7 @@ def test_what_is_written_stays_within_what_was_said(tmp_path: Path) -> None:
     assert 0 < counted[0] <= said.written_bytes and 0 < most[0] <= said.at_once_bytes
 
 
-def test_a_search_that_is_out_of_time_chooses_from_what_it_has_and_says_so(
+def test_a_search_out_of_time_chooses_from_its_measurements_and_reports_it(
     tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "QUICK", replace(EFFORT, limit_seconds=0.0))
@@ -440,8 +436,8 @@ def test_a_search_that_is_out_of_time_chooses_from_what_it_has_and_says_so(
     assert len(told["measured"]) == 1 and "the time was up" in told["notes"][0]
 
 
-def test_figures_that_scatter_are_told_so(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a load of ten, three runs in a row wanted 131, 6 and 54 steps, and said nothing."""
+def test_scattered_measurements_are_reported(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a load of ten, three runs in a row chose 131, 6 and 54 steps without reporting the scatter."""
     found = figures(tmp_path / "run")
     for slowest, told in ((1.4, False), (1.6, True)):
         scattered = replace(found, write_seconds_range=(1.0, slowest))
@@ -484,7 +480,7 @@ def test_a_disk_that_fails_ends_the_measurement_and_leaves_nothing_behind(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_save_that_waits_for_chunks_that_will_not_come_ends_with_the_one_that_failed(
+def test_a_save_waiting_for_chunks_ends_with_the_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load beside them ran until all were durable, and the second one, copied by half, never was."""
@@ -524,9 +520,7 @@ def test_a_save_that_waits_for_chunks_that_will_not_come_ends_with_the_one_that_
             trials.save(Setting(2, 1, 65536), trials.image, load)
 
 
-def test_a_tune_that_was_killed_leaves_only_a_scratch_directory_and_the_next_one_removes_it(
-    tmp_path: Path, call: Any
-) -> None:
+def test_the_next_tune_deletes_the_scratch_directory_of_a_killed_one(tmp_path: Path, call: Any) -> None:
     code = f"""
 import os, pathlib, signal
 from lastgood.policy import tune
@@ -546,7 +540,7 @@ measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.
     assert code == 0 and os.listdir(tmp_path) == ["running.tune-00000000"] and f"removed {left}" in out
 
 
-def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_path: Path, call: Any) -> None:
+def test_tune_keeps_locked_scratch_and_folders_that_only_resemble_it(tmp_path: Path, call: Any) -> None:
     for name, inside in (("run.tune-0123abcd", "photo.jpg"), ("run.tune-0123abce", "lastgood.json")):
         (tmp_path / name).mkdir()
         (tmp_path / name / inside).write_bytes(b"x")
@@ -560,7 +554,7 @@ def test_what_another_tune_has_locked_and_what_only_looks_like_scratch_stay(tmp_
     assert scratch.clear(str(tmp_path / "run")) == ["run.tune-11111111"]
 
 
-def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
+def test_tune_does_not_change_an_existing_run(tmp_path: Path, call: Any) -> None:
     run = tmp_path / "run"
     with access.for_writing(run, "atomic_dirsync") as tier:
         tier.put_new("lastgood.json", b"{}")
@@ -569,7 +563,7 @@ def test_a_run_that_is_there_is_not_touched(tmp_path: Path, call: Any) -> None:
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before and os.listdir(tmp_path) == ["run"]
 
 
-def test_a_place_that_no_run_can_be_at_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_tune_refuses_an_impossible_path_and_leaves_it_unchanged(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
     for place in ("photos", "photos/one.jpg", "photos/one.jpg/run"):
@@ -580,9 +574,7 @@ def test_a_place_that_no_run_can_be_at_is_refused_and_untouched(tmp_path: Path) 
     assert scratch.parent_folder(str(tmp_path / "empty")) == str(tmp_path)
 
 
-def test_a_run_that_is_a_disk_of_its_own_is_not_measured_by_the_disk_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_its_own_mount_is_measured_on_that_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.stat
 
     def stat(path: Any, **options: Any) -> os.stat_result:

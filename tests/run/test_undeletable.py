@@ -1,4 +1,4 @@
-"""What cannot be deleted is reported once, skipped, and tried again later; saving, restoring and deleting go on."""
+"""An undeletable file is reported once, skipped and tried again later; saves, restores and deletions continue."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sticky(path: str, number: int = errno.EPERM) -> FaultyFiles:
 
 
 class SilentlyRenamed(PosixFiles):
-    """An NFS client on which somebody has the tensor files open: a removed one stays under another name."""
+    """An NFS client on which a process has the tensor files open: a removed file stays under another name."""
 
     def remove(self, path: str) -> None:
         if path.endswith(".safetensors"):
@@ -68,7 +68,7 @@ STUCK = [layout.COMMIT, layout.blob_name(0), layout.manifest_name(0), layout.VER
 
 
 @pytest.mark.parametrize("name", STUCK)
-def test_one_generation_that_cannot_be_deleted_keeps_no_other(run_of_three, caplog, name):
+def test_an_undeletable_generation_stops_no_other_deletion(run_of_three, caplog, name):
     """Twelve generations lay there with Keep(last=3): the oldest was immutable, and nothing was deleted any more."""
     files = sticky(f"{one_folder(run_of_three, 1)}/{name}")
     run = opened(run_of_three, files)
@@ -86,7 +86,7 @@ def one_folder(root: Path, step: int) -> str:
     return path.name
 
 
-def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
+def test_an_undeletable_file_keeps_no_other_file_of_its_generation(run_of_three):
     files = sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
     run = opened(run_of_three, files)
     run.clean()
@@ -96,7 +96,7 @@ def test_the_rest_of_a_generation_goes_where_one_file_of_it_stays(run_of_three):
 
 
 def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_three):
-    """Its COMMIT is gone, and a later commit names it: without GOING it would count as a loss for ever."""
+    """Its COMMIT is deleted and a later commit names it: without GOING it would count as lost forever."""
     opened(run_of_three, sticky(one_folder(run_of_three, 1) + "/" + layout.blob_name(0))).clean()
     seen = commit.survey(Disk(PosixFiles(), str(run_of_three)))
     assert {at.step for at in seen.going} == {1} and not seen.broken and not seen.incomplete
@@ -105,7 +105,7 @@ def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_th
     assert len([*(run_of_three / "gen").iterdir()]) == 1
 
 
-def test_a_file_that_an_nfs_client_keeps_open_stays_known_as_deleted(run_of_three):
+def test_a_file_that_an_nfs_client_keeps_open_still_counts_as_deleted(run_of_three):
     run = opened(run_of_three, SilentlyRenamed())
     run.clean()
     seen = commit.survey(run.tier)
@@ -124,13 +124,13 @@ def test_litter_that_cannot_be_removed_does_not_stop_an_opening(run_of_three, li
     assert path.name in caplog.text
 
 
-def test_a_stale_incarnation_that_cannot_be_removed_does_not_stop_a_restore(run_of_three):
+def test_an_undeletable_stale_incarnation_does_not_stop_a_restore(run_of_three):
     opened(run_of_three, PosixFiles())
     opened(run_of_three, sticky("incarnations/000002"))
     assert load(Disk(PosixFiles(), str(run_of_three)))[0].generation.step == 3
 
 
-def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three):
+def test_a_failed_deletion_is_retried_after_some_cleanups(run_of_three):
     files = sticky(one_folder(run_of_three, 1), errno.EIO)
     run = opened(run_of_three, files)
     run.clean()
@@ -142,17 +142,17 @@ def test_a_deletion_that_failed_is_tried_again_after_some_cleanings(run_of_three
     assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000003"]
 
 
-def test_gc_deletes_the_others_and_names_the_one_that_it_could_not(run_of_three, capsys):
+def test_gc_deletes_the_others_and_names_the_undeletable_one(run_of_three, capsys):
     name = one_folder(run_of_three, 1)
     with sticky(f"{name}/{layout.blob_name(0)}").installed():
-        for _ in range(2):  # the second time its COMMIT is gone already
+        for _ in range(2):  # the second time its COMMIT is already deleted
             assert app.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
             assert "step 1" in capsys.readouterr().out
     assert steps_in(run_of_three) == [3]
 
 
-def test_gc_does_not_count_a_folder_that_stays_as_deleted(run_of_three, capsys):
-    """It said "deleted 2 generations" of a folder with a folder of somebody else in it, at each call."""
+def test_gc_does_not_count_an_undeleted_folder_as_deleted(run_of_three, capsys):
+    """Each call printed "deleted 2 generations" for a folder that a foreign subfolder keeps from being deleted."""
     (run_of_three / "gen" / one_folder(run_of_three, 1) / "plots").mkdir()
     for wanted in (["--keep-last", "1"], []):
         assert app.main(["gc", str(run_of_three), *wanted]) == 5
@@ -164,7 +164,7 @@ def test_gc_does_not_count_a_folder_that_stays_as_deleted(run_of_three, capsys):
     assert "a deletion that did not end" in told and "crash" not in told
 
 
-def test_a_mark_that_cannot_be_written_does_not_stop_a_restore(tmp_path):
+def test_an_unwritable_mark_does_not_stop_a_restore(tmp_path):
     """restore() raised NotWritable after it had loaded the state of a generation that root had saved."""
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
     (mark,) = (tmp_path / "run").glob(f"gen/*/{layout.VERIFIED}")
@@ -191,7 +191,7 @@ def immutable(run_of_three: Path) -> Iterator[Path]:
         subprocess.run(["chattr", "-i", str(folder), *paths], check=True)
 
 
-def test_an_immutable_generation_stays_whole_and_stops_nothing(immutable, run_of_three, caplog):
+def test_an_immutable_generation_stays_complete_and_stops_nothing(immutable, run_of_three, caplog):
     run = opened(run_of_three, PosixFiles())
     saved(run, 4, 5)
     assert steps_in(run_of_three) == [1, 5]

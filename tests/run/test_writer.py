@@ -1,4 +1,4 @@
-"""Save, verify, point, clean, in this order: what one of them finds or fails at, and what the others do then."""
+"""Save, verify, point and clean, in this order: what each one finds, and how a failure of one affects the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def verify(run: RunWriter) -> None:
     run.verify(Arena(3 * 8192, 8192))
 
 
-def test_damage_is_raised_and_the_next_older_one_is_verified_and_pointed_at(tmp_path):
+def test_damage_is_raised_and_the_pointer_moves_to_the_verified_older_one(tmp_path):
     run = writer(tmp_path)
     saved(run, 1, 2, 3)
     newest = max(run.survey.generations)
@@ -64,7 +64,7 @@ def test_damage_is_raised_even_if_its_mark_cannot_be_written(tmp_path, caplog):
     assert run.survey.pointer is not None and run.survey.pointer.step == 1
 
 
-def test_an_opening_writes_the_records_of_incarnations_that_are_missing(tmp_path):
+def test_an_opening_writes_missing_incarnation_records(tmp_path):
     """A process died between its first COMMIT and the record of its incarnation. When that COMMIT was deleted, nothing
     led from the newest step to those before it: they counted as abandoned, and the best of them was deleted."""
     keep = Keep(last=1, best=("loss", "min", 1))
@@ -82,7 +82,7 @@ def test_an_opening_writes_the_records_of_incarnations_that_are_missing(tmp_path
 
 
 def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
-    """restore(step=1) to look at an old step moved the pointer, and the next session resumed there."""
+    """restore(step=1), used to evaluate an old step, moved the pointer, and the next session resumed there."""
     run = writer(tmp_path)
     for step in (1, 2):
         saved(run, step)
@@ -95,7 +95,7 @@ def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
     assert commit.survey(run.tier).pointer.step == 1, "step 3 is not verified yet"
 
 
-def test_a_pointer_that_cannot_move_keeps_only_what_it_names(tmp_path, caplog):
+def test_a_pointer_that_cannot_move_keeps_only_the_generation_it_names(tmp_path, caplog):
     """It is a hint. It once stopped all deletion, and the disk ran full."""
     run = writer(tmp_path, files := FaultyFiles())
     saved(run, 1)
@@ -114,14 +114,14 @@ def test_a_pointer_that_cannot_move_keeps_only_what_it_names(tmp_path, caplog):
     assert {at.step for at in seen.generations} == {3} and seen.pointer and seen.pointer.step == 3
 
 
-def test_of_two_saves_the_older_one_is_given_up_once_the_newer_one_is_committed(tmp_path):
+def test_an_older_save_is_dropped_once_a_newer_one_is_committed(tmp_path):
     run = writer(tmp_path)
     with pytest.raises(Overtaken):
         save(run, 1, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 2))
     assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"], "nothing of it is left"
 
 
-def test_an_older_save_that_retention_wants_for_itself_is_committed_all_the_same_and_names_what_was_before_it(tmp_path):
+def test_an_older_save_that_retention_keeps_is_committed_with_its_parent(tmp_path):
     run = writer(tmp_path)
     saved(run, 1)
     kept = save(run, 2, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 3), milestone=True)

@@ -1,6 +1,6 @@
-"""Copied behind the next forward and backward: what is saved is the state at the cut, or it is dropped and said so.
+"""A save that is copied during the next forward and backward holds the state at its step, or is dropped with a report.
 
-Nothing here waits for time: the copy is held at its start until the thing that it must survive has happened.
+No test waits for time to pass: the copy is held at its start until the event that it must survive has happened.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A small training, whose every state is kept as it was right after its step."""
+    """A small training that keeps a copy of its state after each step."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]) -> None:
         torch.manual_seed(7)
@@ -70,7 +70,7 @@ def same(run: Path, step: int, picture: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies begin only once it is set. The fence sets it too: whoever waits there must not wait for ever."""
+    """Copies begin only once it is set. The fence sets it too, because a wait there must end."""
     monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     opened = threading.Event()
     fill, hold = staging.Snapshot.fill, staging.Snapshot.hold
@@ -100,7 +100,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_a_save_is_the_state_at_its_cut_although_it_is_copied_after_the_next_backward(tmp_path, gate, kind):
+def test_a_save_copied_after_the_next_backward_holds_its_own_step(tmp_path, gate, kind):
     """The copy begins only when the next update already waits at the fence: forward has changed the buffers, the
     random numbers and, through max_norm, nothing that is not told."""
     loop = Loop(OPTIMIZERS[kind])
@@ -122,7 +122,7 @@ def test_a_save_is_the_state_at_its_cut_although_it_is_copied_after_the_next_bac
         assert same(tmp_path, step, pictures[step])
 
 
-def test_the_fence_is_for_updates_elsewhere(tmp_path, gate):
+def test_an_explicit_fence_protects_updates_outside_of_the_optimizer(tmp_path, gate):
     loop = Loop(adamw())
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         loop.update()
@@ -136,7 +136,7 @@ def test_the_fence_is_for_updates_elsewhere(tmp_path, gate):
 
 @pytest.mark.parametrize("memory", [1 << 20, None])
 @pytest.mark.slow
-def test_with_less_memory_than_state_the_update_waits_until_all_of_it_is_read(tmp_path, memory):
+def test_with_a_small_arena_the_update_waits_until_all_state_is_read(tmp_path, memory):
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(300, 300) for _ in range(8)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
@@ -270,8 +270,8 @@ def test_a_state_that_changed_behind_the_fence_is_dropped_and_reported(tmp_path,
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [2], "nothing of the torn one is left"
 
 
-def test_weights_that_are_swapped_and_swapped_back_while_they_are_read_are_seen_in_the_copy(tmp_path, monkeypatch):
-    """Before and after the copy everything is as it was: only what was copied tells."""
+def test_weights_swapped_during_the_copy_and_swapped_back_are_detected(tmp_path, monkeypatch):
+    """Before and after the copy the weights are the same; only the copied bytes show the change."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -296,8 +296,8 @@ def test_weights_that_are_swapped_and_swapped_back_while_they_are_read_are_seen_
     assert lastgood.open(tmp_path).generations() == []
 
 
-def test_what_changes_after_its_copy_and_before_the_last_look_is_reported(tmp_path, monkeypatch):
-    """Nobody can say what else whoever wrote it has changed, and when."""
+def test_a_change_after_the_copy_and_before_the_last_check_is_reported(tmp_path, monkeypatch):
+    """The code that wrote this change may have changed other state during the copy."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -316,9 +316,7 @@ def test_what_changes_after_its_copy_and_before_the_last_look_is_reported(tmp_pa
     assert lastgood.open(tmp_path).generations() == []
 
 
-def test_state_that_is_elsewhere_while_it_is_read_is_seen_although_it_is_back_before_anyone_looks(
-    tmp_path, gate, monkeypatch
-):
+def test_state_replaced_only_during_the_copy_is_detected(tmp_path, gate, monkeypatch):
     """What it holds there differs in one element that is no sample."""
     loop = Loop(adamw())
     loop.backward()
@@ -342,7 +340,7 @@ def test_state_that_is_elsewhere_while_it_is_read_is_seen_although_it_is_back_be
     assert lastgood.open(tmp_path).generations() == []
 
 
-def test_after_two_torn_saves_in_a_row_the_loop_waits_for_the_copy_and_the_model_still_saves(tmp_path, gate):
+def test_after_two_torn_saves_the_loop_waits_for_the_copy(tmp_path, gate):
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -380,7 +378,7 @@ def test_one_torn_save_between_good_ones_changes_nothing(tmp_path, gate):
     assert sorted(one.step for one in lastgood.open(tmp_path).generations()) == [2, 4, 6]
 
 
-def test_a_few_elements_between_two_samples_are_what_only_the_full_check_sees(tmp_path, gate):
+def test_only_the_full_check_detects_changes_between_two_samples(tmp_path, gate):
     """The limit of the sampled check, as the docs name it: a writer that counts no version and misses every sample."""
     for check, kept in (("sampled", [1]), ("full", [])):
         loop = Loop(adamw())
@@ -395,7 +393,7 @@ def test_a_few_elements_between_two_samples_are_what_only_the_full_check_sees(tm
         assert [one.step for one in lastgood.open(tmp_path / check).generations()] == kept
 
 
-def test_one_element_that_is_changed_in_place_between_two_samples_is_seen_by_its_version(tmp_path, gate):
+def test_the_version_counter_detects_an_in_place_change_between_samples(tmp_path, gate):
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -413,7 +411,7 @@ def test_one_element_that_is_changed_in_place_between_two_samples_is_seen_by_its
 # ---- what cannot wait at the fence -----------------------------------------------------------------------------
 
 
-def test_an_average_kept_by_hand_is_copied_at_the_cut(tmp_path, gate):
+def test_a_manual_weight_average_is_copied_at_once(tmp_path, gate):
     loop = Loop(adamw())
     loop.state["average"] = average = copy.deepcopy(loop.net)
     loop.update()
@@ -427,8 +425,8 @@ def test_an_average_kept_by_hand_is_copied_at_the_cut(tmp_path, gate):
     assert same(tmp_path, 1, picture)
 
 
-def test_a_parameter_that_the_state_also_holds_as_a_plain_tensor_is_copied_at_the_cut(tmp_path, gate):
-    """Whoever put it there may change it whenever they like."""
+def test_a_parameter_that_is_also_a_plain_tensor_is_copied_at_once(tmp_path, gate):
+    """User code may change a plain tensor at any time."""
     loop = Loop(adamw())
     loop.state["bias"] = loop.net.two.bias.data
     loop.update()
@@ -440,7 +438,7 @@ def test_a_parameter_that_the_state_also_holds_as_a_plain_tensor_is_copied_at_th
     assert same(tmp_path, 1, picture)
 
 
-def test_a_large_average_that_changes_behind_the_fence_is_torn_and_then_waited_for(tmp_path, gate, monkeypatch):
+def test_a_large_average_that_changes_is_torn_and_then_waited_for(tmp_path, gate, monkeypatch):
     monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
     loop = Loop(adamw())
     loop.state["average"] = average = copy.deepcopy(loop.net)
@@ -457,7 +455,7 @@ def test_a_large_average_that_changes_behind_the_fence_is_torn_and_then_waited_f
 
 
 class OwnOptimizer:
-    """Has a step that nobody can hook."""
+    """An optimizer whose step cannot be hooked."""
 
     def __init__(self, net: nn.Module) -> None:
         self.param_groups = [{"params": list(net.parameters())}]
@@ -483,7 +481,7 @@ class OwnOptimizer:
         "a large parameter that is kept twice",
     ],
 )
-def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
+def test_without_a_hookable_optimizer_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
     loop = Loop(adamw())
     if what == "no optimizer":
         del loop.state["opt0"]
@@ -493,18 +491,18 @@ def test_where_no_hook_can_hold_it_the_loop_waits_for_the_copy(tmp_path, gate, m
         monkeypatch.setattr(save_planner, "SMALL_BYTES", 1 << 20)
     elif what == "a large parameter that is kept twice":
         monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
-        loop.state["weight"] = loop.net.one.weight.data  # whoever put it there may change it whenever they like
+        loop.state["weight"] = loop.net.one.weight.data  # user code may change it at any time
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
-    monkeypatch.setattr(save_planner.SavePlanner, "begun", lambda *_: pytest.fail("it was left to the fence"))
+    monkeypatch.setattr(save_planner.SavePlanner, "hold_updates", lambda *_: pytest.fail("it was left to the fence"))
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 
 
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 @pytest.mark.filterwarnings("ignore:When using ``NO_SHARD``:UserWarning")
-def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate, process_group):
+def test_fsdp1_falls_back_to_waiting_for_the_copy_and_reports_it(tmp_path, gate, process_group):
     model = FullyShardedDataParallel(nn.Linear(8, 8), device_id=torch.device("cpu"))
     model(torch.randn(4, 8)).sum().backward()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -518,7 +516,7 @@ def test_fsdp1_falls_back_to_waiting_for_the_copy_and_says_so(tmp_path, gate, pr
         assert not texts
 
 
-def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):
+def test_removing_the_hooks_waits_for_an_older_copy(tmp_path, gate):
     """From the second torn save on the loop waits for the copy and needs no hook. One that was still being copied lost
     its hook with it: the next step wrote into what was read."""
     loop = Loop(adamw())
@@ -535,7 +533,7 @@ def test_an_older_copy_is_waited_for_when_the_hooks_go(tmp_path, gate):
     assert same(tmp_path, 1, picture)
 
 
-def test_a_fork_does_not_wait_for_a_copy_that_nobody_makes_there(tmp_path, gate):
+def test_a_forked_process_does_not_wait_for_the_copy_of_its_parent(tmp_path, gate):
     loop = Loop(adamw(foreach=False))
     loop.backward()
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
@@ -549,7 +547,7 @@ def test_a_fork_does_not_wait_for_a_copy_that_nobody_makes_there(tmp_path, gate)
         save.result(60)
 
 
-def test_what_cannot_be_noted_at_the_end_is_told_and_the_hooks_go_all_the_same(tmp_path, monkeypatch):
+def test_an_error_at_close_is_reported_and_the_hooks_are_removed(tmp_path, monkeypatch):
     loop = Loop(adamw())
     close = Slots.close
 
@@ -565,7 +563,7 @@ def test_what_cannot_be_noted_at_the_end_is_told_and_the_hooks_go_all_the_same(t
     assert not loop.optimizers[0]._optimizer_step_pre_hooks
 
 
-def test_an_optimizer_that_has_left_the_state_is_held_no_more(tmp_path, gate):
+def test_an_optimizer_removed_from_the_state_is_no_longer_fenced(tmp_path, gate):
     loop = Loop(OPTIMIZERS["two"])
     gate.set()
     with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
@@ -576,7 +574,7 @@ def test_an_optimizer_that_has_left_the_state_is_held_no_more(tmp_path, gate):
         assert [bool(one._optimizer_step_pre_hooks) for one in loop.optimizers] == [True, False]
 
 
-def test_hooks_go_with_the_checkpointer(tmp_path):
+def test_closing_the_checkpointer_removes_its_hooks(tmp_path):
     loop = Loop(adamw())
     with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap") as ckpt:
         ckpt.save(1)
@@ -587,7 +585,7 @@ def test_hooks_go_with_the_checkpointer(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["overlap", "blocking"])
-def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch, how):
+def test_a_failed_copy_is_reported_and_blocks_no_update(tmp_path, monkeypatch, how):
     """Nothing hangs: neither the fence, nor the next save, nor the end."""
     loop = Loop(adamw())
     take = staging.Snapshot._copy
@@ -608,7 +606,7 @@ def test_a_copy_that_fails_holds_no_update_and_is_told(tmp_path, monkeypatch, ho
         ckpt.save(1).result(60)
 
 
-def test_ctrl_c_in_a_copy_that_the_loop_waits_for_is_raised_there_and_nothing_hangs(tmp_path, monkeypatch):
+def test_an_interrupt_while_the_loop_waits_for_a_copy_is_raised_there(tmp_path, monkeypatch):
     loop = Loop(adamw())
     take = staging.Snapshot._copy
 
@@ -625,7 +623,7 @@ def test_ctrl_c_in_a_copy_that_the_loop_waits_for_is_raised_there_and_nothing_ha
         ckpt.save(1).result(60)
 
 
-def test_a_plan_is_never_older_than_the_state(tmp_path):
+def test_a_capture_plan_is_never_older_than_the_state(tmp_path):
     """Weights that were moved, retyped or replaced between two saves are what the next one holds."""
     loop = Loop(adamw())
     changes: list[Callable[[], object]] = [

@@ -1,4 +1,4 @@
-"""Capture from a plan: what was found the last time names things faster, and can never bring the past back.
+"""Capture with a cached plan names things faster and never returns objects of an earlier state.
 
 Most tests change a state in one way between two saves, and compare what a `Capture` that has seen the state before
 takes with what one that has never seen it does.
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 
 class Net(nn.Module):
-    """Layers, batch norm, a buffer that is not stored, an empty place, one layer met twice."""
+    """Layers, batch norm, a non-persistent buffer, an empty module slot, one layer under two names."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def state():
 
 
 def contents(captured, made_up=False):
-    """All that a `Captured` says, the tensors by content and place."""
+    """Everything in a `Captured`, with its tensors by content and address."""
     assert captured.addresses == [one.data_ptr() for one in captured.tensors.values()]
     place = [
         (name, 0 if made_up else one.data_ptr(), one.dtype, one.shape, one.stride(), one.requires_grad, one.tolist())
@@ -101,7 +101,7 @@ def plan(state):
     return made
 
 
-def test_a_state_that_changed_in_content_only_is_walked_once(state, plan):
+def test_a_state_with_new_contents_only_is_not_walked_again(state, plan):
     before = plan.walks
     for _ in range(3):
         train(state)
@@ -274,7 +274,7 @@ SWAPS = {
 
 
 @pytest.mark.parametrize("what", SWAPS)
-def test_a_stale_plan_is_impossible(state, plan, what):
+def test_every_change_of_structure_invalidates_the_capture_plan(state, plan, what):
     """NeMo-RL#3312: a plan cached at the first save re-saved the first weights for ever."""
     SWAPS[what](state)
     agree(plan, state)
@@ -287,7 +287,7 @@ def test_a_stale_plan_is_impossible(state, plan, what):
 
 
 @pytest.mark.parametrize("what", SWAPS)
-def test_the_key_of_the_layout_tells_names_dtypes_and_shapes(state, plan, what):
+def test_the_layout_key_changes_with_names_dtypes_and_shapes(state, plan, what):
     def layout(captured):
         return [(name, one.dtype, one.shape) for name, one in captured.tensors.items()]
 
@@ -303,7 +303,7 @@ def test_the_key_of_the_layout_tells_names_dtypes_and_shapes(state, plan, what):
     "patterns", [{"include": ["model.*", "*exp_avg"]}, {"exclude": ["*.bias", "ema", "mixed.epoch"]}]
 )
 @pytest.mark.parametrize("what", SWAPS)
-def test_a_stale_plan_is_impossible_where_names_are_left_out(state, what, patterns):
+def test_changes_of_structure_invalidate_a_plan_with_excluded_names(state, what, patterns):
     plan = Capture(**patterns)
     agree(plan, state, **patterns)
     agree(plan, state, **patterns)
@@ -312,7 +312,7 @@ def test_a_stale_plan_is_impossible_where_names_are_left_out(state, what, patter
     agree(plan, state, **patterns)
 
 
-def test_a_tied_weight_whose_first_name_is_left_out_is_not_taken_for_the_other_once_they_part(state):
+def test_a_tied_weight_with_an_excluded_name_is_captured_after_untying(state):
     """Tensors matched by memory alone would be matched to the wrong one of two tied names."""
     net = nn.Module()
     net.a, net.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
@@ -323,7 +323,7 @@ def test_a_tied_weight_whose_first_name_is_left_out_is_not_taken_for_the_other_o
     assert agree(plan, {"m": net}, exclude=["m.a"]).tensors["m.b.weight"].tolist() == [[5, 5], [5, 5]]
 
 
-def test_optimizer_state_that_comes_with_the_first_step_is_found():
+def test_optimizer_state_created_by_the_first_step_is_captured():
     state = make_state()
     plan = Capture()
     fresh = agree(plan, state)
@@ -332,7 +332,7 @@ def test_optimizer_state_that_comes_with_the_first_step_is_found():
     assert "optimizer.state.first.weight.exp_avg" in agree(plan, state).tensors
 
 
-def test_what_cannot_be_stored_is_refused_by_name_also_by_a_plan(state, plan):
+def test_a_cached_plan_refuses_unstorable_values_by_name(state, plan):
     plan.take(state)
     state["ema"]["last.bias"] = torch.ones(2).to_sparse()
     with pytest.raises(Unstorable, match=r"ema\.last%2Ebias has the layout"):
@@ -347,13 +347,13 @@ def test_what_cannot_be_stored_is_refused_by_name_also_by_a_plan(state, plan):
     agree(plan, state)
 
 
-def test_state_of_a_tensor_in_no_group_is_refused_also_by_a_plan(state, plan):
+def test_a_cached_plan_refuses_state_of_a_tensor_in_no_group(state, plan):
     state["optimizer"].state[nn.Parameter(torch.ones(1))] = {"m": torch.ones(1)}
     with pytest.raises(Unstorable, match="in none of its groups"):
         plan.take(state)
 
 
-def test_two_tensors_of_one_name_are_refused_each_time():
+def test_two_tensors_of_one_name_are_refused_at_every_capture():
     parameter = nn.Parameter(torch.ones(1))
     optimizer = optim.SGD([parameter], 0.1)
     optimizer.state[parameter] = {"m": torch.ones(1)}
@@ -365,13 +365,13 @@ def test_two_tensors_of_one_name_are_refused_each_time():
             plan.take({"o": optimizer})
 
 
-def test_keys_that_are_equal_and_named_differently_are_told_apart():
+def test_equal_keys_with_different_names_stay_distinct():
     plan = Capture()
     assert "d.1" in agree(plan, {"d": {1: torch.ones(1)}}).tensors
     assert "d.True" in agree(plan, {"d": {True: torch.ones(1)}}).tensors
 
 
-def test_a_tensor_that_wants_a_gradient_is_told_from_one_that_passes_it_on():
+def test_leaf_and_nonleaf_tensors_that_require_grad_are_distinguished():
     """Only the former is made anew with its gradient where a restore finds nothing in its place."""
     plan, live = Capture(), {"t": [with_grad(torch.ones(2))]}
     assert agree(plan, live).values["t"] == [{"!tensor": ["t.0", "cpu", False, True]}]
@@ -421,7 +421,7 @@ def patched(*size):
 
 @pytest.mark.parametrize("make", [Extra, OwnSave, OwnDict, hooked(True), hooked(False), patched])
 @pytest.mark.parametrize("deep", [False, True])
-def test_a_module_with_code_of_its_own_is_asked_at_every_save(make, deep):
+def test_a_module_with_its_own_state_code_is_called_at_every_save(make, deep):
     one = make(2, 2)
     state = {"m": nn.Sequential(nn.Linear(1, 1), one) if deep else one}
     plan = Capture()
@@ -446,12 +446,12 @@ def late_override(module):
 
 
 @pytest.mark.parametrize("late", [lambda m: m.register_state_dict_post_hook(late_tensor), late_override])
-def test_code_that_comes_to_a_module_later_is_run(state, plan, late):
+def test_state_code_added_to_a_module_later_is_called(state, plan, late):
     late(state["model"].last)
     assert "model.last.late" in agree(plan, state, made_up=True).tensors
 
 
-def test_code_that_comes_to_a_class_later_is_run(state, plan, monkeypatch):
+def test_state_code_added_to_a_class_later_is_called(state, plan, monkeypatch):
     def save(self, destination, prefix, keep_vars):
         nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         late_tensor(self, destination, prefix)
@@ -460,7 +460,7 @@ def test_code_that_comes_to_a_class_later_is_run(state, plan, monkeypatch):
     assert "model.last.late" in agree(plan, state, made_up=True).tensors
 
 
-def test_a_parameter_that_gets_a_second_owner_may_rename_the_state_of_all():
+def test_a_second_owner_of_a_parameter_renames_the_optimizer_state():
     """Where one module owns all that an optimizer steps, their names go without its key."""
 
     def layer():
@@ -477,7 +477,7 @@ def test_a_parameter_that_gets_a_second_owner_may_rename_the_state_of_all():
     assert "o.state.x.momentum_buffer" in agree(plan, state).tensors
 
 
-def test_an_optimizer_or_object_with_a_state_dict_of_its_own_is_asked_at_every_save():
+def test_a_custom_state_dict_is_called_at_every_save():
     model = nn.Linear(1, 1)
     state = {"m": model, "o": Own(model.parameters(), 0.1, momentum=0.9)}
     plan = Capture()
@@ -503,7 +503,7 @@ def test_a_plan_keeps_no_tensor_module_or_optimizer_alive(state, plan):
     agree(plan, {"model": Net()})
 
 
-def test_what_is_no_longer_in_the_state_is_forgotten(state, plan):
+def test_the_plan_forgets_objects_that_left_the_state(state, plan):
     small = {"t": {"x": torch.ones(1)}}
     plan.take(small)
     walks = plan.walks
@@ -518,7 +518,7 @@ def names_of(captured, origin):
     return {name for name, one in captured.origins.items() if one is origin}
 
 
-def test_every_tensor_says_who_changes_it(state, plan):
+def test_every_tensor_records_its_origin(state, plan):
     state["model"].body[0].weight.requires_grad_(False)  # in no group
     taken = plan.take(state)
     stepped = {f"model.{one}.{kind}" for one in ("first", "norm", "last") for kind in ("weight", "bias")}
@@ -531,7 +531,7 @@ def test_every_tensor_says_who_changes_it(state, plan):
     assert "model.body.0.weight" in names_of(plan.take(state), Origin.STEPPED)
 
 
-def test_memory_with_several_names_is_changed_by_whoever_may(state, plan):
+def test_aliased_memory_has_the_origin_that_changes_it_first(state, plan):
     """A parameter that a buffer, or a plain tensor, shares its memory with may change outside of the step."""
     state["model"].register_buffer("late", state["model"].last.bias.data)
     state["first"] = {"w": state["model"].last.weight.data}
@@ -542,7 +542,7 @@ def test_memory_with_several_names_is_changed_by_whoever_may(state, plan):
     assert {"model.late", "model.last.weight"} <= names_of(taken, Origin.OTHER)
 
 
-def test_an_option_that_is_a_tensor_is_not_the_steps_to_change(state):
+def test_a_tensor_option_of_an_optimizer_does_not_count_as_stepped(state):
     state["optimizer"].param_groups[0]["lr"] = torch.tensor(0.5)
     assert capture(state).origins["optimizer.param_groups.0.lr"] is Origin.OTHER
 
@@ -567,7 +567,7 @@ class Unhooked(optim.SGD):
     """Its step is no longer the one that torch has put its hooks around."""
 
 
-def test_an_optimizer_that_cannot_be_hooked_is_told_and_its_parameters_are_not_taken_for_stepped():
+def test_an_unhookable_optimizer_is_reported_and_its_weights_not_stepped():
     model = nn.Linear(1, 1)
     foreign = capture({"m": model, "o": Foreign(model.parameters())})
     assert not foreign.hookable and not foreign.optimizers
@@ -583,7 +583,7 @@ def test_an_optimizer_that_cannot_be_hooked_is_told_and_its_parameters_are_not_t
     assert not taken.hookable and set(taken.origins.values()) == {Origin.PARAMETER, Origin.OTHER}
 
 
-def test_an_optimizer_is_found_wherever_it_lies_and_even_where_it_is_left_out():
+def test_nested_and_excluded_optimizers_are_found():
     model = nn.Linear(1, 1)
     own, plain = Own(model.parameters(), 0.1), optim.SGD([model.weight], 0.1)
     taken = capture({"many": [{"a": own}, (plain,)], "m": model}, exclude=["many"])
@@ -593,7 +593,7 @@ def test_an_optimizer_is_found_wherever_it_lies_and_even_where_it_is_left_out():
     assert capture({"m": model, "s": scheduler}).optimizers == [], "a schedule steps no parameter"
 
 
-def test_parameters_of_a_module_with_code_of_its_own_are_known_by_their_memory():
+def test_parameters_of_a_custom_module_are_identified_by_their_memory():
     model = checkpoint_wrapper(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
     taken = capture({"m": model, "o": optim.SGD(model.parameters(), 0.1)})
     assert names_of(taken, Origin.STEPPED) == {"m.0.weight", "m.0.bias", "m.1.weight", "m.1.bias"}
@@ -601,7 +601,7 @@ def test_parameters_of_a_module_with_code_of_its_own_are_known_by_their_memory()
     assert made_up.origins["m.only"] is Origin.OTHER
 
 
-def test_tensors_that_want_a_gradient_are_detached_and_the_memory_stays_theirs(state, plan):
+def test_tensors_that_require_grad_are_detached_and_share_their_memory(state, plan):
     live = state["model"].last.weight
     state["ema"]["last.bias"] = with_grad(torch.ones(2)) * 2
     for _ in range(2):
@@ -611,7 +611,7 @@ def test_tensors_that_want_a_gradient_are_detached_and_the_memory_stays_theirs(s
         assert type(taken.tensors["model.last.weight"]) is torch.Tensor
 
 
-def test_a_capture_does_not_change_what_an_earlier_one_has_told(state, plan):
+def test_a_capture_does_not_change_the_results_of_an_earlier_one(state, plan):
     first = plan.take(state)
     values, origins, aliases = str(first.values), dict(first.origins), dict(first.aliases)
     for change in ("entry added", "untied", "module added", "lr", "state cleared"):

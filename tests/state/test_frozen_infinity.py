@@ -1,4 +1,4 @@
-"""NaN and infinity that are no sign of diverged training: what does not train, and what held them from the start."""
+"""NaN and infinity that do not show diverged training: in weights that do not train or held them from the start."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path, to):
     assert not good(tmp_path)[4]
 
 
-def test_what_a_pattern_demands_to_be_finite_is_demanded_although_it_does_not_train(tmp_path):
+def test_a_pattern_can_require_untrained_weights_to_be_finite(tmp_path):
     trained(tmp_path, Masked(), range(1, 2), finite_also=["model.mask"])
     assert good(tmp_path) == {1: False}
 
 
-def test_a_tied_parameter_trains_if_one_of_its_names_does(tmp_path):
+def test_a_tied_parameter_counts_as_trained_if_any_of_its_names_is(tmp_path):
     model = Masked()
     model.again = nn.Module()
     model.again.weight = model.layer.weight
@@ -83,7 +83,7 @@ def test_a_tied_parameter_trains_if_one_of_its_names_does(tmp_path):
     assert good(tmp_path) == {1: True, 2: False}
 
 
-def test_weights_that_an_optimizer_steps_without_autograd_are_demanded(tmp_path):
+def test_weights_stepped_without_autograd_must_be_finite(tmp_path):
     """They require no gradient, so that NaN in weights that were trained by hand would be taken for a mask."""
     model = nn.Linear(3, 1).requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps no state, which would be NaN too
@@ -97,12 +97,12 @@ def test_weights_that_an_optimizer_steps_without_autograd_are_demanded(tmp_path)
     assert good(tmp_path) == {1: True, 2: False}
 
 
-def test_a_frozen_mask_is_good_in_one_save_without_a_loop(tmp_path):
+def test_a_frozen_mask_is_good_in_a_single_save_without_a_loop(tmp_path):
     lastgood.save(tmp_path / "run", {"model": Masked()}, 1)
     assert good(tmp_path / "run") == {1: True}
 
 
-def test_the_errors_name_the_exception_and_the_step_to_load_by_hand(tmp_path):
+def test_the_errors_name_the_exempting_pattern_and_the_step_to_request(tmp_path):
     model = Masked()
     model.layer.weight.data.fill_(float("nan"))
     with pytest.raises(lastgood.errors.NotFinite, match=r'finite_except=\["model.layer.weight"\]') as found:
@@ -118,7 +118,7 @@ def test_the_errors_name_the_exception_and_the_step_to_load_by_hand(tmp_path):
 
 
 def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
-    """Without a restore() the first look came after the first update: a run that had diverged by then was "good"."""
+    """Without a restore() the first check came after the first update: a run that had diverged by then was "good"."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
@@ -129,7 +129,7 @@ def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
     assert good(tmp_path) == {1: False} and good(tmp_path / "other") == {1: False}
 
 
-def test_a_parameter_that_begins_to_train_is_demanded_to_be_finite(tmp_path):
+def test_a_parameter_that_begins_to_train_must_be_finite(tmp_path):
     """What does not train was found out at the first save, and held for the run: frozen then, NaN later, "good"."""
     model = nn.Linear(3, 1).requires_grad_(False)
     with lastgood.Checkpointer(tmp_path, {"model": model}) as ckpt:

@@ -136,7 +136,7 @@ def contents(state: State) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize(("layout", "kind", "options"), [*cases()])
 @pytest.mark.slow
-def test_an_optimizer_resumes_exactly_whatever_the_layout(
+def test_an_optimizer_resumes_exactly_in_every_memory_layout(
     tmp_path: Path, layout: str, kind: type[optim.Optimizer], options: dict[str, Any]
 ) -> None:
     """A channels_last model with `AdamW(fused=True)`: the second loss after a restore was 0.0183, not 0.0153."""
@@ -188,7 +188,7 @@ def test_column_major_optimizer_state_resumes_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [rotated, lambda seed: made("channels_last", optim.AdamW, {"fused": True}, seed)])
-def test_a_rollback_in_the_same_session_gives_back_the_strides(tmp_path: Path, make: Callable[[int], State]) -> None:
+def test_a_rollback_in_the_same_session_restores_the_strides(tmp_path: Path, make: Callable[[int], State]) -> None:
     """The live optimizer tensors had other strides by then, and were filled where they were."""
     state = make(1)
     train(state, 1, 3)
@@ -203,7 +203,7 @@ def test_a_rollback_in_the_same_session_gives_back_the_strides(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("saved_as", [torch.contiguous_format, torch.channels_last], ids=["plain", "channels_last"])
-def test_state_follows_a_parameter_that_has_another_layout_now(tmp_path: Path, saved_as: torch.memory_format) -> None:
+def test_optimizer_state_follows_the_new_layout_of_its_parameter(tmp_path: Path, saved_as: torch.memory_format) -> None:
     """A fused kernel would pair each weight with the moment of another one."""
     here = torch.channels_last if saved_as is torch.contiguous_format else torch.contiguous_format
 
@@ -227,7 +227,7 @@ def test_state_follows_a_parameter_that_has_another_layout_now(tmp_path: Path, s
         torch.testing.assert_close(one, other)
 
 
-def test_state_that_differs_from_its_parameter_keeps_its_own_layout(tmp_path: Path) -> None:
+def test_optimizer_state_unlike_its_parameter_keeps_its_own_layout(tmp_path: Path) -> None:
     def build() -> State:
         weight = nn.Parameter(torch.randn(4, 6).t())
         return {"optimizer": optim.SGD([weight], 0.1, momentum=0.9)}
@@ -256,8 +256,8 @@ class Holder:
         self.basis = data["basis"]
 
 
-def test_new_tensors_and_arrays_have_their_strides_and_live_ones_keep_theirs(tmp_path: Path) -> None:
-    """What is made anew is as it was saved. What exists is written in place, in the layout that its owner gave it."""
+def test_new_tensors_get_stored_strides_and_live_ones_keep_theirs(tmp_path: Path) -> None:
+    """New tensors get the saved strides. Existing tensors are written in place and keep their layout."""
     basis, fortran = torch.arange(6.0).reshape(2, 3).t(), np.asfortranarray(np.arange(6.0).reshape(2, 3))
     half = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t()
     save(tmp_path, {"of": Holder(basis), "new": [basis.clone(), half, fortran], "live": [basis.clone(), fortran]})
@@ -272,7 +272,7 @@ def test_new_tensors_and_arrays_have_their_strides_and_live_ones_keep_theirs(tmp
     assert state["live"][0] is live[0] and live[0].stride() == (2, 1) and live[1].flags.c_contiguous
 
 
-def test_a_module_keeps_its_live_layout_and_takes_the_values(tmp_path: Path) -> None:
+def test_a_module_keeps_its_live_layout_and_loads_the_values(tmp_path: Path) -> None:
     saved, live = Convolutions(torch.contiguous_format), Convolutions(torch.channels_last)
     before = {name: one.stride() for name, one in live.named_parameters()}
     save(tmp_path, {"model": saved})
@@ -281,7 +281,7 @@ def test_a_module_keeps_its_live_layout_and_takes_the_values(tmp_path: Path) -> 
     assert all(map(torch.equal, live.parameters(), saved.parameters()))
 
 
-def test_a_state_in_row_major_order_says_nothing_of_layouts() -> None:
+def test_a_row_major_state_stores_no_layout() -> None:
     """So its files are those of every version: slices, expanded, single-element and sharing views included."""
     whole = torch.randn(6, 8)
     state = made("transposed", optim.AdamW, {}, 1)
@@ -295,7 +295,7 @@ def test_a_state_in_row_major_order_says_nothing_of_layouts() -> None:
     assert all(len(one) == 2 for one in capture(state).values["optimizer"]["!optimizer"]["groups"][0]["params"])
 
 
-def test_diff_names_a_tensor_whose_memory_order_alone_differs(
+def test_diff_names_a_tensor_that_differs_only_in_memory_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Training goes on differently from each of the two, so they are not the same."""
@@ -311,8 +311,8 @@ def test_diff_names_a_tensor_whose_memory_order_alone_differs(
     assert found["values"] == [{"path": "basis.0.memory_order", "second": [1, 0]}]
 
 
-def test_a_remembered_plan_sees_that_strides_have_changed() -> None:
-    """What a `Capture` knows from the save before must not say how a tensor lay in memory then."""
+def test_changed_strides_invalidate_a_cached_plan() -> None:
+    """A `Capture` must not reuse the memory layout that a tensor had in the previous save."""
     state = made("transposed", optim.Adam, {}, 1)
     state["container"] = {"one": torch.randn(3, 3)}
     train(state, 1, 1)
@@ -400,7 +400,7 @@ def stored_of(captured: Any) -> Stored:
         [[1, 0], {"!ndarray": ["dates", "<M8[s]"]}],
     ],
 )
-def test_a_malformed_memory_order_is_refused_before_anything_is_touched(body: Any) -> None:
+def test_a_malformed_memory_order_is_refused_before_any_change(body: Any) -> None:
     shapes = {"x": ("float32", (2, 3)), "dates": ("uint8", (2, 8))}
     with pytest.raises(ManifestInvalid):
         match({"x": torch.zeros(2, 3)}, Stored(1, shapes, {}, {"x": {"!permuted": body}, "rng": {}}))
@@ -409,7 +409,7 @@ def test_a_malformed_memory_order_is_refused_before_anything_is_touched(body: An
 # ---- single elements, and every other stride ---------------------------------------------------------------------
 
 
-def test_views_of_one_element_come_back(tmp_path: Path) -> None:
+def test_views_of_one_element_are_restored(tmp_path: Path) -> None:
     """`x[:, 3]` of one row and `x[::10]` of ten were saved, and a restore ended in a RuntimeError of `view`."""
     pair = torch.tensor([[1 + 2j, 3 - 4j]])
 
@@ -464,7 +464,9 @@ def test_every_strided_tensor_is_read_and_written_in_row_major_order(case: tuple
     st.integers(1, 4),
     st.sampled_from(["conj", "imag", "conj.imag", "conj.real"]),
 )
-def test_conjugate_and_negative_views_are_what_they_read(dtype: Any, shape: list[int], gap: int, view: str) -> None:
+def test_conjugate_and_negative_views_yield_their_visible_values(
+    dtype: Any, shape: list[int], gap: int, view: str
+) -> None:
     numbers = np.arange(1, 1 + 2 * int(np.prod(shape)) * gap).astype(np.float64).view(np.complex128).astype(dtype)
     array = numbers[::gap].reshape(shape)
     tensor = torch.from_numpy(numbers)[::gap].reshape(shape)

@@ -1,4 +1,4 @@
-"""Own loading: modules that resize what they load, and what is said when the code of a user fails in a restore."""
+"""Custom loading: modules that resize themselves on load, and the errors when user code fails in a restore."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def trained(state, steps):
 
 
 @pytest.mark.parametrize("points", [5, 9], ids=["grown", "of the same size"])
-def test_a_module_that_resizes_what_it_loads_continues_to_the_bit(points, tmp_path):
+def test_a_module_that_resizes_itself_on_load_continues_exactly(points, tmp_path):
     """A point cloud that had grown since it was built was a StateMismatch, where torch's load_state_dict takes it."""
     saved, live = scene(9, 0), scene(points, 1)
     trained(saved, 3)
@@ -67,7 +67,7 @@ def test_a_module_that_resizes_what_it_loads_continues_to_the_bit(points, tmp_pa
     assert trained(live, 3) == trained(saved, 3)
 
 
-def test_plain_modules_beside_it_are_compared_and_nothing_is_touched(tmp_path):
+def test_plain_modules_beside_it_are_compared_before_any_change(tmp_path):
     live = scene(5, 1)
     live["model"].head = nn.Linear(4, 1)
     before = copy.deepcopy(live["model"].state_dict())
@@ -78,13 +78,13 @@ def test_plain_modules_beside_it_are_compared_and_nothing_is_touched(tmp_path):
     assert all(torch.equal(one, before[name]) for name, one in live["model"].state_dict().items())
 
 
-def test_another_dtype_is_a_difference_whoever_loads(tmp_path):
+def test_a_different_dtype_is_a_mismatch_for_custom_loading_too(tmp_path):
     lastgood.save(tmp_path, {"model": Cloud(3).double()})
     with pytest.raises(StateMismatch, match=r"model\.xyz: float64 \[3, 3\] in the generation, float32 \[5, 3\] here"):
         lastgood.load(tmp_path, {"model": Cloud(5)})
 
 
-def test_a_pre_hook_that_only_renames_leaves_a_difference_of_shape_a_difference(tmp_path):
+def test_a_renaming_pre_hook_does_not_hide_a_shape_mismatch(tmp_path):
     """One pre-hook for old names in a submodule: its size mismatch came when the body had been overwritten."""
 
     class Renaming(nn.Linear):
@@ -100,7 +100,7 @@ def test_a_pre_hook_that_only_renames_leaves_a_difference_of_shape_a_difference(
     assert all(torch.equal(one, before[name]) for name, one in live["model"].state_dict().items())
 
 
-def test_a_load_state_dict_that_drops_what_does_not_fit_is_no_success(tmp_path):
+def test_a_load_state_dict_that_drops_entries_is_an_error(tmp_path):
     """A new head of another size: the load reported success, strictly, and the head was still the random one."""
 
     class FineTuned(nn.Module):
@@ -118,7 +118,7 @@ def test_a_load_state_dict_that_drops_what_does_not_fit_is_no_success(tmp_path):
         lastgood.load(tmp_path, {"model": FineTuned(7)})
 
 
-def test_a_lazy_module_takes_its_shape_from_the_generation(tmp_path):
+def test_a_lazy_module_gets_its_shape_from_the_generation(tmp_path):
     """Uninitialised lazy modules were refused, where torch makes them from the checkpoint."""
     saved, live = (
         nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
@@ -131,7 +131,7 @@ def test_a_lazy_module_takes_its_shape_from_the_generation(tmp_path):
     assert torch.equal(live.eval()(x), saved.eval()(x))
 
 
-def test_an_optimizer_of_a_parameter_without_a_shape_says_what_to_do(tmp_path):
+def test_an_optimizer_of_a_shapeless_parameter_is_refused_with_the_remedy(tmp_path):
     saved = {"model": nn.Linear(2, 3)}
     saved["optimizer"] = torch.optim.SGD(saved["model"].parameters(), 0.1)
     live = {"model": nn.LazyLinear(3)}
@@ -144,8 +144,8 @@ def test_an_optimizer_of_a_parameter_without_a_shape_says_what_to_do(tmp_path):
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_a_model_in_quantization_aware_training_that_has_seen_data_is_restored(per_channel, tmp_path):
-    """A model with observers was a StateMismatch; torch says of the same 'All keys matched successfully'."""
+def test_a_quantization_aware_model_that_saw_data_is_restored(per_channel, tmp_path):
+    """A model with observers was a StateMismatch, where torch reports 'All keys matched successfully'."""
     from torch.ao import quantization
 
     def prepared(seed):
@@ -192,8 +192,8 @@ class FailingModule(Cloud):
     [(Failing, RuntimeError, r"data \(Failing\)"), (lambda: FailingModule(2), KeyError, r"data \(FailingModule\)")],
     ids=["object", "module"],
 )
-def test_a_load_state_dict_that_fails_is_half_loaded_at_once_and_named(make, cause, named, tmp_path):
-    """The raw RuntimeError came out of restore(); the model was overwritten by then, and nothing said so."""
+def test_a_failing_load_state_dict_is_a_named_half_load(make, cause, named, tmp_path):
+    """restore() raised the plain RuntimeError; the model was already overwritten, and nothing reported it."""
     state = {"model": nn.Linear(2, 2), "data": make()}
     for step in (1, 2):
         lastgood.save(tmp_path, state, step)
@@ -224,7 +224,7 @@ class RefusingModule(Cloud):
 
 
 class Forgetful(Cloud):
-    """Loads, and can then not say what it holds."""
+    """Loads a state, and then fails in state_dict()."""
 
     def state_dict(self, *arguments, **options):
         if self.loaded:
@@ -241,7 +241,7 @@ class Forgetful(Cloud):
     ],
     ids=["mapping", "hook", "state_dict"],
 )
-def test_whatever_code_of_the_user_raises_half_way_the_state_is_half_loaded(saved, live, tmp_path):
+def test_any_user_code_that_raises_during_a_load_is_a_half_load(saved, live, tmp_path):
     """A caller who catches HalfLoaded must not train on a state of which a part was loaded, whatever raised."""
     lastgood.save(tmp_path, {"model": nn.Linear(2, 2), **saved})
     state = type(live)(model=nn.Linear(2, 2), **live)
@@ -249,8 +249,8 @@ def test_whatever_code_of_the_user_raises_half_way_the_state_is_half_loaded(save
         lastgood.load(tmp_path, state)
 
 
-def test_any_other_error_half_way_is_half_loaded_too(tmp_path, monkeypatch):
-    """A raw error of torch came out of the restore, and a caller who caught HalfLoaded trained on it."""
+def test_any_other_error_during_a_load_is_a_half_load(tmp_path, monkeypatch):
+    """The restore raised a plain error of torch, and a caller that handled HalfLoaded trained on the state."""
 
     def failing(_):
         raise RuntimeError("RNG state must be a torch.ByteTensor")
@@ -262,7 +262,7 @@ def test_any_other_error_half_way_is_half_loaded_too(tmp_path, monkeypatch):
     assert type(caught.value.__cause__) is RuntimeError
 
 
-def test_after_a_load_state_dict_that_failed_nothing_is_saved(tmp_path):
+def test_nothing_is_saved_after_a_failed_load_state_dict(tmp_path):
     with lastgood.Checkpointer(tmp_path, {"data": Failing()}) as run:
         run.restore()
         run.save(1).result()
@@ -273,7 +273,7 @@ def test_after_a_load_state_dict_that_failed_nothing_is_saved(tmp_path):
             run.save(2)
 
 
-def test_a_parameter_that_its_module_replaced_is_not_given_state_of_another_shape(tmp_path):
+def test_a_replaced_parameter_gets_no_optimizer_state_of_another_shape(tmp_path):
     class Replacing(Cloud):
         def _load_from_state_dict(self, state_dict, prefix, *rest):
             self.xyz = nn.Parameter(state_dict[prefix + "xyz"].clone())

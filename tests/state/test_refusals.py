@@ -1,4 +1,4 @@
-"""What is refused, or warned of, before training time is lost: snapshots, patterns, forgotten restores, unstorables."""
+"""Mistakes that are refused or reported before training time is lost: snapshots, patterns, forgotten restores."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def schedulers(optimizer: optim.Optimizer) -> list[object]:
     ]
 
 
-def test_state_dicts_in_the_state_are_refused_by_name_before_the_run_exists(tmp_path: Path) -> None:
-    """The habit of torch.save: every save stored the empty optimizer and the schedule of step 0, without a word."""
+def test_state_dicts_in_the_state_are_refused_before_the_run_exists(tmp_path: Path) -> None:
+    """As is usual with torch.save, state_dict() was passed: every save stored the optimizer and schedule of step 0."""
     state = build()
     model, optimizer = state["model"], state["optimizer"]
     sampler = lastgood.ResumableSampler(8, 4, seed=1)
@@ -90,7 +90,7 @@ def test_state_dicts_in_the_state_are_refused_by_name_before_the_run_exists(tmp_
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stateful_loader_s_state_dict_is_refused(tmp_path: Path) -> None:
+def test_the_state_dict_of_a_stateful_loader_is_refused(tmp_path: Path) -> None:
     loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(range(4))
     for workers in (0, 1):
         loader = type(loader)(range(4), num_workers=workers)
@@ -99,7 +99,7 @@ def test_a_stateful_loader_s_state_dict_is_refused(tmp_path: Path) -> None:
             lastgood.Checkpointer(tmp_path / "run", {"data": loader.state_dict()})
 
 
-def test_weights_copied_on_purpose_and_a_save_of_this_moment_are_taken(tmp_path: Path) -> None:
+def test_intentionally_copied_weights_and_one_off_saves_are_accepted(tmp_path: Path) -> None:
     state = build()
     best = {name: one.clone() for name, one in state["model"].state_dict().items()}
     with lastgood.Checkpointer(tmp_path / "run", state | {"best": best}) as ckpt:
@@ -110,7 +110,7 @@ def test_weights_copied_on_purpose_and_a_save_of_this_moment_are_taken(tmp_path:
     assert lastgood.load(tmp_path / "once")["optimizer"]["state"][0]["step"] == 1
 
 
-def test_a_number_that_stays_what_it_was_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_number_that_never_changes_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`{"epoch": epoch}`: the loop was in epoch 3, every save held 0, and nothing reported it."""
     state = build() | {"epoch": 0, "done": 0, "config": {"width": 64}, "resumed": False, "name": "x", "left_out": 1}
     reports = []
@@ -124,7 +124,7 @@ def test_a_number_that_stays_what_it_was_is_reported_once(tmp_path: Path, caplog
     assert "(steps 1 to 3): 'epoch' = 0. " in reports[-1][0] and "state['epoch'] = ..." in reports[-1][0]
 
 
-def test_a_counter_in_a_nested_dict_that_stays_what_it_was_is_reported(tmp_path: Path) -> None:
+def test_a_nested_counter_that_never_changes_is_reported(tmp_path: Path) -> None:
     """`{"progress": {"epoch": 0}}` was not watched: only numbers directly in the state were."""
     config = {"epochs": 10, "lr": 0.1, "seed": 1, "batch_size": 8, "model": {"depth": 4}}
     log = [{"epoch": 0, "loss": 1.0}]
@@ -173,7 +173,7 @@ def test_a_pattern_that_matches_nothing_is_refused_at_the_first_step(tmp_path: P
         {"exclude": ["*.exp_avg_sq"], "finite_except": ["optimizer.state.*.exp_avg"], "finite_also": ["model"]},
     ],
 )
-def test_patterns_that_match_a_name_or_what_lies_below_one_are_taken(tmp_path: Path, options) -> None:
+def test_patterns_that_match_a_name_or_its_children_are_accepted(tmp_path: Path, options) -> None:
     state = build()
     with lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, **options) as ckpt:
         ckpt.save(0)  # before the first step of the optimizer, which has no state yet
@@ -183,7 +183,7 @@ def test_patterns_that_match_a_name_or_what_lies_below_one_are_taken(tmp_path: P
 
 
 @pytest.mark.parametrize("argument", ["include", "exclude", "finite_also", "finite_except"])
-def test_one_text_in_place_of_a_list_of_patterns_is_refused_at_once(tmp_path: Path, argument: str) -> None:
+def test_a_string_in_place_of_a_list_of_patterns_is_refused(tmp_path: Path, argument: str) -> None:
     """finite_except="model.mask" was taken for ten patterns of one letter each, or refused at the first save."""
     with pytest.raises(errors.Refused, match=rf"{argument}='model.mask'.*Give {argument}=\['model.mask'\]"):
         lastgood.Checkpointer(tmp_path / "run", build(), **{argument: "model.mask"})
@@ -210,7 +210,7 @@ def test_a_pattern_for_state_that_an_optimizer_never_makes_is_reported(tmp_path:
     "options",
     [{"include": ["model.*"], "exclude": ["model.*"]}, {"finite_also": ["m", "model"], "finite_except": ["model"]}],
 )
-def test_a_pattern_that_contradicts_itself_is_refused_at_once(tmp_path: Path, options: dict) -> None:
+def test_contradictory_patterns_are_refused_at_construction(tmp_path: Path, options: dict) -> None:
     """What is in include and in exclude was left out, and every save held the random numbers alone."""
     one, other = options
     with pytest.raises(errors.Refused, match=f"{one} and {other} both have 'model"):
@@ -227,7 +227,7 @@ def test_a_pattern_that_contradicts_itself_is_refused_at_once(tmp_path: Path, op
         {"include": ["*lora*"], "exclude": ["model.*", "optimizer"]},
     ],
 )
-def test_patterns_that_leave_nothing_are_refused_by_name(tmp_path: Path, options: dict) -> None:
+def test_patterns_that_exclude_everything_are_refused_by_name(tmp_path: Path, options: dict) -> None:
     """Such a run saved for hours, and every generation held the random numbers at most."""
     state = build()
     train(state)
@@ -244,7 +244,7 @@ def test_patterns_that_leave_nothing_are_refused_by_name(tmp_path: Path, options
         lastgood.load(tmp_path / "all", **options)
 
 
-def test_patterns_that_leave_something_are_taken(tmp_path: Path) -> None:
+def test_patterns_that_leave_something_are_accepted(tmp_path: Path) -> None:
     """What an optimizer keeps is not there before its first step; random numbers alone may be asked for by name."""
     for at, options in enumerate([{"include": ["optimizer.state.*"]}, {"include": ["rng"]}, {"exclude": ["rng"]}]):
         with lastgood.Checkpointer(tmp_path / str(at), build(), **options) as ckpt:
@@ -253,14 +253,14 @@ def test_patterns_that_leave_something_are_taken(tmp_path: Path) -> None:
         ckpt.step(1)
 
 
-def test_a_pattern_that_matches_only_the_generation_is_taken_in_a_restore(tmp_path: Path) -> None:
+def test_a_restore_accepts_a_pattern_that_matches_only_the_generation(tmp_path: Path) -> None:
     lastgood.save(tmp_path, build() | {"more": {"a": 1}})
     with lastgood.Checkpointer(tmp_path, build(), exclude=["more.a", "more"]) as ckpt:
         ckpt.restore()
         ckpt.save(1)
 
 
-def test_a_misspelt_pattern_is_refused_in_a_restore_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_restore_refuses_a_misspelt_pattern_before_loading_anything(tmp_path: Path) -> None:
     state = build()
     train(state)
     lastgood.save(tmp_path, state)
@@ -289,7 +289,7 @@ def stages(rank: int, size: int, root: Path, patterns: list[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_pattern_is_refused_where_no_rank_has_a_match_and_only_there(tmp_path: Path) -> None:
+def test_a_pattern_is_refused_only_if_no_rank_has_a_match(tmp_path: Path) -> None:
     """The stages of a pipeline have names of their own: "stage1.*" matches nothing on rank 0, and is right."""
     assert world(2, stages, tmp_path / "right", ["stage0.*", "stage1.weight"]) == ["", ""]
     assert "stage1.weight" in lastgood.open(tmp_path / "right").content(1).tensors()
@@ -300,7 +300,7 @@ def test_a_pattern_is_refused_where_no_rank_has_a_match_and_only_there(tmp_path:
 # ---- known at the first step ---------------------------------------------------------------------------------
 
 
-def test_a_forgotten_restore_is_raised_at_the_first_step(tmp_path: Path) -> None:
+def test_a_forgotten_restore_raises_at_the_first_step(tmp_path: Path) -> None:
     """With saves each 500 steps it was raised after 500 steps, and the work was lost."""
     lastgood.save(tmp_path, build(), step=4)
     with lastgood.Checkpointer(tmp_path, build(), cadence=LATER, on_error="warn") as ckpt:
@@ -319,7 +319,7 @@ class Keeping(optim.SGD):
         self.state[self.param_groups[0]["params"][0]]["hook"] = print
 
 
-def test_everything_that_cannot_be_stored_is_listed_at_the_first_step(tmp_path: Path) -> None:
+def test_the_first_step_lists_every_unstorable_value(tmp_path: Path) -> None:
     """It was found one entry at a time, each at the first save that was due, each ending the training."""
     state = build(Keeping) | {
         "fn": lambda: 1,
@@ -353,7 +353,7 @@ def test_everything_that_cannot_be_stored_is_listed_at_the_first_step(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
-def test_parsed_arguments_are_refused_with_vars_as_the_remedy(tmp_path: Path, kind: type) -> None:
+def test_an_argparse_namespace_is_refused_with_vars_as_the_remedy(tmp_path: Path, kind: type) -> None:
     """`"args": args` was refused with the advice to give it a state_dict()."""
     args = kind(lr=0.1, model="vit")
     with pytest.raises(errors.Unstorable, match=r"args is a .*amespace.*vars\(args\)"):
@@ -361,7 +361,7 @@ def test_parsed_arguments_are_refused_with_vars_as_the_remedy(tmp_path: Path, ki
     lastgood.save(tmp_path, {"args": vars(args)})
 
 
-def test_the_list_of_what_cannot_be_stored_has_an_end(tmp_path: Path) -> None:
+def test_the_list_of_unstorable_values_is_bounded(tmp_path: Path) -> None:
     with (
         lastgood.Checkpointer(tmp_path, {"many": [print] * 50}) as ckpt,
         pytest.raises(errors.Unstorable, match=f"{LISTED} entries at least"),
@@ -369,7 +369,7 @@ def test_the_list_of_what_cannot_be_stored_has_an_end(tmp_path: Path) -> None:
         ckpt.step(1)
 
 
-def test_the_stale_entry_of_a_replaced_parameter_is_named_with_its_own_remedy(tmp_path: Path) -> None:
+def test_a_stale_optimizer_entry_is_named_with_its_own_remedy(tmp_path: Path) -> None:
     """The advice was exclude=["optimizer.state"], which drops what the optimizer keeps of all other parameters."""
     state = build() | {"fn": print}
     train(state)
@@ -386,8 +386,8 @@ def test_the_stale_entry_of_a_replaced_parameter_is_named_with_its_own_remedy(tm
         ckpt.save(1)
 
 
-def test_the_first_step_steps_over_nothing_and_copies_nothing(tmp_path: Path) -> None:
-    """The look at the first step leaves the random numbers, the sampler and the weights as they are."""
+def test_the_check_at_the_first_step_changes_and_copies_nothing(tmp_path: Path) -> None:
+    """The check at the first step leaves the random generators, the sampler and the weights unchanged."""
     sampler = lastgood.ResumableSampler(8, 4, seed=1)
     state = build() | {"sampler": sampler}
     next(iter(sampler))
@@ -401,7 +401,7 @@ def test_the_first_step_steps_over_nothing_and_copies_nothing(tmp_path: Path) ->
     assert not (tmp_path / "gen").exists()
 
 
-def test_a_state_whose_dict_holds_itself_twice_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_state_that_contains_itself_twice_is_refused(tmp_path: Path) -> None:
     """Opening the run never ended: each search of the state took two to the power of a hundred steps."""
     progress: dict = {"epoch": 0}
     progress |= {"history": [progress], "best": progress}

@@ -1,4 +1,4 @@
-"""Subclasses: a tensor that consists of other tensors, as quantized ones do, is stored as these and restored."""
+"""A tensor subclass that consists of other tensors, such as a quantized one, is stored as these and restored."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def trained(state, steps, seed):
 
 
 @pytest.mark.parametrize("stepped", [0, 2])
-def test_an_optimizer_that_keeps_subclass_tensors_continues_to_the_bit(stepped, tmp_path):
+def test_an_optimizer_with_subclass_tensors_continues_exactly(stepped, tmp_path):
     """AdamW8bit of torchao: every save was refused with 'is a tensor subclass (OptimState8bit)'."""
     saved, live = state(0), state(1)
     trained(saved, 3, 0)
@@ -120,7 +120,7 @@ def test_an_optimizer_that_keeps_subclass_tensors_continues_to_the_bit(stepped, 
     assert torch.equal(live["model"].weight, saved["model"].weight)
 
 
-def test_inner_tensors_are_named_below_the_tensor_and_can_be_read_alone(tmp_path):
+def test_inner_tensors_are_named_below_their_tensor_and_readable_alone(tmp_path):
     saved = state(0)
     trained(saved, 1, 0)
     lastgood.save(tmp_path, saved, 1)
@@ -148,7 +148,7 @@ def test_a_weight_that_is_a_subclass_is_written_in_place(tmp_path):
     assert all(one is other for one, other in zip(inner, after, strict=True))
 
 
-def test_a_frozen_weight_that_computes_nothing_is_saved_and_restored(tmp_path):
+def test_a_frozen_weight_without_compute_ops_is_saved_and_restored(tmp_path):
     """LoRA over an int8 base of torchao: no Checkpointer could be made, "unimplemented operator: aten.sum"."""
 
     def model(scale):
@@ -167,7 +167,7 @@ def test_a_frozen_weight_that_computes_nothing_is_saved_and_restored(tmp_path):
     assert live.weight.scale.isinf()
 
 
-def test_a_subclass_without_a_live_one_is_rebuilt_as_the_parameter_that_it_was(tmp_path):
+def test_a_subclass_parameter_without_a_live_one_is_rebuilt(tmp_path):
     lastgood.save(tmp_path, {"x": [nn.Parameter(Scaled.of(torch.ones(2)), requires_grad=True)]})
     live = {"x": []}
     lastgood.load(tmp_path, live)
@@ -186,7 +186,7 @@ def test_a_subclass_without_a_live_one_is_rebuilt_as_the_parameter_that_it_was(t
     ],
     ids=["plain", "shape", "context", "class"],
 )
-def test_a_tensor_of_another_class_shape_or_context_is_a_difference(make, why):
+def test_a_tensor_of_another_class_shape_or_context_is_a_mismatch(make, why):
     values = capture({"x": Scaled.of(torch.ones(2))}, exclude=["rng"])
     stored = Stored(1, {"x.codes": ("int8", (2,)), "x.scale": ("float32", ())}, {}, values.values)
     for live in ({"x": make()}, {"x": [make()]}):
@@ -195,7 +195,7 @@ def test_a_tensor_of_another_class_shape_or_context_is_a_difference(make, why):
             match(live, Stored(1, stored.tensors, {}, tree), exclude=["rng"])
 
 
-def test_a_plain_tensor_does_not_go_into_a_live_subclass():
+def test_a_plain_tensor_is_not_loaded_into_a_live_subclass():
     live = nn.Linear(2, 2, bias=False)
     live.weight = nn.Parameter(Scaled.of(torch.ones(2, 2)))
     stored = Stored(1, {"model.weight": ("float32", (2, 2))}, {}, {"model": {"!module": {}}})
@@ -221,13 +221,13 @@ class Bare(torch.Tensor):
         (lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "nested"),
     ],
 )
-def test_a_subclass_that_cannot_be_taken_apart_is_refused_by_name(make, why):
+def test_a_subclass_that_cannot_be_flattened_is_refused_by_name(make, why):
     with pytest.raises(Unstorable, match=why) as caught:
         capture({"x": [make()]})
     assert caught.value.what.startswith("x.0 ")
 
 
-def test_state_in_subclass_tensors_is_copied_behind_the_next_forward_and_backward():
+def test_subclass_state_is_copied_during_the_next_forward_and_backward():
     trained_state = state(0)
     trained(trained_state, 1, 0)
     captured = capture(trained_state, exclude=["rng"])
@@ -246,7 +246,7 @@ def test_state_in_subclass_tensors_is_copied_behind_the_next_forward_and_backwar
     ],
     ids=repr,
 )
-def test_a_forged_subclass_is_a_difference_and_nothing_is_called(change):
+def test_a_forged_subclass_is_a_mismatch_and_calls_nothing(change):
     body = capture({"x": Scaled.of(torch.ones(2))}).values["x"]["!flattened"]
     tensors = {"x.codes": ("int8", (2,)), "x.scale": ("float32", ())}
     with pytest.raises(StateMismatch, match="x: a tensor of class"):
@@ -254,7 +254,7 @@ def test_a_forged_subclass_is_a_difference_and_nothing_is_called(change):
 
 
 @pytest.mark.parametrize("size", [None, [7, 7]], ids=["it raises", "its shape is forged"])
-def test_a_subclass_that_cannot_be_made_is_a_difference_and_nothing_is_touched(size, tmp_path, monkeypatch):
+def test_a_subclass_that_cannot_be_built_is_a_mismatch_before_any_change(size, tmp_path, monkeypatch):
     """A KeyError of another version of torchao came out of the restore when the model had been overwritten."""
 
     def newer(inner, *_):
@@ -280,7 +280,7 @@ class Imported:
         raise AssertionError("a file has chosen the class whose code runs")
 
 
-def test_a_forged_context_runs_no_comparison_of_a_class_that_it_names():
+def test_a_forged_context_runs_no_comparison_of_its_class():
     captured = capture({"x": Scaled.of(torch.ones(2))}, exclude=["rng"])
     name = f"{__name__}:Imported"
     for forged in (
@@ -313,7 +313,7 @@ def test_a_malformed_subclass_is_refused(change):
         match({"x": None}, Stored(1, tensors, {}, {"x": {"!flattened": body | change}}), exclude=["rng"])
 
 
-def test_adamw8bit_of_torchao_continues_to_the_bit(tmp_path):
+def test_adamw8bit_of_torchao_continues_exactly(tmp_path):
     low_bit = pytest.importorskip("torchao.optim", reason="needs torchao: pip install torchao")
 
     def made(seed):

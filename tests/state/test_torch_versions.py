@@ -1,4 +1,4 @@
-"""Versions of torch: what one of them lacks is refused by name where it is needed, and stands in nobody's way else."""
+"""A dtype that the installed torch lacks is refused by name where it is needed, and affects nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run"
 
 
-def test_a_dtype_that_this_torch_lacks_is_refused_before_anything_is_touched(run: Path) -> None:
+def test_a_dtype_that_this_torch_lacks_is_refused_before_any_change(run: Path) -> None:
     state = {"weights": torch.zeros(4), "scales": torch.zeros(4)}
     with pytest.raises(Refused, match=r"float8_e5m2, which torch .* does not have"):
         lastgood.load(run, state)
@@ -30,7 +30,7 @@ def test_a_dtype_that_this_torch_lacks_is_refused_before_anything_is_touched(run
         lastgood.open(run).tensor("scales")
 
 
-def test_the_other_tensors_of_such_a_generation_load(run: Path) -> None:
+def test_tensors_of_other_dtypes_in_that_generation_still_load(run: Path) -> None:
     assert torch.equal(lastgood.open(run).tensor("weights"), torch.ones(4))
     state = {"weights": torch.zeros(4), "scales": None}
     with lastgood.Checkpointer(run, state, exclude=["scales"]) as ckpt:

@@ -1,4 +1,4 @@
-"""Wrapped optimizers: what Accelerate and Fabric put around an optimizer changes nothing about a run."""
+"""The wrappers that Accelerate and Fabric put around an optimizer change nothing about a run."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Fabric:
 
 
 class Lightning:
-    """Of the shape of lightning.pytorch's LightningOptimizer: what it lacks it looks up in the inner one."""
+    """A wrapper like lightning.pytorch's LightningOptimizer: it delegates missing attributes to the inner optimizer."""
 
     def __init__(self, optimizer):
         self._optimizer = optimizer
@@ -113,7 +113,7 @@ def trained(state, steps, seed):
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("was_wrapped", [True, False])
-def test_a_run_of_a_wrapped_optimizer_loads_into_a_bare_one_and_the_other_way(wrap, was_wrapped, tmp_path):
+def test_wrapped_and_bare_optimizers_load_each_others_state(wrap, was_wrapped, tmp_path):
     """A run trained with Accelerate could not be loaded without it: 'object in the generation, AdamW here'."""
     before, after = (wrap, bare) if was_wrapped else (bare, wrap)
     saved, live = state(0, before), state(1, after)
@@ -126,7 +126,7 @@ def test_a_run_of_a_wrapped_optimizer_loads_into_a_bare_one_and_the_other_way(wr
 
 
 @pytest.mark.parametrize("wrap", [Accelerated, _Fabric], ids=["accelerate", "fabric"])
-def test_what_earlier_versions_saved_of_a_wrapper_loads_into_a_wrapper(wrap):
+def test_wrapper_state_of_earlier_versions_loads_into_a_wrapper(wrap):
     saved, live = state(0, wrap), state(1, wrap)
     trained(saved, 3, 0)
     as_object = capture({"optimizer": ByItself(saved["optimizer"])}, exclude=["rng"])
@@ -154,7 +154,7 @@ class ByItself:
 
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
-def test_a_wrapped_optimizer_overlaps_as_the_bare_one_does(wrap):
+def test_a_wrapped_optimizer_overlaps_like_a_bare_one(wrap):
     """Behind Accelerate the loop waited for every copy: the wrapper's step cannot be hooked."""
     one = state(0, wrap)
     trained(one, 1, 0)
@@ -168,7 +168,7 @@ def test_a_wrapped_optimizer_overlaps_as_the_bare_one_does(wrap):
     assert overlap.find(one, captured).beside_trained_bytes == 0
 
 
-def test_a_wrapper_with_data_of_its_own_is_an_object_and_keeps_it(tmp_path):
+def test_a_wrapper_with_its_own_data_is_stored_as_an_object(tmp_path):
     saved, live = state(0, Lookahead), state(1, Lookahead)
     assert not capture(saved).hookable
     lastgood.save(tmp_path, saved, 1)
@@ -228,8 +228,8 @@ class LateSynced(Accelerated):
 
 
 @pytest.mark.parametrize("wrap", [Synced, LateSynced])
-def test_an_optimizer_that_makes_its_own_state_late_keeps_it(wrap, tmp_path):
-    """Lookahead was taken for a wrapper for ever, as it says nothing of its own at first: a resumed run diverged."""
+def test_an_optimizer_that_creates_its_state_late_keeps_it(wrap, tmp_path):
+    """Lookahead has no state of its own at first and was treated as a wrapper forever: a resumed run diverged."""
     saved, live = state(0, wrap), state(1, wrap)
     with lastgood.Checkpointer(tmp_path, saved) as run:
         run.restore()
@@ -240,7 +240,7 @@ def test_an_optimizer_that_makes_its_own_state_late_keeps_it(wrap, tmp_path):
     assert trained(live, 3, 1) == trained(saved, 3, 1)
 
 
-def test_the_state_of_an_optimizer_around_another_one_is_stored():
+def test_the_state_of_an_optimizer_around_another_is_stored():
     """The slow weights of a Lookahead in a `state` of its own, with the state_dict of torch, were not stored."""
 
     class Around(torch.optim.Optimizer):
@@ -256,14 +256,14 @@ def test_the_state_of_an_optimizer_around_another_one_is_stored():
     assert "optimizer.state.weight.slow" in found.tensors
 
 
-def test_a_scheduler_of_a_wrapper_leaves_it_a_wrapper():
+def test_a_scheduler_on_a_wrapper_does_not_hide_the_wrapped_optimizer():
     wrapper = state(0, Accelerated)["optimizer"]
     torch.optim.lr_scheduler.StepLR(wrapper, 2)
     wrapper.step()
     assert Wrappers().unwrapped(wrapper) is wrapper.optimizer
 
 
-def test_a_wrapper_is_asked_once_for_its_state_dict():
+def test_a_capture_calls_the_state_dict_of_a_wrapper_once():
     asked = []
 
     class Counting(Accelerated):

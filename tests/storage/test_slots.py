@@ -1,4 +1,4 @@
-"""Runs that live in slots: what is theirs beside the contract of every tier (test_tiers.py) and the crash model."""
+"""Runs in slots: what holds beyond the contract of every tier (test_tiers.py) and the crash model."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def lengths(root: Path) -> dict[str, int]:
 
 
 def restored(root: Path) -> tuple[int | None, list[int]]:
-    """What the next process loads, bit for bit as it was saved, and what it steps over."""
+    """What the next process loads, exactly as it was saved, and which generations it skips."""
     found, loaded = load(access.slots(PosixFiles(), str(root)), workers=Inline())
     if found.generation is None:
         return None, []
@@ -129,7 +129,7 @@ def test_a_save_costs_two_flushes_and_allocates_nothing(tmp_path, in_flight):
         trainer.run.verify(UPKEEP)
 
 
-def test_manifests_longer_than_a_slot_has_room_for_make_all_slots_longer_at_the_first_save(tmp_path):
+def test_manifests_that_outgrow_a_slot_extend_all_slots_at_the_first_save(tmp_path):
     """The room behind the blob is a guess: with many small tensors the manifest is longer than all of them."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     many = {f"t{number:04d}": bytes([number % 256]) for number in range(300)}
@@ -155,7 +155,7 @@ def test_slots_are_filled_with_zeros_before_they_are_used(tmp_path):
         assert not any(path.read_bytes())
 
 
-def test_a_pointer_costs_no_write_and_is_there_when_the_run_is_closed(tmp_path):
+def test_a_pointer_costs_no_write_and_is_durable_after_close(tmp_path):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     files.calls.clear()
@@ -174,7 +174,7 @@ def pointed(root: Path) -> int | None:
     return found.step if found else None
 
 
-def test_what_the_tier_let_go_by_itself_costs_nothing_to_retire(tmp_path):
+def test_retiring_an_overwritten_generation_costs_no_write(tmp_path):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2, 3, 4)
     assert slots_named(trainer.tier).keys() == {3, 4}
@@ -187,7 +187,7 @@ def test_what_the_tier_let_go_by_itself_costs_nothing_to_retire(tmp_path):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_so_many_saves_in_flight_take_two_slots_more_and_no_further_one(tmp_path, in_flight):
+def test_n_saves_in_flight_use_exactly_n_plus_two_slots(tmp_path, in_flight):
     trainer = Trainer(tmp_path, in_flight=in_flight)
     trainer.steps(1, 2)
 
@@ -201,7 +201,7 @@ def test_so_many_saves_in_flight_take_two_slots_more_and_no_further_one(tmp_path
     assert lengths(tmp_path).keys() == {"table", *(f"{slot:02d}" for slot in range(in_flight + 2))}
 
 
-def test_more_saves_in_flight_than_were_announced_are_refused_and_harm_nothing(tmp_path):
+def test_saves_beyond_the_configured_number_are_refused_without_harm(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
     upload = trainer.tier.create("gen/000000000008-0000000a/x", 100)
@@ -242,7 +242,7 @@ def test_a_slot_that_a_restore_may_need_is_never_written(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["write", "sync"])
-def test_a_commit_that_nobody_knows_of_keeps_its_slot_until_a_later_record_is_durable(tmp_path, call):
+def test_an_unknown_commit_keeps_its_slot_until_a_later_record_is_durable(tmp_path, call):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     files.inject(Fault(call, "*/table"))
@@ -264,7 +264,7 @@ def test_a_commit_that_nobody_knows_of_keeps_its_slot_until_a_later_record_is_du
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_slot_that_a_record_of_unknown_outcome_names_is_not_taken_by_whoever_gave_it_up(tmp_path, number):
+def test_a_slot_in_a_record_of_unknown_outcome_is_not_reused(tmp_path, number):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     home = "gen/000000000009-0000000a"
@@ -281,7 +281,7 @@ def test_a_slot_that_a_record_of_unknown_outcome_names_is_not_taken_by_whoever_g
     assert restored(tmp_path) == (3, [])
 
 
-def test_a_record_that_came_to_be_before_the_disk_was_full_is_not_said_not_to_be(tmp_path):
+def test_a_record_written_before_the_disk_was_full_is_not_denied(tmp_path):
     """A short write had taken all of the record; what had no space any more was the padding of its page."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
@@ -296,7 +296,7 @@ def test_a_record_that_came_to_be_before_the_disk_was_full_is_not_said_not_to_be
     assert restored(tmp_path) == (3, [])
 
 
-def test_a_table_that_had_no_space_for_a_while_costs_no_slot(tmp_path):
+def test_a_table_that_temporarily_had_no_space_loses_no_slot(tmp_path):
     """The save was refused, and what it had begun could not be cleared either: its slot was taken for ever."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
@@ -308,9 +308,9 @@ def test_a_table_that_had_no_space_for_a_while_costs_no_slot(tmp_path):
     assert restored(tmp_path) == (5, [])
 
 
-def test_a_slot_that_was_made_and_could_not_be_filled_has_a_durable_name_before_it_is_used(tmp_path):
-    """The new file could not even be removed again. The next save took it as it lay there, and a power loss brought the
-    old file back under the name that the table told."""
+def test_an_unfilled_new_slot_has_a_durable_name_before_it_is_used(tmp_path):
+    """The new file could not even be removed again. The next save used it as it was, and a power loss brought the old
+    file back under the name in the table."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     free = f"{({0, 1, 2} - set(slots_named(trainer.tier).values())).pop():02d}"
@@ -333,7 +333,7 @@ def test_a_slot_that_was_made_and_could_not_be_filled_has_a_durable_name_before_
     assert calls(files).index(("sync_dir", "slots")) < calls(files).index(("write", "table"))
 
 
-def test_a_save_that_could_not_even_be_cleared_away_costs_no_slot(tmp_path):
+def test_a_save_that_could_not_be_cleaned_up_loses_no_slot(tmp_path):
     """While a commit is of unknown outcome nothing can be cleared, if the table cannot be written: the next save failed
     too, and held its slot until the process ended."""
     trainer = Trainer(tmp_path, files := FaultyFiles(), in_flight=2)
@@ -351,8 +351,8 @@ def test_a_save_that_could_not_even_be_cleared_away_costs_no_slot(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["rename", "sync_dir"])
-def test_a_commit_in_a_new_table_that_may_have_got_its_name_is_of_unknown_outcome(tmp_path, call):
-    """After a failed sync the table is a new file; its name may be durable whatever the call says."""
+def test_a_commit_in_a_table_that_may_have_its_name_has_unknown_outcome(tmp_path, call):
+    """After a failed sync the table is a new file; its name may be durable although the call failed."""
     trainer = Trainer(tmp_path, files := FaultyFiles(), in_flight=2)
     trainer.steps(1)
     files.inject(Fault("sync", "*/table"))
@@ -364,7 +364,7 @@ def test_a_commit_in_a_new_table_that_may_have_got_its_name_is_of_unknown_outcom
         trainer.save(3)
 
 
-def test_a_commit_that_is_tried_again_names_what_it_was_made_for(tmp_path):
+def test_a_retried_commit_names_the_generation_it_was_created_for(tmp_path):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     home, data = "gen/000000000007-00000007", aligned(b"what was saved")
     upload = trainer.tier.create(f"{home}/{BLOB}", 14)
@@ -381,7 +381,7 @@ def test_a_commit_that_is_tried_again_names_what_it_was_made_for(tmp_path):
     assert found == b"what was saved"
 
 
-def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
+def test_a_commit_whose_sync_failed_is_retried_in_a_new_file(tmp_path):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1)
     files.inject(Fault("sync", "*/table"))
@@ -395,8 +395,8 @@ def test_a_commit_whose_sync_failed_is_tried_again_in_a_new_file(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["sync", "write"])
-def test_a_slot_whose_sync_failed_is_a_new_file_before_it_is_used_again(tmp_path, call):
-    """The second fsync of it would report success while the data is gone. Through a mapping each write is a sync."""
+def test_a_slot_whose_sync_failed_is_recreated_before_it_is_reused(tmp_path, call):
+    """A second fsync of the file would report success although the data is lost. In a mapping each write is a sync."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     free = ({0, 1, 2} - set(slots_named(trainer.tier).values())).pop()
@@ -432,7 +432,7 @@ def test_a_record_whose_sync_failed_is_not_committed_by_a_later_one(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "growing"])
-def test_space_is_had_in_every_slot_before_the_first_byte(tmp_path, number, again):
+def test_every_slot_has_its_space_before_the_first_byte_is_written(tmp_path, number, again):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     if again:
         trainer.steps(1, 2)
@@ -448,7 +448,7 @@ def test_space_is_had_in_every_slot_before_the_first_byte(tmp_path, number, agai
     assert restored(tmp_path) == (4, [])
 
 
-def test_a_state_that_grows_makes_slots_longer_before_it_is_written(tmp_path):
+def test_a_growing_state_extends_the_slots_before_it_is_written(tmp_path):
     trainer = Trainer(tmp_path)
     for step in range(1, 9):
         trainer.save(step, 20_000 * step)
@@ -457,7 +457,7 @@ def test_a_state_that_grows_makes_slots_longer_before_it_is_written(tmp_path):
     assert len(lengths(tmp_path)) == 4
 
 
-def test_the_newest_that_is_damaged_is_stepped_over_for_the_verified_one(tmp_path):
+def test_a_damaged_newest_generation_is_skipped_for_the_verified_one(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
     trainer.save(3)
@@ -465,15 +465,15 @@ def test_the_newest_that_is_damaged_is_stepped_over_for_the_verified_one(tmp_pat
     assert restored(tmp_path) == (2, [3])
 
 
-def test_damage_after_verification_still_leaves_one_before_it(tmp_path):
-    """When a commit was verified, the one before it once was let go at once: then the medium lost the newer one."""
+def test_damage_after_verification_leaves_an_older_generation(tmp_path):
+    """Once a commit was verified, the previous one was released at once; then the medium lost the newer one."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
     flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
     assert restored(tmp_path) == (2, [3])
 
 
-def test_while_none_is_verified_the_newest_two_commits_stay(tmp_path):
+def test_without_a_verified_generation_the_newest_two_commits_stay(tmp_path):
     trainer = Trainer(tmp_path)
     for step in (1, 2, 3):
         trainer.save(step)
@@ -482,7 +482,7 @@ def test_while_none_is_verified_the_newest_two_commits_stay(tmp_path):
     assert restored(tmp_path) == (2, [3])
 
 
-def test_what_is_marked_as_damaged_is_no_spare(tmp_path):
+def test_a_generation_marked_damaged_does_not_count_as_a_spare(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.save(1)
     trainer.save(2)
@@ -491,7 +491,7 @@ def test_what_is_marked_as_damaged_is_no_spare(tmp_path):
     assert slots_named(trainer.tier).keys() == {1, 3}
 
 
-def test_a_pointer_goes_with_what_it_names(tmp_path):
+def test_a_pointer_is_deleted_with_the_generation_it_names(tmp_path):
     tier = access.slots(PosixFiles(), str(tmp_path))
     home = "gen/000000000009-0000000a"
     tier.put_new(f"{home}/COMMIT.json", b"x")
@@ -501,8 +501,8 @@ def test_a_pointer_goes_with_what_it_names(tmp_path):
     assert dict(tier.list("")) == {} == dict(access.slots(PosixFiles(), str(tmp_path)).list(""))
 
 
-def test_the_table_is_read_as_the_medium_has_it(tmp_path):
-    """Through the cache a record looks whole that the disk never got, or has lost."""
+def test_the_table_is_read_past_the_page_cache(tmp_path):
+    """Read through the page cache, a record looks complete although the disk never received it or has lost it."""
     disk = HostileDisk()
     run = RunWriter(access.slots(disk, ROOT), Inline())
     for step in (1, 2):
@@ -518,7 +518,7 @@ def _area(disk: HostileDisk, at: int) -> bytes:
     return data[: 48 + tables.body_bytes(data, TABLE_AREA_BYTES)]
 
 
-def test_a_file_that_is_overwritten_is_flushed_without_the_journal(tmp_path, monkeypatch):
+def test_an_overwritten_file_is_flushed_without_the_journal(tmp_path, monkeypatch):
     (tmp_path / "x").write_bytes(bytes(4096))
     flushed: list[str] = []
     monkeypatch.setattr(posix_files.os, "fdatasync", lambda fd: flushed.append("content"))
@@ -530,7 +530,7 @@ def test_a_file_that_is_overwritten_is_flushed_without_the_journal(tmp_path, mon
     assert flushed == (["content", "all"] if posix_files._FULLFSYNC is None else [])
 
 
-def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
+def test_a_truncated_or_missing_slot_is_reported_as_damage(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.steps(1)
     path = tmp_path / f"slots/{trainer.slot_of(1):02d}"
@@ -542,8 +542,8 @@ def test_a_slot_that_is_cut_short_or_gone_is_damage_that_is_told(tmp_path):
         restored(tmp_path)
 
 
-def test_nothing_is_noted_beside_what_was_let_go(tmp_path):
-    """A slow verification may end when its generation is gone; its mark must not take a slot."""
+def test_an_overwritten_generation_gets_no_mark(tmp_path):
+    """A slow verification may end after its generation was overwritten; its mark must not occupy a slot."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
     with pytest.raises(MissingBlob, match="it cannot be marked"):
@@ -580,7 +580,7 @@ def test_a_torn_pointer_record_never_loses_the_newest_commit(tmp_path, garbage):
     assert restored(tmp_path) == (4, [])
 
 
-def test_the_medium_losing_the_newest_record_costs_the_newest_commit_and_no_more(tmp_path):
+def test_a_lost_newest_record_loses_only_the_newest_commit(tmp_path):
     for verified in (False, True):
         root = tmp_path / str(verified)
         root.mkdir()
@@ -593,7 +593,7 @@ def test_the_medium_losing_the_newest_record_costs_the_newest_commit_and_no_more
         assert restored(root) == ((3, []) if verified else (2, []))
 
 
-def test_records_go_on_counting_from_one_opening_to_the_next(tmp_path):
+def test_record_numbers_continue_across_openings(tmp_path):
     """A reader that took one area from the file before and the other from its successor takes the newer of the two."""
     last = 0
     for step in (1, 2, 3):
@@ -604,7 +604,7 @@ def test_records_go_on_counting_from_one_opening_to_the_next(tmp_path):
         last = found.sequence
 
 
-def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path):
+def test_a_table_without_a_valid_record_is_refused_and_left_unchanged(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
     path = tmp_path / "slots/table"
@@ -622,7 +622,7 @@ def test_a_table_without_a_whole_record_is_told_and_nothing_is_touched(tmp_path)
             opening(tmp_path)
 
 
-def test_a_record_longer_than_an_area_makes_a_longer_table(tmp_path):
+def test_a_record_longer_than_its_area_extends_the_table(tmp_path):
     trainer = Trainer(tmp_path)
     trainer.steps(1)
     trainer.save(2)
@@ -672,14 +672,14 @@ def kept(**changed: object) -> dict[str, object]:
     ],
     ids=repr,
 )
-def test_a_hostile_table_is_refused_by_what_is_wrong_with_it(tmp_path, body):
+def test_a_hostile_table_is_refused_as_invalid(tmp_path, body):
     Trainer(tmp_path).steps(1)
     forged(tmp_path, body)
     with pytest.raises(ManifestInvalid):
         restored(tmp_path)
 
 
-def test_lengths_that_a_table_claims_are_held_against_the_slot(tmp_path):
+def test_lengths_claimed_by_a_table_are_checked_against_the_slot(tmp_path):
     Trainer(tmp_path).steps(1)
     forged(tmp_path, kept(extents={"x": [1 << 40, 1 << 50], "y": [4096, 1 << 50]}))
     tier = access.slots(PosixFiles(), str(tmp_path))
@@ -705,7 +705,7 @@ def test_names_in_a_table_never_reach_the_file_system(tmp_path):
     assert {one.name for one in tmp_path.rglob("*") if one.is_file()} >= {"secret"}
 
 
-def test_a_table_of_a_newer_version_is_refused_and_never_stepped_over(tmp_path):
+def test_a_table_of_a_newer_version_is_refused_and_never_skipped(tmp_path):
     Trainer(tmp_path).steps(1)
     before = (tmp_path / "slots/table").read_bytes()
     forged(tmp_path, {"anything": 1}, version=2)
@@ -717,7 +717,7 @@ def test_a_table_of_a_newer_version_is_refused_and_never_stepped_over(tmp_path):
     assert restored(tmp_path) == (1, [])
 
 
-def test_a_reader_beside_a_writer_gets_what_was_saved_or_an_error(tmp_path):
+def test_a_reader_beside_a_writer_gets_the_saved_bytes_or_an_error(tmp_path):
     """The slot that a reader has found is overwritten before it reads it."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
@@ -789,7 +789,7 @@ def test_an_msync_that_failed_is_final_for_its_file(tmp_path, monkeypatch):
     file.close()
 
 
-def test_stores_past_the_caches_are_fenced_by_the_thread_that_made_them(tmp_path):
+def test_non_temporal_stores_are_fenced_by_their_own_thread(tmp_path):
     """A fence orders the stores of its own core: one at the end, by another thread, would not hold them."""
     done: list[tuple[str, int]] = []
 
@@ -815,7 +815,7 @@ def test_stores_past_the_caches_are_fenced_by_the_thread_that_made_them(tmp_path
     assert (tmp_path / "x").read_bytes() == b"x" * 8192
 
 
-def test_persistent_memory_without_libpmem_is_refused_with_what_to_install(tmp_path, monkeypatch):
+def test_persistent_memory_without_libpmem_is_refused_with_the_package(tmp_path, monkeypatch):
     def missing(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
 
@@ -844,7 +844,7 @@ def in_memory() -> Iterator[Path]:
 
 
 @pytest.mark.root
-def test_stores_past_the_caches_leave_the_same_bytes(libpmem, in_memory, monkeypatch):
+def test_non_temporal_stores_write_the_same_bytes(libpmem, in_memory, monkeypatch):
     monkeypatch.setenv("PMEM_IS_PMEM_FORCE", "1")
     buffered = written(in_memory / "buffered", PosixFiles())
     assert written(in_memory / "stores", MappedFiles(str(in_memory), pmem=True)) == buffered
@@ -867,7 +867,7 @@ def test_a_run_in_slots_is_opened_by_its_path(tmp_path, persist):
     assert lengths(tmp_path / "run").keys() == {"table", "00", "01", "02", "03"}
 
 
-def test_the_command_line_takes_a_run_in_slots(tmp_path, capsys):
+def test_the_command_line_accepts_a_run_in_slots(tmp_path, capsys):
     path = f"slots://{tmp_path}/run"
     with access.for_writing(path, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
@@ -881,7 +881,7 @@ def test_the_command_line_takes_a_run_in_slots(tmp_path, capsys):
     assert main(["diff", path, "1", "2"]) == 7
 
 
-def test_a_run_in_slots_and_one_in_directories_are_not_taken_for_each_other(tmp_path):
+def test_a_run_in_slots_and_a_run_in_directories_are_never_confused(tmp_path):
     in_slots, in_directories = tmp_path / "slots", tmp_path / "directories"
     for path, root in ((f"slots://{in_slots}", in_slots), (str(in_directories), in_directories)):
         with access.for_writing(path, "atomic_dirsync") as tier:
@@ -894,8 +894,8 @@ def test_a_run_in_slots_and_one_in_directories_are_not_taken_for_each_other(tmp_
             pass
 
 
-def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_same(tmp_path):
-    """The pointers that closing writes once failed without a word."""
+def test_a_failed_write_at_close_is_reported_and_the_lock_released(tmp_path):
+    """The writes of pointers in close() once failed without a report."""
     path = f"slots://{tmp_path}"
     with pytest.raises(TierDown, match="injected"), access.for_writing(path, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
@@ -913,7 +913,7 @@ def test_what_cannot_be_written_at_the_end_is_told_and_the_lock_goes_all_the_sam
     assert restored(tmp_path) == (1, [])
 
 
-def test_what_is_for_directories_is_refused_for_slots(tmp_path):
+def test_options_for_directories_are_refused_for_slots(tmp_path):
     with pytest.raises(Refused, match="write_mode"), access.for_writing(f"slots://{tmp_path}", "unsafe"):
         pass
     with pytest.raises(Refused, match="persist"), access.for_writing(tmp_path, "atomic_dirsync", persist="mmap"):
@@ -924,7 +924,7 @@ def test_what_is_for_directories_is_refused_for_slots(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["--short", "--buffered", "--threads=2"])
-def test_lives_on_slots_leave_what_they_promised(tmp_path, how):
+def test_random_sequences_of_saves_on_slots_keep_the_promises(tmp_path, how):
     run, ledger = tmp_path / "run", Ledger(tier="slots")
     for seed in (1, 2, 3):
         lines: list[str] = []
@@ -954,7 +954,7 @@ def training(root: Path, steps: range, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("persist", ["direct", "mmap"])
 @pytest.mark.parametrize("in_flight", [1, 3])
-def test_a_training_in_slots_goes_on_bit_for_bit(tmp_path: Path, persist: str, in_flight: int) -> None:
+def test_training_in_slots_continues_bit_for_bit(tmp_path: Path, persist: str, in_flight: int) -> None:
     whole = training(tmp_path / "whole", range(20), persist=persist, in_flight=in_flight)
     training(tmp_path / "cut", range(9), persist=persist, in_flight=in_flight)
     cut = training(tmp_path / "cut", range(9, 20), persist=persist, in_flight=in_flight)
@@ -964,7 +964,7 @@ def test_a_training_in_slots_goes_on_bit_for_bit(tmp_path: Path, persist: str, i
     assert len(list((tmp_path / "cut" / "slots").iterdir())) == in_flight + 2 + 1, "the slots, and the table"
 
 
-def test_what_slots_cannot_keep_is_refused_with_a_word_on_where_to_put_it(tmp_path: Path) -> None:
+def test_retention_beyond_the_newest_is_refused_for_slots(tmp_path: Path) -> None:
     for keep in (lastgood.Keep(every=10), lastgood.Keep(milestones=(1,)), lastgood.Keep(best=("loss", "min", 1))):
         with pytest.raises(Refused, match=r"keep the newest only.*into a directory"):
             lastgood.Checkpointer(f"slots://{tmp_path / 'run'}", {}, retention=keep)

@@ -124,24 +124,24 @@ def test_parts_of_a_blob_are_written_in_any_order_by_several_threads(tier):
     assert read(tier, BLOB, len(data)) == data
 
 
-def test_create_on_a_taken_name_is_refused_and_the_old_blob_is_untouched(tier):
+def test_create_on_a_taken_name_is_refused_and_leaves_the_old_blob(tier):
     upload(tier, BLOB, b"old")
     with pytest.raises(NameTaken, match="untouched"):
         tier.create(BLOB, 9000)
     assert read(tier, BLOB, 3) == b"old" and tier.list(HOME) == {"r00000.safetensors": 3}
 
 
-def test_an_aborted_upload_leaves_nothing_and_its_name_is_free_again(tier):
+def test_an_aborted_upload_leaves_no_file_and_frees_its_name(tier):
     blob = tier.create(BLOB, 9000)
     blob.write_at(padded(pattern(4096)), 0)
     blob.abort()
     assert not tier.list(HOME) and not tier.list("gen")
-    blob.abort()  # what is already gone is no error
+    blob.abort()  # aborting twice is no error
     upload(tier, BLOB, b"again")
     assert read(tier, BLOB, 5) == b"again"
 
 
-def test_an_aborted_upload_takes_no_neighbour_with_it(tier):
+def test_an_aborted_upload_deletes_no_other_blob(tier):
     upload(tier, BLOB, b"neighbour")
     tier.create(f"{HOME}/r00001.safetensors", 9000).abort()
     assert tier.list(HOME) == {"r00000.safetensors": 9}
@@ -152,7 +152,7 @@ def test_an_aborted_upload_takes_no_neighbour_with_it(tier):
 # ---- put_new ---------------------------------------------------------------------------------------------------
 
 
-def test_a_record_is_there_whole_and_without_litter(tier):
+def test_a_record_is_complete_and_leaves_no_litter(tier):
     tier.put_new(RECORD, b"whole")
     assert tier.list(HOME) == {"COMMIT.json": 5} and read(tier, RECORD, 5) == b"whole"
 
@@ -164,7 +164,7 @@ def test_putting_the_same_bytes_again_changes_nothing(tier):
 
 
 @pytest.mark.parametrize("other", [b"", b"sam", b"sane", b"same and more"])
-def test_putting_other_bytes_on_a_name_is_refused_and_the_old_blob_is_untouched(tier, other):
+def test_putting_other_bytes_on_a_name_is_refused_and_keeps_the_old_blob(tier, other):
     tier.put_new(RECORD, b"same")
     with pytest.raises(NameTaken):
         tier.put_new(RECORD, other)
@@ -187,7 +187,7 @@ def race(tier: Tier, who: int, rounds: int, start) -> list[tuple[int, int]]:
     return won
 
 
-def _race_and_tell(kind: str, root: str, who: int, rounds: int, start, told) -> None:
+def _race_in_process(kind: str, root: str, who: int, rounds: int, start, told) -> None:
     try:
         told.put(race(TIERS[kind](root), who, rounds, start))
     except BaseException as error:
@@ -195,7 +195,7 @@ def _race_and_tell(kind: str, root: str, who: int, rounds: int, start, told) -> 
 
 
 @pytest.mark.parametrize("kind", TIERS)
-def test_of_eight_threads_that_put_the_same_name_exactly_one_wins(kind, tmp_path):
+def test_exactly_one_of_eight_threads_that_put_the_same_name_wins(kind, tmp_path):
     """The staged file of a record once had one name for all: a thread could link what another was still writing."""
     tier, start = TIERS[kind](str(tmp_path)), threading.Barrier(8)
     with ThreadPoolExecutor(8) as pool:
@@ -204,11 +204,11 @@ def test_of_eight_threads_that_put_the_same_name_exactly_one_wins(kind, tmp_path
 
 
 @pytest.mark.parametrize("kind", MANY_WRITERS)
-def test_of_eight_processes_that_put_the_same_name_exactly_one_wins(kind, tmp_path):
+def test_exactly_one_of_eight_processes_that_put_the_same_name_wins(kind, tmp_path):
     context = get_context("fork")
     start, told = context.Barrier(8), context.Queue()
     racers = [
-        context.Process(target=_race_and_tell, args=(kind, str(tmp_path), who, 10, start, told)) for who in range(8)
+        context.Process(target=_race_in_process, args=(kind, str(tmp_path), who, 10, start, told)) for who in range(8)
     ]
     for racer in racers:
         racer.start()
@@ -237,7 +237,7 @@ def test_a_pointer_is_replaced(tier):
     assert not [name for name in tier.list("") if name.endswith(".tmp")]
 
 
-def test_a_reader_of_a_pointer_finds_the_old_or_the_new_bytes(tier):
+def test_a_reader_of_a_pointer_reads_the_old_or_the_new_bytes(tier):
     tier.point("LASTGOOD.json", bytes(6000), HOME)
     done, seen = threading.Event(), set()
 
@@ -254,7 +254,7 @@ def test_a_reader_of_a_pointer_finds_the_old_or_the_new_bytes(tier):
     assert seen and all(one == one[:1] * 6000 for one in seen)
 
 
-def test_deleting_is_idempotent_and_takes_an_empty_folder_along(tier):
+def test_deleting_is_idempotent_and_removes_an_empty_folder(tier):
     upload(tier, BLOB, b"bytes")
     tier.put_new(RECORD, b"record")
     tier.delete(BLOB)
@@ -268,11 +268,11 @@ def test_deleting_is_idempotent_and_takes_an_empty_folder_along(tier):
     assert read(tier, RECORD, 4) == b"anew"
 
 
-def test_a_folder_that_is_not_there_is_empty(tier):
+def test_listing_a_missing_folder_is_empty(tier):
     assert tier.list("gen") == {} and tier.list(HOME) == {}
 
 
-def test_names_of_a_folder_come_with_lengths_and_folders_without(tier):
+def test_a_listing_gives_files_with_lengths_and_folders_without(tier):
     upload(tier, BLOB, pattern(5000))
     tier.put_new("lastgood.json", b"header")
     assert dict(tier.list("")) == {"gen": None, "lastgood.json": 6}
@@ -294,13 +294,13 @@ def test_a_blob_that_ends_before_the_extent_is_truncated(tier, there, fresh):
         read(tier, BLOB, 10, offset=1 << 40, fresh=fresh)
 
 
-def test_a_blob_that_is_not_there_is_missing(tier):
+def test_reading_a_missing_blob_raises_missing(tier):
     with pytest.raises(MissingBlob):
         read(tier, BLOB, 1)
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
-def test_any_part_of_a_blob_reads_alone(tier, fresh):
+def test_any_part_of_a_blob_can_be_read_alone(tier, fresh):
     data = pattern(20_001)
     upload(tier, BLOB, data)
     for offset, length in [(0, 1), (4096, 4096), (4095, 2), (1, 20_000), (16_384, 3617), (20_000, 1), (7, 0)]:
@@ -309,7 +309,7 @@ def test_any_part_of_a_blob_reads_alone(tier, fresh):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "gen/../../x", ".."])
-def test_a_name_outside_of_the_tier_is_none(tier, name):
+def test_a_name_outside_of_the_tier_is_refused(tier, name):
     for call in (lambda: read(tier, name, 1), lambda: tier.put_new(name, b"x"), lambda: tier.delete(name)):
         with pytest.raises(MissingBlob, match="not a name inside"):
             call()
@@ -318,7 +318,7 @@ def test_a_name_outside_of_the_tier_is_none(tier, name):
 # ---- tiers over a file system: what single calls of it do to them ----------------------------------------------
 
 
-def test_a_link_whose_reply_was_lost_is_success_when_the_bytes_are_there(tmp_path):
+def test_a_link_whose_reply_was_lost_succeeds_if_the_bytes_exist(tmp_path):
     for number in (errno.EIO, errno.ETIMEDOUT, errno.EEXIST):
         tier = disk(str(tmp_path), FaultyFiles(Fault("link", errno=number, after=True)))
         name = f"{HOME}/{number}.json"
@@ -327,7 +327,7 @@ def test_a_link_whose_reply_was_lost_is_success_when_the_bytes_are_there(tmp_pat
     assert len(everything(tmp_path)) == 3, "no litter"
 
 
-def test_a_link_that_failed_without_a_trace_is_unknown_and_nothing_is_deleted(tmp_path):
+def test_a_link_that_failed_without_a_trace_is_unknown_and_deletes_nothing(tmp_path):
     files = FaultyFiles(Fault("link"))
     for name, data in ((RECORD, b"record"), (f"{HOME}/empty.json", b"")):
         with pytest.raises(CommitUnknown, match="Nothing was deleted"):
@@ -336,8 +336,8 @@ def test_a_link_that_failed_without_a_trace_is_unknown_and_nothing_is_deleted(tm
     assert not any(call == "remove" and not path.endswith(".tmp") for call, path in files.changes())
 
 
-def test_a_link_that_failed_over_half_a_record_is_unknown_and_nothing_is_deleted(tmp_path):
-    """Half a record appears at the name while it is linked; without a refusal by EEXIST nobody knows whose it is."""
+def test_a_link_that_left_half_a_record_is_unknown_and_deletes_nothing(tmp_path):
+    """Half a record appears at the name during the link; without EEXIST its writer is unknown."""
 
     def half(call: Call) -> None:
         if call.operation == "link":
@@ -349,7 +349,7 @@ def test_a_link_that_failed_over_half_a_record_is_unknown_and_nothing_is_deleted
     assert (tmp_path / RECORD).read_bytes() == b"rec"
 
 
-def test_a_folder_that_cannot_be_synced_after_the_link_is_unknown_and_nothing_is_deleted(tmp_path):
+def test_a_failed_folder_sync_after_a_link_is_unknown_and_deletes_nothing(tmp_path):
     files = FaultyFiles(Fault("sync_dir", "*0a0b0c0d*"))
     with pytest.raises(CommitUnknown, match="Nothing was deleted"):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
@@ -357,7 +357,7 @@ def test_a_folder_that_cannot_be_synced_after_the_link_is_unknown_and_nothing_is
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
-def test_where_there_are_no_links_a_record_is_created_exclusively(tmp_path, number):
+def test_without_hard_links_a_record_is_created_exclusively(tmp_path, number):
     tier = disk(str(tmp_path), FaultyFiles(Fault("link", errno=number)))
     tier.put_new(RECORD, b"record")
     tier.put_new(RECORD, b"record")
@@ -367,14 +367,14 @@ def test_where_there_are_no_links_a_record_is_created_exclusively(tmp_path, numb
 
 
 @pytest.mark.parametrize("call", ["write", "sync"])
-def test_where_there_are_no_links_a_failure_in_place_is_unknown_and_nothing_is_deleted(tmp_path, call):
+def test_without_hard_links_a_failed_write_is_unknown_and_deletes_nothing(tmp_path, call):
     files = FaultyFiles(Fault("link", errno=errno.EPERM), Fault(call, nth=2))  # the first is the staged file
     with pytest.raises(CommitUnknown):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
     assert (tmp_path / RECORD).exists()
 
 
-def test_identical_bytes_found_in_place_are_synced_before_they_are_success(tmp_path):
+def test_identical_existing_bytes_are_synced_before_success(tmp_path):
     """Without links, a process killed between write and fsync leaves bytes that its successor read, took for durable,
     and lost in the next power failure."""
     (tmp_path / HOME).mkdir(parents=True)
@@ -393,7 +393,7 @@ UPLOAD_CALLS = {"atomic_dirsync": ["open new", "reserve", "write", "sync"], "uns
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("mode", "call"), [(mode, call) for mode, calls in PUT_CALLS.items() for call in calls])
-def test_a_record_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_path, mode, call, number):
+def test_a_record_that_does_not_fit_is_named_and_leaves_no_litter(tmp_path, mode, call, number):
     with pytest.raises(NoSpace, match="Free space"):
         disk(str(tmp_path), FaultyFiles(Fault(call, errno=number)), mode=mode).put_new(RECORD, b"record")
     assert not everything(tmp_path)
@@ -401,7 +401,7 @@ def test_a_record_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_pat
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("mode", "call"), [(mode, call) for mode, calls in UPLOAD_CALLS.items() for call in calls])
-def test_a_blob_that_does_not_fit_is_said_by_name_and_leaves_no_litter(tmp_path, mode, call, number):
+def test_a_blob_that_does_not_fit_is_named_and_leaves_no_litter(tmp_path, mode, call, number):
     with pytest.raises(NoSpace, match="Free space"):
         upload_or_abort(disk(str(tmp_path), FaultyFiles(Fault(call, errno=number)), mode=mode), pattern(9000))
     assert not everything(tmp_path)
@@ -425,7 +425,7 @@ def upload_or_abort(tier: Tier, data: bytes) -> None:
         raise
 
 
-def test_without_links_a_full_disk_leaves_no_litter_either(tmp_path):
+def test_without_hard_links_a_full_disk_leaves_no_litter(tmp_path):
     files = FaultyFiles(Fault("link", errno=errno.EPERM), Fault("write", errno=errno.ENOSPC, nth=2))
     with pytest.raises(NoSpace):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
@@ -446,7 +446,7 @@ def test_a_disk_that_fails_before_the_link_leaves_no_record(tmp_path, call, numb
     ("direct", "most"),
     [(False, 1), (False, 1000), (False, 4096), (False, 5000), (True, 4096), (True, 4608), (True, 8191)],
 )
-def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
+def test_short_writes_and_reads_are_continued(tmp_path, direct, most):
     """`direct`: a call that was cut short goes on from the last whole block, where direct I/O can go on."""
     files = FaultyFiles(most_bytes=most)
     tier = disk(str(tmp_path), files, direct=direct)
@@ -461,13 +461,13 @@ def test_short_writes_and_reads_lose_nothing(tmp_path, direct, most):
     tier.put_new(RECORD, data)  # it is read back, in as many pieces, and found to be the same
 
 
-def test_a_file_that_takes_no_more_bytes_is_an_error_and_not_a_loop(tmp_path):
+def test_a_write_of_zero_bytes_is_an_error_and_not_a_loop(tmp_path):
     with pytest.raises(TierDown, match="accepts no more"):
         disk(str(tmp_path), FaultyFiles(most_bytes=0)).put_new(RECORD, b"record")
 
 
 @pytest.mark.parametrize("length", [1, 4095, 4096, 4097, 50_000])
-def test_direct_and_buffered_writing_give_the_same_file(tmp_path, length):
+def test_direct_and_buffered_writes_give_the_same_file(tmp_path, length):
     if not takes_direct(str(tmp_path)):
         pytest.skip("this file system takes no direct I/O")
     for name, direct in (("direct", True), ("buffered", False)):
@@ -476,7 +476,7 @@ def test_direct_and_buffered_writing_give_the_same_file(tmp_path, length):
 
 
 def test_the_first_failed_fsync_of_a_file_is_final(tmp_path, monkeypatch):
-    """On ext4, xfs and btrfs the second fsync reports success while the data is gone."""
+    """On ext4, xfs and btrfs the second fsync reports success although the data is lost."""
     file = PosixFiles().open(str(tmp_path / "x"), "new")
     calls = []
 
@@ -494,7 +494,7 @@ def test_the_first_failed_fsync_of_a_file_is_final(tmp_path, monkeypatch):
     file.close()
 
 
-def test_what_finish_cannot_sync_is_an_error(tmp_path):
+def test_a_failed_sync_in_finish_is_an_error(tmp_path):
     tier = disk(str(tmp_path), FaultyFiles(Fault("sync")))
     with pytest.raises(TierDown):
         upload_or_abort(tier, pattern(100))
@@ -508,8 +508,8 @@ def test_a_folder_is_synced_through_its_own_descriptor(tmp_path, monkeypatch):
     assert synced == [tmp_path.stat().st_ino]
 
 
-def test_names_that_were_there_already_are_synced_all_the_same(tmp_path):
-    """Whoever made them may have died before they were durable: the folder, and the record itself."""
+def test_names_that_already_existed_are_synced_too(tmp_path):
+    """The process that created the folder or the record may have died before the name was durable."""
     disk(str(tmp_path)).put_new(RECORD, b"record")
     files = FaultyFiles()
     disk(str(tmp_path), files).put_new(RECORD, b"record")
@@ -548,14 +548,14 @@ def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
     ]
 
 
-def test_a_pointer_moves_only_once_its_bytes_are_durable(tmp_path):
+def test_a_pointer_moves_only_after_its_bytes_are_durable(tmp_path):
     files = FaultyFiles()
     disk(str(tmp_path), files).point("LASTGOOD.json", b"pointer", HOME)
     calls = [call for call, _ in files.changes() if call != "remove"]
     assert calls == ["open new", "write", "sync", "rename", "symlink", "rename", "sync_dir"]
 
 
-def test_latest_ok_leads_people_to_the_generation(tmp_path):
+def test_the_latest_ok_link_leads_to_the_generation(tmp_path):
     tier = disk(str(tmp_path))
     upload(tier, BLOB, b"weights")
     tier.point("LASTGOOD.json", b"1", "gen/none")
@@ -564,20 +564,20 @@ def test_latest_ok_leads_people_to_the_generation(tmp_path):
     assert (tmp_path / "latest_ok" / "r00000.safetensors").read_bytes() == b"weights"
 
 
-def test_where_there_are_no_symbolic_links_the_pointer_still_moves(tmp_path):
+def test_without_symbolic_links_the_pointer_still_moves(tmp_path):
     disk(str(tmp_path), FaultyFiles(Fault("symlink", errno=errno.EPERM))).point("LASTGOOD.json", b"pointer", HOME)
     assert everything(tmp_path) == {"LASTGOOD.json": b"pointer"}
 
 
 @pytest.mark.parametrize("call", ["rename", "sync", "write", "open new"])
-def test_a_pointer_that_cannot_be_replaced_stays_as_it_was(tmp_path, call):
+def test_a_pointer_that_cannot_be_replaced_keeps_its_value(tmp_path, call):
     disk(str(tmp_path)).point("LASTGOOD.json", b"old", HOME)
     with pytest.raises(TierDown):
         disk(str(tmp_path), FaultyFiles(Fault(call))).point("LASTGOOD.json", b"new", HOME)
     assert (tmp_path / "LASTGOOD.json").read_bytes() == b"old"
 
 
-def test_a_pointer_moves_again_after_a_link_that_was_made_and_could_not_be_renamed(tmp_path):
+def test_a_pointer_moves_again_after_a_link_that_could_not_be_renamed(tmp_path):
     """The staged link stayed, and every later pointer of this process failed at its name."""
     tier = disk(str(tmp_path), FaultyFiles(Fault("rename", nth=2)))
     with pytest.raises(TierDown):
@@ -599,7 +599,7 @@ def odd_entries(root: Path) -> None:
     (root / "\udcff\n").write_bytes(b"")
 
 
-def test_a_listing_tells_files_from_folders_from_anything_else(tmp_path):
+def test_a_listing_distinguishes_files_folders_and_anything_else(tmp_path):
     odd_entries(tmp_path)
     assert PosixFiles().list(str(tmp_path)) == {
         "file": 7,
@@ -612,7 +612,7 @@ def test_a_listing_tells_files_from_folders_from_anything_else(tmp_path):
     }
 
 
-def test_a_file_that_vanishes_while_its_folder_is_listed_takes_no_other_with_it(tmp_path, monkeypatch):
+def test_a_file_deleted_during_a_listing_hides_no_other_file(tmp_path, monkeypatch):
     """A reader beside a writer once got an empty listing, and so saw no COMMIT, when a staged record went away between
     the reading of the folder and the question for its length."""
     (tmp_path / "COMMIT.json").write_bytes(b"record")
@@ -639,14 +639,14 @@ def test_a_file_that_vanishes_while_its_folder_is_listed_takes_no_other_with_it(
 @pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 @pytest.mark.parametrize("name", ["link", "folder", "link to folder", "dangling", "pipe"])
-def test_what_is_no_file_reads_as_missing_and_is_not_waited_for(tmp_path, name, direct, fresh):
+def test_a_name_that_is_no_regular_file_reads_as_missing_at_once(tmp_path, name, direct, fresh):
     odd_entries(tmp_path)
     with pytest.raises((MissingBlob, TierDown)):
         read(disk(str(tmp_path), direct=direct), name, 1, fresh=fresh)
 
 
 @pytest.mark.parametrize("name", ["file", "link", "folder", "dangling", "pipe"])
-def test_a_new_file_never_takes_the_place_of_anything(tmp_path, name):
+def test_creating_a_file_never_replaces_anything(tmp_path, name):
     odd_entries(tmp_path)
     for call in (
         lambda path: PosixFiles().open(path, "new"),
@@ -659,7 +659,7 @@ def test_a_new_file_never_takes_the_place_of_anything(tmp_path, name):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_removing_takes_the_link_and_not_what_it_leads_to(tmp_path):
+def test_removing_a_link_keeps_its_target(tmp_path):
     odd_entries(tmp_path)
     for name in ("link", "link to folder", "dangling", "pipe", "folder"):
         PosixFiles().remove(str(tmp_path / name))
@@ -674,7 +674,7 @@ def test_a_folder_that_is_not_empty_is_not_removed(tmp_path):
     assert caught.value.errno in (errno.ENOTEMPTY, errno.EEXIST)
 
 
-def test_reserving_makes_a_file_at_least_as_long_and_resizing_exactly(tmp_path):
+def test_reserve_sets_a_minimum_length_and_resize_the_exact_length(tmp_path):
     file = PosixFiles().open(str(tmp_path / "x"), "new")
     file.write_at(memoryview(b"abc"), 0)
     file.reserve(8192)

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def continued(tier: Tier, keep: Keep) -> RunWriter:
-    """A writer of the run in `tier`, which goes on from the newest generation of its lineage, if there is one."""
+    """A writer of the run in `tier` that continues the newest generation of its lineage, if any."""
     run = RunWriter(tier, Inline(), keep=keep)
     newest = next(iter(run.lineage()), None)
     run.begin(newest.id if newest else None)

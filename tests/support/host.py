@@ -1,4 +1,4 @@
-"""A rank on a host of its own: does what it reads from its standard input, and says what came of it.
+"""A rank on a host of its own: it executes commands from its standard input and prints their results.
 
 `save N`, `restore`, `end`; with `held` behind it the next step of the protocol waits for another line.
 """
@@ -23,20 +23,20 @@ SIZE = 300_000
 
 
 def held(name: str) -> None:
-    """The next call of this step of the protocol says so, and waits to be let go."""
+    """The next call of this step of the protocol reports itself and waits until it is released."""
     real = getattr(commit, name)
 
     def once(*arguments: Any, **options: Any) -> Any:
         setattr(commit, name, real)
-        say("held")
+        send("held")
         sys.stdin.readline()
         return real(*arguments, **options)
 
     setattr(commit, name, once)
 
 
-def say(what: str, **more: Any) -> None:
-    print(json.dumps({"said": what, **more}), flush=True)
+def send(what: str, **more: Any) -> None:
+    print(json.dumps({"result": what, **more}), flush=True)
 
 
 def tried(act: Callable[[], object]) -> None:
@@ -46,7 +46,7 @@ def tried(act: Callable[[], object]) -> None:
         told = "done"
     except errors.LastgoodError as error:
         told = f"{type(error).__name__}: {error}"
-    say(told, seconds=time.monotonic() - begun)
+    send(told, seconds=time.monotonic() - begun)
 
 
 def main(rank: int, address: str, port: int, root: str, patience: float) -> None:
@@ -59,7 +59,7 @@ def main(rank: int, address: str, port: int, root: str, patience: float) -> None
     ):
         warnings.simplefilter("ignore")
         ckpt.restore()
-        say("ready")
+        send("ready")
         for line in sys.stdin:
             word, *more = line.split()
             if word == "end":
@@ -72,8 +72,8 @@ def main(rank: int, address: str, port: int, root: str, patience: float) -> None
             else:
                 state["w"].fill_(-1.0)
                 tried(ckpt.restore)
-                say("state", first=state["w"][0].item(), alike=bool((state["w"] == state["w"][0]).all()))
-    say("closed")
+                send("state", first=state["w"][0].item(), alike=bool((state["w"] == state["w"][0]).all()))
+    send("closed")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def spread(kind: str, size: int) -> nn.Module:
-    """The net over the ranks, as `kind` says; bit for bit the same net everywhere."""
+    """The net, distributed over the ranks according to `kind`; its weights are the same on every rank."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -161,7 +161,7 @@ def _loss(found: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _staged(kind: str, size: int, parts: tuple[nn.Module, ...]) -> tuple[int, dist.ProcessGroup]:
-    """Which stage this rank has, spread as `kind` says, and the group of those with whom it makes a pipeline."""
+    """The stage of this rank, distributed according to `kind`, and the group of the ranks of its pipeline."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -241,7 +241,7 @@ def attempted(ckpt: Any, n: int) -> dict[str, Any]:
 
 
 def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) -> dict[str, Any]:
-    """Three saves; at the second, `who` fails or dies at a step of it. What became of each, and how long that took."""
+    """Three saves; in the second, rank `who` fails or dies at one of its stages. Returns outcomes and durations."""
     import lastgood
 
     loop = Loop("ddp", size)
@@ -455,7 +455,7 @@ def thawing(rank: int, size: int, root: Path) -> dict[str, Any]:
 
 
 def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
-    """Four saves, the second of which `who` does not make."""
+    """Four saves, of which rank `who` skips the second."""
     import lastgood
 
     loop = Loop("ddp", size)
@@ -470,8 +470,8 @@ def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
     return told
 
 
-def said(act: Callable[[], Any]) -> str:
-    """What became of it: the step that it returns, if any, or its error."""
+def outcome_of(act: Callable[[], Any]) -> str:
+    """The outcome of a call: the step of its result, if any, or its error."""
     try:
         found = act()
         return f"step {getattr(found, 'step', '')}"
@@ -501,7 +501,7 @@ def opened(root: Path, state: dict[str, Any]) -> Any:
 
 
 def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
-    """A save that fails on rank 1, and is made again at once; rank 0 is slow to hear of it, then to write."""
+    """A save fails on rank 1 and is repeated at once; rank 0 receives the failure late and then writes slowly."""
     from lastgood.format import commit
     from lastgood.run.writer import RunWriter
     from lastgood.storage.directory import Disk
@@ -531,10 +531,10 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
         cleared, clear = threading.Event(), RunWriter.clear
         if rank == 0:
             RunWriter.clear = lambda *arguments: (cleared.wait(0.3), clear(*arguments))[1]  # type: ignore[method-assign]
-        first = said(lambda: ckpt.save(2).result(LIMIT_SECONDS))
+        first = outcome_of(lambda: ckpt.save(2).result(LIMIT_SECONDS))
         state.pop("odd", None)
         Disk.create = rank_1_first  # type: ignore[method-assign]
-        return [first, said(lambda: ckpt.save(2).result(LIMIT_SECONDS)), said(ckpt.wait)]
+        return [first, outcome_of(lambda: ckpt.save(2).result(LIMIT_SECONDS)), outcome_of(ckpt.wait)]
 
 
 def listing_less(rank: int, size: int, root: Path) -> list[str]:
@@ -556,7 +556,7 @@ def listing_less(rank: int, size: int, root: Path) -> list[str]:
     if rank == 1:
         commit.survey = less
     with opened(root, state) as ckpt:
-        return [said(ckpt.restore)]
+        return [outcome_of(ckpt.restore)]
 
 
 def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
@@ -569,7 +569,7 @@ def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
             ckpt.wait()
     state["w"].fill_(7.0)
     with opened(root, state) as ckpt:
-        return said(lambda: ckpt.restore(step=1 + rank)), float(state["w"].sum())
+        return outcome_of(lambda: ckpt.restore(step=1 + rank)), float(state["w"].sum())
 
 
 def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
@@ -600,7 +600,7 @@ def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
 
 
 def unfit(rank: int, size: int, root: Path) -> list[str]:
-    """NaN in rank 1's rows of step 2, which somebody asks for; then what is restored by itself."""
+    """NaN in rank 1's rows of step 2, which is restored by request; then the default restore."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -615,15 +615,15 @@ def unfit(rank: int, size: int, root: Path) -> list[str]:
             with torch.no_grad():
                 net.w._local_tensor[-1, -1] = float("nan")
         ckpt.save(2).result(LIMIT_SECONDS)
-        said(ckpt.wait)
+        outcome_of(ckpt.wait)
     for step in (2, None):
         with opened(root, {"net": net}) as ckpt:
-            told.append(said(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
+            told.append(outcome_of(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
     return told
 
 
-def losing_words(rank: int, size: int, root: Path) -> list[str]:
-    """Rank 1 loses what was said as a restore begins; restores and saves after it."""
+def losing_messages(rank: int, size: int, root: Path) -> list[str]:
+    """Rank 1 loses a message when a restore begins; then it restores and saves again."""
     from lastgood.coordination.rounds import Topic
 
     state = {"w": torch.arange(400.0)}
@@ -633,12 +633,12 @@ def losing_words(rank: int, size: int, root: Path) -> list[str]:
         ckpt.wait()
         if rank == 1:
             once(Topic, "agree", errors.TierDown("the verdict was lost"), after=True)
-        told = [said(ckpt.restore) for _ in range(3)]
-        return [*told, said(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
+        told = [outcome_of(ckpt.restore) for _ in range(3)]
+        return [*told, outcome_of(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
 
 
 def losing_homes(rank: int, size: int, root: Path) -> list[str]:
-    """Ranks 1 and 2 get the same new tensor, and do not hear that the other has it."""
+    """Ranks 1 and 2 get the same new tensor, and do not learn that the other holds it."""
     from lastgood.ranks.replica_check import Replicas
 
     state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
@@ -648,7 +648,7 @@ def losing_homes(rank: int, size: int, root: Path) -> list[str]:
         if rank:
             state["x"] = torch.arange(50.0)
             once(Replicas, "_exchange", errors.TierDown("the verdict was lost"), after=True)
-        return [said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
+        return [outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS)) for n in (2, 3, 4)]
 
 
 def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
@@ -659,7 +659,7 @@ def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
         state = {"a": one, "c": other, "b": other if to == "another" else one.clone()}
     with opened(root, state) as ckpt:
         ckpt.restore()
-        return [said(lambda: ckpt.save(1).result(LIMIT_SECONDS))]
+        return [outcome_of(lambda: ckpt.save(1).result(LIMIT_SECONDS))]
 
 
 def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
@@ -670,7 +670,7 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
         ckpt.save(1).result(LIMIT_SECONDS)
         state |= {f"new{rank}": torch.full((10,), 3.0), f"s{rank}": torch.full((3000,), 3.0)}
         for n in (2, 3):  # the first of them finds out that there is more
-            said(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS))
+            outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS))
         ckpt.wait()
     dist.barrier()
     if rank == 0:
@@ -681,7 +681,7 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
     dist.barrier()
     state = {f"s{rank}": torch.zeros(3000), f"new{rank}": torch.zeros(10)}
     with opened(root, state) as ckpt:
-        return said(lambda: ckpt.restore(strict=False)), [one[0].item() for one in state.values()]
+        return outcome_of(lambda: ckpt.restore(strict=False)), [one[0].item() for one in state.values()]
 
 
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
@@ -707,7 +707,7 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
 
 
 def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
-    """Steps in lockstep, saves that are due by time; what became of each. `late`: a rank looks too rarely at first."""
+    """Steps in lockstep with saves due by time; returns their outcomes. `late`: a rank polls too rarely at first."""
     import lastgood
     from lastgood.coordination import announcements
 
@@ -736,8 +736,8 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
 
 
 def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool) -> dict[str, Any]:
-    """Steps until a signal that `who` gets at step 5 ends them; what was said at the end. `late`: rank 1 looks too
-    rarely, and is not held back by the others."""
+    """Steps until a signal to rank `who` at step 5 ends them; returns the final reports. `late`: rank 1 polls too
+    rarely, and does not wait for the others."""
     import signal
 
     import lastgood

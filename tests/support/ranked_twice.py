@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ranked import made, opened, said
+from ranked import made, opened, outcome_of
 
 
 def saved_again(rank: int, size: int, kind: str, root: Path, who: tuple[int, ...]) -> tuple[bool, str, str]:
@@ -22,8 +22,8 @@ def saved_again(rank: int, size: int, kind: str, root: Path, who: tuple[int, ...
         if rank in who:
             for one in loop.net.parameters():
                 one.data.add_(1)
-        third = said(lambda: ckpt.save(1, metrics={"loss": 2.0}))
+        third = outcome_of(lambda: ckpt.save(1, metrics={"loss": 2.0}))
         for one, before in zip(loop.net.parameters(), kept, strict=True):
             one.data.copy_(before)
-        fourth = said(lambda: ckpt.save(2).result())
+        fourth = outcome_of(lambda: ckpt.save(2).result())
     return first.id == again.id, third, fourth

@@ -1,12 +1,12 @@
-"""The program that is killed: it restores a run and saves to it, and says what it was promised; and who judges it.
+"""The program that is killed: it restores a run, saves to it, and prints what was acknowledged. `Ledger` checks it.
 
-`python tests/support/victim.py RUN --saves 3 --seed 7` is one life. It says one line before and one after every step:
+`python tests/support/victim.py RUN --saves 3 --seed 7` is one life. It prints one line before and one after every step:
 
     opening | unread G why | stepped_over STEP why | restored G | beginning G | began G | saving G | durable G
     verified G | retiring G | error NAME STEP what | done           (G: the folder of a generation, `-` for none)
 
 A life goes on after a failed save, as training does, and ends with the exit code of its first error. What a save holds
-follows from its seed and step, so a `Ledger` of all that was said can judge whatever lies on the disk, bit for bit.
+follows from its seed and step, so a `Ledger` of the output can check the contents of the disk exactly.
 Never imports torch: a life takes a quarter of a second.
 """
 
@@ -43,7 +43,7 @@ from lastgood.run import access, paths
 from lastgood.run.candidates import Candidates, Found
 from lastgood.run.content import read_rank
 from lastgood.run.known import Environment
-from lastgood.run.retire import FULL
+from lastgood.run.retire import DISK_FULL
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 
@@ -62,17 +62,17 @@ def content(seed: int, step: int) -> State:
 
 
 class Watched:
-    """A tier that says which COMMIT it is about to remove."""
+    """A tier that reports which COMMIT it is about to remove."""
 
-    def __init__(self, tier: Tier, say: Callable[[str], None]) -> None:
-        self._tier, self._say = tier, say
+    def __init__(self, tier: Tier, write_line: Callable[[str], None]) -> None:
+        self._tier, self._write_line = tier, write_line
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
     def delete(self, name: str) -> None:
         if name.endswith(f"/{layout.COMMIT}"):
-            self._say(f"retiring {name.split('/')[1]}")
+            self._write_line(f"retiring {name.split('/')[1]}")
         self._tier.delete(name)
 
 
@@ -105,7 +105,7 @@ class ShortFile:
         return mv[: round_up(length) if self._direct else length]
 
 
-def live(argv: list[str], say: Callable[[str], None]) -> int:
+def live(argv: list[str], write_line: Callable[[str], None]) -> int:
     """One life; returns its exit code. Only what is not of the tree of errors is raised."""
     options = _parser().parse_args(argv)
     if options.file_limit:
@@ -113,31 +113,31 @@ def live(argv: list[str], say: Callable[[str], None]) -> int:
     codes: list[int] = []
 
     @contextlib.contextmanager
-    def telling(step: int | str) -> Iterator[None]:
+    def reporting_errors(step: int | str) -> Iterator[None]:
         try:
             yield
         except LastgoodError as error:
-            say(f"error {type(error).__name__} {step} {' '.join(str(error).split())}")
+            write_line(f"error {type(error).__name__} {step} {' '.join(str(error).split())}")
             codes.append(error.exit_code)
 
     pool: Executor = ThreadPoolExecutor(options.threads) if options.threads else Inline()
-    with pool, warnings_to(say), telling("-"):
+    with pool, warnings_to(write_line), reporting_errors("-"):
         if options.mode == "restore":
             tier = access.for_reading(path(options.run, options.tier))
-            restored(tier, commit.survey(tier), pool, say)
+            restored(tier, commit.survey(tier), pool, write_line)
         else:
             persist = "mmap" if options.tier == "mmap" else "direct"
             with access.for_writing(path(options.run, options.tier), "atomic_dirsync", persist=persist) as tier:
-                _write(tier, pool, options, say, telling)
-    say("done")
+                _write(tier, pool, options, write_line, reporting_errors)
+    write_line("done")
     return codes[0] if codes else 0
 
 
 @contextlib.contextmanager
-def warnings_to(say: Callable[[str], None]) -> Iterator[None]:
+def warnings_to(write_line: Callable[[str], None]) -> Iterator[None]:
     """What is reported outside of exceptions becomes a line, too."""
     handler = logging.Handler()
-    handler.emit = lambda record: say(f"warned {record.getMessage()}")  # type: ignore[method-assign]
+    handler.emit = lambda record: write_line(f"warned {record.getMessage()}")  # type: ignore[method-assign]
     reporting.LOGGER.addHandler(handler)
     try:
         yield
@@ -149,55 +149,57 @@ def path(run: str, tier: str) -> str:
     return run if tier == "directory" else f"{paths.SLOTS}{os.path.abspath(run)}"
 
 
-def _write(tier: Tier, pool: Executor, options: argparse.Namespace, say: Callable[[str], None], telling: Any) -> None:
-    say("opening")
+def _write(
+    tier: Tier, pool: Executor, options: argparse.Namespace, write_line: Callable[[str], None], reporting_errors: Any
+) -> None:
+    write_line("opening")
     if options.buffered or options.short:
         files = ShortFiles(random.Random(options.seed)) if options.short else PosixFiles()
         kind = Disk if options.tier == "directory" else access.slots
         tier = kind(files, os.path.abspath(options.run), direct=options.short and not options.buffered)
     names = (hashlib.sha256(f"{options.seed} {count}".encode()).hexdigest()[:8] for count in range(100))
 
-    def tell(event: Event) -> None:
-        if event.kind == "deleted" and event.detail == FULL:
-            say(f"pressed {event.step}")
+    def report_event(event: Event) -> None:
+        if event.kind == "deleted" and event.detail == DISK_FULL:
+            write_line(f"pressed {event.step}")
         if event.kind == "verified" and (newest := run.known.newest_verified()):
-            say(f"verified {place(newest.id)}")
+            write_line(f"verified {place(newest.id)}")
 
     run = RunWriter(
-        Watched(tier, say),
+        Watched(tier, write_line),
         pool,
         keep=Keep(last=options.last),
-        environment=Environment(new_id=lambda: next(names), emit=tell),
+        environment=Environment(new_id=lambda: next(names), emit=report_event),
     )
-    found = restored(tier, run.survey, pool, say)
+    found = restored(tier, run.survey, pool, write_line)
     parent = found.generation.id if found.generation else None
-    say(f"beginning {place(parent)}")
+    write_line(f"beginning {place(parent)}")
     run.begin(parent)
-    say(f"began {place(parent)}")
+    write_line(f"began {place(parent)}")
     if found.generation:
         run.conclude(found.generation, [])
-        say(f"verified {place(parent)}")
+        write_line(f"verified {place(parent)}")
     arena = Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     first = parent.step + 1 if parent else 1
     for step in range(first, first + options.saves):
-        with telling(step):
-            say(f"saving {place(run.admit(step))}")
+        with reporting_errors(step):
+            write_line(f"saving {place(run.admit(step))}")
             generation = save(
                 run, step, content(options.seed, step), chunk_bytes=CHUNK_BYTES, values={"seed": options.seed}
             )
-            say(f"durable {place(generation.id)}")
-        with telling("-"):
+            write_line(f"durable {place(generation.id)}")
+        with reporting_errors("-"):
             run.verify(arena)
-        with telling("-"):
+        with reporting_errors("-"):
             run.clean()
     if options.mode == "gc":
         run.clean()
 
 
-def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[str], None]) -> Found:
-    """What a restore finds, each bit of it looked at."""
+def restored(tier: Tier, survey: commit.Survey, pool: Executor, write_line: Callable[[str], None]) -> Found:
+    """What a restore loads, with every bit checked."""
     for at, error in survey.broken.items():
-        say(f"unread {place(at)} {' '.join(str(error).split())}")
+        write_line(f"unread {place(at)} {' '.join(str(error).split())}")
     candidates, loaded = Candidates(survey), None
     for generation in candidates:
         try:
@@ -207,13 +209,13 @@ def restored(tier: Tier, survey: commit.Survey, pool: Executor, say: Callable[[s
             candidates.failed(error)
             continue
         if problem := differs(generation, manifest, state):
-            say(f"wrong {problem}")
+            write_line(f"wrong {problem}")
         loaded = generation
         break
     found = candidates.found(loaded)
     for step, reason in found.stepped_over:
-        say(f"stepped_over {step} {' '.join(reason.split())}")
-    say(f"restored {place(found.generation.id if found.generation else None)}")
+        write_line(f"stepped_over {step} {' '.join(reason.split())}")
+    write_line(f"restored {place(found.generation.id if found.generation else None)}")
     return found
 
 
@@ -222,7 +224,7 @@ def place(at: GenerationId | None) -> str:
 
 
 def differs(generation: Generation, manifest: Manifest, state: State) -> str:
-    """What is wrong with a state that was read from a generation; empty when each bit is as it was saved."""
+    """The differences between a loaded state and the saved one; empty when they are equal."""
     expected = content(manifest.values["seed"], generation.step)
     wrong = sorted(name for name in expected.keys() | state.keys() if expected.get(name) != state.get(name))
     return f"{place(generation.id)} holds other bytes in {', '.join(wrong)}" if wrong else ""
@@ -248,12 +250,12 @@ def _parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Ledger:
-    """What the lives of one run said, and so what must lie on its disk. `last`, `tier`: as the victim's options."""
+    """The output of all lives of one run, and so what must be on its disk. `last`, `tier`: as the victim's options."""
 
     last: int = 2
     tier: str = "directory"
     heads: set[str] = field(default_factory=lambda: {"-"})
-    """what a restore may find: the newest acknowledged generation, or two while nobody can say"""
+    """what a restore may find: the newest acknowledged generation, or two while the outcome is unknown"""
     maybe: set[str] = field(default_factory=set)
     """announced, and neither acknowledged nor refused: there in full, or absent"""
     refused: set[str] = field(default_factory=set)
@@ -274,7 +276,7 @@ class Ledger:
     problems: list[str] = field(default_factory=list)
 
     def hear(self, lines: Iterable[str]) -> None:
-        """Take in what one life said, from its first line to where it was cut."""
+        """Read the output of one life, from its first line to where it was cut off."""
         saving, going, self.reported, self.warned = "", set[str](), [], []
         for line in lines:
             word, _, rest = line.partition(" ")
@@ -324,7 +326,7 @@ class Ledger:
             self.cut_short |= going
 
     def judge(self, run: str) -> None:
-        """Look at the disk as it was left, changing nothing: the promises, as far as it can show them."""
+        """Check the disk without changing it: the promises, as far as the disk can show them."""
         try:
             tier = access.for_reading(path(run, self.tier))
         except NotARun:
@@ -380,7 +382,7 @@ class Ledger:
             )
             self.hear(lines)
             if code or self.reported:
-                self._wrong(f"an undisturbed life said: {[one for one in lines if one.split()[0] in TROUBLE]}")
+                self._wrong(f"an undisturbed life printed: {[one for one in lines if one.split()[0] in TROUBLE]}")
             self.judge(run)
             for one in litter(run):
                 if not any(at in one for at in self.cut_short):
@@ -417,10 +419,10 @@ def litter(run: str) -> list[str]:
 
 
 def main() -> int:
-    def say(line: str) -> None:
+    def write_line(line: str) -> None:
         os.write(1, f"{line}\n".encode())
 
-    return live(sys.argv[1:], say)
+    return live(sys.argv[1:], write_line)
 
 
 if __name__ == "__main__":

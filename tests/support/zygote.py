@@ -87,7 +87,7 @@ def kill_and_compare(
     assert inside >= kills // 4
     assert zygote.live(script, folder / "run", restless, **wishes) == 0, restless.read_text()[-4000:]
     for rank in range(ranks):
-        expected, found = dict(_said(_of_rank(calm, rank))), list(_said(_of_rank(restless, rank)))
+        expected, found = dict(_printed_values(_of_rank(calm, rank))), list(_printed_values(_of_rank(restless, rank)))
         assert [(what, value) for what, value in found if expected.get(what) != value] == []
         if rank == 0:
             assert dict(found) == expected
@@ -97,7 +97,7 @@ def _of_rank(output: Path, rank: int) -> Path:
     return output.with_name(f"{output.name}.{rank}") if rank else output
 
 
-def _said(output: Path) -> Iterator[tuple[str, str]]:
+def _printed_values(output: Path) -> Iterator[tuple[str, str]]:
     """(step 7, 0.25) of each line that ends in `step 7 loss 0.25`; a line that a kill has cut is not one."""
     for line in output.read_text().splitlines(keepends=True):
         words = line.split()

@@ -1,4 +1,4 @@
-"""`lastgood.testing`: what users test their own training loops with."""
+"""`lastgood.testing`: the tools with which users test their own training loops."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_only_the_nth_matching_call_fails_counted_from_the_injection(tmp_path: P
 
 
 @pytest.mark.parametrize("operation", ["make_dir", "open new"])
-def test_a_fault_after_the_call_leaves_what_the_call_has_done(tmp_path: Path, operation: str) -> None:
+def test_a_fault_after_the_call_keeps_the_effect_of_the_call(tmp_path: Path, operation: str) -> None:
     files = FaultyFiles(Fault(operation, after=True))
     with pytest.raises(OSError):
         files.make_dir(str(tmp_path / "new")) if operation == "make_dir" else write(files, tmp_path / "new", b"1")
     assert (tmp_path / "new").exists()
 
 
-def test_a_fault_of_every_change_leaves_reading_alone(tmp_path: Path) -> None:
+def test_a_fault_on_every_change_does_not_affect_reads(tmp_path: Path) -> None:
     write(FaultyFiles(), tmp_path / "kept", b"content")
     files = FaultyFiles(Fault("change"))
     assert files.list(str(tmp_path)) == {"kept": 7}
@@ -87,7 +87,7 @@ def test_short_transfers_are_recorded_with_what_was_asked_for(tmp_path: Path) ->
     assert files.changes()[-1] == ("sync", path)
 
 
-def test_a_full_disk_has_room_again_for_what_was_removed(tmp_path: Path) -> None:
+def test_a_full_disk_has_space_again_after_a_removal(tmp_path: Path) -> None:
     files = FaultyFiles(capacity_bytes=10)
     write(files, tmp_path / "a", bytes(6))
     files.rename(str(tmp_path / "a"), str(tmp_path / "b"))
@@ -99,7 +99,7 @@ def test_a_full_disk_has_room_again_for_what_was_removed(tmp_path: Path) -> None
     write(files, tmp_path / "c", bytes(6))
 
 
-def test_a_call_raises_what_the_function_before_it_raises(tmp_path: Path) -> None:
+def test_a_call_raises_the_error_of_its_before_hook(tmp_path: Path) -> None:
     def refuse(call: Call) -> None:
         if call.name == "secret":
             raise PermissionError(call.path)
@@ -111,7 +111,7 @@ def test_a_call_raises_what_the_function_before_it_raises(tmp_path: Path) -> Non
     assert not (tmp_path / "secret").exists()
 
 
-def test_faulty_files_over_others_pass_their_errors_on(tmp_path: Path) -> None:
+def test_wrapped_faulty_files_pass_errors_through(tmp_path: Path) -> None:
     below = FaultyFiles(Fault("make_dir", errno=errno.EROFS), files=PosixFiles())
     with pytest.raises(OSError) as caught:
         FaultyFiles(files=below).make_dir(str(tmp_path / "new"))

@@ -185,17 +185,17 @@ def agreeing(rank: int, size: int, folder: Path) -> Row:
 
 
 def planning(rank: int, size: int, folder: Path) -> Row:
-    """Seconds in which a cut takes small tensors and plans who writes them, the plan being known: all but the copy."""
+    """Seconds in which a save captures small tensors, and in which it checks that its known plan still holds."""
     state = {"w": {f"{n:04d}": torch.zeros(4) for n in range(SMALL)}}
     with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
         ckpt.save(1).result()
-        cutter, topic, took, planned = ckpt._planner, ckpt._ranks.topic("plan"), list[float](), list[float]()
+        planner, topic, took, planned = ckpt._planner, ckpt._ranks.topic("plan"), list[float](), list[float]()
         for _ in range(AGREEMENTS):
             begun = time.perf_counter()
-            captured = cutter._capture.take(state)
+            captured = planner._capture.take(state)
             took.append(time.perf_counter() - begun)
-            cutter._planned(state, captured, topic)
+            planner._layout(state, captured, topic)
             planned.append(time.perf_counter() - begun - took[-1])
     return {"capture": took, "seconds": planned}
 

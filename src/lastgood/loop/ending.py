@@ -1,6 +1,7 @@
-"""The end of a training loop: the last save, after a signal or a normal end, and the closing lines.
+"""Ending: the last save of a training loop, after a signal or at a normal end, and the line that closes the run.
 
-Everything here runs on the training thread.
+After a signal, the loop ends at the next step; of several ranks, at a step that rank 0 announces, so that all of them
+save the same one. Everything here runs on the training thread.
 """
 
 from __future__ import annotations
@@ -13,132 +14,139 @@ from typing import NoReturn
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
 from ..errors import CommitUnknown, HeardLate, LastgoodError, NotRestored
-from ..records import Generation
 from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
-from ..state.parameter_versions import version
-from .load import LoadRequest
-from .preemption import Asked, Preempted
+from .preemption import EndRequest, Preempted
+from .progress import Progress
 from .saver import Saver
+
+EXIT_SECONDS = 60.0
+"""how long leaving the `with` on an exception waits for saves in flight"""
 
 
 class Ending:
-    """How one `Checkpointer` ends. `asked`: signals that ask for it, if any do."""
+    """How one `Checkpointer` ends. `end_request`: the signals that request the end; None: no signal does."""
 
     def __init__(
-        self, request: LoadRequest, pipeline: Pipeline, saver: Saver, ranks: AnyRanks, asked: Asked | None
+        self, pipeline: Pipeline, saver: Saver, progress: Progress, ranks: AnyRanks, end_request: EndRequest | None
     ) -> None:
-        self._request, self._pipeline, self._saver, self._ranks, self._asked = request, pipeline, saver, ranks, asked
-        self._version = version(request.state)
-        self._inspected = False
-        """whether a generation was restored: then a run that saves nothing is no mistake"""
-
-    def note_restored(self, generation: Generation | None) -> None:
-        """The state is that of this generation; None: nothing was restored."""
-        self._inspected, self._version = generation is not None, version(self._request.state)
+        self._pipeline, self._saver, self._progress, self._ranks = pipeline, saver, progress, ranks
+        self._end_request = end_request
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal has asked for the end."""
-        return self._asked is not None and self._asked.at is not None
+        """Whether a signal to this rank has requested the end, or another rank's has and this one has come to it."""
+        return self._end_request is not None and self._end_request.at is not None
 
-    def left_seconds(self) -> float | None:
-        """What is left of the grace after a signal; None where no signal came."""
-        return self._asked.left_seconds if self._asked is not None and self.preempted else None
+    def timeout_seconds(self) -> float:
+        """How long closing after an exception waits for saves: what is left of the grace period after a signal."""
+        return self._end_request.left_seconds if self._end_request is not None and self.preempted else EXIT_SECONDS
 
-    def end_if_asked(self, n: int) -> None:
-        """Raises Preempted, after a last save, where step `n` is the one to end at.
+    def end_if_requested(self, n: int) -> None:
+        """Make a last save and raise Preempted, if the run is to end at step `n`.
 
-        Of several ranks, one that has received a signal asks rank 0 to name the step.
+        Of several ranks, one that has received a signal has requested the end of rank 0, which announced the step.
         """
         announced = self._saver.announcements
-        if self._asked is None:
+        if self._end_request is None:
             return
         if announced is None:
             ends = self.preempted
         elif announced.end is None:
             return
         else:
-            self._asked.ask()
+            self._end_request.begin_grace()
             ends = n >= announced.end
         if ends:
-            self._leave(n, self._asked)
+            self._end(n, self._end_request)
 
-    def _leave(self, n: int, asked: Asked) -> NoReturn:
-        """The last save, where it can be durable in time, and the end of the run; `asked` has a timer for all of it."""
+    def close(self) -> None:
+        """Restore the signal handlers that were installed before."""
+        if self._end_request is not None:
+            self._end_request.close()
+
+    def _end(self, n: int, request: EndRequest) -> NoReturn:
+        """Make the last save, if it can be durable in time, and raise Preempted. The timer of `request` bounds this."""
         problem: Exception | None = None
-        for _ in range(2):  # one that was torn, or failed, is made once more: the state rests now
+        for _ in range(2):  # a save that was torn, or failed, is tried once more: nothing changes the state now
             try:
                 last = self._saver.last
-                if (last is None or last.step < n or last.failed()) and self._in_time(n, last, asked.left_seconds):
-                    last = self._saver.save(n, False, {}, must=True, timeout_seconds=asked.left_seconds) or last
+                if (last is None or last.step < n or last.failed()) and self._in_time(n, last, request.left_seconds):
+                    last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last
                 if last is not None:
-                    last.result(asked.left_seconds)
+                    last.result(request.left_seconds)
                 problem = None
                 break
-            except Exception as error:  # noqa: BLE001 - reported; the end comes all the same
+            except Exception as error:  # noqa: BLE001 - reported below; the run ends all the same
                 problem = error
-                if isinstance(error, HeardLate):  # a rank had passed the step: there is none that all could save
+                if isinstance(error, HeardLate):  # a rank had passed the step, so there is no step that all can save
                     break
-        with contextlib.suppress(LastgoodError):  # what is known without it is reported
+        with contextlib.suppress(LastgoodError):  # then the report is about what this rank knew before
             refresh(self._pipeline)
         newest = self._pipeline.run.known.newest_restorable()
         durable = f"step {newest.step} is durable" if newest else "nothing is durable"
         more = f" {type(problem).__name__}: {problem}" if problem else ""
         level = reporting.threat if newest is None or problem else reporting.warning
-        level(f"asked to end at step {n}: {durable}, exit {asked.wish.exit_code}.{more}")
-        raise Preempted(asked.wish.exit_code, newest.step if newest else None)
+        level(f"asked to end at step {n}: {durable}, exit {request.options.exit_code}.{more}")
+        raise Preempted(request.options.exit_code, newest.step if newest else None)
 
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
-        """Whether a save can be durable in time, as the last one took; of several ranks, on all."""
+        """Whether a save would be durable in time if it took as long as the `last` one; with several ranks, on all.
+
+        Raises HeardLate if this rank had passed the announced step before it received the announcement.
+        """
         mine = (last.seconds if last is not None and last.durable() else 0.0) <= left_seconds
         announced = self._saver.announcements
         if announced is None or announced.end is None:
             return mine
         topic = self._ranks.step_topic("leave", announced.end)
-        if self._saver.schedule.before >= announced.end:
-            late = HeardLate(f"heard at step {n} only that the end is at step {announced.end}")
+        if self._saver.schedule.previous_step >= announced.end:
+            late = HeardLate(f"the end at step {announced.end} was announced to this rank only at its step {n}")
             topic.fail(late)
             raise late
         return bool(topic.agree(mine, all))
 
-    def save_last(self, n: int) -> None:
-        """Leaving normally: the newest step of the loop is saved, unless it is.
+    def save_newest(self) -> None:
+        """At a normal end: save the newest step of the loop, unless it is saved, and wait until that has ended.
 
-        Of several ranks each comes to the same decision by itself: it depends on the steps and on saves that succeed or
-        fail on all of them.
+        Does nothing if the loop has completed no step, or if the state is half loaded. Of several ranks each comes to
+        the same decision by itself: it depends on the steps, and on saves that succeed or fail on all of them.
         """
+        n = self._progress.step
+        if n == self._progress.resumed_step or self._saver.half_loaded:
+            return
         self._pipeline.wait()
         last = self._saver.last
         if last is not None and last.step == n and isinstance(last.error(), CommitUnknown):
-            return  # it may be there: the next opening finds out, and the closing line says what is known
+            return  # the generation may exist: the next opening finds out, and the closing line says what is known
         if last is None or last.step < n or last.failed():
-            with contextlib.suppress(NotRestored):  # this state does not continue the run: the closing line says so
+            with contextlib.suppress(NotRestored):  # the state does not continue the run; the closing line reports that
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
                 save.wait_ended()
 
-    def report(self, called: bool, advanced: int, resumed: int) -> None:
-        """The closing line. `called`: whether step() or save() was; the loop went from step `resumed` to `advanced`."""
+    def report(self) -> None:
+        """Write the closing line, at rank 0: what is not durable, or that nothing was saved."""
         if not self._ranks.is_coordinator:
             return
-        if not called:
+        step = self._progress.step
+        if not self._progress.called:
             self._report_unused()
-        elif advanced > resumed or self._pipeline.outcomes.failures:
+        elif step > self._progress.resumed_step or self._pipeline.outcomes.failures:
             newest = self._pipeline.run.known.newest_restorable()
-            self._pipeline.outcomes.report_end(newest.step if newest else None, advanced)
+            self._pipeline.outcomes.report_end(newest.step if newest else None, step)
 
     def _report_unused(self) -> None:
-        """Report that nothing was saved, but not on an exception, nor where a state was restored and only looked at."""
-        changed = version(self._request.state) != self._version
-        if sys.exc_info()[0] is None and (changed or not self._inspected):
+        """Report that nothing was saved, unless an exception ends the run, or a state was restored and not changed."""
+        changed = self._progress.parameters_changed()
+        if sys.exc_info()[0] is None and (changed or not self._progress.restored_generation):
             what = f"{self._pipeline.run.tier.place}: nothing was saved: step() and save() were never called"
             reporting.warning(f"{what}, and the parameters have changed" if changed else what)
 
 
 def refresh(pipeline: Pipeline) -> None:
-    """Learn what rank 0 has committed and verified since."""
+    """On a rank other than 0: list what rank 0 has committed and verified since the last time."""
     if isinstance(pipeline.run, Follower):
         pipeline.run.refresh()
         pipeline.upkeep.note_latest()

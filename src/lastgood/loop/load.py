@@ -1,9 +1,13 @@
 """Loading: the newest good generation -> the live state.
 
-Whether a generation fits is known before anything is written. Its bytes are read once, each chunk verified and then
-written to its place, where the next candidate can make good what a fault leaves half written; else they are read twice,
-first to verify all of them (docs/decisions/0006). Values, optimizers and random number generators follow once every
-tensor is in place.
+    for each candidate, newest first:  match with the live state -> read, verify and write tensors -> values, generators
+
+Invariants
+  1. Nothing is written before it is known that a generation fits the live state.
+  2. A generation is read once, each chunk verified and then written, only if another candidate would overwrite what a
+     fault leaves half written, or if the generation was verified before. Otherwise it is read twice: first to verify
+     all of it, then to write it (docs/decisions/0006).
+  3. Several ranks load the same generation, or none does.
 """
 
 from __future__ import annotations
@@ -35,20 +39,21 @@ from ..state.rename import Rename
 from ..state.rules import Stored
 
 SHARED = 1.5
-"""A machine whose ranks read more than this many times the bytes of a generation reads through its page cache."""
+"""If the ranks of a machine want more than this many times the bytes of a generation, they use its page cache."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore did. `step` is 0 and `generation` None when there was nothing to restore.
-
-    It counts as its step where a whole number is asked for: `for n in range(ckpt.restore(), total)`.
-    """
+    """The result of a restore or a load. It converts to its step: `for n in range(ckpt.restore(), total)`."""
 
     step: int
+    """number of optimizer steps that are completed in the restored state; 0 if there was nothing to restore"""
     generation: Generation | None
+    """the generation that was loaded; None if there was nothing to restore"""
     seconds: float
+    """duration of the load"""
     bytes: int
+    """size of all files of the generation"""
     stepped_over: list[tuple[int, str]] = field(default_factory=list)
     """(step, reason) of each newer generation that is not good"""
     misread: str = ""
@@ -56,11 +61,11 @@ class Restored:
     repaired: list[tuple[int, str]] = field(default_factory=list)
     """(step, files) of each generation that was damaged, and was rebuilt from its parity"""
     skipped: list[str] = field(default_factory=list)
-    """with strict=False: what did not fit, each with the reason"""
+    """with strict=False: the name of each entry that did not fit, with the reason"""
     unfit: list[str] = field(default_factory=list)
-    """where a step was asked for: its tensors that must be finite and are not"""
+    """if a step was asked for: its tensors that must be finite and hold NaN or infinity"""
     not_demanded: frozenset[str] = frozenset()
-    """tensors that were saved as allowed to hold NaN or infinity"""
+    """names of the tensors that were saved as allowed to hold NaN or infinity"""
 
     def __index__(self) -> int:
         return self.step
@@ -68,7 +73,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """Which generation to load into which live state, and how; see `Checkpointer.restore`.
+    """Which generation to load into which live state, and how; `Checkpointer.restore` describes the arguments.
 
     Raises Refused for a `strict` or `rename` of the wrong type.
     """
@@ -119,7 +124,7 @@ class LoadRequest:
 
 
 class Request(Protocol):
-    """What `load` needs of a request: `LoadRequest`, and `as_dict.DictRequest`."""
+    """The interface of a request to `load`. Implemented by `LoadRequest` and `as_dict.DictRequest`."""
 
     @property
     def step(self) -> int | None: ...
@@ -132,11 +137,13 @@ class Request(Protocol):
 def load(request: Request, run: RestorableRun, ranks: AnyRanks) -> Restored:
     """Load the newest good generation of the lineage, or `request.step`, into the live state.
 
-    A generation with NaN or infinity where numbers must be is not good, unless its step is asked for. This process
-    takes the place of the rank of its number among those that saved. Several ranks load the same generation, or none
-    does; they first examine what is not verified, because each of them reads only a part of it. Raises StateMismatch,
-    NoSuchStep, Damaged, NothingGood, Unavailable: the live state is untouched then. Raises HalfLoaded when it is not,
-    and its subclass LoadFailed where code of the state, of torch or of numpy raised after writing had begun.
+    A generation with NaN or infinity in tensors that must be finite is not good, unless its step is asked for. Values
+    that differ between ranks are taken from the rank of the same number. Several ranks load the same generation, or
+    none does; they first examine one that is not verified together, because each of them reads only a part of it.
+
+    Raises StateMismatch, NoSuchStep, Damaged, NothingGood, Unavailable: the live state is untouched then. Raises
+    HalfLoaded if it is not, and its subclass LoadFailed if code of the state, of torch or of numpy raised after writing
+    had begun.
     """
     begun = time.monotonic()
     candidates = Candidates(run.survey, request.step, run)
@@ -172,23 +179,28 @@ def load(request: Request, run: RestorableRun, ranks: AnyRanks) -> Restored:
 
 
 class _Loading:
-    """The attempts of one load, and what the last of them found."""
+    """The attempts of one load, one generation each, and the results of the last attempt."""
 
     def __init__(self, request: Request, run: RestorableRun, ranks: AnyRanks, candidates: Candidates) -> None:
         self._request, self._run, self._ranks, self._candidates = request, run, ranks, candidates
         self._several = ranks.size > 1
         self.half: int | None = None
-        """the step of which the live state holds a part"""
+        """the step of which the live state holds a part, after an attempt that failed half way"""
         self.skipped: list[str] = []
+        """as `Restored.skipped`"""
         self.unfit = UnfitTensors(refused=False)
+        """tensors of the generation that must be finite and are not"""
         self.not_demanded: frozenset[str] = frozenset()
+        """as `Restored.not_demanded`"""
 
     def attempt(self, generation: Generation) -> None:
         """Load a generation, on all ranks or on none. Raises Damaged or NotFinite if it is not good."""
         topic = self._ranks.topic("load")
         with topic.failing():
             # guard: half-loaded-state-not-mixed
-            if self.half is not None and not self._request.strict:  # what this one lacks would stay as it was written
+            if (
+                self.half is not None and not self._request.strict
+            ):  # entries that this one lacks would keep what was written
                 raise Damaged(f"step {self.half} was damaged, and had been loaded in part")
             findings = self._examine_unverified(generation, topic)
             content = Content(self._run.tier, generation)
@@ -198,7 +210,7 @@ class _Loading:
             once = self._may_read_once(generation) and (self._several or content.headers_agree(arena))
             self.unfit = UnfitTensors(refused=self._request.step is None)
             # guard: non-finite-on-any-rank
-            self.unfit.names.update(one.tensor for one in findings)  # of all ranks: this one reads but a part
+            self.unfit.names.update(one.tensor for one in findings)  # of all ranks: this one reads only a part
             self.not_demanded = content.not_demanded()
             settings = ReadSettings(
                 arena=arena,
@@ -208,12 +220,15 @@ class _Loading:
                 shared=shared,
             )
             with self._translated_errors(generation, fit):
-                fit.apply(content, settings, look_first=not once)
+                fit.apply(content, settings, verify_first=not once)
             self.skipped = list(fit.skipped)
         topic.agree(None, lambda _: None)  # guard: all-ranks-load-or-none
 
     def _examine_unverified(self, generation: Generation, topic: AnyTopic) -> list[Finding]:
-        """What several ranks find in a generation that is not verified, NaN and infinity only. Raises Damaged."""
+        """Examine a generation that is not verified, if there are several ranks. Raises Damaged.
+
+        Returns the findings of NaN and infinity, of all ranks.
+        """
         if generation.verified or not self._several:
             return []
         findings = self._run.examine(generation, topic)
@@ -222,20 +237,22 @@ class _Loading:
         return findings
 
     def _fit(self, content: Content, topic: AnyTopic) -> Match | AsDict:
-        """Match a generation with this rank's state. Raises StateMismatch."""
+        """Match a generation with the state of this rank. Raises StateMismatch."""
         shapes = {name: (one.dtype, one.shape) for name, one in content.names().items()}
         values = merged(content.manifests, self._ranks.rank, self._ranks.size, self._request.has_place)
         stored = Stored(step=content.generation.step, tensors=shapes, aliases=content.aliases, values=values)
         fit = self._request.fit(stored, alone=not self._several)
-        fit.unexpected = topic.agree(fit.unexpected, unplaced)  # another rank may have a place, as in a pipeline
+        fit.unexpected = topic.agree(
+            fit.unexpected, unplaced
+        )  # another rank may have a place, as with pipeline parallelism
         fit.require_fit()
         return fit
 
     def _is_read_several_times(self, generation: Generation, wanted_bytes: int, topic: AnyTopic) -> bool:
-        """Whether the ranks of this machine together want much more of a generation than there is.
+        """Whether the ranks of this machine together read much more than the bytes of a generation.
 
-        No rank writes into its state before this is known: by then the generation fits every rank's state, and all
-        ranks load the same one.
+        All ranks agree here before any of them writes into its state: the generation fits the state of every rank, and
+        all ranks load the same one.
         """
         if not self._several:
             return False
@@ -244,15 +261,18 @@ class _Loading:
         return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
 
     def _may_read_once(self, generation: Generation) -> bool:
-        """Whether another load can make good what a fault leaves half written, or faults were looked for before."""
+        """Whether it is safe to write each chunk as soon as it is verified, before the later ones are read.
+
+        It is if the generation was verified before, or if an older generation would overwrite what is half written.
+        """
         if not self._request.strict:
-            return False  # what an older generation lacks would stay as it was written
+            return False  # entries that an older generation lacks would keep what was written
         older = not self._candidates.is_last(generation.id)
         return generation.verified or older or self.half is not None or self._several
 
     @contextlib.contextmanager
     def _translated_errors(self, generation: Generation, fit: Match | AsDict) -> Iterator[None]:
-        """Around writing: notes whether it has begun, and raises HalfLoaded or LoadFailed where that matters."""
+        """Around writing: notes whether it has begun; raises HalfLoaded or LoadFailed if no generation mends that."""
         try:
             yield
         except LoadFailed:
@@ -272,7 +292,7 @@ class _Loading:
 
 
 def _wanted_bytes(posts: list[tuple[str, str, int]]) -> Mapping[str, int]:
-    """The bytes that the ranks of each machine want, of (root of the generation, machine, bytes) of every rank."""
+    """Machine -> bytes that its ranks read. `posts`: (root of the generation, machine, bytes) of every rank."""
     if len({root for root, _, _ in posts}) > 1:  # guard: ranks-load-one-generation
         raise StepDiffers("ranks were about to load different generations", safe="Nothing was loaded.")
     wanted: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""A run without a training loop: save once, load once."""
+"""One save or one load, without a training loop: `lastgood.save` and `lastgood.load`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def load_once(
     With `state`, the generation is loaded into the live objects there, and a Restored is returned. The state may lack
     top-level entries of the generation: `lastgood.load(path, {"model": model})` takes the model out of a training run.
     Within the entries that it has, everything must fit, unless strict=False (default True), which skips what does not.
-    `rename` (default: no name changes): stored name -> live name.
+    `step` (default None): the step of the generation; None: the newest good one. `rename` (default: no name changes):
+    stored name -> live name.
 
     Without `state`, a nested dict of the whole generation is returned, with new tensors on the CPU. Modules and
     optimizers are as their `state_dict()` has them, for `model.load_state_dict(found["model"])`; the step is
@@ -128,6 +129,8 @@ def load_once(
     are lacking, and with `include` only if that names "rng". Every byte that is used is verified. Raises NotARun,
     StateMismatch, NoSuchStep, Damaged, NothingGood, Refused, Unavailable: the live state is untouched then. Raises
     HalfLoaded when it is not.
+
+        lastgood.load("runs/a", {"model": model}, step=4000)
     """
     if state is None and (rename or not strict):
         raise Refused("rename= and strict= apply only to a live state", safe="Nothing was read.", todo="Give state=.")

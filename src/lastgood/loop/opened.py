@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 
 class Run(RunReader):
-    """A run, for reading only; see `lastgood.open`."""
+    """A run that is open for reading only. `lastgood.open(path)` returns one."""
 
     def tensor(self, name: str, step: int | None = None) -> torch.Tensor:
-        """One tensor by its stored name, from the newest undamaged generation or from `step`.
+        """One tensor, as a new tensor on the CPU. Reads only its bytes and checks them against its digest.
 
-        Reads its bytes only and checks them against its digest. CPU tensor. Raises NoSuchStep, NoSuchTensor, Damaged;
-        NotInstalled without torch.
+        `name`: its stored name. `step`: the step of the generation; default None: the newest undamaged one. Raises
+        NoSuchStep, NoSuchTensor, Damaged; NotInstalled without torch.
+
+            weight = lastgood.open("runs/gpt").tensor("model.head.weight", step=4000)
         """
         with needed("torch", "Run.tensor"):
             from ..state.tensors import from_buffer
@@ -32,7 +34,7 @@ class Run(RunReader):
         return from_buffer(data, tensor.dtype, tensor.shape)
 
     def array(self, name: str, step: int | None = None) -> np.ndarray[Any, Any]:
-        """The same tensor as a new NumPy array, without torch.
+        """One tensor, as `tensor` reads it, as a new NumPy array. Needs no torch.
 
         Raises NoSuchStep, NoSuchTensor, Damaged; Refused for a dtype that NumPy does not have, such as bfloat16.
         """
@@ -49,5 +51,10 @@ class Run(RunReader):
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run for reading; changes nothing, needs no lock and no torch. Raises NotARun, NotWritable."""
+    """Open the run at `path` for reading. Changes nothing, takes no lock and needs no torch.
+
+    `path`: as for a Checkpointer. Raises Refused, NotARun, NotWritable, TierDown.
+
+        steps = [one.step for one in lastgood.open("runs/gpt").generations()]
+    """
     return Run(access.for_reading(path))

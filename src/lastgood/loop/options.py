@@ -1,7 +1,7 @@
-"""The options of a `Checkpointer`, checked as a whole before anything is touched. Read and write nothing.
+"""Options: those of a `Checkpointer`, checked as a whole before anything is touched. Reads and writes nothing.
 
-What most loops set are keyword arguments of `Checkpointer`; the rest is in `Tuning` and `Ranks`, and each field of
-these two is also a keyword argument of its own, as in earlier versions.
+The options that most loops set are keyword arguments of `Checkpointer`; the others are fields of `Tuning` and `Ranks`.
+Each field of these two is also a keyword argument of its own, as in earlier versions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..format import parity_layout
 from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
 from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
-from ..limits import MAX_IN_FLIGHT, RANK_TIMEOUT_SECONDS, WORKERS
+from ..limits import MAX_IN_FLIGHT, MEMORY_LEAST_BYTES, RANK_TIMEOUT_SECONDS, WORKERS
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
@@ -25,8 +25,6 @@ from ..run import access
 from ..run.planned_save import RunOptions
 from ..storage.directory import WriteMode
 from .preemption import Preemption
-
-LEAST_MEMORY_BYTES = 1 << 20
 
 Staging = Literal["overlap", "blocking"]
 TornCheck = Literal["sampled", "full"]
@@ -39,19 +37,22 @@ CADENCE = Every(seconds=300)
 class Tuning:
     """How the saves of a `Checkpointer` use memory, threads and the disk. The defaults serve most jobs.
 
-    `memory`: bound of all buffers, in bytes, at least 1 MiB; default: the size of the state. Smaller makes the next
-    update wait for the disk.
-    `in_flight`: saves side by side, 1 to 64; default 2. `writers`: threads that write each of them, 1 to 64; default 3.
+    `memory`: bound of all buffers, in bytes, at least 1 MiB; default None: as large as the state. With less, the next
+    update waits until enough of the state is written.
+    `in_flight`: the number of saves that are written side by side, 1 to 64; default 2. `writers`: the number of threads
+    that write each of them, 1 to 64; default 3.
     `chunk`: bytes of one buffer, a multiple of 4096 up to 256 MiB; default 8 MiB.
-    `staging`: "overlap" copies behind the next forward and backward, "blocking" before the call returns; default:
-    overlap, where the optimizers can be held until the copy is complete.
-    `torn_check`: "sampled" (default) compares samples of each tensor before and after the copy, "full" digests all.
-    `when_full`: with `in_flight` saves under way a due step waits ("wait", the default), is skipped ("skip"), or raises
-    InFlightFull ("raise").
-    `overhead`: with cadence="auto", the share of time that saving may cost, between 0 and 1; default 0.03.
+    `staging`: "overlap" copies the state during the next forward and backward, "blocking" before the call returns;
+    default None: overlap, if the optimizers can be made to wait until the copy is complete.
+    `torn_check`: how changes of the state during its copy are found: "sampled" (default) compares samples of each
+    tensor before and after the copy, "full" digests every tensor.
+    `when_full`: what becomes of a save while `in_flight` others are under way: it waits ("wait", the default), is
+    skipped if the cadence asked for it ("skip"), or raises InFlightFull ("raise").
+    `overhead`: with cadence="auto", the fraction of the training time that saving may cost, between 0 and 1; default
+    None: 0.03.
     `write_mode`: "atomic_dirsync" (default), or a mode that syncs less, see docs/format.md.
-    `digest`: "xxh3_128" (default) or another algorithm of docs/format.md. `persist`: in slots, "direct" (default)
-    writes with direct I/O, "mmap" through a mapping.
+    `digest`: "xxh3_128" (default), or another algorithm of docs/format.md. `persist`: how slots are written: "direct"
+    (default) with direct I/O, "mmap" through a mapping.
     Raises Refused, which names the option, for a value that cannot be meant.
 
         Checkpointer("runs/gpt", state, tuning=lastgood.Tuning(in_flight=3, memory=8 << 30))
@@ -78,9 +79,9 @@ class Tuning:
         _require_one_of("persist", self.persist, get_args(access.Persist))
         whole = "Give a whole number"
         require(
-            self.memory is None or is_whole(self.memory, LEAST_MEMORY_BYTES),
+            self.memory is None or is_whole(self.memory, MEMORY_LEAST_BYTES),
             f"memory={self.memory!r}",
-            f"{whole} of bytes, at least {LEAST_MEMORY_BYTES} (1 MiB).",
+            f"{whole} of bytes, at least {MEMORY_LEAST_BYTES} (1 MiB).",
         )
         for name in ("in_flight", "writers"):
             value = getattr(self, name)
@@ -98,10 +99,10 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """How the ranks of a process group save together. In a world of one it has no effect.
+    """How the ranks of a process group coordinate their saves. In a world of one it has no effect.
 
-    `patience`: timeout of a rank that waits for another one, in seconds; default 120. Rank 0 is waited for twice as
-    long, the store of the process group three times. Raises Refused unless it is above 0.
+    `patience`: timeout of a rank that waits for another one, in seconds, above 0; default 120. The timeout for rank 0
+    is twice as long, that for the store of the process group three times. Raises Refused for other values.
 
         Checkpointer("runs/gpt", state, ranks=lastgood.Ranks(patience=600))
     """
@@ -131,7 +132,7 @@ class EarlierKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """See `Checkpointer`. Raises Refused, which names the option, for a value that cannot be meant."""
+    """The keyword arguments of `Checkpointer`, described there. Raises Refused for a value that cannot be meant."""
 
     cadence: Every | Literal["auto"] = CADENCE
     retention: Keep = KEEP
@@ -156,9 +157,9 @@ class Options:
         self._check_times()
 
     def with_keywords(self, earlier: Mapping[str, Any]) -> Options:
-        """The same with single fields of `tuning` and `ranks` as keyword arguments.
+        """These options, with single fields of `tuning` and `ranks` replaced. `earlier`: name of the field -> value.
 
-        Raises TypeError for a name that is no option; Refused where it is given in `tuning` or `ranks` too.
+        Raises TypeError for a name that is no option; Refused if `tuning` or `ranks` has another value for it already.
         """
         groups: dict[str, Any] = {"tuning": self.tuning, "ranks": self.ranks}
         for name, value in earlier.items():
@@ -213,7 +214,7 @@ class Options:
             parity_layout.parsed(self.parity)
 
     def of_run(self) -> RunOptions:
-        """How the run is opened."""
+        """Those of the options with which the run is opened."""
         tuning = self.tuning
         return RunOptions(
             write_mode=tuning.write_mode,
@@ -227,7 +228,7 @@ class Options:
         )
 
     def check_place(self, slots: bool, several: bool) -> None:
-        """Whether the options go with a run in `slots`, and with `several` ranks. Raises Refused."""
+        """Raises Refused for options that do not exist for a run in `slots`, or for a job of `several` ranks."""
         keep, persist, directory = self.retention, self.tuning.persist, "Put what is to be kept into a directory"
         require(slots or persist == "direct", f"persist={persist!r}", '"mmap" is for slots://.')
         require(
@@ -259,7 +260,7 @@ def _require_one_of(name: str, value: object, known: Sequence[object]) -> None:
 
 
 def check_state(state: object) -> None:
-    """A state is a dict whose keys are names, and no container in it holds itself. Raises Refused."""
+    """Raises Refused unless a state is a dict whose keys are strings, and no container in it contains itself."""
     require(isinstance(state, MutableMapping), f"state is a {type(state).__name__}", "Give a dict.")
     assert isinstance(state, MutableMapping)
     odd = [key for key in state if not isinstance(key, str)]
@@ -270,7 +271,8 @@ def check_state(state: object) -> None:
 def _require_no_cycle(obj: object, path: str, above: list[int], done: set[int]) -> None:
     """`above`: ids of the containers around `obj`; `done`: ids of those that were searched to their end.
 
-    Without it, a search of the state takes the number of all paths through it, up to the limit of its depth.
+    Each container is searched once. Otherwise the time would grow with the number of paths through the state, which is
+    exponential in its depth if containers are shared.
     """
     if not isinstance(obj, (dict, list, tuple)) or id(obj) in done or len(above) > DEPTH_LIMIT:
         return

@@ -78,35 +78,35 @@ class Preempted(SystemExit):
         self.durable = durable
 
 
-class Asked:
+class EndRequest:
     """The signal handlers of a run, from its construction to `close`.
 
     Raises Refused outside of the main thread, because Python runs signal handlers in the main thread only.
     """
 
-    def __init__(self, wish: Preemption, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, options: Preemption, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise Refused("preemption= outside of the main thread", todo="Open the run in the main thread.")
-        self.wish, self._now, self._process = wish, monotonic_seconds, os.getpid()
+        self.options, self._now, self._process = options, monotonic_seconds, os.getpid()
         self.at: float | None = None
         """when the grace period began: at the first signal to this or another rank; None before"""
         self._first: float | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
-        self._before = {one: signal.getsignal(one) for one in wish.signals}
+        self._before = {one: signal.getsignal(one) for one in options.signals}
         for one in self._before:
             signal.signal(one, self._on_signal)
 
     @property
     def left_seconds(self) -> float:
         """Seconds that are left of the grace period."""
-        return max(0.0, self.wish.grace_seconds - (self._now() - (self.at or self._now())))
+        return max(0.0, self.options.grace_seconds - (self._now() - (self.at or self._now())))
 
-    def ask(self) -> None:
+    def begin_grace(self) -> None:
         """Begin the grace period, as the first signal does; with several ranks also if another rank received it."""
         if self.at is None:
             self.at = self._now()
-            self._timer = threading.Timer(self.wish.grace_seconds, self._leave, ["the grace period is over"])
+            self._timer = threading.Timer(self.options.grace_seconds, self._exit_now, ["the grace period is over"])
             self._timer.start()
 
     def close(self) -> None:
@@ -128,14 +128,14 @@ class Asked:
             _end_by(number)
         elif self._first is None:
             self._first = self._now()
-            self.ask()
+            self.begin_grace()
             before = self._before[number]
             if (
                 callable(before) and before is not signal.default_int_handler
             ):  # the default one of SIGINT would end the loop
                 self._call(before, number, frame)
         elif self._now() - self._first > SAME_SECONDS:
-            self._leave("a second signal")
+            self._exit_now("a second signal")
 
     def _call(self, before: Callable[..., Any], number: int, frame: FrameType | None) -> None:
         """Call the earlier handler. What it raises is reported and not raised: it would end the loop without a save."""
@@ -148,10 +148,10 @@ class Asked:
             with contextlib.suppress(OSError):
                 os.write(2, f"{text}\n".encode())
 
-    def _leave(self, why: str) -> None:
+    def _exit_now(self, why: str) -> None:
         with contextlib.suppress(OSError):
             os.write(2, f"lastgood: {why}: the process ends at once; durable generations stay\n".encode())
-        os._exit(self.wish.exit_code)
+        os._exit(self.options.exit_code)
 
 
 def _end_by(number: int) -> None:

@@ -1,27 +1,42 @@
-"""The run of a Checkpointer as a restore uses it, and what the ranks agree on before one."""
+"""Restoring the run of a Checkpointer: what surrounds `load` there, and how later saves continue from its result.
+
+`WritableRun` is the run as `load` uses it: all ranks examine a generation together; it is marked, and mended from
+parity. `Restorer` notes when a load leaves the live state half loaded, and opens the lineage that later saves continue.
+Everything here runs on the training thread.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from typing import Any
 
 import msgspec
 
 from ..coordination.single_rank import AnyRanks, AnyTopic
+from ..engine import guard
 from ..engine.arena import Arena
-from ..errors import NotWritable, Unavailable
+from ..engine.finite import not_finite_error
+from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
 from ..format.commit import Survey
+from ..policy.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..run import reader
 from ..run.follower import Follower
+from ..run.mend import Mender
 from ..run.pipeline import Pipeline
 from ..run.writer import RunWriter
+from .load import LoadRequest, Restored
+from .progress import Progress
+from .reports import Reports
 from .save_planner import SavePlanner
+from .saver import Saver
 
 
 class WritableRun:
-    """`run.candidates.RestorableRun`: all ranks examine a generation; it is marked, and mended from parity."""
+    """The run of a Checkpointer as a `run.candidates.RestorableRun`. It also mends from parity, in a world of one."""
 
     def __init__(self, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
         self._pipeline, self._planner, self._ranks = pipeline, planner, ranks
@@ -39,11 +54,23 @@ class WritableRun:
         return self._pipeline.workers
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
-        """The arena of the saves, where that is large enough."""
+        """Memory for reading: the arena of the saves if it is large enough, else a new one, which replaces it."""
         return self._planner.reading_arena(total_bytes, chunk_bytes)
 
+    def share_survey(self, topic: AnyTopic) -> None:
+        """Make every rank adopt what rank 0 knows of the run, and count the same restores, so that all choose alike."""
+        run, ranks = self._pipeline.run, self._ranks
+        if ranks.size == 1:
+            return
+        # guard: restore-counted-by-coordinator
+        ranks.rewind(topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)))
+        shared = topic.agree(None, lambda _: run.shared_survey() if isinstance(run, RunWriter) else None)
+        if isinstance(run, Follower):
+            run.adopt(shared)  # guard: followers-adopt-survey
+        topic.agree(None, lambda _: None)
+
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
-        """Read all of a generation again; of several ranks each reads a part of the files, and all return the same.
+        """Read all of a generation again. Each of several ranks reads a part of the files; all return the same.
 
         `topic`: where the ranks agree; None for a new topic.
         """
@@ -61,25 +88,92 @@ class WritableRun:
         return msgspec.convert(topic.agree(msgspec.to_builtins(mine), decide), list[Finding])
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
-        """Record what was found. A mark that cannot be written now is reported, and the restore goes on."""
+        """Record what was found. If the mark cannot be written now, that is reported, and the restore goes on."""
         try:
             self._pipeline.run.conclude(generation, findings)
         except (Unavailable, NotWritable) as error:
             self._pipeline.outcomes.put(error)
 
     def mend(self, generation: Generation) -> bool:
-        """Rebuild it from its parity. Returns whether it is whole; with several ranks there is no parity."""
-        run = self._pipeline.run
-        if not isinstance(run, RunWriter) or self._ranks.size > 1:
-            return False
-        return run.mender.try_to_mend(generation.id, self._pipeline.upkeep.arena())
+        """Rebuild a generation from its parity. Returns whether it is whole; several ranks have no parity."""
+        mender = self._mender
+        return mender is not None and mender.try_to_mend(generation.id, self._pipeline.upkeep.arena())
 
-    def share_survey(self, topic: AnyTopic) -> None:
-        """Every rank adopts what rank 0 knows of the run, and counts the same restores: all of them choose alike."""
-        run, ranks = self._pipeline.run, self._ranks
-        # guard: restore-counted-by-coordinator
-        ranks.rewind(topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)))
-        shared = topic.agree(None, lambda _: run.shared_survey() if isinstance(run, RunWriter) else None)
-        if isinstance(run, Follower):
-            run.adopt(shared)  # guard: followers-adopt-survey
-        topic.agree(None, lambda _: None)
+    def mend_known(self, step: int | None) -> None:
+        """Rebuild from parity what is marked as damaged, of the generations that a restore of `step` would try."""
+        mender = self._mender
+        if mender is not None:
+            mender.mended.clear()
+            mender.mend_known(step, self._pipeline.upkeep.arena())
+
+    def repaired(self) -> list[tuple[int, str]]:
+        """(step, files) of each generation that was rebuilt since `mend_known`."""
+        mended = self._mender.mended if self._mender is not None else {}
+        return [(at.step, ", ".join(names)) for at, names in mended.items()]
+
+    @property
+    def _mender(self) -> Mender | None:
+        run = self._pipeline.run
+        return run.mender if isinstance(run, RunWriter) and self._ranks.size == 1 else None
+
+
+class Restorer:
+    """What a restore of one `Checkpointer` does where the load fails, and after it."""
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        pipeline: Pipeline,
+        planner: SavePlanner,
+        ranks: AnyRanks,
+        saver: Saver,
+        progress: Progress,
+        reports: Reports,
+    ) -> None:
+        self._request, self._pipeline, self._planner, self._ranks = request, pipeline, planner, ranks
+        self._saver, self._progress, self._reports = saver, progress, reports
+        self.run = WritableRun(pipeline, planner, ranks)
+
+    @contextlib.contextmanager
+    def noting_half_loaded(self) -> Iterator[None]:
+        """Around a load: note whether it may have left the live state as a part of a step. Then nothing is saved."""
+        try:
+            yield
+        except BaseException as error:
+            # KeyboardInterrupt may come at any point; of the errors of this package only HalfLoaded comes after the
+            # first write.
+            self._saver.half_loaded |= isinstance(error, HalfLoaded) or not isinstance(error, LastgoodError)
+            if not isinstance(error, Exception):
+                self._planner.interrupted()
+            raise
+
+    def start_over(self) -> Restored:
+        """The result of restore(step=0) without a generation of step 0. Raises Refused if the state is half loaded."""
+        require(
+            not self._saver.half_loaded, "the live state is half of another step", "Build it anew, or restore a step."
+        )
+        return Restored(step=0, generation=None, seconds=0.0, bytes=0)
+
+    def continue_from(self, found: Restored) -> None:
+        """Make the saves that follow descend from the restored generation, or from nothing if there is none."""
+        pipeline, generation, state = self._pipeline, found.generation, self._request.state
+        run, several = pipeline.run, self._ranks.size > 1
+        self._saver.half_loaded = False
+        run.begin(generation.id if generation else None)
+        self._planner.exempt(state, found.not_demanded if generation else None)
+        # The state of optimizers exists once it was restored, or after the first step.
+        self._saver.examined = several and generation is not None
+        if self._saver.examined:
+            self._planner.examine(state, self._request.patterns, pipeline.workers)
+        if generation is not None and not generation.verified:
+            self.run.mark(generation, [guard.finding(not_finite_error(name)) for name in found.unfit])
+        if isinstance(run, RunWriter):
+            with self._reports.deferring_problems():
+                run.marks.point()
+        pipeline.upkeep.note_latest()
+        self._progress.restored(found.step, generation)
+        # guard: rewind-durable-at-once
+        alone = not several and generation is not None and run.known.resumes_at(generation.id)
+        self._saver.follow(found.step, generation if alone else None)
+        for at, reason in found.stepped_over:
+            self._reports.emit("stepped_over", at, detail=reason)

@@ -1,12 +1,13 @@
-"""Cutting: from the live state to a snapshot under way. Holds the arena, the fence and what is known of the last cut.
+"""Save planner: live state -> the plan of one save, with its files and the snapshot from which they are written.
 
-Decides how a state is staged: behind the next forward and backward where the fence can hold its updates, else while
-the loop waits. Everything here runs on the training thread.
+Decides how a state is staged: during the next forward and backward if the fence can delay its updates, else while the
+loop waits. Owns the arena and the fence. Keeps the layout of the files from one save to the next, as long as the names,
+dtypes and shapes of the state stay the same. Everything here runs on the training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import chain
@@ -20,34 +21,38 @@ from ..engine.arena import Arena
 from ..format.layout import Image, Segment
 from ..format.layout import images as lay_out
 from ..io.files import round_up
+from ..limits import PAGE_BYTES, STAGING_CHUNKS
+from ..policy.arguments import require
 from ..ranks.partition import Partition
 from ..ranks.replica_check import ReplicaCheck, Replicas
 from ..records import Piece
+from ..run.pipeline import Pipeline
 from ..run.planned_save import PlannedSave
 from ..run.save import Files
 from ..snapshot import overlap, staging, torn_check
 from ..state.capture import Capture, Captured, Origin, finite
 from ..state.exempt import masks, untrained
+from ..state.objects import is_fsdp1, modules_of
 from ..state.patterns import Patterns
 from ..state.storable import require_storable
 from .options import Options
 
 SMALL_BYTES = 4 << 20
-"""of a state that is copied in less time than it takes to watch it being copied"""
+"""A state up to this size is copied while the loop waits: checking an overlapped copy for changes takes longer."""
 
 FSDP1_NOTE = (
-    "FullyShardedDataParallel moves its weights about in forward and backward: the loop waits while the state is copied"
+    "FullyShardedDataParallel moves its weights in forward and backward: the loop waits while the state is copied"
 )
 
 
 @dataclass(frozen=True)
-class _NotTorn:
-    """What must hold of a save once its pieces are written: their content is what it was when the save was planned."""
+class _ContentCheck:
+    """A `run.save.Check`: the written pieces have the content that the tensors had when the save was planned."""
 
     digests: Mapping[str, str]
-    """of tensors that were digested then"""
+    """key -> content digest of each tensor that was digested when the save was planned"""
     replicas: ReplicaCheck | None
-    """what the ranks compare after that"""
+    """the comparison between ranks, which follows; None in a world of one"""
 
     def approve(self, pieces: Sequence[Piece]) -> Files:
         wrong = {one.name for one in pieces if one.key in self.digests and self.digests[one.key] != one.digest}
@@ -58,59 +63,61 @@ class _NotTorn:
 
 @dataclass
 class _Plan:
-    """What holds from one cut to the next, as long as names, dtypes and shapes are the same."""
+    """What holds from one save to the next, as long as names, dtypes and shapes are the same."""
 
     key: int
+    """`Captured.key` of the capture that this was made for"""
     finite: frozenset[str]
+    """names of the tensors that must be finite"""
     images: list[Image]
-    division: Partition | None = None
-    behind: overlap.Overlappable | None = None
+    """the files of this rank"""
+    partition: Partition | None = None
+    """which tensors this rank writes; None in a world of one"""
     origins: Mapping[str, Origin] | None = None
-    """when it was last asked which tensors must be finite"""
-    stepped: bool = False
-    """whether an optimizer is in the state; without one `requires_grad` says what trains, and that may change"""
+    """`Captured.origins` of the capture for which `finite` was found"""
+    overlappable: overlap.Overlappable | None = None
+    """the tensors that can be copied while training goes on"""
     found_in: Mapping[str, Origin] | None = None
-    """when `behind` was found"""
+    """`Captured.origins` of the capture in which `overlappable` was found"""
     watch: torn_check.Watch | None = None
     chunk_bytes: int = 0
     chunks: Sequence[tuple[Image, Sequence[list[Segment]]]] = ()
+    """the files in chunks of `chunk_bytes`"""
     samples: Sequence[Sequence[Sequence[torn_check.ChunkSamples]]] = ()
+    """the samples of `watch` in each of `chunks`"""
 
 
 class SavePlanner:
-    """Plans the saves of one state. `wait_idle` waits until no lease of the arena is out.
+    """Plans the saves of one state. `replicas`: the comparison of several ranks; None in a world of one."""
 
-    `replicas`: what several ranks agree on; None in a world of one.
-    """
-
-    def __init__(self, options: Options, wait_idle: Callable[[], None], replicas: Replicas | None) -> None:
-        self._replicas = replicas
+    def __init__(self, options: Options, pipeline: Pipeline, replicas: Replicas | None) -> None:
+        self._pipeline, self._replicas = pipeline, replicas
         self.fence = staging.Fence()
         self.note = ""
-        """why the loop waits for each copy where one would not expect it; for whoever takes and tells it"""
+        """why the loop waits for each copy although overlap is the default; empty if it does not; reported once"""
         self._capture = Capture(options.include, options.exclude)
         tuning = options.tuning
-        self._wanted, self._torn_check = tuning.staging, tuning.torn_check
+        self._staging, self._torn_check = tuning.staging, tuning.torn_check
         self._memory, self._chunk_bytes, self._algorithm = tuning.memory, tuning.chunk, tuning.digest
         self._finite = options.finite_also, options.finite_except
-        self._wait_idle = wait_idle
         self._exempt: frozenset[str] | None = None
-        """parameters that held NaN or infinity before the training began; None: nobody has looked"""
+        """parameters that held NaN or infinity before the training began; None: not searched for yet"""
         self._arena: Arena | None = None
         self._spoiled = False
+        """whether a chunk of the arena may be lost: then the next save makes a new arena"""
         self._pin: staging.Pin | None = None
         self._plan: _Plan | None = None
 
     def plan(self, state: Mapping[str, Any], topic: AnyTopic) -> PlannedSave:
-        """Everything in the state as it is now; `begun` gives what is read later to the fence. Raises Unstorable.
+        """Plan a save of the state as it is now. After its start, `hold_updates` must be called if it is overlapped.
 
-        `topic`: where the ranks come to an answer about this save.
+        `topic`: where the ranks agree about this save. Raises Unstorable, and what the other ranks raise.
         """
         captured = self._capture.take(state)
         tensors, addresses = captured.tensors, captured.addresses
-        plan = self._planned(state, captured, topic)
-        if plan.division:
-            tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.division.mine}
+        plan = self._layout(state, captured, topic)
+        if plan.partition:
+            tensors = {item.tensor.key: item.view(captured.tensors) for item in plan.partition.mine}
             addresses = [one.data_ptr() for one in tensors.values()]
         images = plan.images
         arena = self._writing_arena(images)
@@ -123,16 +130,16 @@ class SavePlanner:
         bearers = self._overlapped(plan, state, captured, bool(devices))
         self.fence.hook(captured.optimizers if bearers is not None else [])
         watch = self._watched(plan, bearers) if bearers is not None else None
-        at_once = _at_once(plan, tensors, bearers) if bearers is not None else set[str]()
-        witness, kept = self._witnessed(plan.division, captured)
-        later = tensors.keys() - at_once if bearers is not None and self._torn_check == "full" else ()
+        cloned = _cloned(plan, tensors, bearers) if bearers is not None else set[str]()
+        witness, kept = self._witnessed(plan.partition, captured)
+        later = tensors.keys() - cloned if bearers is not None and self._torn_check == "full" else ()
         digests = {key: staging.content_digest(tensors[key], self._algorithm) for key in later}
         copy_plan = staging.CopyPlan(
             plan.chunks,
             tensors,
             devices,
             addresses=addresses,
-            cloned=at_once,
+            cloned=cloned,
             watch=watch,
             samples=plan.samples if watch else (),
             witness=witness or {},
@@ -140,35 +147,35 @@ class SavePlanner:
         )
         snapshot = staging.Snapshot(copy_plan, arena)
         replicas = None
-        if self._replicas and plan.division and isinstance(topic, Topic):
-            replicas = self._replicas.check(topic, plan.division, captured, snapshot, kept)
+        if self._replicas and plan.partition and isinstance(topic, Topic):
+            replicas = self._replicas.check(topic, plan.partition, captured, snapshot, kept)
         return PlannedSave(
             images=images,
             arena=arena,
             source=snapshot,
-            check=_NotTorn(digests, replicas),
+            check=_ContentCheck(digests, replicas),
             overlapped=bearers is not None,
             aliases=captured.aliases,
             values=captured.values,
         )
 
     def exempt(self, state: Mapping[str, Any], stored: Collection[str] | None = None) -> None:
-        """Find the parameters that hold infinity although nothing has diverged: no later save is unfit for them.
+        """Find the parameters that hold NaN or infinity before training: these make no later save unfit.
 
-        `stored`: after a restore, the names that the generation was saved with and that were not demanded to be finite;
-        only those are exempt. None: nothing was restored; only the first such call of an opening looks, and it must
-        come before any training.
+        `stored`: after a restore, the names of the generation that may hold NaN or infinity; only those are exempt.
+        None: nothing was restored. Then only the first call searches, and it must come before any training.
         """
         if stored is None and self._exempt is not None:
             return
         self._exempt, self._plan = masks(state, stored), None  # guard: exemption-follows-restore
 
     def examine(self, state: Mapping[str, Any], patterns: Patterns, beside: Executor) -> int | None:
-        """What can be known before the first save: whether all of the state can be stored; `Patterns.require`.
+        """Check before the first save that all of the state can be stored and that each pattern matches a name.
 
-        Ranks also start to find out who holds what: the next save must wait for nobody. Copies nothing. Returns the
-        bytes of the tensor files of a save; None with several ranks, which do not know yet what each writes. Raises
-        Unstorable with everything that cannot be stored; Refused.
+        Several ranks also begin to exchange which tensors each of them holds (`beside` runs that), so that the next
+        save waits for no other rank. Copies nothing. Returns the bytes of the tensor files of a save; None with several
+        ranks, which do not know yet what each of them writes. Raises Unstorable with everything that cannot be stored;
+        Refused for a pattern.
         """
         if self._replicas is None:
             captured = require_storable(self._capture, state)
@@ -180,31 +187,32 @@ class SavePlanner:
         return None
 
     def captured(self, state: Mapping[str, Any]) -> Captured:
-        """The live tensors of the state, as a cut would take them."""
+        """The live tensors and values of the state, as a save would store them."""
         return self._capture.take(state)
 
-    def begun(self, planned: PlannedSave) -> None:
-        """The copy is on its way: no update goes before it."""
+    def hold_updates(self, planned: PlannedSave) -> None:
+        """Make the fence delay the next update until this overlapped save has copied its tensors."""
         assert isinstance(planned.source, staging.Snapshot)
         self.fence.add(planned.source)  # guard: snapshot-holds-update
 
     def interrupted(self) -> None:
-        """Ctrl-C came from anywhere: a chunk may have been in hand, and be lost to the arena."""
+        """Record that KeyboardInterrupt came while the state was read: a chunk of the arena may never be released."""
         self._spoiled = True
 
     def stop_overlapping(self) -> bool:
-        """From now on the loop waits for the copy. False if it did so already."""
-        before, self._wanted = self._wanted, "blocking"
-        self._plan = None  # what it watched may be gone, and would be kept alive
+        """Copy while the loop waits from now on. Returns False if that was so already."""
+        before, self._staging = self._staging, "blocking"
+        self._plan = None  # it would keep tensors alive that the state may not hold any more
         return before != "blocking"
 
     def close(self) -> None:
+        """Release the memory and the hooks. No save may be in flight."""
         self.fence.close()
         self._drop_arena()
         self._plan = None
 
     def reading_arena(self, image_bytes: int, chunk_bytes: int) -> Arena:
-        """Memory for a restore; nothing may be in flight."""
+        """The arena for a restore; a new one replaces it if it is too small. No save may be in flight."""
         bound = image_bytes if self._memory is None else min(self._memory, image_bytes)
         arena = self._fitting(bound, chunk_bytes)
         if arena is None:
@@ -214,27 +222,24 @@ class SavePlanner:
 
     # ---- steps ---------------------------------------------------------------------------------------------
 
-    def _planned(self, state: Mapping[str, Any], captured: Captured, topic: AnyTopic) -> _Plan:
-        """The plan of the last cut, where it still holds; of several ranks, of what this one writes."""
+    def _layout(self, state: Mapping[str, Any], captured: Captured, topic: AnyTopic) -> _Plan:
+        """The plan of the last save, if it still holds, else a new one; with several ranks, of this rank's part."""
         plan = self._plan
         known = plan is not None and plan.key == captured.key and plan.origins is captured.origins
         if Origin.STEPPED not in captured.origins.values():
-            known = (
-                False  # without an optimizer nothing but `requires_grad` says what trains, and that may have changed
-            )
+            known = False  # without an optimizer only `requires_grad` shows what trains, and it may have changed
         must = plan.finite if plan is not None and known else self._must_be_finite(state, captured)
-        division = (
+        partition = (
             self._replicas.partition(captured, must, topic) if self._replicas and isinstance(topic, Topic) else None
         )
         # guard: stale-layout-rebuilt
-        if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.division is not division:
-            if self._replicas and division:
-                files = lay_out([item.tensor for item in division.mine], self._replicas.rank)
+        if plan is None or (plan.key, plan.finite) != (captured.key, must) or plan.partition is not partition:
+            if self._replicas and partition:
+                files = lay_out([item.tensor for item in partition.mine], self._replicas.rank)
             else:
                 files = staging.lay_out(captured.tensors, must)
-            plan = self._plan = _Plan(captured.key, must, files, division)
-        if plan.origins is not captured.origins:
-            plan.origins, plan.stepped = captured.origins, Origin.STEPPED in captured.origins.values()
+            plan = self._plan = _Plan(captured.key, must, files, partition)
+        plan.origins = captured.origins
         return plan
 
     def _must_be_finite(self, state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
@@ -244,16 +249,19 @@ class SavePlanner:
     def _overlapped(
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
     ) -> Mapping[str, torn_check.Bearer] | None:
-        """What is copied behind the fence; None where the loop waits for the copy."""
-        if self._wanted == "blocking" or (
-            self._wanted is None and sum(one.length for one in plan.images) <= SMALL_BYTES
-        ):
+        """The tensors that are copied while training goes on; None if the loop waits for the whole copy.
+
+        It waits with staging="blocking", and by default for a small state and for optimizers that cannot be made to
+        wait; also if more than SIDE_BYTES would have to be cloned, and with torn_check="full" on a CUDA device.
+        """
+        small = self._staging is None and sum(one.length for one in plan.images) <= SMALL_BYTES
+        if self._staging == "blocking" or small:
             return None
         # guard: stale-bearers-refreshed
-        if plan.behind is None or plan.found_in is not captured.origins or not plan.behind.holds(captured):
-            plan.behind, plan.found_in = overlap.find(state, captured), captured.origins
-        found = plan.behind
-        if self._wanted is None and not (found.hookable and captured.optimizers):  # guard: no-hook-no-overlap
+        if plan.overlappable is None or plan.found_in is not captured.origins or not plan.overlappable.holds(captured):
+            plan.overlappable, plan.found_in = overlap.find(state, captured), captured.origins
+        found = plan.overlappable
+        if self._staging is None and not (found.hookable and captured.optimizers):  # guard: no-hook-no-overlap
             self.note = FSDP1_NOTE if found.moves else ""
             return None
         if self._torn_check == "full" and on_device:
@@ -265,17 +273,20 @@ class SavePlanner:
     def _watched(self, plan: _Plan, bearers: Mapping[str, torn_check.Bearer]) -> torn_check.Watch:
         if plan.watch is None or plan.watch.bearers is not bearers:
             plan.watch = watch = torn_check.Watch(bearers)
-            in_part = {item.name for item in plan.division.mine if item.rows} if plan.division else ()
+            in_part = {item.name for item in plan.partition.mine if item.rows} if plan.partition else ()
             plan.samples = [watch.in_chunks(image, chunks, in_part) for image, chunks in plan.chunks]
         return plan.watch
 
     def _witnessed(
-        self, division: Partition | None, captured: Captured
+        self, partition: Partition | None, captured: Captured
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """What other ranks write and this one holds too; and a copy of what of it may turn out to be its own."""
+        """The replicas of tensors that other ranks write, by key; and clones of those that this rank may have to write.
+
+        A replica that is no parameter (`Origin.OTHER`) may differ between ranks: this rank stores its own value then.
+        """
         witness: dict[str, torch.Tensor] = {}
         kept: dict[str, torch.Tensor] = {}
-        for item in chain.from_iterable(division.witnessed.values()) if division else ():
+        for item in chain.from_iterable(partition.witnessed.values()) if partition else ():
             key, one = item.tensor.key, item.view(captured.tensors)
             if captured.origins[item.name] is Origin.OTHER:
                 one = kept[key] = one.clone()
@@ -285,18 +296,19 @@ class SavePlanner:
     def _writing_arena(self, images: Sequence[Image]) -> Arena:
         total = sum(image.length for image in images)
         most = min(self._chunk_bytes, round_up(total))
-        chunk_bytes = most if self._memory is None else max(4096, min(most, self._memory // 4 // 4096 * 4096))
+        bounded = most if self._memory is None else self._memory // STAGING_CHUNKS // PAGE_BYTES * PAGE_BYTES
+        chunk_bytes = max(min(most, bounded), PAGE_BYTES)
         wanted = sum(round_up(image.length, chunk_bytes) for image in images)
         wanted = wanted if self._memory is None else min(self._memory // chunk_bytes * chunk_bytes, wanted)
         arena = self._fitting(wanted, chunk_bytes)
         if arena is None:
-            self._wait_idle()  # the old arena must have come home before a new one is made beside it
+            self._pipeline.wait()  # until every lease of the old arena is released: both would exceed the bound
             self._drop_arena()
             arena = self._arena = Arena(max(wanted, chunk_bytes), chunk_bytes)
         return arena
 
     def _fitting(self, wanted: int, chunk_bytes: int) -> Arena | None:
-        """The arena that is there, if it serves."""
+        """The present arena, if it has chunks of this length and is at least as large as wanted."""
         own = self._arena
         serves = own is not None and own.chunk_bytes == chunk_bytes and own.arena_bytes >= wanted
         return own if serves and not self._spoiled else None
@@ -308,8 +320,21 @@ class SavePlanner:
         self._spoiled = False
 
 
-def _at_once(plan: _Plan, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn_check.Bearer]) -> set[str]:
-    """Keys of what is cloned before the loop goes on, because forward and backward may change it."""
-    if plan.division is None:
+def _cloned(plan: _Plan, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn_check.Bearer]) -> set[str]:
+    """Keys of the tensors that are cloned before the loop goes on, because forward and backward may change them."""
+    if plan.partition is None:
         return tensors.keys() - bearers.keys()  # guard: forward-buffers-cloned
-    return {item.tensor.key for item in plan.division.mine if item.name not in bearers}
+    return {item.tensor.key for item in plan.partition.mine if item.name not in bearers}
+
+
+def require_no_flat_parameters(state: Mapping[str, Any]) -> None:
+    """Raises Refused, with their names, for modules that FSDP1 has wrapped: several ranks cannot save these.
+
+    Each rank holds a slice of all parameters in one flat tensor, which has neither their names nor their shapes.
+    """
+    flat = [path for path, one in modules_of(state).items() if any(map(is_fsdp1, one.modules()))]
+    require(
+        not flat,
+        f"FSDP1 with several ranks: {', '.join(flat)} is in flat parameters of each rank",
+        "Give an object that hands it out in shards, by torch's get_state_dict: see docs/ranks.md.",
+    )

@@ -1,13 +1,20 @@
-"""Saves of one training loop, as the training thread makes them: a place in flight, a plan, and the start.
+"""Saver: one save as the training thread makes it: it takes a place in flight, plans the save and starts it.
 
-What follows the start runs behind the loop (run/pipeline.py). Nothing here decides when a save is due (schedule.py).
+    check the step -> wait for a place -> plan (save_planner.py) -> Pipeline.start       all on the training thread
+
+What follows the start runs behind the loop (run/pipeline.py). schedule.py decides when a save is due.
+
+Invariants
+  1. A place that was taken is given back: by the flight that `Pipeline.start` registers, else by `Pipeline.leave`.
+  2. What keeps this rank from a save is posted in the topic of its step, so that no other rank waits for this one.
+  3. Steps that are saved ascend; only a failed step is saved again, and only a restore goes back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from .. import reporting
 from ..coordination.announcements import Announcements
@@ -30,15 +37,13 @@ from ..state.live_check import Numbers
 from .adaptive_interval import Pace
 from .load import LoadRequest
 from .options import Options
+from .reports import Reports
 from .save_planner import SavePlanner
-from .schedule import Timing, TimingTogether
-
-Emit = Callable[..., None]
-"""kind, step, detail="", seconds=0.0 of an event"""
+from .schedule import AgreedSchedule, Schedule
 
 
 class Saver:
-    """Makes the saves of one `Checkpointer`."""
+    """Makes the saves of one `Checkpointer`. All methods are called on the training thread."""
 
     def __init__(
         self,
@@ -47,40 +52,63 @@ class Saver:
         pipeline: Pipeline,
         planner: SavePlanner,
         ranks: AnyRanks,
-        emit: Emit,
+        reports: Reports,
     ) -> None:
         self._request, self._options, self._pipeline, self._planner = request, options, pipeline, planner
-        self._ranks, self._emit = ranks, emit
+        self._ranks, self._reports = ranks, reports
         self.busy = False
-        """whether the state is being copied by the training thread"""
+        """whether the training thread is reading the state for a save: no other call of the user may come now"""
         self.half_loaded = False
-        """whether the live state is a part of a step, after a restore that failed half way"""
+        """whether the live state is a part of a step, after a restore that failed half way: then nothing is saved"""
+        self.examined = False
+        """whether `examine` has checked the state, or a restore has"""
         self.last: Save | None = None
-        """the newest save that was begun since the run was opened or restored"""
+        """the newest save that was started since the run was opened or restored"""
         self._restored: Generation | None = None
-        """what was restored, where the next process would resume there too"""
+        """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options)
         self._fence_seconds = 0.0
+        """the part of `Fence.waited_seconds` that is counted in a save already"""
         self.follow(0)
 
     def follow(self, n: int, restored: Generation | None = None) -> None:
-        """The steps after `n` follow; what was announced of others does not hold any more."""
+        """Begin again after step `n`, of which `restored` is the generation. Earlier announcements no longer hold."""
         state, options = self._request.state, self._options
         self.last, self._restored = None, restored
         self._numbers = Numbers(state, options.include, options.exclude)
         self.announcements: Announcements | None = None
         """with several ranks: what rank 0 publishes some steps ahead"""
-        self.schedule: Timing
-        self.listens = False
-        """whether other ranks may announce anything"""
+        self.schedule: Schedule
+        self.expects_announcements = False
+        """whether rank 0 may publish anything for this run"""
         if isinstance(self._ranks, RankGroup):
             self.announcements = Announcements(self._ranks)
             bound = None if options.tuning.when_full == "wait" else options.tuning.in_flight
-            self.schedule = several = TimingTogether(self._cadence, self._emit, self._ranks, self.announcements, bound)
-            self.listens = several.listens or options.preemption is not None
+            self.schedule = agreed = AgreedSchedule(
+                self._cadence, self._reports, self._ranks, self.announcements, bound
+            )
+            self.expects_announcements = agreed.expects_announcements or options.preemption is not None
         else:
-            self.schedule = Timing(self._cadence, self._emit)
+            self.schedule = Schedule(self._cadence, self._reports)
         self.schedule.restored(n, time.monotonic())
+
+    def require_idle(self) -> None:
+        """Raises Refused while a save reads the state: a signal handler may have interrupted it."""
+        require(not self.busy, "a save was asked for while the state is copied", "In a signal handler set a flag only.")
+
+    def examine(self) -> None:
+        """Before the first save: raise what every save would, and report the bound of the disk space.
+
+        Raises NotRestored, Unstorable with everything that cannot be stored, and Refused for a pattern that matches no
+        name. Only the first call examines anything; after NotRestored, the next call does so again.
+        """
+        if self.examined:
+            return
+        self._pipeline.run.known.require_restored()  # guard: forgotten-restore-refused
+        self.examined = True
+        state_bytes = self._planner.examine(self._request.state, self._request.patterns, self._pipeline.workers)
+        if state_bytes is not None:
+            self.report_bound(state_bytes)
 
     # ---- a save --------------------------------------------------------------------------------------------
 
@@ -92,10 +120,12 @@ class Saver:
         must: bool,
         timeout_seconds: float | None = None,
     ) -> Save | None:
-        """Begin a save of step `n`; None where `when_full` skips it.
+        """Start a save of step `n`. Returns its handle; None if `when_full` skips it.
 
-        `must`: it is wanted for itself, and never skipped. `timeout_seconds`: how long it waits for a place, whatever
-        `when_full` says.
+        `milestone`, `metrics`: as for `Checkpointer.save`; metrics are finite numbers. `must`: whether the caller wants
+        this very save, so that it is never skipped and no newer save replaces it. `timeout_seconds`: how long to wait
+        for a place in flight, whatever `when_full` says; None: as `when_full` says. Raises Refused while the state is
+        half loaded, StepTaken, InFlightFull, Unstorable, and what the other ranks raise.
         """
         require(not self.half_loaded, "the live state is half of another step", "restore() it first.")
         if self.last is not None and not self.last.failed() and n <= self.last.step:
@@ -106,24 +136,28 @@ class Saver:
             )
         if self._ranks.size == 1:
             self._request.patterns.report(self._request.state)
-        waited = self._wait_for_a_place(n, must, timeout_seconds)
-        if waited is None:
-            return None
-        begun = time.monotonic()
-        self.schedule.counted(n)
-        topic = self._ranks.step_topic("save", n)
-        with self._reading_the_state():
-            try:
+        topic: AnyTopic | None = None
+        try:
+            waited = self._wait_for_a_place(n, must, timeout_seconds)
+            if waited is None:
+                return None
+            begun = time.monotonic()
+            topic = self._ranks.step_topic("save", n)
+            self.schedule.admitted(n)
+            with self._reading_the_state():
                 at, planned = self._planned(n, topic)
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
                 pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
-            except BaseException as error:
-                self._pipeline.release_place(n, topic, error)  # guard: unstarted-save-frees-place
-                raise
-            save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
-            self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
-            if planned.overlapped:
-                self._planner.begun(planned)
+                save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
+                self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
+                if planned.overlapped:
+                    self._planner.hold_updates(planned)
+        except BaseException as error:  # also Ctrl-C, between any two of these lines
+            if self._pipeline.holds_place:
+                self._pipeline.release_place(
+                    n, topic or self._ranks.step_topic("save", n), error
+                )  # guard: unstarted-save-frees-place
+            raise
         now = time.monotonic()
         save.stall_seconds, self.last = waited + now - begun, save
         self.schedule.begun(save, begun, now, waited)
@@ -132,7 +166,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _reading_the_state(self) -> Iterator[None]:
-        """`busy` inside; an exception that is no Exception may come between any two lines of the copy."""
+        """`busy` is true inside. KeyboardInterrupt, which may come at any point, may lose a chunk of the arena."""
         self.busy = True
         try:
             yield
@@ -144,22 +178,24 @@ class Saver:
             self.busy = False
 
     def _planned(self, n: int, topic: AnyTopic) -> tuple[GenerationId, PlannedSave]:
-        """Where the save of step `n` goes, and how the state gets there."""
+        """The id of the generation that a save of step `n` makes, and the plan of that save."""
         if self._ranks.size > 1:
-            self._pipeline.admit_step(n)  # the first opens the incarnation: nobody waits there for a plan that fails
+            # The first one opens the incarnation, on all ranks. Before the plan: a rank whose plan fails opens it too.
+            self._pipeline.admit_step(n)
         planned = self._planner.plan(self._request.state, topic)
         at = self._pipeline.admit_step(n)
         if self.last is None:
             if self._ranks.size > 1 and self._ranks.is_coordinator:
-                self.report_bound(planned.bytes * self._ranks.size)  # all write about as much
+                self.report_bound(planned.bytes * self._ranks.size)  # the ranks write about equal parts
             if self._planner.note:
                 reporting.info(self._planner.note)
         return at, planned
 
     def _wait_for_a_place(self, n: int, must: bool, timeout_seconds: float | None) -> float | None:
-        """Take a place in flight, as `when_full` says: how many seconds that took; None where this save is skipped.
+        """Take a place among the saves in flight. Returns the seconds that took; None if this save is skipped.
 
-        With `timeout_seconds` it waits so long, whatever `when_full` says.
+        If none is free, `when_full` decides whether to wait, to skip, or to raise InFlightFull. `must` and
+        `timeout_seconds`: as for `save`.
         """
         full = self.schedule.full()
         if not full and self._pipeline.acquire_place(0.0):
@@ -175,18 +211,18 @@ class Saver:
             full is not False and self._options.tuning.when_full == "skip" and not must
         )  # guard: manual-save-not-skipped
         if skips or not self._pipeline.acquire_place(timeout_seconds):  # guard: due-save-skipped-when-full
-            self._emit("skipped", n)
+            self._reports.emit("skipped", n)
             return None
         waited = time.monotonic() - begun
-        self._emit("waited", n, seconds=waited)
+        self._reports.emit("waited", n, seconds=waited)
         return waited
 
     # ---- a step that is saved already ----------------------------------------------------------------------
 
-    def again(self, n: int, milestone: bool, metrics: Mapping[str, float]) -> Save | None:
-        """The save of step `n` that exists or is about to; milestone and metrics are added. None where there is none.
+    def existing(self, n: int, milestone: bool, metrics: Mapping[str, float]) -> Save | None:
+        """The save of step `n` that is durable or under way, with milestone and metrics added. None if there is none.
 
-        Raises StepTaken where the state is another one than was saved of this step.
+        Raises StepTaken if the state differs from the one that was saved for this step.
         """
         last = self.last
         if last is not None and last.step == n:
@@ -194,7 +230,7 @@ class Saver:
                 last.wait_ended()  # so that all ranks come to the same decision
             if last.failed():
                 return None
-            self._pipeline.pin_and_label(last, False, {})  # from now on no newer save stands in for it
+            self._pipeline.pin_and_label(last, False, {})  # from now on no newer save replaces it
             self._require_same_state(last)
             return self._pipeline.pin_and_label(last, milestone, metrics)
         if last is None and (restored := self._restored_save(n)) is not None:
@@ -202,7 +238,7 @@ class Saver:
         return None
 
     def _require_same_state(self, save: Save) -> None:
-        """A step that is saved a second time is what was saved of it, on every rank. Waits until that is durable."""
+        """Raises StepTaken unless the state is, on every rank, the one that `save` stored. Waits until it has ended."""
         save.wait_ended()
         if not save.durable():
             return
@@ -214,11 +250,11 @@ class Saver:
         require_unchanged(save.step, names)
 
     def _restored_save(self, n: int) -> Save | None:
-        """The save that was restored, where step `n` is that step and the state is as it was saved."""
+        """The save of the restored generation, if step `n` is its step and the state is still the same."""
         generation = self._restored
         if generation is None or generation.step != n:
             return None
-        with contextlib.suppress(Damaged):  # it cannot be compared any more: the step is written anew
+        with contextlib.suppress(Damaged):  # the manifest cannot be compared any more, so the step is written again
             manifest = commit.read_manifest(self._pipeline.run.tier, generation)
             if is_same(self._planner.captured(self._request.state), manifest):  # guard: unchanged-restore-not-rewritten
                 return Save.of(generation)
@@ -227,7 +263,7 @@ class Saver:
     # ---- reports -------------------------------------------------------------------------------------------
 
     def report_bound(self, state_bytes: int) -> None:
-        """Report the most that the run takes on its disk. `state_bytes`: of one generation, of all ranks."""
+        """Report the largest disk space that the run will take. `state_bytes`: of one generation of all ranks."""
         run, options = self._pipeline.run, self._options
         spare = striping.share(options.parity) if options.parity else 0.0
         total = state_bytes + round(state_bytes * spare)
@@ -235,12 +271,12 @@ class Saver:
         disk_space.report_bound(run.tier, options.retention, options.tuning.in_flight, total, held)
 
     def note_fence(self) -> None:
-        """What the loop waited for at the fence is part of what its last save cost."""
+        """Add the time that the loop has waited at the fence to the stall of its last save."""
         waited = self._planner.fence.waited_seconds - self._fence_seconds
         if waited and self.last is not None:
             self._fence_seconds += waited
             self.last.stall_seconds += waited
-            self._emit("fenced", self.last.step, seconds=waited)
+            self._reports.emit("fenced", self.last.step, seconds=waited)
 
 
 def _cadence(options: Options) -> Every | Pace:

@@ -1,90 +1,94 @@
-"""Timing: at which steps a save is due, and whether there is a place for it; of several ranks, the same on all.
+"""Schedule: at which steps a save is due, and whether a place in flight is free for it; the same on all ranks.
 
-By steps every rank knows alone. What depends on a clock or on how long saves take rank 0 knows, and tells the others
-some steps ahead (coordination/announcements.py): a save, another interval, the end of a save that makes room for the
-next. Everything here runs on the training thread.
+Each rank knows by itself which saves are due by steps. What depends on a clock, or on how long saves take, only rank 0
+knows. It announces that to the others some steps ahead (coordination/announcements.py), as one of three kinds:
+
+    "save"    a save at a step, because enough seconds have passed
+    "every"   another interval in steps, from a step on, because cadence="auto" has measured a better one
+    "ended"   the end of a save, whose place in flight is free again from a step on
+
+A rank that receives an announcement only after its step has missed a save of the others. It then fails this save for
+all ranks, with HeardLate, so that none of them waits for it, and rank 0 announces the later ones further ahead.
+Everything here runs on the training thread.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import RankGroup
 from ..errors import HeardLate
-from ..events import EventKind
+from ..limits import STEPS_REMEMBERED
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
 from ..run.save_handle import Save
 from .adaptive_interval import Pace
-
-Note = Callable[[EventKind, int, str], None]
-"""of an event: kind, step, detail"""
-REMEMBERED_STEPS = 10_000
-"""of the loop, among which the one is found at which the other ranks have saved"""
+from .reports import Reports
 
 
-class Timing:
-    """Of one process."""
+class Schedule:
+    """The schedule of a world of one. `now` is in seconds of a monotonic clock."""
 
-    def __init__(self, cadence: Every | Pace, note: Note) -> None:
-        self._cadence, self._note = cadence, note
+    def __init__(self, cadence: Every | Pace, reports: Reports) -> None:
+        self._cadence, self._reports = cadence, reports
         self._saved_at, self._saved_step = 0.0, 0
         self._begun: int | None = None
-        """the step of the last save that was begun, due or by hand"""
-        self.before = 0
-        """the step of the loop that was asked about last"""
+        """the step of the last save that was started, by the cadence or by the user"""
+        self.previous_step = 0
+        """the last step of the loop for which `due` was called"""
 
     def restored(self, n: int, now: float) -> None:
-        """The state is that of step `n`."""
-        self._saved_at, self._saved_step, self.before = now, n, n
+        """Record that the state is that of step `n`: intervals begin there."""
+        self._saved_at, self._saved_step, self.previous_step = now, n, n
 
     def due(self, n: int, now: float) -> bool:
-        """Whether to save at step `n`. `now`: seconds of a monotonic clock."""
-        since, self.before = max(self.before, self._saved_step), n
+        """Whether to save at step `n`. Called once for each step of the loop."""
+        since, self.previous_step = max(self.previous_step, self._saved_step), n
         if isinstance(self._cadence, Every):
             return n != self._begun and self._cadence.due(n, now - self._saved_at, since)
         if why := self._cadence.passed(n, now):
-            self._note("tuned", n, why)
+            self._reports.emit("tuned", n, why)
         return self._cadence.auto.due(n, self._saved_step)
 
-    def tell(self, n: int, now: float) -> None:
-        """Let other ranks know what they cannot know by themselves. Raises TierDown, and does so again later."""
+    def announce(self, n: int, now: float) -> None:
+        """At rank 0 of several: publish what the others cannot know. Raises TierDown; the next call tries again."""
 
     def full(self) -> bool | None:
-        """Whether as many saves are in flight as may be, where that must be the same for all; None: look for itself."""
+        """Whether as many saves are in flight as are allowed, by what all ranks know; None: each rank may decide."""
         return None
 
-    def counted(self, n: int) -> None:
-        """A save of step `n` has its place; whatever becomes of it."""
+    def admitted(self, n: int) -> None:
+        """Record that a save of step `n` has a place in flight, even if it fails later."""
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
-        """Its state was cut from `began` on, after so long a wait for its place."""
+        """Record a save that was planned and started from `began` to `now`, after a wait for its place."""
         self._saved_at, self._saved_step, self._begun = now, save.step, save.step
         if isinstance(self._cadence, Pace):
             self._cadence.begun(save, save.step, began, waited_seconds)
 
 
-class TimingTogether(Timing):
-    """Of one of several ranks. `in_flight`: saves at a time, where there may be no more; None: the next one waits."""
+class AgreedSchedule(Schedule):
+    """The schedule of one of several ranks. `in_flight`: how many saves at a time; None: a further save waits."""
 
     def __init__(
-        self, cadence: Every | Pace, note: Note, ranks: RankGroup, ahead: Announcements, in_flight: int | None
+        self, cadence: Every | Pace, reports: Reports, ranks: RankGroup, ahead: Announcements, in_flight: int | None
     ) -> None:
-        super().__init__(cadence, note)
+        super().__init__(cadence, reports)
         self._ranks, self._ahead, self._in_flight = ranks, ahead, in_flight
         self._interval = FIRST_STEPS if isinstance(cadence, Pace) else cadence.steps or 0
+        """steps between two saves; 0: none is due by steps"""
         self._from = 0
-        self._told_interval = self._interval
-        self.listens = isinstance(cadence, Pace) or cadence.seconds is not None or in_flight is not None
-        """whether there is something to be told"""
-        self._flying: dict[int, Save | None] = {}
-        """saves of which the end has not been told, or does not hold yet"""
-        self._told_ends: set[int] = set()
+        """the step from which the interval counts"""
+        self._announced_interval = self._interval
+        self.expects_announcements = isinstance(cadence, Pace) or cadence.seconds is not None or in_flight is not None
+        """whether rank 0 has anything to announce with this cadence"""
+        self._unended: dict[int, Save | None] = {}
+        """step -> save, of the saves that occupy a place: their end was not announced yet, or does not hold yet"""
+        self._announced_ends: set[int] = set()
         self._last: Save | None = None
-        self._steps: deque[tuple[int, bool]] = deque(maxlen=REMEMBERED_STEPS)
-        """the newest steps of the loop, and whether a save was due"""
+        self._steps: deque[tuple[int, bool]] = deque(maxlen=STEPS_REMEMBERED)
+        """the newest steps of the loop, and whether a save was due at each"""
 
     def restored(self, n: int, now: float) -> None:
         super().restored(n, now)
@@ -93,70 +97,72 @@ class TimingTogether(Timing):
             self._from = n
 
     def due(self, n: int, now: float) -> bool:
-        """As of one process. What was announced to this rank too late fails, on all ranks."""
-        since, before, self.before = max(self.before, self._saved_step), self.before, n
+        """As `Schedule.due`. Fails, for all ranks, each save that was announced to this rank after its step."""
+        since, before, self.previous_step = max(self.previous_step, self._saved_step), self.previous_step, n
         due, missed = self._take_announced(n, before)
         for step in missed:
-            late = HeardLate(f"heard of step {step} at step {n} only")
+            late = HeardLate(f"the save of step {step} was announced to this rank only at its step {n}")
             self._ranks.step_topic("save", step).fail(late)
-            self._note("failed", step, str(late))
+            self._reports.emit("failed", step, str(late))
         due = (due or self._by_steps(n, since)) and n != self._begun
         self._steps.append((n, due))
         return due
 
-    def tell(self, n: int, now: float) -> None:
+    def announce(self, n: int, now: float) -> None:
         if not self._ranks.is_coordinator:
             return
         ahead, cadence = self._ahead, self._cadence
         if isinstance(cadence, Pace):
             if why := cadence.passed(n, now):
-                self._note("tuned", n, why)
+                self._reports.emit("tuned", n, why)
             steps = cadence.auto.interval_steps
-            if steps != self._told_interval and ahead.announce(n, "every", steps):
-                self._told_interval = steps
+            if steps != self._announced_interval and ahead.announce(n, "every", steps):
+                self._announced_interval = steps
         elif self._due_by_time(now, cadence) and not self.full():
             if self._last is not None and isinstance(self._last.error(), HeardLate):
                 ahead.extend_lead()
             ahead.announce(n, "save")
-        for step, save in self._flying.items():
+        for step, save in self._unended.items():
             # guard: save-end-announced
-            if step not in self._told_ends and (save is None or save.ended()) and ahead.announce(n, "ended", step):
-                self._told_ends.add(step)
+            if step not in self._announced_ends and (save is None or save.ended()) and ahead.announce(n, "ended", step):
+                self._announced_ends.add(step)
 
     def _due_by_time(self, now: float, cadence: Every) -> bool:
-        """And not told yet."""
+        """Whether enough seconds have passed since the last save, and no save is announced for a later step."""
         late = cadence.seconds is not None and now - self._saved_at >= cadence.seconds
         return late and not any(one.kind == "save" for one in self._ahead.pending)
 
     def full(self) -> bool | None:
         # guard: unannounced-end-counts-in-flight
-        return None if self._in_flight is None else len(self._flying) >= self._in_flight
+        return None if self._in_flight is None else len(self._unended) >= self._in_flight
 
-    def counted(self, n: int) -> None:
+    def admitted(self, n: int) -> None:
         if self._in_flight is not None:
-            self._flying[n] = None
+            self._unended[n] = None
 
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
         self._saved_at, self._saved_step, self._begun, self._last = now, save.step, save.step, save
         if isinstance(self._cadence, Pace) and self._ranks.is_coordinator:
             self._cadence.begun(save, save.step, began, waited_seconds)
-        if save.step in self._flying:
-            self._flying[save.step] = save
+        if save.step in self._unended:
+            self._unended[save.step] = save
 
     def _by_steps(self, n: int, since: int) -> bool:
         since = max(since, self._from)
         return bool(self._interval) and n > since and crossed(self._interval, since - self._from, n - self._from)
 
     def _take_announced(self, n: int, before: int) -> tuple[bool, list[int]]:
-        """Whether a save was announced for this step, and the steps of which it was announced too late.
+        """Apply the announcements that hold from step `n` on. `before`: the step of the loop before it.
 
-        Steps need not count by ones: what was announced for a step that lies between two holds at the second one.
+        Returns whether a save was announced for step `n`, and the steps of the loop whose announced save this rank has
+        missed. Step numbers may have gaps: what is announced for a number that lies between two steps of the loop
+        holds at the second of them.
         """
         due, missed = False, list[int]()
         for one in self._ahead.pop_due(n):
             if one.kind == "ended":
-                self._flying.pop(one.value, None)
-                self._told_ends.discard(one.value)
+                self._unended.pop(one.value, None)
+                self._announced_ends.discard(one.value)
             elif one.kind == "save":
                 due |= one.step > before
                 missed += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
@@ -167,5 +173,5 @@ class TimingTogether(Timing):
         return due, sorted({step for step, saved in held if not saved})
 
     def _held_at(self, announced: int) -> tuple[int, bool]:
-        """The step of the loop at which an announced one held, and whether this rank saved at it all the same."""
+        """The step of the loop at which an announced number held, and whether a save was due there anyway."""
         return next((one for one in self._steps if one[0] >= announced), (announced, False))

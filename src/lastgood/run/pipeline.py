@@ -79,6 +79,8 @@ class Pipeline:
         self._scrubbing: Future[None] | None = None
         self._busy = threading.Event()
         self._free_places = threading.BoundedSemaphore(options.in_flight)
+        self.holds_place = False
+        """whether the training thread holds a place that no flight has taken over yet"""
         self._state = threading.Lock()
         self._flights: list[_Flight] = []
         self._work: list[Future[None]] = []
@@ -130,7 +132,8 @@ class Pipeline:
     def acquire_place(self, timeout_seconds: float | None) -> bool:
         """Acquire a place for one more save in flight. Returns False if none is free within the timeout (None: wait
         without a limit)."""
-        return self._free_places.acquire(timeout=timeout_seconds)
+        self.holds_place = self._free_places.acquire(timeout=timeout_seconds)
+        return self.holds_place
 
     def admit_step(self, step: int) -> GenerationId:
         """The id of a save of `step`, as `RunWriter.admit`. Waits first until an earlier attempt at the step has ended.
@@ -149,7 +152,9 @@ class Pipeline:
         return self.run.admit(step)
 
     def release_place(self, step: int, topic: AnyTopic, error: BaseException) -> None:
-        """Give back the place of a save that failed before `start`. With several ranks a lane posts `error`."""
+        """Give back the place of a save that failed before `start` took it over. With several ranks a lane posts
+        `error`."""
+        self.holds_place = False
         if self._ranks.size == 1:
             self._free_places.release()
             return
@@ -201,7 +206,10 @@ class Pipeline:
         writing: Future[None] | None = None
         try:
             with self._state:
-                self._flights.append(flight)
+                self._flights, self.holds_place = (
+                    [*self._flights, flight],
+                    False,
+                )  # the flight has the place now
                 self._busy.set()
                 if pinned:
                     self.run.known.pinned.add(at)

@@ -101,7 +101,7 @@ class AsDict:
     def require_fit(self) -> None:
         """A dict has a place for everything."""
 
-    def apply(self, content: Content, settings: ReadSettings, look_first: bool = True) -> None:
+    def apply(self, content: Content, settings: ReadSettings, verify_first: bool = True) -> None:
         """Fill the new tensors and the dict. Nobody has them yet, so nothing has to be verified before."""
         content.read_into(self._sink, settings)
         self._content.clear()

@@ -68,15 +68,15 @@ class Match:
             missing, mismatched = self._differences.missing, self._differences.mismatched
             raise StateMismatch(self._stored.step, missing, self.unexpected, mismatched)
 
-    def apply(self, content: Content, settings: ReadSettings, look_first: bool = True) -> None:
+    def apply(self, content: Content, settings: ReadSettings, verify_first: bool = True) -> None:
         """Write everything that fits into the live state, the random number generators last.
 
-        With `look_first` the tensors are read twice: once to verify them, and again to write them. What is raised the
+        With `verify_first` the tensors are read twice: once to verify them, and again to write them. What is raised the
         first time leaves the live state untouched. Without it they are read once, except where a live tensor is
         expanded (one element in memory for many): such a tensor is checked first, and raises StateMismatch if it would
         have to hold different elements.
         """
-        if look_first or self._tensors.checks:
+        if verify_first or self._tensors.checks:
             checked = TensorSink(self._stored.tensors, {}, self._tensors.checks, self._tensors.boxed)
             content.read_into(checked, settings)
             if self._tensors.conflicts:

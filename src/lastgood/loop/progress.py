@@ -1,0 +1,68 @@
+"""Progress: which steps the training loop has completed, and what that means for the samplers of its state.
+
+Everything here runs on the training thread.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from ..coordination.single_rank import AnyRanks
+from ..data.step_counting import count_step, samplers_in
+from ..errors import StepTaken
+from ..format.layout import STEP_LIMIT
+from ..policy.arguments import is_whole, require
+from ..records import Generation
+from ..run.outcomes import Outcomes
+from ..state.parameter_versions import version
+from .load import LoadRequest
+
+_COUNT = "Count completed optimizer steps."
+
+
+class Progress:
+    """How far one training loop has come since its run was opened or restored."""
+
+    def __init__(self, request: LoadRequest, ranks: AnyRanks, outcomes: Outcomes) -> None:
+        self._state, self._ranks, self._outcomes = request.state, ranks, outcomes
+        self.step = 0
+        """the newest step that the loop has completed"""
+        self.resumed_step = 0
+        """the step from which the loop goes on: that of the restored generation; 0 without one"""
+        self.called = False
+        """whether `step()` or `save()` was called"""
+        self.restored_generation = False
+        """whether the state was restored from a generation"""
+        self._version = version(self._state)
+
+    def checked(self, n: object) -> int:
+        """`n` as the number of a step that may follow. Raises Refused unless it is one, StepTaken if it is smaller."""
+        require(is_whole(n, 0), f"step {n!r} is no whole number", _COUNT)
+        step = operator.index(n)  # type: ignore[arg-type]
+        require(step < STEP_LIMIT, f"step {n!r} is not below {STEP_LIMIT}", _COUNT)
+        if step < self.step:
+            raise StepTaken(
+                f"step {step} cannot follow step {self.step}",
+                safe="Nothing was written.",
+                todo="Give ascending steps, over all epochs; to go back, restore(step=...) first.",
+            )
+        return step
+
+    def advance(self, n: int) -> None:
+        """Record that step `n` is completed, and count it on the samplers of the state. A second call does nothing."""
+        if n > self.step:
+            rank, ranks, first = self._ranks.rank, self._ranks.size, self.step == self.resumed_step
+            count_step(self._state, n, self.step, rank=rank, ranks=ranks, first=first)
+            self.step = self._outcomes.completed = n
+
+    def restored(self, step: int, generation: Generation | None) -> None:
+        """Record that the state is that of `step`, restored from `generation`, or (None) that the loop starts over."""
+        self.step = self.resumed_step = step
+        self.restored_generation, self._version = generation is not None, version(self._state)
+        self._outcomes.restored(step if generation else None)
+        for one in samplers_in(self._state):
+            one.restart_after(step)  # guard: sampler-restarts-after-restore
+
+    def parameters_changed(self) -> bool:
+        """Whether parameters have changed since the run was opened or restored."""
+        return version(self._state) != self._version
