@@ -1,6 +1,6 @@
 """Encodings: single values of the standard library and of numpy <-> simpler values that JSON with tags can hold.
 
-Pure. values.py encodes the parts that `taken_apart` returns, and passes decoded parts to `put_together`. Each encoding
+Pure. values.py encodes the parts that `taken_apart` returns, and passes decoded parts to `rebuilt`. Each encoding
 builds one fixed type from checked parts. The result is taken apart again and must give the same parts, so every value
 has exactly one accepted form.
 """
@@ -42,12 +42,12 @@ def parsed(parse: Callable[..., Any], *parts: Any) -> Any:
 
 
 class Encoding(NamedTuple):
-    """How the values of one type are taken apart and put together again."""
+    """How the values of one type are taken apart into parts and rebuilt from them."""
 
     part_types: tuple[tuple[type, ...], ...]
     """the types that each part may have"""
     apart: Callable[[Any], list[Any]]
-    together: Callable[..., Any]
+    rebuild: Callable[..., Any]
 
 
 _TEXT, _INT = (str,), (int,)
@@ -108,11 +108,11 @@ def taken_apart(obj: Any) -> list[Any] | None:
 
 
 def is_encoding(tag: str) -> bool:
-    """Whether `put_together` accepts this tag."""
+    """Whether `rebuilt` accepts this tag."""
     return tag in _BY_TAG
 
 
-def put_together(tag: str, parts: list[Any]) -> Any:
+def rebuilt(tag: str, parts: list[Any]) -> Any:
     """The value that these parts were taken from.
 
     Raises ManifestInvalid for parts that `taken_apart` does not return, and Refused for a time zone that this machine
@@ -125,7 +125,7 @@ def put_together(tag: str, parts: list[Any]) -> Any:
         and all(kind in allowed for kind, allowed in zip(types, found.part_types, strict=True)),
         f"{tag} without its parts",
     )
-    made = parsed(found.together, *parts)
+    made = parsed(found.rebuild, *parts)
     need(found.apart(made) == parts, f"{tag} in another form than it is written")
     return made
 
