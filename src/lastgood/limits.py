@@ -58,9 +58,12 @@ DIMENSION_LIMIT = 64
 """Neither torch nor numpy has a tensor of more dimensions."""
 DEPTH_LIMIT = 100
 """Values are nested no deeper: encoding and decoding call themselves once or twice for each level."""
+DTYPE_DEPTH_LIMIT = 16
+"""Structures and subarrays of a NumPy dtype are nested no deeper."""
 
 assert RECORD_LIMIT_BYTES < PARITY_RECORD_LIMIT_BYTES < MANIFEST_LIMIT_BYTES
 assert 8 * DEPTH_LIMIT < 1000, "eight calls a level stay within Python's default recursion limit"
+assert DTYPE_DEPTH_LIMIT <= DEPTH_LIMIT
 
 # ---- saves in flight ---------------------------------------------------------------------------------------------
 

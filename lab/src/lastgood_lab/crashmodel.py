@@ -25,6 +25,7 @@ from lastgood.errors import CommitUnknown, Damaged, LastgoodError, NotFinite, No
 from lastgood.format import layout
 from lastgood.format.commit import read_manifests, survey
 from lastgood.io.files import round_up
+from lastgood.limits import STEP_LIMIT
 from lastgood.policy.retention import Keep
 from lastgood.ports import Tier, Upload
 from lastgood.records import Commit, Generation, GenerationId, Mark, Pointer
@@ -143,7 +144,7 @@ class Ledger:
     def line(self, incarnation: str | None) -> list[GenerationId]:
         """Everything given on the way back from an incarnation, newest first."""
         found: list[GenerationId] = []
-        bound = layout.STEP_LIMIT
+        bound = STEP_LIMIT
         while incarnation is not None:
             mine = [at for at in self.given if at.incarnation == incarnation and at.step <= bound]
             found += sorted(mine, reverse=True)

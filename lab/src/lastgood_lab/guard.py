@@ -19,11 +19,10 @@ import numpy as np
 from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.errors import Refused
-from lastgood.format import commit, layout
-from lastgood.format import parity_layout as striping
+from lastgood.format import commit, layout, parity_layout
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
-from lastgood.limits import WORKERS
+from lastgood.limits import CHUNK_BYTES, WORKERS
 from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS, Extent, Generation
 from lastgood.run.reader import read_all
@@ -81,11 +80,11 @@ def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any
     tier = Disk(PosixFiles(), str(folder / "run"))
     (folder / "run").mkdir()
     workers = ThreadPoolExecutor(WORKERS)
-    arena = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+    arena = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
     writer = RunWriter(tier, workers, keep=Keep(last=1))
     generation = _saved(writer, words)
     manifest = commit.read_manifest(tier, generation)
-    code = Code(*striping.parsed(CODE))
+    code = Code(*parity_layout.parsed(CODE))
     data = memoryview(words.view(np.uint8).data)
     cells = [data[at << 18 : at + 1 << 18] for at in range(code.data)]
     lost = dict(enumerate([*cells, *(memoryview(cell) for cell in code.encode(cells))]))
@@ -105,7 +104,7 @@ def _contenders(folder: Path, size: int) -> dict[str, Callable[[], dict[str, Any
         return lambda: timed(look, size)
 
     def digests() -> list[str]:
-        found = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
+        found = parity.CellDigests(parity_layout.grid(manifest.blobs, code.data, code.parity), manifest.digest)
         read_all(tier, generation, arena, workers, also=found.see)
         return found.digests
 
@@ -155,7 +154,7 @@ def _saved(writer: RunWriter, words: np.ndarray) -> Generation:
     lengths = [min(TENSOR_BYTES, len(data) - at * TENSOR_BYTES) for at in range(count)]
     state = {f"w{at:05d}": data[at * TENSOR_BYTES :][:length] for at, length in enumerate(lengths)}
     tensors = [layout.Tensor(name, "float32", (len(part) // 4,), finite=True) for name, part in state.items()]
-    return save(writer, 1, state, tensors=tensors, chunk_bytes=layout.CHUNK_BYTES)
+    return save(writer, 1, state, tensors=tensors, chunk_bytes=CHUNK_BYTES)
 
 
 # ---- the report ------------------------------------------------------------------------------------------------

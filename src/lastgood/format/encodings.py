@@ -22,6 +22,7 @@ from uuid import UUID
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused
+from ..limits import DTYPE_DEPTH_LIMIT
 
 
 def need(holds: object, what: str) -> None:
@@ -133,7 +134,6 @@ def rebuilt(tag: str, parts: list[Any]) -> Any:
 # ---- numpy's dtypes --------------------------------------------------------------------------------------------
 
 _DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,7}\])?")
-_DTYPE_DEPTH_LIMIT = 16
 
 
 def dtype_tree(dtype: np.dtype[Any]) -> Any:
@@ -167,7 +167,7 @@ def _dtype(tree: Any, depth: int) -> np.dtype[Any]:
     if type(tree) is str:
         need(_DTYPE.fullmatch(tree), f"no dtype {tree[:100]!r}")
         return parsed(np.dtype, tree)  # type: ignore[no-any-return]
-    need(type(tree) is dict and depth < _DTYPE_DEPTH_LIMIT, "a dtype")
+    need(type(tree) is dict and depth < DTYPE_DEPTH_LIMIT, "a dtype")
     if tree.keys() == {"base", "shape"}:
         shape = tree["shape"]
         need(type(shape) is list and all(type(size) is int for size in shape), "a dtype")

@@ -49,7 +49,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused, Unstorable
-from ..limits import DEPTH_LIMIT as DEPTH_LIMIT
+from ..limits import DEPTH_LIMIT
 from .encodings import dtype_tree, is_encoding, need, numpy_dtype, parsed, rebuilt, taken_apart
 
 FACTORIES: Final[dict[str, type]] = {
