@@ -7,13 +7,19 @@ from collections.abc import Iterator
 
 from .errors import NotInstalled
 
-PACKAGES = {"torch": ("torch",), "cli": ("typer", "rich")}
+PACKAGES = {
+    "torch": ("torch",),
+    "cli": ("typer", "rich"),
+    "transformers": ("transformers", "accelerate"),
+    "lightning": ("torchmetrics", "lightning", "pytorch_lightning"),
+    "accelerate": ("accelerate",),
+}
 """extra -> the packages of it that lastgood imports"""
 
 
 @contextlib.contextmanager
 def needed(extra: str, what: str) -> Iterator[None]:
-    """Import inside of this what the packages of an extra are needed for. Raises NotInstalled if one is missing.
+    """Raises NotInstalled if an import in the body of the `with` statement misses a package of this extra.
 
     `what` names the part of lastgood that the user asked for, such as "lastgood.Checkpointer".
     """

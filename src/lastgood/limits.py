@@ -58,9 +58,12 @@ DIMENSION_LIMIT = 64
 """Neither torch nor numpy has a tensor of more dimensions."""
 DEPTH_LIMIT = 100
 """Values are nested no deeper: encoding and decoding call themselves once or twice for each level."""
+DTYPE_DEPTH_LIMIT = 16
+"""Structures and subarrays of a NumPy dtype are nested no deeper."""
 
 assert RECORD_LIMIT_BYTES < PARITY_RECORD_LIMIT_BYTES < MANIFEST_LIMIT_BYTES
 assert 8 * DEPTH_LIMIT < 1000, "eight calls a level stay within Python's default recursion limit"
+assert DTYPE_DEPTH_LIMIT <= DEPTH_LIMIT
 
 # ---- saves in flight ---------------------------------------------------------------------------------------------
 
@@ -92,7 +95,11 @@ assert BACKLOG_LIMIT <= UNREAD_LIMIT
 # ---- ranks -------------------------------------------------------------------------------------------------------
 
 STEP_HISTORY = 2 * MAX_IN_FLIGHT
-"""Each rank publishes the steps of so many last saves, and the coordinator keeps so many of its last verdicts."""
+"""Each rank publishes the steps of so many last saves."""
+SAVE_ROUNDS = 3 + 1 + 3 + 1
+"""Rounds of agreement for one save, at most: exchange of structures, retry, replica check, commit."""
+VERDICT_HISTORY = SAVE_ROUNDS * STEP_HISTORY
+"""The coordinator keeps so many of its last verdicts in the store."""
 RANK_TIMEOUT_SECONDS = 120.0
 """How long the coordinator waits for the other ranks by default; a user sets it with `lastgood.Ranks(patience=...)`."""
 COORDINATOR_TIMEOUTS = 2
@@ -107,6 +114,7 @@ LEAD_POLLS, LEAD_POLLS_LIMIT = 2.0, 16.0
 """How many polls ahead of its step something is announced, at first and at most."""
 
 assert STEP_HISTORY > MAX_IN_FLIGHT, "a rank still publishes the step of every save that another rank may wait for"
+assert VERDICT_HISTORY > SAVE_ROUNDS * MAX_IN_FLIGHT, "the verdicts on all saves in flight are kept"
 assert COORDINATOR_TIMEOUTS >= 2, "the coordinator waits one timeout for the other ranks before it publishes a verdict"
 assert QUICK_STORE_SECONDS < RANK_TIMEOUT_SECONDS, "a poll in a wait ends before the wait does"
 assert 2 <= LEAD_POLLS <= LEAD_POLLS_LIMIT, "a rank that polled just before an announcement polls again before its step"

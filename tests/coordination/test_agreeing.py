@@ -21,6 +21,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
+from lastgood.limits import VERDICT_HISTORY
 from lastgood.loop.adaptive_interval import Pace
 from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
@@ -416,10 +417,10 @@ def test_posted_keys_do_not_accumulate():
     board = ThreadedBoard()
     first, second = two_on(board)
     with ThreadPoolExecutor(1) as other:
-        for step in range(1, 301):
+        for step in range(1, VERDICT_HISTORY + 200):
             theirs = other.submit(second.step_topic("save", step).agree, "mine", len)
             assert first.step_topic("save", step).agree("mine", len) == theirs.result() == 2
-    assert len(board.posts) < 150
+    assert len(board.posts) < VERDICT_HISTORY + 20
 
 
 class Reading(Disk):

@@ -18,6 +18,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import NotFinite, NothingGood
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
+from lastgood.limits import CHUNK_BYTES
 from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS
 from lastgood.run.reader import RunReader
@@ -207,7 +208,7 @@ def test_one_nonfinite_value_is_found_at_every_position_of_a_file(tmp_path, elem
     weights[element] = float("nan")
     state: State = {"weight": weights.numpy().tobytes()}
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
-    save(run, 10, state, tensors=[layout.Tensor("weight", "float32", (800_000,), True)], chunk_bytes=layout.CHUNK_BYTES)
+    save(run, 10, state, tensors=[layout.Tensor("weight", "float32", (800_000,), True)], chunk_bytes=CHUNK_BYTES)
     (found,) = RunReader(run.tier).verify(10).findings
     assert (found.layer, found.tensor) == ("finite", "weight")
 

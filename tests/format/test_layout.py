@@ -22,9 +22,10 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import ManifestInvalid, SumMismatch, UnknownFormat
 from lastgood.format import layout, validation, values
 from lastgood.format.commit import read_manifest, survey
-from lastgood.format.layout import DTYPES, PAGE_BYTES, Tensor
+from lastgood.format.layout import DTYPES, Tensor
 from lastgood.io.checksum import ALGORITHMS, digest
 from lastgood.io.files import PosixFiles
+from lastgood.limits import PAGE_BYTES, STEP_LIMIT
 from lastgood.policy.restore import lineage
 from lastgood.records import (
     Blob,
@@ -283,7 +284,7 @@ def test_the_content_digest_equals_that_of_the_format_page():
 
 # ---- records ---------------------------------------------------------------------------------------------------
 
-steps = st.integers(0, layout.STEP_LIMIT - 1)
+steps = st.integers(0, STEP_LIMIT - 1)
 idents = st.integers(0, 2**32 - 1).map(lambda n: f"{n:08x}")
 ids = st.builds(GenerationId, step=steps, incarnation=idents)
 sizes = st.integers(0, 2**63 - 1)

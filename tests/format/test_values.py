@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from generated import examples
 from lastgood.errors import ManifestInvalid, Refused, Unstorable
-from lastgood.format import values
 from lastgood.format.encodings import ENCODINGS
 from lastgood.format.values import LEFT_OUT, Filter, component, decode, encode
+from lastgood.limits import DEPTH_LIMIT
 
 writer = msgspec.json.Encoder(order="deterministic")
 
@@ -338,10 +338,10 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_nesting_is_bounded_and_values_below_the_bound_round_trip(around):
-    deepest = nested(values.DEPTH_LIMIT, around)
+    deepest = nested(DEPTH_LIMIT, around)
     assert same(through_json(deepest), deepest)
     with pytest.raises(Unstorable, match="deeper than 100"):
-        encode(nested(values.DEPTH_LIMIT + 1, around), "it")
+        encode(nested(DEPTH_LIMIT + 1, around), "it")
 
 
 def test_a_state_that_contains_itself_is_refused():

@@ -98,6 +98,33 @@ print(refusal(lambda: __import__("lastgood.integrations.transformers")))
     assert done.stdout.splitlines() == [*lines, sentence.format("Run.tensor"), sentence.format("lastgood.integrations")]
 
 
+@pytest.mark.parametrize(
+    ("framework", "hidden", "missing"),
+    [
+        ("transformers", {"transformers"}, "transformers"),
+        ("transformers", {"accelerate"}, "accelerate"),
+        ("accelerate", {"accelerate"}, "accelerate"),
+        ("lightning", {"torchmetrics"}, "torchmetrics"),
+        ("lightning", {"lightning", "pytorch_lightning"}, "pytorch_lightning"),
+    ],
+)
+def test_an_integration_without_its_framework_names_the_extra(framework: str, hidden: set[str], missing: str) -> None:
+    """Importing an integration raised a ModuleNotFoundError, which does not name the extra to install."""
+    done = without(hidden, f"import lastgood.integrations.{framework}")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"lastgood.errors.NotInstalled: lastgood.integrations.{framework} needs the package {missing}, which is not "
+        f"installed. Nothing was touched. Install it: pip install 'lastgood[{framework}]'."
+    )
+
+
+def test_a_package_that_lightning_lacks_is_named_itself() -> None:
+    """A broken installation of lightning was reported as a missing pytorch_lightning."""
+    done = without({"lightning_utilities", "pytorch_lightning"}, "import lastgood.integrations.lightning")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ModuleNotFoundError: No module named 'lightning_utilities")
+
+
 def test_training_needs_no_command_line() -> None:
     program = "import lastgood; lastgood.Checkpointer, lastgood.dcp, lastgood.load, lastgood.ResumableSampler"
     done = without({"typer", "rich"}, program)

@@ -474,7 +474,7 @@ def test_a_disk_that_fails_ends_the_measurement_and_leaves_nothing_behind(
         real(self, mv, offset)
 
     monkeypatch.setattr(DiskUpload, "write_at", write_at)
-    monkeypatch.setattr(tune, "CHUNK_BYTES", (65536, 131072))
+    monkeypatch.setattr(tune, "CHUNK_CHOICES", (65536, 131072))
     with pytest.raises(type(error)):
         figures(tmp_path / "run")
     assert os.listdir(tmp_path) == []

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 
 from lastgood.errors import NothingGood
-from lastgood.format import commit, layout
-from lastgood.format import parity_layout as striping
+from lastgood.format import commit, layout, parity_layout
 from lastgood.io.reed_solomon import Code
+from lastgood.limits import PAGE_BYTES
 from lastgood.loop.checkpointer import Checkpointer
 from lastgood.policy.restore import lineage
 from lastgood.policy.retention import Keep
@@ -65,8 +65,8 @@ def _truncate(data: bytearray, chance: random.Random) -> None:
 
 def _garbage(data: bytearray, chance: random.Random) -> None:
     """A page that was meant for somewhere else."""
-    start = chance.randrange(max(1, len(data) // layout.PAGE_BYTES)) * layout.PAGE_BYTES
-    data[start : start + layout.PAGE_BYTES] = chance.randbytes(len(data[start : start + layout.PAGE_BYTES]))
+    start = chance.randrange(max(1, len(data) // PAGE_BYTES)) * PAGE_BYTES
+    data[start : start + PAGE_BYTES] = chance.randbytes(len(data[start : start + PAGE_BYTES]))
 
 
 def _swap(data: bytearray, chance: random.Random) -> None:
@@ -220,7 +220,7 @@ def _fired(root: Path) -> set[str]:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    Code(*striping.parsed(PARITIES[1]))  # refuses here where no parity library is installed
+    Code(*parity_layout.parsed(PARITIES[1]))  # refuses here where no parity library is installed
     keys = [
         {"kind": kind, "parity": parity, "trial": trial, "seed": options.seed}
         for parity in PARITIES

@@ -30,6 +30,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import LastgoodError
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
+from lastgood.limits import PAGE_BYTES
 from lastgood.policy.retention import Keep
 from lastgood.ports import File
 from lastgood.run.writer import RunWriter
@@ -151,7 +152,7 @@ def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
     calls = calls_of(mode)
     writes = [at for at, call in enumerate(calls) if call == f"write {DATA}"]
     manifest = [at for at, call in enumerate(calls) if MANIFEST in call]
-    page_of_model = (layout.PAGE_BYTES + MODEL_BYTES) // CHUNK_BYTES
+    page_of_model = (PAGE_BYTES + MODEL_BYTES) // CHUNK_BYTES
     partly = next(at for at in manifest if calls[at].startswith("write"))
     commit = next(at for at, call in enumerate(calls) if layout.COMMIT in call and at > partly)
     main = [

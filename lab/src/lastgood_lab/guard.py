@@ -20,11 +20,10 @@ import numpy as np
 from lastgood.engine import parity
 from lastgood.engine.arena import Arena
 from lastgood.errors import Refused
-from lastgood.format import commit, layout
-from lastgood.format import parity_layout as striping
+from lastgood.format import commit, layout, parity_layout
 from lastgood.io.files import PosixFiles
 from lastgood.io.reed_solomon import Code
-from lastgood.limits import WORKERS
+from lastgood.limits import CHUNK_BYTES, WORKERS
 from lastgood.policy.retention import Keep
 from lastgood.records import LAYERS, Extent, Generation
 from lastgood.run.reader import read_all
@@ -86,10 +85,10 @@ class _Bench:
         self._tier = Disk(PosixFiles(), str(folder / "run"))
         (folder / "run").mkdir()
         self._workers = ThreadPoolExecutor(WORKERS)
-        self._arena = Arena(3 * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        self._arena = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
         self._generation = _saved(RunWriter(self._tier, self._workers, keep=Keep(last=1)), self._values)
         self._manifest = commit.read_manifest(self._tier, self._generation)
-        self._code = Code(*striping.parsed(CODE))
+        self._code = Code(*parity_layout.parsed(CODE))
         data = memoryview(self._values.view(np.uint8).data)
         self._cells = [data[at << 18 : at + 1 << 18] for at in range(self._code.data)]
         self._survivors = dict(
@@ -99,7 +98,7 @@ class _Bench:
         self._rounds = max(1, size // (self._code.data * len(self._cells[0])) // 4)
         self._bytes_in_cells = self._rounds * self._code.data * len(self._cells[0])
         digests = parity.CellDigests(
-            striping.grid(self._manifest.blobs, self._code.data, self._code.parity), self._manifest.digest
+            parity_layout.grid(self._manifest.blobs, self._code.data, self._code.parity), self._manifest.digest
         )
         read_all(self._tier, self._generation, self._arena, self._workers, also=digests.see)
         self._digests = digests.digests
@@ -168,7 +167,7 @@ def _saved(writer: RunWriter, values: np.ndarray) -> Generation:
     lengths = [min(TENSOR_BYTES, len(data) - at * TENSOR_BYTES) for at in range(count)]
     state = {f"w{at:05d}": data[at * TENSOR_BYTES :][:length] for at, length in enumerate(lengths)}
     tensors = [layout.Tensor(name, "float32", (len(part) // 4,), finite=True) for name, part in state.items()]
-    return save(writer, 1, state, tensors=tensors, chunk_bytes=layout.CHUNK_BYTES)
+    return save(writer, 1, state, tensors=tensors, chunk_bytes=CHUNK_BYTES)
 
 
 # ---- the report ----------------------------------------------------------------------------------------------

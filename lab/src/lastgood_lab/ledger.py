@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from lastgood.errors import Damaged
 from lastgood.format import layout
+from lastgood.limits import STEP_LIMIT
 from lastgood.policy.retention import Keep
 from lastgood.records import Commit, GenerationId, Mark, Pointer
 from lastgood.storage.directory import WriteMode
@@ -119,7 +120,7 @@ class Ledger:
     def line(self, incarnation: str | None) -> list[GenerationId]:
         """Every generation given in the lineage that ends in this incarnation, newest first."""
         found: list[GenerationId] = []
-        bound = layout.STEP_LIMIT
+        bound = STEP_LIMIT
         while incarnation is not None:
             mine = [at for at in self.given if at.incarnation == incarnation and at.step <= bound]
             found += sorted(mine, reverse=True)

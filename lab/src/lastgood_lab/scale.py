@@ -30,6 +30,7 @@ from lastgood.format.boxes import Box
 from lastgood.format.layout import Tensor
 from lastgood.io.checksum import digest
 from lastgood.io.files import PosixFiles
+from lastgood.limits import CHUNK_BYTES
 from lastgood.policy import reshard
 from lastgood.ports import Tier, Upload
 from lastgood.ranks.replica_check import compare
@@ -120,8 +121,8 @@ def manifest_of(rank: int, ranks: int, tensors: int) -> Manifest:
     )
     blobs, pieces = [], []
     for image in layout.images(mine, rank):
-        chunks = [digest(ALGORITHM, b"%d" % at) for at in range(0, image.length, layout.CHUNK_BYTES)]
-        blobs.append(Blob(name=image.blob, length=image.length, chunk_bytes=layout.CHUNK_BYTES, chunks=chunks))
+        chunks = [digest(ALGORITHM, b"%d" % at) for at in range(0, image.length, CHUNK_BYTES)]
+        blobs.append(Blob(name=image.blob, length=image.length, chunk_bytes=CHUNK_BYTES, chunks=chunks))
         for tensor, offset in image.tensors:
             pieces.append(
                 Piece(

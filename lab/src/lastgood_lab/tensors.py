@@ -24,6 +24,7 @@ from torch import nn
 import lastgood
 from lastgood.engine.content_digest import Contents
 from lastgood.format import layout
+from lastgood.limits import CHUNK_BYTES
 from lastgood.records import Blob, Manifest
 from lastgood.snapshot import staging
 from lastgood.state.capture import Capture
@@ -97,7 +98,7 @@ def _parts(state: dict[str, Any], rounds: int) -> dict[str, Any]:
         seconds.setdefault(name, []).append(time.thread_time() - begun)
         return found
 
-    plan, chunk_bytes = Capture(), layout.CHUNK_BYTES
+    plan, chunk_bytes = Capture(), CHUNK_BYTES
     timed("first capture", lambda: plan.take(state))
     (image,) = timed("first layout", lambda: staging.lay_out(plan.take(state).tensors))
     memory = memoryview(bytearray(image.length))

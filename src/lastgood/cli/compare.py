@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..format import commit, layout
+from ..limits import CHUNK_BYTES
 from ..ports import Tier
 from ..records import Generation
 from ..run import access
@@ -128,7 +129,7 @@ def differences(first: bytearray, second: bytearray, dtype: str) -> dict[str, An
     unit = layout.DTYPES[dtype][0] // 8
     numeric = _decoded(np.zeros(unit, np.uint8), dtype) is not None
     differing, most, squares, norm = 0, 0.0, 0.0, 0.0
-    block = layout.CHUNK_BYTES // unit * unit
+    block = CHUNK_BYTES // unit * unit
     with np.errstate(all="ignore"):
         for start in range(0, len(first), block):
             a = np.frombuffer(first, np.uint8)[start : start + block]

@@ -8,7 +8,7 @@ import typer
 from rich.text import Text
 
 from ..convert import importing
-from ..format import layout
+from ..limits import STEP_LIMIT
 from ..run import access, paths
 from ..units import size
 from .answer import Answer
@@ -28,7 +28,7 @@ def import_file(
         ),
     ],
     run: Run,
-    step: Annotated[int, typer.Option(min=0, max=layout.STEP_LIMIT - 1, help="Of the new generation.")] = 0,
+    step: Annotated[int, typer.Option(min=0, max=STEP_LIMIT - 1, help="Of the new generation.")] = 0,
     under: Annotated[
         str,
         typer.Option(

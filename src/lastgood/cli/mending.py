@@ -16,9 +16,9 @@ from rich.text import Text
 
 from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, NotFinite, Unreadable
-from ..format import commit, layout
+from ..format import commit
 from ..format.commit import Survey
-from ..limits import WORKERS
+from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
 from ..records import GenerationId, intact
 from ..run import access
@@ -75,7 +75,7 @@ def _writing(run: str, what: str) -> Iterator[tuple[RunWriter, Arena]]:
         total = sum(one.bytes for one in commit.survey(tier).generations.values())
         with progress(what, total) as count_bytes:
             watched = Watched(tier, count_bytes)
-            yield RunWriter(watched, workers), Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+            yield RunWriter(watched, workers), Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
 
 
 def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:

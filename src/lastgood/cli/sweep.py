@@ -18,7 +18,7 @@ from ..engine.arena import Arena
 from ..errors import Damaged, LastgoodError, NothingGood, Unavailable
 from ..format import commit, layout
 from ..format.commit import Survey
-from ..limits import WORKERS
+from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import restore
 from ..policy.retention import KEEP, Keep, surplus
 from ..ports import Tier
@@ -201,7 +201,7 @@ def damage(
     tier: Tier, generation: Generation, workers: ThreadPoolExecutor, layers: Collection[str] = LAYERS
 ) -> list[Finding]:
     """Read a generation past the page cache. Returns what these layers of the guard find in it."""
-    arena = Arena(WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+    arena = Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
     findings = read_all(tier, generation, arena, workers, layers=layers)
     files = tier.list(layout.folder(generation.id))
     # A trainer's retention may have deleted it while it was read here: that is no damage.

@@ -16,6 +16,7 @@ import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ..limits import SLOTS_BESIDE
 from ..policy import tune as settings
 from ..policy.retention import KEEP
 from ..run import access, measure, scratch
@@ -89,7 +90,7 @@ class Job:
 
     def kept(self, in_flight: int) -> int:
         """How many generations the disk holds beside the slots for saves in flight; may be negative."""
-        return self.disk_bytes // self.state_bytes - in_flight - settings.SLOTS_BESIDE
+        return self.disk_bytes // self.state_bytes - in_flight - SLOTS_BESIDE
 
 
 def _measured(job: Job, effort: measure.Effort) -> tuple[list[str], measure.Figures]:

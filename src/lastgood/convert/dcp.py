@@ -49,7 +49,7 @@ from ..errors import ManifestInvalid, MissingBlob, NotARun, Refused, StepDiffers
 from ..format import commit, layout
 from ..format.boxes import Box, Stored
 from ..format.layout import Tensor
-from ..limits import WORKERS
+from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import reshard
 from ..ports import Tier
 from ..records import GenerationId, Incarnation, Seal
@@ -173,7 +173,7 @@ class Writer(StorageWriter):
         """Write this rank's files and its manifest. They are durable and sealed at the end."""
         images = layout.images((tensor for _, tensor, _ in items.values()), rank)
         content = {key: live for key, (_, _, live) in items.items()}
-        arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        arena = Arena(2 * WORKERS * CHUNK_BYTES, CHUNK_BYTES)
         with (
             ThreadPoolExecutor(WORKERS, "lastgood-write") as writers,
             access.for_sharing(self.path, "atomic_dirsync") as tier,

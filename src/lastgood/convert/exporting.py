@@ -20,6 +20,7 @@ from ..format import layout
 from ..format.layout import Tensor
 from ..io import os_errors
 from ..io.files import PosixFiles
+from ..limits import CHUNK_BYTES
 from ..ports import File, Tier
 from ..records import Generation
 from ..run.content import Content
@@ -155,7 +156,7 @@ def _write_safetensors(content: Content, chosen: Mapping[str, str], sink: _Sink)
     sink.write(images[0].header)
     for one, _ in images[0].tensors:
         try:
-            for part in content.parts(chosen[one.name], layout.CHUNK_BYTES):
+            for part in content.parts(chosen[one.name], CHUNK_BYTES):
                 sink.write(part)
         except SumMismatch as error:
             raise SumMismatch(

@@ -20,7 +20,7 @@ from ..format import layout
 from ..format.layout import Tensor
 from ..io import os_errors
 from ..io.files import PosixFiles, round_up
-from ..limits import WORKERS
+from ..limits import CHUNK_BYTES, HEADER_LIMIT_BYTES, WORKERS
 from ..policy import restore
 from ..ports import File
 from ..records import Generation
@@ -86,7 +86,7 @@ def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Gene
         parent = next(iter(writer.lineage()), None)
         writer.begin(parent.id if parent else None)
         images = layout.images(source.tensors)
-        chunk_bytes = min(layout.CHUNK_BYTES, round_up(max(image.length for image in images)))
+        chunk_bytes = min(CHUNK_BYTES, round_up(max(image.length for image in images)))
         arena = Arena(2 * WORKERS * chunk_bytes, chunk_bytes)
         chunks = (lease for image in images for lease in _filled(image, source.read, arena, count_bytes))
         generation = writer.save(
@@ -172,7 +172,7 @@ def safetensors(file: File, path: str, prefix: str) -> Foreign:
     need(length >= 8, f"{length} bytes")
     read(0, memoryview(head))
     count = int.from_bytes(head, "little")
-    need(count <= min(length - 8, layout.HEADER_LIMIT_BYTES), f"a header of {count:,} bytes in a file of {length:,}")
+    need(count <= min(length - 8, HEADER_LIMIT_BYTES), f"a header of {count:,} bytes in a file of {length:,}")
     text = bytearray(count)
     read(8, memoryview(text))
     try:

@@ -20,7 +20,7 @@ Invariants
   4. The name of a topic of a step contains the step. So a rank that skips a step fails that step only, and agrees with
      the others in the next one. A rank that has begun a later step is not waited for in an earlier one: StepDiffers.
   5. The coordinator reads one message of each rank and writes one verdict: O(ranks) work, whatever the size of the
-     state. It deletes a verdict once STEP_HISTORY newer ones exist, because some rank may not have read it before.
+     state. It deletes a verdict once VERDICT_HISTORY newer ones exist, because some rank may not have read it before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import msgspec
 
 from .. import errors
 from ..errors import Cancelled, LastgoodError, RankFailed, StateMismatch, StepDiffers, TierDown, TimedOut
-from ..limits import COORDINATOR_TIMEOUTS, RANK_TIMEOUT_SECONDS, STEP_HISTORY
+from ..limits import COORDINATOR_TIMEOUTS, RANK_TIMEOUT_SECONDS, STEP_HISTORY, VERDICT_HISTORY
 from ..ports import Store
 
 COORDINATOR = 0
@@ -144,10 +144,10 @@ class RankGroup(MessageStore):
         return self.topic(kind).agree(mine, decide)
 
     def delete_later(self, key: str) -> None:
-        """Delete a message once STEP_HISTORY newer ones were given here: until then some rank may have to read it."""
+        """Delete a message once VERDICT_HISTORY newer ones were given here. Until then a rank may have to read it."""
         with self._lock:
             self._old_keys.append(key)
-            expired, self._old_keys = self._old_keys[:-STEP_HISTORY], self._old_keys[-STEP_HISTORY:]
+            expired, self._old_keys = self._old_keys[:-VERDICT_HISTORY], self._old_keys[-VERDICT_HISTORY:]
         if expired:
             self.delete(expired)  # guard: old-verdicts-deleted
 

@@ -1,6 +1,6 @@
 """Encodings: single values of the standard library and of numpy <-> simpler values that JSON with tags can hold.
 
-Pure. values.py encodes the parts that `taken_apart` returns, and passes decoded parts to `put_together`. Each encoding
+Pure. values.py encodes the parts that `taken_apart` returns, and passes decoded parts to `rebuilt`. Each encoding
 builds one fixed type from checked parts. The result is taken apart again and must give the same parts, so every value
 has exactly one accepted form.
 """
@@ -22,6 +22,7 @@ from uuid import UUID
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused
+from ..limits import DTYPE_DEPTH_LIMIT
 
 
 def need(holds: object, what: str) -> None:
@@ -42,12 +43,12 @@ def parsed(parse: Callable[..., Any], *parts: Any) -> Any:
 
 
 class Encoding(NamedTuple):
-    """How the values of one type are taken apart and put together again."""
+    """How the values of one type are taken apart into parts and rebuilt from them."""
 
     part_types: tuple[tuple[type, ...], ...]
     """the types that each part may have"""
     apart: Callable[[Any], list[Any]]
-    together: Callable[..., Any]
+    rebuild: Callable[..., Any]
 
 
 _TEXT, _INT = (str,), (int,)
@@ -108,11 +109,11 @@ def taken_apart(obj: Any) -> list[Any] | None:
 
 
 def is_encoding(tag: str) -> bool:
-    """Whether `put_together` accepts this tag."""
+    """Whether `rebuilt` accepts this tag."""
     return tag in _BY_TAG
 
 
-def put_together(tag: str, parts: list[Any]) -> Any:
+def rebuilt(tag: str, parts: list[Any]) -> Any:
     """The value that these parts were taken from.
 
     Raises ManifestInvalid for parts that `taken_apart` does not return, and Refused for a time zone that this machine
@@ -125,7 +126,7 @@ def put_together(tag: str, parts: list[Any]) -> Any:
         and all(kind in allowed for kind, allowed in zip(types, found.part_types, strict=True)),
         f"{tag} without its parts",
     )
-    made = parsed(found.together, *parts)
+    made = parsed(found.rebuild, *parts)
     need(found.apart(made) == parts, f"{tag} in another form than it is written")
     return made
 
@@ -133,7 +134,6 @@ def put_together(tag: str, parts: list[Any]) -> Any:
 # ---- numpy's dtypes --------------------------------------------------------------------------------------------
 
 _DTYPE = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d{0,9}[A-Za-z]{1,7}\])?")
-_DTYPE_DEPTH_LIMIT = 16
 
 
 def dtype_tree(dtype: np.dtype[Any]) -> Any:
@@ -167,7 +167,7 @@ def _dtype(tree: Any, depth: int) -> np.dtype[Any]:
     if type(tree) is str:
         need(_DTYPE.fullmatch(tree), f"no dtype {tree[:100]!r}")
         return parsed(np.dtype, tree)  # type: ignore[no-any-return]
-    need(type(tree) is dict and depth < _DTYPE_DEPTH_LIMIT, "a dtype")
+    need(type(tree) is dict and depth < DTYPE_DEPTH_LIMIT, "a dtype")
     if tree.keys() == {"base", "shape"}:
         shape = tree["shape"]
         need(type(shape) is list and all(type(size) is int for size in shape), "a dtype")

@@ -16,14 +16,7 @@ import msgspec
 
 from ..errors import ManifestInvalid, SumMismatch, UnknownFormat, Unstorable
 from ..io.checksum import ALGORITHMS, Hasher, digest
-from ..limits import CHUNK_BYTES as CHUNK_BYTES
-from ..limits import CHUNK_LIMIT_BYTES as CHUNK_LIMIT_BYTES
-from ..limits import HEADER_LIMIT_BYTES as HEADER_LIMIT_BYTES
-from ..limits import PAGE_BYTES as PAGE_BYTES
-from ..limits import (
-    STEP_DIGITS,
-)
-from ..limits import STEP_LIMIT as STEP_LIMIT
+from ..limits import HEADER_LIMIT_BYTES, PAGE_BYTES, STEP_DIGITS
 from ..records import Blob, Extent, GenerationId, Incarnation, Piece, Record
 
 FORMAT = 1

@@ -49,8 +49,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..errors import ManifestInvalid, Refused, Unstorable
-from ..limits import DEPTH_LIMIT as DEPTH_LIMIT
-from .encodings import dtype_tree, is_encoding, need, numpy_dtype, parsed, put_together, taken_apart
+from ..limits import DEPTH_LIMIT
+from .encodings import dtype_tree, is_encoding, need, numpy_dtype, parsed, rebuilt, taken_apart
 
 FACTORIES: Final[dict[str, type]] = {
     kind.__name__: kind
@@ -366,7 +366,7 @@ class _Decoder:
             return LEFT_OUT
         if is_encoding(tag):
             need(type(body) is list, f"{tag} without its list")
-            return put_together(tag, [_Decoder(nothing).tree(part, depth + 1) for part in body])
+            return rebuilt(tag, [_Decoder(nothing).tree(part, depth + 1) for part in body])
         if tag in _CONTAINERS:
             return self._container(tag, body, depth)
         if tag in ("!deque", "!defaultdict"):

@@ -1,6 +1,6 @@
 """Checkpointing inside training frameworks. Each module imports its framework; import the one that you use.
 
-All of them need torch. Raises NotInstalled where it is missing.
+Raises NotInstalled where torch or the framework is missing.
 """
 
 from ..extras import needed

@@ -17,13 +17,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate import Accelerator, DistributedType
-from accelerate.data_loader import DataLoaderShard
-
+from ..extras import needed
 from ..loop import checkpointer
 from ..run.save_handle import Save
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
+
+with needed("accelerate", "lastgood.integrations.accelerate"):
+    from accelerate import Accelerator, DistributedType
+    from accelerate.data_loader import DataLoaderShard
 
 
 class Checkpointer(checkpointer.Checkpointer):

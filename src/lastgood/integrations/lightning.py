@@ -13,19 +13,23 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from torchmetrics import Metric
-
-try:
-    from lightning.pytorch import Callback
-except ImportError:  # the same library under its older name; the trainers of both take this callback
-    from pytorch_lightning import Callback
-
 from .. import reporting
+from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
+
+with needed("lightning", "lastgood.integrations.lightning"):
+    from torchmetrics import Metric
+
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as error:
+        if error.name not in ("lightning", "lightning.pytorch"):
+            raise  # lightning is installed, and a package that it needs is missing
+        from pytorch_lightning import Callback  # the same library under its older name; both trainers take the callback
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
 

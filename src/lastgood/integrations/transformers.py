@@ -16,15 +16,17 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
-from accelerate.data_loader import DataLoaderShard
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
-
+from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
 from ..state.objects import load_rng, read_rng
 from .options import checkpointer_options, require, require_one_restore, require_path
 from .order import OrderedLoader, order_seed
+
+with needed("transformers", "lastgood.integrations.transformers"):
+    from accelerate.data_loader import DataLoaderShard
+    from transformers import TrainerCallback
+    from transformers.trainer_callback import ExportableState
 
 _PROGRESS = (
     "epoch",

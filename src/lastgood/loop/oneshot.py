@@ -11,8 +11,8 @@ from typing import Any, overload
 from ..coordination.single_rank import SingleRank
 from ..engine.arena import Arena
 from ..errors import Refused
-from ..format import commit, layout
-from ..limits import WORKERS
+from ..format import commit
+from ..limits import CHUNK_BYTES, STEP_LIMIT, WORKERS
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run import access
@@ -47,9 +47,9 @@ def save_once(
         lastgood.save("runs/a", {"model": model}, step=4000)
     """
     require(
-        is_whole(step, 0) and step < layout.STEP_LIMIT,
+        is_whole(step, 0) and step < STEP_LIMIT,
         f"step={step!r}",
-        f"Give a whole number below {layout.STEP_LIMIT}: how many optimizer steps are completed.",
+        f"Give a whole number below {STEP_LIMIT}: how many optimizer steps are completed.",
     )
     check_state(state)
     patterns = Patterns(include, exclude)
@@ -61,7 +61,7 @@ def save_once(
         run.begin(newest.id if newest else None)
         tensors = captured.tensors
         images = staging.lay_out(tensors, finite(captured, exempt=untrained(state, captured)))
-        arena = Arena(2 * WORKERS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+        arena = Arena(2 * WORKERS * CHUNK_BYTES, CHUNK_BYTES)
         generation = run.save(
             SaveRequest(
                 at=run.admit(operator.index(step)),

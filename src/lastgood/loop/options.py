@@ -13,10 +13,17 @@ from typing import Any, Literal, TypedDict, get_args
 
 from ..events import Event
 from ..format import parity_layout
-from ..format.layout import CHUNK_BYTES, CHUNK_LIMIT_BYTES
-from ..format.values import DEPTH_LIMIT
 from ..io.checksum import ALGORITHMS
-from ..limits import MAX_IN_FLIGHT, MEMORY_LEAST_BYTES, RANK_TIMEOUT_SECONDS, WORKERS
+from ..limits import (
+    CHUNK_BYTES,
+    CHUNK_LIMIT_BYTES,
+    DEPTH_LIMIT,
+    MAX_IN_FLIGHT,
+    MEMORY_LEAST_BYTES,
+    PAGE_BYTES,
+    RANK_TIMEOUT_SECONDS,
+    WORKERS,
+)
 from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
@@ -91,9 +98,9 @@ class Tuning:
                 f"{whole} from 1 to {MAX_IN_FLIGHT}.",
             )
         require(
-            is_whole(self.chunk, 4096) and self.chunk <= CHUNK_LIMIT_BYTES and self.chunk % 4096 == 0,
+            is_whole(self.chunk, PAGE_BYTES) and self.chunk <= CHUNK_LIMIT_BYTES and self.chunk % PAGE_BYTES == 0,
             f"chunk={self.chunk!r}",
-            f"{whole} of bytes: a multiple of 4096, up to {CHUNK_LIMIT_BYTES} (256 MiB).",
+            f"{whole} of bytes: a multiple of {PAGE_BYTES}, up to {CHUNK_LIMIT_BYTES} (256 MiB).",
         )
 
 

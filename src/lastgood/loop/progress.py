@@ -10,7 +10,7 @@ import operator
 from ..coordination.single_rank import AnyRanks
 from ..data.step_counting import count_step, samplers_in
 from ..errors import StepTaken
-from ..format.layout import STEP_LIMIT
+from ..limits import STEP_LIMIT
 from ..policy.arguments import is_whole, require
 from ..records import Generation
 from ..run.outcomes import Outcomes

@@ -21,8 +21,7 @@ from ..coordination.announcements import Announcements
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..errors import Damaged, InFlightFull, StepTaken
-from ..format import commit
-from ..format import parity_layout as striping
+from ..format import commit, parity_layout
 from ..policy.arguments import require
 from ..policy.cadence import Every
 from ..policy.retention import wanted
@@ -265,7 +264,7 @@ class Saver:
     def report_bound(self, state_bytes: int) -> None:
         """Report the largest disk space that the run will take. `state_bytes`: of one generation of all ranks."""
         run, options = self._pipeline.run, self._options
-        spare = striping.share(options.parity) if options.parity else 0.0
+        spare = parity_layout.share(options.parity) if options.parity else 0.0
         total = state_bytes + round(state_bytes * spare)
         held = sum(one.bytes for one in run.known.survey.generations.values())
         disk_space.report_bound(run.tier, options.retention, options.tuning.in_flight, total, held)

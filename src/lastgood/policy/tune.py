@@ -21,14 +21,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ..errors import Refused
-from ..format.layout import PAGE_BYTES
+from ..limits import CHUNK_BYTES, PAGE_BYTES, SLOTS_BESIDE, STAGING_CHUNKS
 
 WRITERS = (1, 2, 3, 4)
-CHUNK_BYTES = (4 << 20, 8 << 20, 16 << 20)
+CHUNK_CHOICES = (CHUNK_BYTES // 2, CHUNK_BYTES, 2 * CHUNK_BYTES)
 MOST_IN_FLIGHT = 8
 """with more, the memory bound leaves each save too little memory, and no disk that was measured gained speed"""
-SLOTS_BESIDE = 2
-"""the newest verified and the newest committed generation stay on the disk while N saves are in flight"""
 TOLERANCE = 0.10
 """a setting that is slower by no more than this fraction counts as equal: noise justifies neither memory nor threads"""
 
@@ -130,8 +128,8 @@ def candidates(memory_bytes: int, disk_bytes: int, state_bytes: int) -> list[Set
             "verified and the newest committed generation.",
         )
     whole = -(-state_bytes // PAGE_BYTES) * PAGE_BYTES
-    chunks = sorted({min(b, whole) for b in CHUNK_BYTES if 2 * min(b, whole) <= memory_bytes})
-    chunks = chunks or [memory_bytes // 4 // PAGE_BYTES * PAGE_BYTES]
+    chunks = sorted({min(b, whole) for b in CHUNK_CHOICES if 2 * min(b, whole) <= memory_bytes})
+    chunks = chunks or [memory_bytes // STAGING_CHUNKS // PAGE_BYTES * PAGE_BYTES]
     if chunks[0] == 0:
         raise Refused(
             f"{memory_bytes:,} bytes of memory are less than four pages",

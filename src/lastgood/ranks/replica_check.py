@@ -39,6 +39,7 @@ from ..errors import ReplicaDiffers, StepDiffers
 from ..format import layout
 from ..format.layout import Image
 from ..io.files import round_up
+from ..limits import CHUNK_BYTES
 from ..records import Piece
 from ..run.save import Files
 from ..snapshot import staging
@@ -242,7 +243,7 @@ class ReplicaCheck:
         files = layout.images(tensors, self.replicas.rank, first=first)
         content = {item.tensor.key: self.kept[item.tensor.key] for item in own}
         for image in files:
-            arena = Arena(round_up(image.length, layout.CHUNK_BYTES), min(layout.CHUNK_BYTES, round_up(image.length)))
+            arena = Arena(round_up(image.length, CHUNK_BYTES), min(CHUNK_BYTES, round_up(image.length)))
             yield image, staging.copy_all([image], content, arena).fill()
 
 

@@ -18,9 +18,8 @@ from ..coordination.single_rank import AnyTopic
 from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, NothingGood, Unreadable
-from ..format import layout
 from ..format.commit import Survey
-from ..limits import EXAMINATION_CHUNKS
+from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy import restore
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, intact
@@ -65,9 +64,7 @@ class ReadOnlyRun:
         return Arena(total_bytes, chunk_bytes)
 
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
-        return read_all(
-            self.tier, generation, Arena(EXAMINATION_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES), self.workers
-        )
+        return read_all(self.tier, generation, Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self.workers)
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
         """Stores nothing: a run that is open for reading is never changed."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from ..errors import NotRestored, Overtaken, StepTaken
 from ..events import Event, EventKind
 from ..format import commit, layout
+from ..limits import STEP_LIMIT
 from ..policy import restore
 from ..ports import Tier
 from ..records import Generation, GenerationId, Incarnation
@@ -136,7 +137,7 @@ class KnownRun:
         assert self.incarnation is not None
         last = self._last_tried
         last = last if last and last.incarnation == self.incarnation.id else None
-        if (last and step <= last.step) or not 0 <= step < layout.STEP_LIMIT:  # guard: step-ascends
+        if (last and step <= last.step) or not 0 <= step < STEP_LIMIT:  # guard: step-ascends
             raise StepTaken(
                 f"step {step} cannot follow {last or 'nothing'} in this incarnation",
                 safe="Nothing was written.",

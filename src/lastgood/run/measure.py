@@ -14,8 +14,8 @@ from functools import partial
 from statistics import median
 
 from ..errors import NoSpace
-from ..format import layout
 from ..io.files import round_up
+from ..limits import PAGE_BYTES
 from ..policy import tune
 from ..policy.tune import Measured, Setting
 from . import scratch
@@ -162,7 +162,7 @@ class _Search:
         trials, effort = self._trials, self._effort
         trials.set_sample(PILOT_BYTES)
         trials.make_arena(smallest)
-        page = image_of(min(layout.PAGE_BYTES, state_bytes))
+        page = image_of(min(PAGE_BYTES, state_bytes))
         fixed = min(trials.save(smallest, page) for _ in range(effort.repeats))
         pilot = self._median(partial(trials.save, smallest, trials.image))
         # The sample is small enough that the four figures that are always measured fit in the time limit on any disk.

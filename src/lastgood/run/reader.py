@@ -15,9 +15,9 @@ from typing import cast
 from ..engine import guard, read_file
 from ..engine.arena import Arena
 from ..errors import Cancelled, Damaged, ManifestInvalid, Unreadable
-from ..format import commit, layout
+from ..format import commit
 from ..format.commit import Survey
-from ..limits import EXAMINATION_CHUNKS, WORKERS
+from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS, WORKERS
 from ..policy import reshard, restore
 from ..policy.arguments import require
 from ..ports import Tier
@@ -164,6 +164,6 @@ class RunReader:
             findings = [one for one in [guard.finding(survey.broken[at])] if one.layer in layers]
         else:
             with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
-                arena = Arena(EXAMINATION_CHUNKS * layout.CHUNK_BYTES, layout.CHUNK_BYTES)
+                arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
                 findings = read_all(self.tier, survey.generations[at], arena, workers, layers=layers)
         return Verdict(at=at, layers=[one for one in LAYERS if one in layers], findings=findings)

@@ -24,6 +24,7 @@ from ..engine import write_file
 from ..errors import CommitUnknown, LastgoodError, NameTaken, NoSpace, StepDiffers, TierDown
 from ..format import commit, layout
 from ..format.layout import Image
+from ..limits import CHUNK_BYTES
 from ..ports import Tier
 from ..records import Blob, Generation, GenerationId, Manifest, Piece, Record, Seal
 from .known import KnownRun
@@ -82,7 +83,7 @@ class SaveRequest:
     images: Sequence[Image]
     """the tensor files, in the order in which `chunks` yields their bytes"""
     chunks: ChunkStream
-    chunk_bytes: int = layout.CHUNK_BYTES
+    chunk_bytes: int = CHUNK_BYTES
     aliases: Mapping[str, str] = field(default_factory=dict)
     """further name of a tensor -> the name under which it is stored"""
     values: Mapping[str, Any] = field(default_factory=dict)

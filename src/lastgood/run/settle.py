@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 
 from ..errors import LastgoodError, Unreadable
-from ..format import commit, layout
-from ..format import parity_layout as striping
+from ..format import commit, layout, parity_layout
 from ..policy import restore
 from ..policy.retention import stale_incarnations
 from ..records import RunHeader
@@ -60,7 +59,7 @@ def _remove_litter(known: KnownRun, deletions: Deletions) -> None:
         for name, length in tier.list(folder).items():
             if length is not None and layout.is_litter(folder, name):
                 deletions.remove(f"{folder}/{name}".lstrip("/"))  # guard: litter-removed-at-opening
-        for name in striping.unfinished(tier.list(folder)):
+        for name in parity_layout.unfinished(tier.list(folder)):
             deletions.remove(f"{folder}/{name}")
     if {layout.HEADER, layout.OLD_POINTER} <= tier.list("").keys():  # two files: this disk distinguishes case
         deletions.remove(layout.OLD_POINTER)

@@ -78,7 +78,7 @@ class TrialSaves:
     def __init__(self, tier: Tier, state_bytes: int, memory_bytes: int, count_bytes: CountBytes, clock: Clock) -> None:
         self._tier, self._count_bytes, self._clock = tier, count_bytes, clock
         self._state_bytes, self._memory_bytes = state_bytes, memory_bytes
-        self._source = np.frombuffer(os.urandom(min(SOURCE_BYTES, max(state_bytes, *tune.CHUNK_BYTES))), np.uint8)
+        self._source = np.frombuffer(os.urandom(min(SOURCE_BYTES, max(state_bytes, *tune.CHUNK_CHOICES))), np.uint8)
         self._saved: list[Generation] = []
         self._steps = itertools.count(1)
 

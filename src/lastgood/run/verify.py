@@ -16,8 +16,7 @@ from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import Cancelled, Damaged, LastgoodError, NotFinite, SumMismatch, TierDown, Unavailable, Unreadable
 from ..events import EventKind
-from ..format import commit
-from ..format import parity_layout as striping
+from ..format import commit, parity_layout
 from ..io.reed_solomon import Code
 from ..policy import restore
 from ..records import Finding, Generation, GenerationId, intact
@@ -170,7 +169,7 @@ class Verifier:
             raise
         except Damaged:
             return None  # the guard finds the damage too, and reports it
-        return parity.CellDigests(striping.grid(manifest.blobs, self.code.data, self.code.parity), manifest.digest)
+        return parity.CellDigests(parity_layout.grid(manifest.blobs, self.code.data, self.code.parity), manifest.digest)
 
     def protect(
         self, generation: Generation, code: Code, arena: Arena, stop: Stop, digests: list[str] | None = None
@@ -186,7 +185,7 @@ class Verifier:
         if digests is None:
             if parity.whole(tier, generation, manifest, code, stop):  # guard: whole-parity-kept
                 return
-            cells = parity.CellDigests(striping.grid(manifest.blobs, code.data, code.parity), manifest.digest)
+            cells = parity.CellDigests(parity_layout.grid(manifest.blobs, code.data, code.parity), manifest.digest)
             if read_all(tier, generation, arena, self._workers, stop, also=cells.see):
                 raise SumMismatch(f"{generation.id} was verified, and does not read back any more")
             digests = cells.digests

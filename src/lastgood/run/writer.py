@@ -22,8 +22,7 @@ from ..coordination.rounds import encode_error
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine.arena import Arena
 from ..errors import LastgoodError, NoSpace, StepTaken
-from ..format import commit, layout
-from ..format import parity_layout as striping
+from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
@@ -82,7 +81,7 @@ class RunWriter:
         known.run_id = settle(known, self._deletions)
         self.marks = Marks(known)
         self.retirement = Retirement(known, self.marks, self._deletions, keep, workers)
-        code = Code(*striping.parsed(parity)) if parity else None
+        code = Code(*parity_layout.parsed(parity)) if parity else None
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
         self._roomy = RetryingTier(tier, self.make_room)

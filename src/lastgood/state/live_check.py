@@ -13,7 +13,8 @@ from typing import Any
 
 from .. import reporting
 from ..errors import Refused
-from ..format.values import DEPTH_LIMIT, component, join, only_numbers
+from ..format.values import component, join, only_numbers
+from ..limits import DEPTH_LIMIT
 from .capture import wanted
 from .objects import tag_of
 

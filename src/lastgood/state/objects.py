@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from ..data.sampler import Loader, ResumableSampler
 from ..errors import Unstorable
-from ..format.values import DEPTH_LIMIT, component, join, only_numbers, refusal
+from ..format.values import component, join, only_numbers, refusal
+from ..limits import DEPTH_LIMIT
 from .instances import parts_of
 
 
