@@ -58,6 +58,11 @@ def test_repair_puts_back_what_is_known_to_be_damaged_and_a_step_that_is_asked_f
     assert contents(run) == before
 
 
+def test_repair_refuses_an_empty_step(run, call):
+    """`lastgood repair RUN "$STEP"` with STEP unset read and mended every generation."""
+    assert call("repair", run, "")[0] == 2
+
+
 def test_what_is_beyond_repair_is_said_and_left_alone(run, asked, call):
     (at(run, 2) / DATA).unlink()
     before = contents(run)

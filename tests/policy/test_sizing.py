@@ -136,7 +136,7 @@ def test_a_person_reads_the_table_and_what_is_doubtful_in_it(capsys, monkeypatch
         ([], "--parameters"),
         (["--ranks=8"], "--mtbf-seconds"),
         (["--state-bytes=1GB", "--restore-rate=fast"], "NAME=SIZE"),
-        (["--mtbf-seconds=9", "--minutes=x"], "no number above zero"),
+        (["--mtbf-seconds=9", "--minutes=x"], "not a number above zero"),
         (["--mtbf-seconds=9", "--minutes=5"], "--stall-seconds"),
     ],
 )
