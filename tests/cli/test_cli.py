@@ -545,6 +545,8 @@ def test_import_names_what_a_folder_lacks(tmp_path: Path, asked: Any) -> None:
     """A folder of no known format was answered with "give a name that ends in .safetensors"."""
     code, told = asked("import", tmp_path, tmp_path / "new")
     assert code == 2 and ".metadata" in told["message"] and "model.safetensors" in told["message"]
+    code, told = asked("import", tmp_path / "hf", tmp_path / "new")
+    assert code == 2 and "there is nothing at" in told["message"]
 
 
 def header(text: str, data: bytes = b"") -> bytes:

@@ -46,6 +46,8 @@ def import_file(
             f"({exporting.HF_FILE}, {exporting.HF_INDEX})."
         )
     if not os.path.isdir(file):
+        if not os.path.lexists(file) and not file.endswith(FILES):
+            raise typer.BadParameter(f"there is nothing at {file!r}.")
         require_suffix(file, FILES)
     with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)
