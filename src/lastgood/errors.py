@@ -125,8 +125,11 @@ class NameTaken(Refused):
     """A blob of this name exists with other bytes. It was not changed."""
 
 
-class NotInstalled(Refused):
-    """A part of lastgood was asked for that needs a package which is not installed. `command` installs it."""
+class NotInstalled(Refused, ImportError):
+    """A part of lastgood was asked for that needs a package which is not installed. `command` installs it.
+
+    It is an ImportError too, so that `try: import lastgood.integrations.lightning` works with `except ImportError`.
+    """
 
     def __init__(self, what: str, package: str, command: str) -> None:
         self.package, self.command = package, command

@@ -509,6 +509,46 @@ def test_imported_weights_load_into_a_module(tmp_path: Path, asked: Any) -> None
     assert torch.equal(module.weight, source.weight) and torch.equal(module.bias, source.bias)
 
 
+def test_a_pt_with_a_value_named_rng_is_refused_with_the_remedy(tmp_path: Path, asked: Any) -> None:
+    """The refusal spoke of "the key 'rng' of the state" and said "Use another key": the user had only a file."""
+    import torch
+
+    torch.save({"model": {"w": torch.ones(2)}, "rng": {"python": [1, 2]}}, tmp_path / "a.pt")
+    code, told = asked("import", tmp_path / "a.pt", tmp_path / "new")
+    assert code == 3 and "'rng'" in told["message"] and "--under" in told["todo"] and not (tmp_path / "new").exists()
+    assert asked("import", tmp_path / "a.pt", tmp_path / "new", "--under", "old")[1]["values"] == 2
+
+
+@pytest.mark.parametrize("same", [{1: 5, "1": 6}, {"1": 6, 1: "a tensor"}])
+def test_names_of_a_pt_that_become_equal_are_refused(tmp_path: Path, asked: Any, same: dict[Any, Any]) -> None:
+    """A .pt had {1: 5, "1": 6} among its values: the import kept one of them, and did not mention the other."""
+    import torch
+
+    part = {key: torch.ones(1) if value == "a tensor" else value for key, value in same.items()}
+    torch.save({"w": torch.ones(2), "part": part | {"t": torch.ones(2)}}, tmp_path / "a.pt")
+    code, told = asked("import", tmp_path / "a.pt", tmp_path / "new")
+    assert code == 3 and told["message"].endswith("'part.1' occurs twice") and not (tmp_path / "new").exists()
+
+
+def test_a_pt_with_a_container_inside_itself_is_refused(tmp_path: Path, asked: Any) -> None:
+    """The import ended in a RecursionError with its traceback."""
+    import torch
+
+    part: list[Any] = [torch.ones(1)]
+    part.append(part)
+    torch.save({"part": part}, tmp_path / "a.pt")
+    code, told = asked("import", tmp_path / "a.pt", tmp_path / "new")
+    assert code == 3 and "contains itself" in told["message"] and not (tmp_path / "new").exists()
+
+
+def test_import_names_what_a_folder_lacks(tmp_path: Path, asked: Any) -> None:
+    """A folder of no known format was answered with "give a name that ends in .safetensors"."""
+    code, told = asked("import", tmp_path, tmp_path / "new")
+    assert code == 2 and ".metadata" in told["message"] and "model.safetensors" in told["message"]
+    code, told = asked("import", tmp_path / "hf", tmp_path / "new")
+    assert code == 2 and "there is nothing at" in told["message"]
+
+
 def header(text: str, data: bytes = b"") -> bytes:
     return len(text).to_bytes(8, "little") + text.encode() + data
 

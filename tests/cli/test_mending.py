@@ -58,6 +58,11 @@ def test_repair_rebuilds_marked_generations_and_the_requested_step(run, asked):
     assert contents(run) == before
 
 
+def test_repair_refuses_an_empty_step(run, call):
+    """`lastgood repair RUN "$STEP"` with STEP unset read and mended every generation."""
+    assert call("repair", run, "")[0] == 2
+
+
 def test_repair_reports_irreparable_damage_and_leaves_it_unchanged(run, asked, call):
     (at(run, 2) / DATA).unlink()
     before = contents(run)

@@ -199,6 +199,7 @@ def test_a_tensor_is_read_as_an_array_unless_numpy_lacks_its_dtype(tmp_path: Pat
 def test_an_error_of_a_missing_package_names_it_and_the_command() -> None:
     error = NotInstalled("lastgood.load", "torch", "pip install 'lastgood[torch]'")
     assert (error.package, error.command) == ("torch", "pip install 'lastgood[torch]'")
+    assert isinstance(error, ImportError), "`except ImportError` around an optional import goes on working"
 
 
 def test_the_packages_that_are_always_installed_are_four() -> None:

@@ -103,3 +103,13 @@ def test_loaders_whose_order_cannot_be_continued_are_refused():
     ):
         with pytest.raises(Refused, match=why):
             OrderedLoader(loader, 0)
+
+
+def test_ranks_draw_different_numbers_for_indices_of_numpy():
+    """A sampler over np.random.permutation gave every rank the same augmentation: its indices were not counted."""
+
+    def draws(indices):
+        loader = OrderedLoader(DataLoader(Noisy(), batch_sampler=[list(np.array(indices))]), 7)
+        return epoch_of(loader, 0)[0][:, 1]
+
+    assert not torch.equal(draws([0, 1]), draws([2, 3]))

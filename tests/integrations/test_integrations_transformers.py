@@ -8,6 +8,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 import lastgood
 from lastgood.errors import LastgoodError, Refused
@@ -133,3 +134,28 @@ def test_a_mistyped_argument_is_refused_when_the_callback_is_made():
         LastgoodCallback(None)
     with pytest.raises(Refused, match="both define when"):
         LastgoodCallback("run", every_steps=5, cadence=lastgood.Every(steps=5))
+
+
+class Counter(TrainerCallback, ExportableState):
+    def __init__(self):
+        self.steps = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+class Other(Counter):
+    pass
+
+
+def test_a_callback_is_restored_beside_a_new_one(tmp_path, caplog):
+    """A callback was added before an EarlyStoppingCallback: its patience began again at 0, and nothing reported it."""
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Counter()).train()
+    added, kept = Other(), Counter()
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), added, kept).train()
+    assert (added.steps, kept.steps) == (0, 12) and "state of a callback" not in caplog.text
+    trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Other()).train()
+    assert "the state of a callback Counter, which this Trainer does not have" in caplog.text

@@ -138,7 +138,7 @@ def test_the_printed_table_names_its_doubtful_values(capsys, monkeypatch):
         ([], "--parameters"),
         (["--ranks=8"], "--mtbf-seconds"),
         (["--state-bytes=1GB", "--restore-rate=fast"], "NAME=SIZE"),
-        (["--mtbf-seconds=9", "--minutes=x"], "no number above zero"),
+        (["--mtbf-seconds=9", "--minutes=x"], "not a number above zero"),
         (["--mtbf-seconds=9", "--minutes=5"], "--stall-seconds"),
     ],
 )

@@ -34,7 +34,7 @@ def bytes_of(text: str) -> int:
         decimal, binary = (found[2] or "").lower(), (found[3] or "").lower()
         count = float(found[1]) * (1024 ** _POWERS[binary] if binary else 1000 ** _POWERS[decimal])
     if not 1 <= count < 2**63:
-        raise typer.BadParameter(f"{text!r} is no size: give 1.5GB, 512MiB or 1e9.")
+        raise typer.BadParameter(f"{text!r} is not a size: give 1.5GB, 512MiB or 1e9.")
     return int(count)
 
 
@@ -42,7 +42,7 @@ def positive(text: str) -> float:
     """A finite number above zero."""
     number = _number(text)
     if not 0 < number < math.inf:
-        raise typer.BadParameter(f"{text!r} is no number above zero.")
+        raise typer.BadParameter(f"{text!r} is not a number above zero, such as 0.5 or 7e9.")
     return number
 
 
@@ -50,7 +50,7 @@ def not_negative(text: str) -> float:
     """A finite number of at least zero."""
     number = _number(text)
     if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} is no number of at least zero.")
+        raise typer.BadParameter(f"{text!r} is not a number of at least zero.")
     return number
 
 
@@ -58,7 +58,7 @@ def fraction(text: str) -> float:
     """A number above zero and below one."""
     number = positive(text)
     if number >= 1:
-        raise typer.BadParameter(f"{text!r} is no share: give 0.03 for 3 %.")
+        raise typer.BadParameter(f"{text!r} is not a fraction below one: give 0.03 for 3 %.")
     return number
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from ..convert import importing
+from ..convert import exporting, importing
 from ..limits import STEP_LIMIT
 from ..run import access, paths
 from ..units import size
@@ -39,7 +40,14 @@ def import_file(
 ) -> Answer:
     """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
     file = paths.local(file, "SOURCE")
-    if not importing.is_known_folder(file):
+    if os.path.isdir(file) and not importing.is_known_folder(file):
+        raise typer.BadParameter(
+            f"{file!r} is a folder of neither torch.distributed.checkpoint ({importing.DCP_METADATA}) nor Hugging Face "
+            f"({exporting.HF_FILE}, {exporting.HF_INDEX})."
+        )
+    if not os.path.isdir(file):
+        if not os.path.lexists(file) and not file.endswith(FILES):
+            raise typer.BadParameter(f"there is nothing at {file!r}.")
         require_suffix(file, FILES)
     with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)

@@ -63,7 +63,7 @@ def repair(
     A damaged file stays until its replacement is durable and was read back.
     """
     survey = commit.survey(access.for_reading(run))
-    data = repaired(run, find(survey, step) if step else None, known)
+    data = repaired(run, find(survey, step) if step is not None else None, known)
     return Answer(data, repaired_view(data), 0 if data["good"] else Damaged.exit_code)
 
 

@@ -21,7 +21,7 @@ def find(survey: Survey, wanted: str) -> GenerationId:
     """
     found = re.fullmatch(r"(\d{1,12})(?:-([0-9a-f]{8}))?", wanted)
     if not found:
-        raise typer.BadParameter(f"{wanted!r} is no STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.")
+        raise typer.BadParameter(f"{wanted!r} is not a STEP: give 4000, or 4000-9f3ac21b as `lastgood ls` shows them.")
     chain, lost = restore.lineage(survey)
     others = newest_first(survey, {*survey.generations, *survey.broken})
     known = dict.fromkeys([*chain, *others, *lost, *survey.witnessed])

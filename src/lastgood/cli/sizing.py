@@ -15,7 +15,7 @@ from ..units import size
 from .answer import Answer
 from .arguments import Json, bytes_of, not_negative, positive
 from .terminal import clean
-from .texts import new_table
+from .texts import new_table, plural
 
 
 def _seconds(text: str) -> Any:
@@ -178,7 +178,7 @@ def _facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     if data["state_bytes"]:
         found += [
             ("state", size(data["state_bytes"])),
-            (f"of each of {data['ranks']:,} ranks", size(data["shard_bytes"])),
+            (f"of each of {plural(data['ranks'], 'rank')}", size(data["shard_bytes"])),
         ]
     times = [
         ("a save stalls the loop, C", "stall_seconds"),

@@ -42,19 +42,21 @@ def gc(
     run: Run,
     keep_last: Annotated[
         int | None,
-        typer.Option(min=1, help="Keep the newest N verified generations; older ones go.", show_default=False),
+        typer.Option(min=1, help="Keep the newest N verified generations; delete older ones.", show_default=False),
     ] = None,
     keep_every: Annotated[
         int | None,
-        typer.Option(min=1, help="Beside them (3, if not said) keep every N-th step.", show_default=False),
+        typer.Option(
+            min=1, help="Keep every N-th step too; without --keep-last also the newest 3.", show_default=False
+        ),
     ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged or lost, too.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; say what would go.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would be deleted.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Finish deletions and clear saves that did not end; with --keep-*, delete what retention lets go.
+    """Finish deletions and clear saves that did not end; with --keep-*, delete older generations.
 
-    Milestones and the newest verified generation always stay. Before any goes, the newest is read and checked.
+    Milestones and the newest verified generation always stay. Before any is deleted, the newest is read and checked.
     """
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
     data = swept(run, keep, damaged, dry_run)

@@ -39,7 +39,7 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="Every generation, abandoned ones too.")] = False,
     without: Annotated[
         list[str],
-        typer.Option(metavar="LAYER", help=f"A layer that does not look: {', '.join(LAYERS)}.", show_default=False),
+        typer.Option(metavar="LAYER", help=f"A layer that is left out: {', '.join(LAYERS)}.", show_default=False),
     ] = [],  # noqa: B006 - typer makes a list of its own for every call
     as_json: Json = False,
 ) -> Answer:

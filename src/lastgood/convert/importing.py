@@ -57,14 +57,25 @@ class Foreign:
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], same_as: str = "") -> None:
         """Add a tensor, or with `same_as` a further name of the tensor that has that name. Raises Unstorable."""
-        if not name or name == layout.METADATA or name in self.names:
-            why = "occurs twice" if name in self.names else "cannot be stored"
+        if not name or name == layout.METADATA or name in self.names or name in self.values.keys() - {"rng"}:
+            why = "cannot be stored" if name in ("", layout.METADATA) else "occurs twice"
             raise Unstorable(f"a tensor of the name {name!r} {why}", safe="Nothing was touched.", todo="Rename it.")
         self.names.add(name)
         if same_as in ("", name):
             self.tensors.append(Tensor(name, dtype, shape))
         else:
             self.aliases[name] = same_as
+
+    def require_free(self, name: str) -> None:
+        """Raise Unstorable if a value cannot be added under this name."""
+        if name == "rng":
+            raise Unstorable(
+                "a value has the name 'rng', which a run reserves for its random number generators",
+                safe="Nothing was touched.",
+                todo="Put all names under another one: `lastgood import --under PREFIX`.",
+            )
+        if name in self.names or name in self.values:
+            raise Unstorable(f"the name {name!r} occurs twice", safe="Nothing was touched.", todo="Rename it.")
 
 
 def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Generation:
@@ -247,13 +258,21 @@ def _pt(path: str, prefix: str) -> Foreign:
             for key, part in value.items() if isinstance(value, dict) else enumerate(value):
                 walk(part, f"{name}.{key}" if name else f"{prefix}{key}")
         else:
+            found.require_free(name)
             (found.values[name],) = capture({name: value}, exclude=["rng"]).values.values()
 
     def read(name: str, start: int, mv: memoryview) -> None:
         mv[:] = live.as_bytes(kept[name])[start : start + len(mv)].numpy().data
 
     found = Foreign(read)
-    if not has_tensor(loaded) or isinstance(loaded, torch.Tensor):
-        raise Unstorable(f"{path} holds no dict of tensors", safe="Nothing was touched.", todo="Save a state_dict().")
-    walk(loaded, "")
+    try:
+        if not has_tensor(loaded) or isinstance(loaded, torch.Tensor):
+            raise Unstorable(
+                f"{path} holds no dict of tensors", safe="Nothing was touched.", todo="Save a state_dict()."
+            )
+        walk(loaded, "")
+    except RecursionError as error:
+        raise Unstorable(
+            f"{path} is nested too deeply, or holds a container that contains itself", safe="Nothing was touched."
+        ) from error
     return found

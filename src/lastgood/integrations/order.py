@@ -184,7 +184,7 @@ class _SeededDataset(Dataset[Any]):
     def __getitems__(self, batch: NumberedBatch) -> Any:
         # On several ranks batches of the same number have different indices, and so different random numbers.
         indices = batch.indices if isinstance(batch.indices, list) else [batch.indices]
-        whole = [index for index in indices if isinstance(index, int)]
+        whole = [int(index) for index in indices if isinstance(index, int | np.integer)]
         with _Stream("batch", batch.seed, batch.epoch, batch.number, *whole):
             return self._fetch(batch.indices)
 

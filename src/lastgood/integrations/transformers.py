@@ -16,6 +16,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
+from .. import reporting
 from ..extras import needed
 from ..loop.checkpointer import Checkpointer
 from ..state.adapters import adapters_entry
@@ -239,13 +240,22 @@ class _Progress:
         trainer = self._trainer
         for name, value in saved["state"].items():
             setattr(trainer.state, name, value)
-        for one, (kind, attributes) in zip(self._exportable(), saved["callbacks"], strict=False):
-            if type(one).__name__ == kind:
-                vars(one).update(attributes)
+        self._load_callbacks(saved["callbacks"])
         trainer.current_flos = saved["current_flos"]
         self._loader.order.seed = saved["seed"]
         self._loop = saved["loop"]
         self.loaded = True
+
+    def _load_callbacks(self, saved: list[Any]) -> None:
+        """Restore callbacks by their class; of several of one class in their order. Report those without a place."""
+        live = self._exportable()
+        for kind, attributes in saved:
+            one = next((one for one in live if type(one).__name__ == kind), None)
+            if one is None:
+                reporting.warning(f"the run holds the state of a callback {kind}, which this Trainer does not have")
+            else:
+                live.remove(one)
+                vars(one).update(attributes)
 
     def apply_to_loop(self, control: Any) -> None:
         """Set the values that the Trainer resets between its preparation and its first step."""
