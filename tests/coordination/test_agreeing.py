@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -223,6 +224,23 @@ def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
     while asking.end is None:
         step(asking)
     assert n <= asking.end == leading.end
+
+
+def test_the_end_is_posted_again_after_pauses_that_double():
+    """Rank 0, which asks for the end itself, waited four times as long after each failed call of the store."""
+    board, clock = Board(), Clock()
+    coordinator, _ = (Announcements(one, clock) for one in two_on(board))
+    coordinator.poll(1)
+    board.down, failed_at = True, list[float]()
+    for n in range(2, 1000):
+        clock.advance(0.1)
+        try:
+            coordinator.poll(n, request_end=True)
+        except TierDown:
+            failed_at.append(clock())
+    pauses = [after - before for before, after in itertools.pairwise(failed_at)]
+    assert len(pauses) >= 4
+    assert all(later == pytest.approx(2 * pause, abs=0.25) for pause, later in itertools.pairwise(pauses))
 
 
 def test_a_request_during_a_store_outage_is_repeated_afterwards():

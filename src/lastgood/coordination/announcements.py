@@ -5,7 +5,8 @@
     coordinator  PLACE/NUMBER       an `Announcement`, numbered from 0 since the last restore
     any other    PLACE/end-request  its rank, when it has received a signal that asks for the end
 
-PLACE is RUN/RESTORES/announcements (coordination/rounds.py). Announcements are deleted as verdicts are.
+PLACE is RUN/RESTORES/announcements (coordination/rounds.py). The coordinator deletes old announcements
+as it deletes old verdicts (`RankGroup.delete_later`).
 
 Invariants
   1. The coordinator announces so far ahead that every rank polls before the step: LEAD_POLLS times the time between two
@@ -13,8 +14,8 @@ Invariants
      training thread, through the quick store.
   2. A number is used for one announcement only. One whose post failed may have reached the store, so it is posted again
      before anything else is announced.
-  3. A rank that receives an announcement after its step fails that step on all ranks (loop/schedule.py, HeardLate). The
-     coordinator doubles the lead then, up to LEAD_POLLS_LIMIT.
+  3. A rank that receives an announcement after its step fails that step on all ranks, with the error HeardLate
+     (loop/schedule.py); only the end is obeyed late. The coordinator then doubles the lead, up to LEAD_POLLS_LIMIT.
   4. While the store cannot be reached, every attempt raises TierDown and doubles the pause before the next one.
 """
 
@@ -73,6 +74,7 @@ class Announcements:
         now = self._now()
         self._first, self._last = self._first or (step, now), (step, now)
         requests = request_end and not self._requested and self.end is None
+        # A new request for the end is posted without waiting for the next poll, but not during a pause after a failure.
         if now < (self._down_until if requests else self._next_poll):
             return
         with self._backing_off():
@@ -93,18 +95,21 @@ class Announcements:
         """
         if self._now() < self._down_until:
             return False
-        new = self._unposted or Announcement(self._first_safe_step(step, kind), kind, value)
-        self._unposted = new  # if the post fails, the store may have it: nothing else may get its number
         with self._backing_off():
-            self._ranks.quick.post(f"{self._place}/{self._count}", new)
-        self._unposted = None
-        self._ranks.delete_later(f"{self._place}/{self._count}")
-        self._record(new)
-        return (new.kind, new.value) == (kind, value)
+            return self._publish(step, kind, value)
 
     def extend_lead(self) -> None:
         """A rank received the last announcement too late: the next ones are made twice as far ahead."""
         self._lead_polls = min(2 * self._lead_polls, LEAD_POLLS_LIMIT)
+
+    def _publish(self, step: int, kind: str, value: int = 0) -> bool:
+        new = self._unposted or Announcement(self._first_safe_step(step, kind), kind, value)
+        self._unposted = new  # if the post fails, the store may have it: nothing else may get its number
+        self._ranks.quick.post(f"{self._place}/{self._count}", new)
+        self._unposted = None
+        self._ranks.delete_later(f"{self._place}/{self._count}")
+        self._record(new)
+        return (new.kind, new.value) == (kind, value)
 
     def _first_safe_step(self, step: int, kind: str) -> int:
         """The first step before which every rank polls, at the speed of the loop so far."""
@@ -113,14 +118,15 @@ class Announcements:
         # The grace period of a preemption is short, and a rank that receives the end too late ends all the same.
         lead_polls = LEAD_POLLS if kind == END else self._lead_polls
         ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * steps / seconds if seconds > 0 else 1.0
-        # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough.
+        # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough. In
+        # faster loops, and before the speed is known, one more step covers the step that a rank has just begun.
         return step + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
 
     def _exchange(self, step: int, requests: bool) -> None:
         store = self._ranks.quick
         if self._ranks.is_coordinator:
             if self.end is None and (requests or store.has(f"{self._place}/end-request")):
-                self.announce(step, END)
+                self._publish(step, END)
             return
         if requests:
             store.post(f"{self._place}/end-request", self._ranks.rank)  # guard: failed-end-request-repeated

@@ -7,9 +7,9 @@
     3     every other    -                      receives the verdict, then deletes its own message
 
 TOPIC is RUN/RESTORES/KIND/NUMBER, or RUN/RESTORES/KIND/STEP/ATTEMPT for a topic of a step. RUN is unique to one opening
-of the run (rendezvous.py), RESTORES counts the restores since. The coordinator is rank 0. It decides in its own
-process, so it posts no answer. In a topic of a step every rank, including the coordinator, first publishes
-the steps that it has begun, under RUN/RESTORES/KIND/steps/RANK.
+of the run (rendezvous.py), RESTORES counts the restores since then. The coordinator is rank 0. It decides in its
+own process, so it posts no answer. In a topic of a step every rank, including the coordinator, publishes the steps that
+it has begun before its first answer, under RUN/RESTORES/KIND/steps/RANK.
 
 Invariants
   1. A rank that begins a topic posts an answer or an error in it, so no rank waits for one that has given up.
@@ -64,7 +64,7 @@ class MessageStore:
         return [msgspec.json.decode(one) for one in self._store.get(keys, timeout_seconds, cancelled)]
 
     def read(self, key: str) -> Any | None:
-        """The message under the key; None if there is none yet."""
+        """The message under the key; None if there is none yet. Not for a message that may be deleted meanwhile."""
         return self.receive([key], RANK_TIMEOUT_SECONDS)[0] if self.has(key) else None
 
     def has(self, *keys: str) -> bool:
@@ -144,7 +144,10 @@ class RankGroup(MessageStore):
         return self.topic(kind).agree(mine, decide)
 
     def delete_later(self, key: str) -> None:
-        """Delete a message once VERDICT_HISTORY newer ones were given here. Until then a rank may have to read it."""
+        """Register a message that every rank reads once, and delete all but the VERDICT_HISTORY newest of these.
+
+        No rank acknowledges such a message, so it stays until no rank can be so far behind.
+        """
         with self._lock:
             self._old_keys.append(key)
             expired, self._old_keys = self._old_keys[:-VERDICT_HISTORY], self._old_keys[-VERDICT_HISTORY:]
@@ -173,8 +176,9 @@ class Topic:
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Post this rank's answer and return the verdict, which is `decide(answers)` with the answers in rank order.
 
-        `decide` runs at the coordinator only. On all ranks this raises the LastgoodError that `decide` raises, or one
-        that names a rank that failed, timed out or skipped the step. Raises RankFailed where the coordinator publishes
+        `decide` runs at the coordinator only, which keeps its own answer. On all ranks this raises the LastgoodError
+        that `decide` raises (RankFailed for one that cannot be made from texts, as StateMismatch), or one that names a
+        rank that failed, timed out or skipped the step. Raises RankFailed where the coordinator publishes
         no verdict in time, TierDown where the store cannot be reached, Cancelled when the run is closed.
         """
         return self._run_round({"answer": mine}, decide)
@@ -187,9 +191,8 @@ class Topic:
         """
         if self._ended:
             return
-        with suppress(
-            LastgoodError
-        ):  # raised by the round that fails, as intended; without a store the others time out
+        # What is raised here is the failure itself, as intended; without a store the other ranks time out.
+        with suppress(LastgoodError):
             if self._ranks.is_coordinator:
                 self._run_round(encode_error(error), lambda _: None)
             else:
@@ -211,7 +214,9 @@ class Topic:
             if self._steps and not self._round:
                 ranks.post(f"{self._steps_key}/{ranks.rank}", self._steps)
             self._round += 1
-            verdict = self._publish_verdict(key, post, decide) if ranks.is_coordinator else self._verdict_on(key, post)
+            verdict = (
+                self._publish_verdict(key, post, decide) if ranks.is_coordinator else self._await_verdict(key, post)
+            )
         except (Cancelled, RankFailed, StepDiffers, TierDown):
             self._ended = True  # the other ranks time out, or have skipped the step: a later `fail` would reach nobody
             raise
@@ -226,10 +231,11 @@ class Topic:
         """Collect the messages of all ranks, decide, and post the verdict."""
         ranks, posts = self._ranks, self._collect(key)
         try:
-            verdict = self._verdict([mine, *(posts[rank] for rank in range(1, ranks.size))], decide)
+            verdict = self._decided([mine, *(posts[rank] for rank in range(1, ranks.size))], decide)
         except Exception as error:  # a bug or too little memory: the other ranks must not wait for a verdict
             self._ended = True
             ranks.post(f"{key}/verdict", encode_error(error))  # guard: verdict-failure-posted
+            ranks.delete_later(f"{key}/verdict")
             raise
         ranks.post(f"{key}/verdict", verdict)
         ranks.delete_later(f"{key}/verdict")
@@ -243,6 +249,7 @@ class Topic:
         until = time.monotonic() + ranks.timeout_seconds
 
         def cancelled() -> bool:
+            """Polled while this rank waits: records the ranks that have skipped the step, and then ends the wait."""
             before = len(found)
             for rank in missing:
                 if skipped := self._skipped_by(rank):  # guard: rank-in-other-step-detected
@@ -255,14 +262,16 @@ class Topic:
                 posts = ranks.receive([f"{key}/{rank}" for rank in missing], left_seconds, cancelled)
                 found |= dict(zip(missing, posts, strict=True))
             except TimedOut:
-                if len(found) == before:
+                if (
+                    len(found) == before
+                ):  # closed or out of time; otherwise the wait goes on for the ranks still missing
                     if ranks.closed.is_set():
                         raise Cancelled("close() was called while this rank was waiting for the others") from None
                     silent = {"error": "TimedOut", "what": f"posted nothing within {ranks.timeout_seconds:.0f} s"}
                     found |= {rank: ranks.read(f"{key}/{rank}") or silent for rank in missing}
         return found
 
-    def _verdict(self, posts: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    def _decided(self, posts: Sequence[dict[str, Any]], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """The decision from the messages of all ranks: the error of the first rank that failed, if any did."""
         failed = [(rank, post) for rank, post in enumerate(posts) if "error" in post]
         if failed:  # guard: one-failure-fails-all
@@ -276,7 +285,7 @@ class Topic:
 
     # ---- the other ranks -----------------------------------------------------------------------------------
 
-    def _verdict_on(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
+    def _await_verdict(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
         """Post this rank's message, wait for the coordinator's verdict and return it."""
         ranks, timeout_seconds = self._ranks, COORDINATOR_TIMEOUTS * self._ranks.timeout_seconds
         ranks.post(f"{key}/{ranks.rank}", mine)
