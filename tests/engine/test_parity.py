@@ -328,6 +328,17 @@ def test_a_repair_cancelled_while_it_examines_changes_nothing(root):
     assert contents(home(root)) == before
 
 
+def test_a_repair_cancelled_while_it_writes_parity_anew_raises_cancelled(root):
+    """The cancellation was reported as parity that could not be written, and the repair went on to the next one."""
+    changed(DATA, flip(5))(home(root))
+    lost("r00000.parity-1", "r00000.parity-1.json")(home(root))
+    run = opened(root, parity=None)
+    at = next(at for at in run.survey.generations if at.step == 20)
+    with pytest.raises(Cancelled):
+        run.mend(at, UPKEEP, stop=lambda: at in run.mender.mended)
+    assert run.mender.mended[at] == [DATA]
+
+
 def test_a_repair_writes_the_commit_last(root, monkeypatch):
     lost(MANIFEST, COMMIT)(home(root))
     run, put_back = opened(root, parity=None), parity._put_back

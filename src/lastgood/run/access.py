@@ -1,7 +1,8 @@
 """Opens the directory or the slots of a run, for reading or for writing.
 
-Before anything is changed, three checks are made: the path is a run or may become one, this user has the permission,
-and no other process has the run open for writing (a lock on the file `.lock`, which ends with its process).
+Before a run is changed, three checks are made: the path is a run or may become one; this user may create the directory
+and the file `.lock` in it, which are all that an opening leaves that fails later; and no other process has the run open
+for writing (a lock on that file, which ends with its process).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The records of a run in memory, at a process that has it open for writing, and their lock. Does no I/O on files.
+"""The records of a run in memory, at a process that has it open for writing, and their lock. Writes no file.
 
 Invariants
-  1. Every change of these records is made under `lock`. Of two saves that end at the same time, the one of the higher
-     step is the newest, in whatever order their threads run.
+  1. Every change of these records is made under `lock`, except while the run is opened, when no other thread has them.
+     Of two saves that end at the same time, the one of the higher step is the newest, in whatever order their threads
+     run.
   2. This process is the only writer of the run, or receives each change from the only writer. Therefore the run is
-     listed once, when it is opened.
+     listed when it is opened, and again only after a repair, and on slots after each commit, which deletes others.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Mender:
         """Rebuild the damaged files of a generation from its parity, then read and mark it. Returns the file names.
 
         Damaged parity is written anew; if that fails, the event `not_protected` is emitted. Raises BeyondRepair if the
-        parity does not suffice, the errors of writing and reading, and Cancelled when `stop()` returns True. A damaged
+        parity does not suffice, the errors of writing and reading, and Cancelled once `stop()` returns True. A damaged
         file that was not rebuilt by then is unchanged.
         """
         known = self._known
@@ -64,6 +64,8 @@ class Mender:
             known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported
         try:
             self._verifier.protect(generation, spare.code, arena, stop)
+        except Cancelled:
+            raise
         except LastgoodError as error:
             known.emit("not_protected", at, detail=f"{type(error).__name__}: {error.what}")
         return names

@@ -38,7 +38,7 @@ class Outcomes:
     """The outcomes that the training thread has still to report, and the counts of failed saves.
 
     `place`: the path of the run, for messages. `durable`, `put`, `put_always` and `verified` may be called from any
-    thread, everything else by the training thread only.
+    thread, everything else by the training thread only (`report_unreported` also when the pipeline is finalized).
     """
 
     def __init__(self, place: str, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:

@@ -3,12 +3,13 @@
     training thread: acquires a place, starts the save; copies the state itself if the copy is not overlapped
     copier (one thread): state -> arena -> chunks, one save after another
     lane (one of `in_flight` threads): chunks -> writer threads -> COMMIT
-    upkeep thread: verify -> point -> delete, after each save
+    upkeep thread: verify -> point -> delete, after each save; labels of earlier saves; scrubbing between saves
 
 Invariants
   1. The pipeline owns the threads, the lock and the writer of the run, and releases all of them in `close`.
-  2. No thread of it waits for the training thread. An error in one of them is put into `outcomes`, and the training
-     thread reports or raises it, at the latest at the end of the process.
+  2. No thread of it waits for the training thread, but for the chunks of a copy that the training thread itself makes;
+     if that copy fails, the wait ends. An error in a thread is put into `outcomes`, and the training thread reports or
+     raises it, at the latest at the end of the process.
   3. Every place that was acquired is given back exactly once, before the outcome of its save is visible.
 """
 
@@ -206,10 +207,8 @@ class Pipeline:
         writing: Future[None] | None = None
         try:
             with self._state:
-                self._flights, self.holds_place = (
-                    [*self._flights, flight],
-                    False,
-                )  # the flight has the place now
+                # One statement: whatever line Ctrl-C interrupts, either the flight has the place or this thread has.
+                self._flights, self.holds_place = [*self._flights, flight], False
                 self._busy.set()
                 if pinned:
                     self.run.known.pinned.add(at)
@@ -217,7 +216,9 @@ class Pipeline:
             with self._state:
                 self._work = [*(job for job in self._work if not job.done()), writing]
             if planned.overlapped:  # guard: blocking-save-waits-for-copy
-                self._copy_behind(flight)
+                copying = self._copier.submit(self._copy, flight)
+                with self._state:
+                    self._work.append(copying)
             else:
                 self._copy(flight)
         except BaseException as error:
@@ -228,15 +229,6 @@ class Pipeline:
             if isinstance(error, RuntimeError):
                 raise Refused("the interpreter is ending", todo="Save before its end, and close().") from error
             raise
-
-    def _copy_behind(self, flight: _Flight) -> None:
-        try:
-            copying = self._copier.submit(self._copy, flight)
-        except RuntimeError as error:
-            flight.chunks.close(error)  # the save fails with it on its lane
-            return
-        with self._state:
-            self._work.append(copying)
 
     def pin_and_label(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> Save:
         """Pin a save that was started before, and label its generation as soon as it is durable.
@@ -297,7 +289,7 @@ class Pipeline:
         """Wait until all work is done, then end the threads and release the lock of the run.
 
         Raises TimedOut after `timeout` seconds (None: no limit). The saves in flight are then cancelled at their next
-        chunk, and the lock is released when the last thread has ended. A system call that hangs holds its thread, and
+        chunk, and the lock is released when the last job has ended. A system call that hangs holds its thread, and
         with it the process.
         """
         with self._state:

@@ -190,7 +190,8 @@ class Retirement:
                 one = known.survey.generations.pop(at, None)
                 (known.survey.going.discard if deleted else known.survey.going.add)(at)
         finally:
-            known.deleting.discard(at)
+            with known.lock:
+                known.deleting.discard(at)
         if one is not None:
             known.emit("deleted", at, detail=detail)
         return deleted

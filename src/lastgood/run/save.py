@@ -142,8 +142,9 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
     """Write and commit a generation whose id was admitted; it is durable on return. Every rank calls it.
 
     `writer` writes the part of this rank; through `topic` the ranks agree. Raises Overtaken if a newer generation of
-    this incarnation was committed meanwhile and this save is not pinned. After an error other than CommitUnknown the
-    files of the save are removed, as far as they can be.
+    this incarnation was committed meanwhile and this save is not pinned. After an error the files of the save are
+    removed, as far as they can be; but not after CommitUnknown, because the generation may exist, nor after NameTaken,
+    because they belong to another save.
     """
     known, at, begun_seconds = run.known, request.at, run.known.environment.monotonic_seconds()
     with topic.failing(), known.lock:

@@ -1,4 +1,4 @@
-"""The thread pools of a run that is open for writing. All threads are started before the run is changed."""
+"""The thread pools of a run that is open for writing. All are started before anything but its lock is touched."""
 
 from __future__ import annotations
 

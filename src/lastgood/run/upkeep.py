@@ -4,7 +4,8 @@ Upkeep stops as soon as another save is in flight. If too many generations are u
 verifies and deletes before it reserves its space.
 
 Invariants
-  1. One thread at a time verifies, scrubs or deletes committed generations (`_one_at_a_time`).
+  1. One round of verifying, scrubbing or deleting runs at a time (`_one_at_a_time`); within it the workers of the run
+     read and delete in parallel.
   2. Errors of upkeep fail no save: they are put into `outcomes`, and the training thread reports or raises them.
 """
 

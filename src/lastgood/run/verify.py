@@ -1,7 +1,8 @@
 """Verification: committed generations are read again past the page cache, marked, and protected by parity.
 
 With several ranks each rank reads the files that it has written itself, and posts whether they are good. The
-coordinator, which marks the generation, reads its own files and those of every rank that posted nothing in time.
+coordinator, which marks the generation, reads its own files and those of every rank that did not post in time that they
+are good.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Verifier:
 
         A generation that is damaged or unfit is marked with the findings, and the next older unverified one is read; at
         the end Damaged or NotFinite is raised for the newest of them. A verified generation gets its parity. Raises
-        Cancelled when `stop()` is true, and Unavailable or Unreadable if a generation cannot be read now.
+        Cancelled when `stop()` is true, and Unavailable or Unreadable if a generation cannot be read now, unless there
+        is a finding about a newer one to raise.
         """
         problem: LastgoodError | None = None
         digests: list[str] | None = None

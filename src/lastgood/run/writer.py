@@ -219,7 +219,8 @@ class RunWriter:
 
     def label(self, at: GenerationId, milestone: bool, metrics: Mapping[str, float]) -> Generation:
         """As `Marks.label`. On a full disk older generations are deleted to make room, but never this one."""
-        self.known.labelling.add(at)
+        with self.known.lock:
+            self.known.labelling.add(at)
         try:
             while True:
                 try:
@@ -228,7 +229,8 @@ class RunWriter:
                     if not self.make_room(0):
                         raise
         finally:
-            self.known.labelling.discard(at)
+            with self.known.lock:
+                self.known.labelling.discard(at)
 
     # ---- for the other ranks -------------------------------------------------------------------------------
 
