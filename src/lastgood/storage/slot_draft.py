@@ -22,7 +22,7 @@ class Draft:
     dirty: bool = True
     """whether a file was added since the last sync of the slot; then a commit syncs it first"""
     doubtful: bool = False
-    """whether the slot is to be free once no commit of the folder can exist: its commit failed or has an unknown outcome,
+    """whether the slot is free once no commit of the folder can exist: its commit failed or has an unknown outcome,
     or the folder is being deleted"""
     turn: threading.Lock = field(default_factory=threading.Lock)
     """held while a record is written into the slot, so that records are written one after the other"""
