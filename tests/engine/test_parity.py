@@ -542,6 +542,13 @@ def test_any_set_of_cells_as_large_as_the_parity_can_be_lost(data, parity, engin
         assert list(map(bytes, code.decode(left))) == cells, gone
 
 
+def test_decoding_from_too_few_cells_is_refused_by_their_number(engine):
+    """The decoder ended in a bare StopIteration, which ended the generator around it as if it were complete."""
+    code, cells = Code(3, 2), {number: memoryview(bytes(64)) for number in (0, 4)}
+    with pytest.raises(BeyondRepair, match="2 cells of a code word are left, and 3 are needed"):
+        code.decode(cells)
+
+
 @pytest.mark.parametrize(
     ("count", "short"),
     [pytest.param(3, 0, id="too few"), pytest.param(11, 0, id="too many"), pytest.param(10, 1, id="one is short")],

@@ -151,9 +151,9 @@ def test_a_forked_process_inherits_no_pages_of_an_arena():
     """A fork did not have the addresses either, mapped something else there, and lost it again as it dropped the arena
     that it had inherited: savers that were forked ended by SIGSEGV."""
     arena = Arena(CHUNK_BYTES, CHUNK_BYTES)
-    arena.whole()[0] = 7
+    arena.memory()[0] = 7
     child = os.fork()
     if not child:
-        os._exit(arena.whole()[0])
+        os._exit(arena.memory()[0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert arena.whole()[0] == 7
+    assert arena.memory()[0] == 7

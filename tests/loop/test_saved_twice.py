@@ -193,6 +193,23 @@ def test_saving_a_step_twice_requires_the_same_state(tmp_path: Path, fused: bool
         ckpt.save(2)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_saving_a_step_twice_compares_the_optimizer_state(tmp_path: Path, training: bool) -> None:
+    """A warm-up begins with a rate of 0: a step changed AdamW's moments only, and save(1) returned the old save."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        first = ckpt.save(1)
+        if not training:
+            assert ckpt.save(1, milestone=True).result().id == first.result().id
+            return
+        optimizer.step()
+        with pytest.raises(errors.StepTaken, match=r"the state has changed since: optimizer\.state\."):
+            ckpt.save(1, milestone=True)
+
+
 def trained_state() -> dict:
     """Model, optimizer and values of a loop that has made one step; bit for bit the same each time."""
     torch.manual_seed(1)

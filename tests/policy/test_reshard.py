@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lastgood.engine.scatter import Scatter, Target
 from lastgood.errors import ManifestInvalid
-from lastgood.format.boxes import Box, everything, overlap, run_of
+from lastgood.format.boxes import Box, contiguous_range, everything, overlap
 from lastgood.policy import reshard
 from lastgood.policy.reshard import Held, shares
 from lastgood.records import Extent, Manifest, Piece
@@ -135,7 +135,7 @@ def test_a_byte_range_matches_row_major_memory(cuts):
         if part is None:
             continue
         places = np.arange(outer.elements).reshape(outer.shape)[slices(outer, part)].reshape(-1)
-        run = run_of(outer, part)
+        run = contiguous_range(outer, part)
         assert (run is not None) == (list(places) == list(range(places[0], places[0] + len(places))))
         if run is not None:
             assert run == (places[0], len(places))

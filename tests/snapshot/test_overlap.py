@@ -73,7 +73,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Copies begin only once it is set. The fence sets it too, because a wait there must end."""
     monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     opened = threading.Event()
-    fill, hold = staging.Snapshot.fill, staging.Snapshot.hold
+    fill, wait = staging.Snapshot.fill, staging.Snapshot.wait_for_copies
 
     def held(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
         assert opened.wait(60)
@@ -81,10 +81,10 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def arrived(self: staging.Snapshot) -> None:
         opened.set()
-        hold(self)
+        wait(self)
 
     monkeypatch.setattr(staging.Snapshot, "fill", held)
-    monkeypatch.setattr(staging.Snapshot, "hold", arrived)
+    monkeypatch.setattr(staging.Snapshot, "wait_for_copies", arrived)
     yield opened
     opened.set()
 

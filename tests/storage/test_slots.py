@@ -430,6 +430,21 @@ def test_a_record_whose_sync_failed_is_not_committed_by_a_later_one(tmp_path):
             again()
 
 
+@pytest.mark.parametrize(("number", "error"), [(errno.EIO, TierDown), (errno.ENOSPC, NoSpace)])
+def test_a_slot_whose_write_failed_is_not_written_again(tmp_path, number, error):
+    """After an msync that failed, the other writers of the save went on, and each called msync on the same file."""
+    trainer = Trainer(tmp_path, files := FaultyFiles())
+    upload = trainer.tier.create("gen/000000000009-0000000a/x", 8192)
+    files.inject(Fault("write", "*/00", errno=number))
+    with pytest.raises(error):
+        upload.write_at(memoryview(bytes(4096)), 0)
+    files.clear()
+    files.calls.clear()
+    with pytest.raises(error, match="earlier write or sync"):
+        upload.write_at(memoryview(bytes(4096)), 4096)
+    assert not [one for one in files.calls if one.operation == "write"]
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("again", [False, True], ids=["first", "growing"])
 def test_every_slot_has_its_space_before_the_first_byte_is_written(tmp_path, number, again):

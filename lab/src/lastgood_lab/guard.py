@@ -126,7 +126,7 @@ class _Bench:
         return lambda: _timed(verify, self._size)
 
     def _read(self) -> None:
-        folder, page = layout.folder(self._generation.id), self._arena.whole()
+        folder, page = layout.folder(self._generation.id), self._arena.memory()
         for blob in self._manifest.blobs:
             for one in (layout.extent_of(blob, index) for index in range(len(blob.chunks))):
                 where = Extent(blob=f"{folder}/{one.blob}", offset=one.offset, length=one.length)
@@ -142,16 +142,16 @@ class _Bench:
         return {**timing, "parity_bytes": written[0]}
 
     def _repair(self) -> dict[str, Any]:
-        spare = parity.find(self._tier, self._generation.id)
-        if spare is None:
+        usable = parity.find(self._tier, self._generation.id)
+        if usable is None:
             self._protect()
-            spare = parity.find(self._tier, self._generation.id)
-        assert spare is not None
+            usable = parity.find(self._tier, self._generation.id)
+        assert usable is not None
         path = self._folder / "run" / layout.folder(self._generation.id) / layout.blob_name(0)
         with path.open("r+b") as file:
             file.seek(self._size // 2)
             file.write(bytes(self._size // 10))
-        return _timed(lambda: parity.rebuild(self._tier, spare, self._workers), self._size)
+        return _timed(lambda: parity.rebuild(self._tier, usable, self._workers), self._size)
 
 
 def _timed(work: Callable[[], object], count: int) -> dict[str, Any]:

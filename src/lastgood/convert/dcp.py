@@ -47,7 +47,7 @@ from torch.futures import Future
 from ..engine.arena import Arena
 from ..errors import ManifestInvalid, MissingBlob, NotARun, Refused, StepDiffers, TimedOut
 from ..format import commit, layout
-from ..format.boxes import Box, Stored
+from ..format.boxes import Box, StoredPiece
 from ..format.layout import Tensor
 from ..limits import CHUNK_BYTES, WORKERS
 from ..policy import reshard
@@ -309,7 +309,7 @@ class _Content:
         return dcp.Metadata(entries, planner_data=self._paths or {name: (name,) for name in entries})
 
     def read(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        wanted: dict[tuple[int, str], tuple[Stored, list[ReadItem]]] = {}
+        wanted: dict[tuple[int, str], tuple[StoredPiece, list[ReadItem]]] = {}
         for item in items:
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, self._bytes(item.storage_index.fqn))
@@ -324,7 +324,7 @@ class _Content:
                 for item in of_piece:
                     _fill(planner, item, one, data)
 
-    def _stored(self, index: dcp.MetadataIndex) -> Stored:
+    def _stored(self, index: dcp.MetadataIndex) -> StoredPiece:
         stored = self._tensors[index.fqn].stored
         offset = tuple(index.offset) if index.offset is not None else stored[0].box.offsets
         return next(one for one in stored if one.box.offsets == offset)
@@ -347,7 +347,7 @@ def kept_values(content: Content) -> tuple[dict[str, Any], dict[str, tuple[Any, 
     return kept, paths
 
 
-def _fill(planner: LoadPlanner, item: ReadItem, one: Stored, data: bytearray) -> None:
+def _fill(planner: LoadPlanner, item: ReadItem, one: StoredPiece, data: bytearray) -> None:
     """Copy the part of a stored piece that `item` asks for into the planner's tensor."""
     source = tensors.from_buffer(data, one.piece.dtype, one.piece.shape)
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):

@@ -78,7 +78,7 @@ class Arena:
         with self._changed:
             self._changed.notify_all()
 
-    def whole(self) -> memoryview:
+    def memory(self) -> memoryview:
         """All of the memory, for a caller that uses the arena alone. No chunk may be on loan."""
         assert self.idle, "a lease is out"
         return self._view

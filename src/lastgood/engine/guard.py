@@ -1,6 +1,7 @@
 """The guard: finds what is wrong with a generation, and where. It reads past the page cache and changes nothing.
 
-It has five layers. They detect different faults, so each one checks everything, whatever the others have found:
+It has five layers. They detect different faults, so each one checks everything, whatever the others have found. Of a
+file that is too short, only the header and the first tensor that is cut off are checked:
 
     layer       what is checked                                     what it detects
     structure   each file exists and is valid by itself             a lost file, a damaged header
@@ -90,7 +91,8 @@ class Examination:
             return commit.read_manifest(self._tier, self._generation, seal.rank, self._listing)
         except Damaged as error:
             first = error
-        if first.blob.rpartition("/")[2] == seal.manifest:  # otherwise `read` reports it: a fault of a tensor file
+        # `read_manifest` also checks the lengths of the tensor files; `read` reports a wrong one.
+        if first.blob.rpartition("/")[2] == seal.manifest:
             self._report(layer_of(first), first)
         name = f"{self._folder}/{seal.manifest}"
         length = self._listing.get(seal.manifest)
@@ -98,7 +100,7 @@ class Examination:
             return None
         try:
             data = read_file.some(self._tier, name, length)
-            manifest = layout.decode(bytes(data), Manifest, name, believe=True)
+            manifest = layout.decode(bytes(data), Manifest, name, check_digest=False)
             ranks = self._generation.commit.world.ranks
             validation.validate_manifest(manifest, self._generation.id, seal.rank, ranks)
         except Damaged as error:
@@ -112,7 +114,7 @@ class Examination:
     def read(self, manifest: Manifest, blob: Blob, lend: Lend, readers: Executor) -> Generator[None, None, None]:
         """Read and check one tensor file; yields before each chunk, so that the caller can pause or stop.
 
-        Memory is borrowed only if the file is as long as the manifest states. Raises Unreadable and Unavailable.
+        Memory is borrowed only if the file is at least as long as the manifest states. Raises Unreadable, Unavailable.
         """
         name = f"{self._folder}/{blob.name}"
         length = self._listing.get(blob.name)
@@ -150,7 +152,7 @@ class _BlobCheck(read_file.Check):
         self._left = iter(self.parts)
         self._finite = {at for at, one in enumerate(self.pieces) if one.finite and "finite" in layers}
         self._as_written = "digests" in layers
-        """whether all chunks so far agree with their digests"""
+        """whether no byte of the generation was found to differ from its digest so far"""
         self._not_finite: list[Piece] = []
         self._differing: list[Piece] = []
 
@@ -173,7 +175,7 @@ class _BlobCheck(read_file.Check):
             if "contents" in self._layers:
                 self.see_contents(block)
             while place < len(parts):
-                tensor, _, at, length = parts[place]
+                tensor, _, at, length = parts[place]  # `tensor` is -1 for the header (layout.Segment)
                 part = data[max(at, low) : min(at + length, high)]  # guard: finite-check-covers-blocks
                 # guard: finite-check-on-verify
                 if tensor in self._finite and not_finite(self.pieces[tensor].dtype, part):
@@ -185,7 +187,10 @@ class _BlobCheck(read_file.Check):
         return hasher.hexdigest() if "digests" in self._layers else ""
 
     def report(self, data: memoryview, damaged: bool) -> None:
-        """Report what was found in this chunk. `damaged`: whether a part of the file differs from its digest."""
+        """Report what was found in this chunk.
+
+        `damaged`: whether any file or record of the generation was found to differ from its digest.
+        """
         self._as_written &= not damaged
         self.see_header(data)
         for piece in self._not_finite:

@@ -1,7 +1,7 @@
 """Parity: writes the redundancy of a verified generation, and rebuilds damaged files from it.
 
 Invariants
-  1. Parity is never the truth: a rebuilt file is put in place only if every digest of the manifest agrees with it.
+  1. Parity is never the truth: a rebuilt file is put in place only if the manifest's digests of all its chunks agree.
   2. A damaged file is not changed until its replacement is durable, read back and found good; then it is renamed over.
   3. A parity file counts only once its record exists, which is written after its cells are durable.
 Limits: a row may lose as many cells as it has parity cells; of manifest and commit, one copy must be left
@@ -90,7 +90,7 @@ def protect(
             undo.callback(uploads[index].abort)  # guard: failed-parity-aborted
         with contextlib.closing(read_rows(tier, folder, grid, algorithm, cells, readers)) as rows:
             sums = _write_cells(folder, rows, code, grid.cell_bytes, algorithm, uploads, stop)
-        tail = Arena(len(copy), len(copy)).whole()
+        tail = Arena(len(copy), len(copy)).memory()
         tail[: len(copy)] = copy  # guard: parity-carries-manifest-copy
         for upload in uploads:
             upload.write_at(tail, grid.file_bytes)
@@ -125,16 +125,16 @@ def _write_cells(
 ) -> list[list[str]]:
     """Compute and write the parity cells of every row, one to each upload; returns their digests for each upload."""
     sums: list[list[str]] = [[] for _ in uploads]
-    page = Arena(cell_bytes, cell_bytes).whole()  # writes need page-aligned memory
+    page = Arena(cell_bytes, cell_bytes).memory()  # writes need page-aligned memory
     for row, found in rows:
         if stop():  # guard: parity-can-be-cancelled
             raise Cancelled("writing parity was cancelled")
-        whole = [one for one in found if one is not None]
-        if len(whole) < len(found):
+        intact = [one for one in found if one is not None]
+        if len(intact) < len(found):
             raise SumMismatch(
                 f"{folder}: a cell of the tensor files does not agree with the digest of its earlier reading"
             )
-        for upload, digests, cell in zip(uploads, sums, code.encode(whole), strict=True):
+        for upload, digests, cell in zip(uploads, sums, code.encode(intact), strict=True):
             digests.append(digest(algorithm, cell))  # guard: parity-cell-digests
             page[:] = cell
             upload.write_at(page, row * cell_bytes)
@@ -149,12 +149,12 @@ def clear(tier: Tier, folder: str) -> None:
             tier.delete(f"{folder}/{name}")
 
 
-def whole(
+def complete(
     tier: Tier, generation: Generation, manifest: Manifest, code: Code, stop: Callable[[], bool] = lambda: False
 ) -> bool:
     """Whether the parity is complete and agrees with its digests. Raises Cancelled after `stop()`."""
-    folder, seal, spare = layout.folder(generation.id), generation.commit.seals[0], find(tier, generation.id)
-    kept = spare.records if spare is not None and spare.generation.root == generation.root else []
+    folder, seal, usable = layout.folder(generation.id), generation.commit.seals[0], find(tier, generation.id)
+    kept = usable.records if usable is not None and usable.generation.root == generation.root else []
     if [(one.index, one.data, one.parity) for one in kept] != [(n, code.data, code.parity) for n in range(code.parity)]:
         return False
     for record in kept:
@@ -173,7 +173,7 @@ def whole(
 # ---- rebuilding ------------------------------------------------------------------------------------------------
 
 
-class Spare(NamedTuple):
+class UsableParity(NamedTuple):
     """The usable parity of a generation."""
 
     generation: Generation
@@ -189,7 +189,7 @@ class Spare(NamedTuple):
         return Code(self.records[0].data, self.records[0].parity)
 
 
-def find(tier: Tier, at: GenerationId) -> Spare | None:
+def find(tier: Tier, at: GenerationId) -> UsableParity | None:
     """The usable parity of a generation; None if there is no valid record.
 
     If the commit can be read, only records with this commit are used. If it is lost or damaged, its copies in the
@@ -218,23 +218,25 @@ def find(tier: Tier, at: GenerationId) -> Spare | None:
     if len(copy.seals) != 1 or copy.seals[0].length != first.manifest_bytes:  # guard: seal-matches-manifest-copy
         return None
     records = [first, *(one for one in others if one.alike(first))]  # guard: only-agreeing-parity-records
-    return Spare(Generation(commit=copy, root=first.root), text, sorted(records, key=lambda one: one.index))
+    return UsableParity(Generation(commit=copy, root=first.root), text, sorted(records, key=lambda one: one.index))
 
 
-def rebuild(tier: Mendable, spare: Spare, readers: Executor, stop: Callable[[], bool] = lambda: False) -> list[str]:
+def rebuild(
+    tier: Mendable, usable: UsableParity, readers: Executor, stop: Callable[[], bool] = lambda: False
+) -> list[str]:
     """Replace every file of a generation that is not as committed; returns the names of these files.
 
     The tensor files are replaced first and the commit last, so that no reader takes the generation for complete before
     it is. Raises BeyondRepair, which states how much more was lost than parity can replace; Cancelled after `stop()`,
-    which is polled while the damage is determined; SumMismatch if a rebuilt file does not read back; NoSpace,
-    NotWritable, TierDown. A file that could not be rebuilt is unchanged.
+    which is polled while the damage is determined; SumMismatch, Truncated or MissingBlob if a rebuilt file does not
+    read back; NoSpace, NotWritable, TierDown. A file that could not be rebuilt is unchanged.
     """
-    generation, folder = spare.generation, layout.folder(spare.generation.id)
+    generation, folder = usable.generation, layout.folder(usable.generation.id)
     seal = generation.commit.seals[0]
-    records = {seal.manifest: _manifest(tier, spare), layout.COMMIT: spare.commit}  # guard: repair-writes-commit-last
+    records = {seal.manifest: _manifest(tier, usable), layout.COMMIT: usable.commit}  # guard: repair-writes-commit-last
     manifest = layout.decode(records[seal.manifest], Manifest, f"{folder}/{seal.manifest}")
     validation.validate_manifest(manifest, generation.id, 0)
-    lost = _lost(tier, generation, manifest, spare, readers, stop)
+    lost = _lost(tier, generation, manifest, usable, readers, stop)
     done = _write(tier, generation, manifest, lost, readers) if lost is not None else []
     for name, data in records.items():
         if tier.list(folder).get(name) != len(data) or _stored(tier, folder, name, len(data)) != data:
@@ -243,18 +245,18 @@ def rebuild(tier: Mendable, spare: Spare, readers: Executor, stop: Callable[[], 
     return done
 
 
-def _manifest(tier: Tier, spare: Spare) -> bytes:
+def _manifest(tier: Tier, usable: UsableParity) -> bytes:
     """The manifest that was sealed, from its file or from a copy in a parity file. Raises BeyondRepair."""
-    folder, seal = layout.folder(spare.generation.id), spare.generation.commit.seals[0]
+    folder, seal = layout.folder(usable.generation.id), usable.generation.commit.seals[0]
     places = [(seal.manifest, 0)]
     # guard: manifest-copies-in-parity
-    places += [(parity_layout.parity_name(0, one.index), len(one.sums) * one.cell_bytes) for one in spare.records]
+    places += [(parity_layout.parity_name(0, one.index), len(one.sums) * one.cell_bytes) for one in usable.records]
     for name, offset in places:
         data = _stored(tier, folder, name, seal.length, offset)
-        if digest(spare.records[0].digest, data) == seal.digest:  # guard: repaired-manifest-matches-seal
+        if digest(usable.records[0].digest, data) == seal.digest:  # guard: repaired-manifest-matches-seal
             return data
     raise BeyondRepair(
-        f"{folder}/{seal.manifest} and all {len(spare.records)} copies of it are damaged", safe="Nothing was changed."
+        f"{folder}/{seal.manifest} and all {len(usable.records)} copies of it are damaged", safe="Nothing was changed."
     )
 
 
@@ -276,13 +278,13 @@ def _lost(
     tier: Tier,
     generation: Generation,
     manifest: Manifest,
-    spare: Spare,
+    usable: UsableParity,
     readers: Executor,
     stop: Callable[[], bool],
 ) -> _Lost | None:
     """Read every cell; returns what is damaged, or None. Raises BeyondRepair, Cancelled."""
-    folder, first = layout.folder(generation.id), spare.records[0]
-    grid, records = parity_layout.grid_of(first, manifest.blobs, folder), spare.records
+    folder, first = layout.folder(generation.id), usable.records[0]
+    grid, records = parity_layout.grid_of(first, manifest.blobs, folder), usable.records
     rows: dict[int, list[int]] = {}
     with contextlib.closing(read_rows(tier, folder, grid, manifest.digest, first.cells, readers)) as all_rows:
         for row, found in all_rows:
@@ -311,7 +313,7 @@ def _lost(
             safe="Nothing was changed.",
             todo="A restore uses an older generation; `lastgood gc --damaged` deletes this one.",
         )
-    return _Lost(grid, spare.code, first.cells, blobs, rows, records)
+    return _Lost(grid, usable.code, first.cells, blobs, rows, records)
 
 
 def _write(tier: Mendable, generation: Generation, manifest: Manifest, lost: _Lost, readers: Executor) -> list[str]:
@@ -324,14 +326,14 @@ def _write(tier: Mendable, generation: Generation, manifest: Manifest, lost: _Lo
             tier.delete(f"{folder}/{blob.name}{REBUILT}")  # an earlier repair may have crashed
             uploads[blob.name] = tier.create(f"{folder}/{blob.name}{REBUILT}", blob.length)
             undo.callback(uploads[blob.name].abort)  # guard: failed-rebuild-aborted
-        spare = Arena(grid.cell_bytes, grid.cell_bytes).whole()
+        page = Arena(grid.cell_bytes, grid.cell_bytes).memory()
         with contextlib.closing(read_rows(tier, folder, grid, manifest.digest, lost.cells, readers)) as rows:
             for row, found in rows:
-                for number, cell in zip(grid.row(row), _whole(tier, folder, lost, row, found), strict=True):
+                for number, cell in zip(grid.row(row), _all_cells(tier, folder, lost, row, found), strict=True):
                     if number < len(grid.cells) and grid.cells[number].blob in uploads:
                         extent = grid.cells[number]
-                        spare[:] = cell
-                        uploads[extent.blob].write_at(spare[: round_up(extent.length)], extent.offset)
+                        page[:] = cell
+                        uploads[extent.blob].write_at(page[: round_up(extent.length)], extent.offset)
         for upload in uploads.values():  # guard: rebuild-durable-before-replace
             upload.finish()
         for blob in lost.blobs:
@@ -342,7 +344,9 @@ def _write(tier: Mendable, generation: Generation, manifest: Manifest, lost: _Lo
     return [blob.name for blob in lost.blobs]
 
 
-def _whole(tier: Tier, folder: str, lost: _Lost, row: int, found: Sequence[memoryview | None]) -> Sequence[memoryview]:
+def _all_cells(
+    tier: Tier, folder: str, lost: _Lost, row: int, found: Sequence[memoryview | None]
+) -> Sequence[memoryview]:
     """All data cells of a row, the damaged ones rebuilt. Raises BeyondRepair."""
     known = {number: cell for number, cell in enumerate(found) if cell is not None}
     if len(known) == len(found):
@@ -357,10 +361,10 @@ def _whole(tier: Tier, folder: str, lost: _Lost, row: int, found: Sequence[memor
 
 
 def _need_good(tier: Tier, folder: str, manifest: Manifest, blob: Blob, readers: Executor) -> None:
-    """Check a rebuilt file against every digest of the manifest. Raises SumMismatch, Truncated, MissingBlob."""
+    """Compare each chunk of a rebuilt file with its digest. Raises SumMismatch, Truncated, MissingBlob."""
     copy = msgspec.structs.replace(blob, name=blob.name + REBUILT)
     size = read_file.buffer_bytes([blob])
-    memory = Arena(2 * size, size).whole()
+    memory = Arena(2 * size, size).memory()
     rebuilt = read_file.VerifiedChunks(read_file.RankFiles(tier, folder, manifest), copy)
     with contextlib.closing(read_file.in_order(rebuilt, [memory[:size], memory[size:]], readers)) as chunks:
         for _, error in chunks:
@@ -396,7 +400,7 @@ def _put_back(tier: Mendable, folder: str, name: str, data: bytes) -> None:
     tier.delete(f"{folder}/{name}{REBUILT}")  # guard: stale-record-rebuild-removed
     upload = tier.create(f"{folder}/{name}{REBUILT}", len(data))
     try:
-        page = Arena(len(data), len(data)).whole()
+        page = Arena(len(data), len(data)).memory()
         page[: len(data)] = data
         upload.write_at(page, 0)
         upload.finish()

@@ -26,7 +26,7 @@ def read_rows(
 ) -> Rows:
     """The data cells of each row, in order. The next row is read while the caller processes one."""
     size = grid.cell_bytes
-    memory = Arena(2 * grid.data * size, size).whole()
+    memory = Arena(2 * grid.data * size, size).memory()
 
     def begin(row: int) -> list[Future[memoryview | None]]:
         first = row % 2 * grid.data

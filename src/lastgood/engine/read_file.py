@@ -1,4 +1,6 @@
-"""Verified reads of tensor files: hands out only bytes that agree with their digests, and decides nothing else.
+"""Verified reads of tensor files. `stream` and `tensor` hand out only bytes that agree with their digests.
+
+`RawChunks` and `some` do not verify, and `parts` knows the digest only after the last part; their docstrings say so.
 
 reader threads:    read a chunk -> compare its digest -> Sink.put, part by part
 caller's thread:   chunk by chunk in order: digests of whole tensors -> Sink.done, tensor by tensor
@@ -40,8 +42,8 @@ class Sink(Protocol):
     ======================  =====================================================================================
     put(name, start, data)  a verified part of a tensor, never empty, each byte once; called from any reader thread,
                             by several at once; `data` is valid until it returns
-    done(name)              every part of the tensor was put, and its content digest agrees; called from the
-                            caller's thread
+    done(name)              every part of the tensor was put; if all of its file was read, its content digest agrees.
+                            Called from the caller's thread
     ======================  =====================================================================================
     """
 
@@ -87,8 +89,8 @@ def stream(
     """Hand every tensor of a rank to `sink`, verified, in one reading.
 
     `buffers`: as in `in_order`. `unfit`: records tensors that must be finite and are not; None checks nothing.
-    `wanted`: keys of pieces, or None for all. Chunks in which no wanted piece lies are not read; where some chunks are
-    left out, the digests of the other chunks vouch for the bytes, and not those of whole tensors. `fresh`: read past
+    `wanted`: keys of pieces, or None for all. Chunks without a wanted piece are not read. If a file has such chunks,
+    only the digests of the chunks that are read are checked, and not those of its tensors. `fresh`: read past
     the page cache (the default); without it, the first of several processes that read the same file fills the cache.
     Raises Damaged or Unavailable at the first fault. Nothing is written into the sink once this has ended.
     """
@@ -97,18 +99,18 @@ def stream(
         needed = check.needed(wanted)
         if not needed:
             continue
-        whole = len(needed) == len(blob.chunks)
-        if not whole:
+        reads_all = len(needed) == len(blob.chunks)
+        if not reads_all:
             check.validate(bytes(some(files.tier, f"{files.folder}/{blob.name}", check.header_bytes)))
         chunks = _DeliveredChunks(VerifiedChunks(files, blob, fresh), check, sink, unfit)
         with contextlib.closing(in_order(chunks, buffers, readers, needed)) as found:
             for data, error in found:
                 if error is not None:
                     raise error
-                if whole:
+                if reads_all:
                     for name in check.see(data):  # guard: restore-checks-contents
                         sink.done(name)
-        if not whole and wanted is not None:
+        if not reads_all and wanted is not None:
             for piece in check.pieces:
                 if piece.key in wanted:
                     sink.done(piece.key)
@@ -185,7 +187,7 @@ class _DeliveredChunks:
     def read(self, index: int, buffer: memoryview) -> memoryview:
         data = self._verified.read(index, buffer)
         for tensor, start, at, length in self._check.parts[index]:
-            if tensor >= 0 and length:
+            if tensor >= 0 and length:  # -1 is the header
                 piece, part = self._check.pieces[tensor], data[at : at + length]
                 if self._unfit is not None and piece.finite and not_finite(piece.dtype, part):
                     self._unfit.add(piece.name)  # guard: non-finite-found-on-load
@@ -208,6 +210,8 @@ def in_order(
     flying: deque[tuple[int, memoryview, Future[memoryview]]] = deque()
     order = range(len(chunks.blob.chunks)) if only is None else only
     try:
+        # In turn `number` the chunk that was begun len(buffers) turns ago is handed out, and its buffer is used again.
+        # The last len(buffers) turns begin no chunk.
         for number in range(len(order) + len(buffers)):
             if number >= len(buffers) and flying:
                 index, buffer, job = flying.popleft()
@@ -313,12 +317,14 @@ class Check:
         validation.validate_header(header, self.blob, self.pieces)  # guard: header-validated-on-read
 
     def differs(self, piece: Piece) -> None:
-        """Raise SumMismatch for a tensor that is not what was staged, although its chunks agree with their digests."""
+        """Raise SumMismatch for a tensor whose content digest differs, although its chunks agree with their digests."""
         raise self.content_error(piece, as_written=True)
 
     def content_error(self, piece: Piece, as_written: bool) -> SumMismatch:
         """The error for such a tensor. `as_written`: whether the file is known to hold the bytes that were written."""
-        what = f"{self.blob.name}: the content of tensor {piece.name} differs from the digest taken at staging"
+        what = (
+            f"{self.blob.name}: the content of tensor {piece.name} differs from the digest taken before it was written"
+        )
         if as_written:
             what += ", although the file is as it was written: memory changed it in between"
         return SumMismatch(what, blob=self.blob.name, offset=piece.extent.offset, tensor=piece.name)

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..format.boxes import Box, Part, run_of
+from ..format.boxes import Box, PiecePart, contiguous_range
 from ..format.layout import DTYPES
 
 
@@ -60,7 +60,7 @@ class _Route(NamedTuple):
 class Scatter:
     """Carries out one plan over the files of all ranks. `plan`: each target, and the parts of pieces that fill it."""
 
-    def __init__(self, plan: Iterable[tuple[Target, list[Part]]], into: Targets) -> None:
+    def __init__(self, plan: Iterable[tuple[Target, list[PiecePart]]], into: Targets) -> None:
         self._into = into
         self._routes: dict[tuple[int, str], list[_Route]] = defaultdict(list)
         self._left: Counter[str] = Counter()
@@ -73,7 +73,9 @@ class Scatter:
             size = DTYPES[target.dtype][0] // 8
             for part in parts:
                 box = part.stored.box
-                route = _Route(target, box, part.box, run_of(box, part.box), run_of(target.box, part.box), size)
+                route = _Route(
+                    target, box, part.box, contiguous_range(box, part.box), contiguous_range(target.box, part.box), size
+                )
                 self._routes[part.stored.rank, part.stored.piece.key].append(route)
                 if route.to is None:
                     self._scattered[target.name] = target
@@ -108,12 +110,12 @@ class Scatter:
 
     def done(self, rank: int, key: str) -> None:
         """Finish a piece, all of which was put, and every target that it completes."""
-        whole = self._gathered.pop((rank, key), None)
+        gathered = self._gathered.pop((rank, key), None)
         for route in self._routes.get((rank, key), ()):
             target = route.target
             if route.source is None or route.to is None:
-                assert whole is not None
-                part = _cut(whole, route.piece, route.part, route.element_bytes)
+                assert gathered is not None
+                part = _cut(gathered, route.piece, route.part, route.element_bytes)
                 if route.to is not None:
                     self._put(target, route.to[0] * route.element_bytes, np.ascontiguousarray(part).reshape(-1).data)
                 else:
@@ -142,10 +144,10 @@ class Scatter:
 
     def _gather(self, at: tuple[int, str], length: int, start: int, data: memoryview) -> None:
         with self._lock:
-            whole = self._gathered.get(at)
-            if whole is None:
-                whole = self._gathered[at] = np.empty(length, np.uint8)
-        np.copyto(whole[start : start + len(data)], np.frombuffer(data, np.uint8))
+            gathered = self._gathered.get(at)
+            if gathered is None:
+                gathered = self._gathered[at] = np.empty(length, np.uint8)
+        np.copyto(gathered[start : start + len(data)], np.frombuffer(data, np.uint8))
 
 
 class _RankSink:

@@ -37,25 +37,25 @@ def overlap(one: Box, other: Box) -> Box | None:
     return Box(low, shape) if all(size > 0 for size in shape) else None
 
 
-def run_of(outer: Box, part: Box) -> tuple[int, int] | None:
+def contiguous_range(outer: Box, part: Box) -> tuple[int, int] | None:
     """The first element and the number of elements of `part` in the row-major order of `outer`.
 
     None if the elements of `part` are not contiguous there.
     """
-    offset, inside = 0, 1
-    broken = False
+    offset, inside = 0, 1  # elements of `outer` in one index of the dimension at hand
+    partial = False  # whether `part` covers a later dimension in part; then it must have one index in the others
     for start, size, begin, all_of in zip(
         reversed(part.offsets), reversed(part.shape), reversed(outer.offsets), reversed(outer.shape), strict=True
     ):
-        if broken and size != 1:
+        if partial and size != 1:
             return None
         offset += (start - begin) * inside
         inside *= all_of
-        broken |= size != all_of
+        partial |= size != all_of
     return offset, part.elements
 
 
-class Stored(NamedTuple):
+class StoredPiece(NamedTuple):
     """A stored piece, the rank whose file holds it, and its box in the tensor."""
 
     rank: int
@@ -63,8 +63,8 @@ class Stored(NamedTuple):
     box: Box
 
 
-class Part(NamedTuple):
+class PiecePart(NamedTuple):
     """The part of a stored piece that goes to a target; `box` is a box of the tensor."""
 
-    stored: Stored
+    stored: StoredPiece
     box: Box

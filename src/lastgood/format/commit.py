@@ -3,8 +3,8 @@
     blobs durable -> manifest durable -> every rank sealed -> COMMIT created     <- the generation exists from here on
      write_file        seal                the caller           publish
 
-    GOING durable -> COMMIT removed, durably -> everything else removed          <- it does not exist once COMMIT is
-                            retire                                                  removed
+    GOING durable -> COMMIT removed, durably -> other files removed -> GOING removed      <- ended by COMMIT's removal
+                                retire
 
 Invariants
   1. A COMMIT names only manifests, and a manifest only extents, that were durable before it was created.
@@ -84,7 +84,10 @@ def publish(tier: Tier, commit: Commit, algorithm: str) -> Generation:
 
 
 def confirm(tier: Tier, at: GenerationId) -> None:
-    """Make a visible commit record durable: its writer may have crashed before the record was durable."""
+    """Make a visible commit record durable: its writer may have crashed before the record was durable.
+
+    `put_new` of the bytes that a record has already writes nothing, and syncs the record and its name.
+    """
     name = f"{layout.folder(at)}/{layout.COMMIT}"
     tier.put_new(name, _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT)))
 

@@ -1,6 +1,7 @@
 """Bytes <-> records, file names, and the layout of a tensor file. Pure: reads and writes nothing.
 
-A record that `decode` returns agrees with its own digest; validation.py checks its fields. See docs/format.md.
+A record that `decode` returns agrees with its own digest, unless the caller has asked not to check it; validation.py
+checks its fields. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -150,17 +151,17 @@ def encode(record: Record, algorithm: str = "xxh3_128") -> bytes:
     return b'{"digest":"%s:%s","record":%s}\n' % (algorithm.encode(), digest(algorithm, body).encode(), body)
 
 
-def decode(data: bytes, kind: type[T], where: str, *, believe: bool = False) -> T:
+def decode(data: bytes, kind: type[T], where: str, *, check_digest: bool = True) -> T:
     """The record in an envelope whose digest agrees. `where`: the name of the file, for messages.
 
-    `believe` (default False) skips the digest, so that the guard can examine what a damaged record says. Raises
+    With `check_digest=False` the digest is not compared, so that the guard can examine a damaged record. Raises
     SumMismatch, ManifestInvalid, or UnknownFormat if a newer version wrote the record.
     """
     found = _ENVELOPE.match(data)
     if not found or not data.endswith(b"}\n") or found[1].decode() not in ALGORITHMS:  # guard: record-envelope-form
         raise SumMismatch(f"{where} is not a record of this package", blob=where)
     body = data[found.end() : -2]
-    if not believe and digest(found[1].decode(), body) != found[2].decode():  # guard: record-digest-checked
+    if check_digest and digest(found[1].decode(), body) != found[2].decode():  # guard: record-digest-checked
         raise SumMismatch(f"{where} differs from its own digest", blob=where)
     try:
         version = msgspec.json.decode(body, type=_Version).format
@@ -232,7 +233,7 @@ class Image(NamedTuple):
 def images(
     tensors: Iterable[Tensor], rank: int = 0, header_limit: int = HEADER_LIMIT_BYTES, first: int = 0
 ) -> list[Image]:
-    """Lay tensors out in as few safetensors files as the limit of the header allows.
+    """Lay tensors out in safetensors files, a new one where the header of a file might exceed its limit.
 
     `first` (default 0): the number of files that the rank has already. Within a file the tensors with wide elements
     come first, so that every tensor is aligned to its element; then they are sorted by name. Raises Unstorable for the

@@ -28,8 +28,8 @@ from ..limits import (
 from ..records import Blob, Extent, Parity
 
 ROWS = 64
-"""the least number of rows, unless that needs cells below a page: damage in several places of a small state then
-affects several rows"""
+"""a small state has about this many rows, so that damage in several places affects different rows; fewer where
+cells are rounded up to whole pages"""
 
 
 def parsed(text: str) -> tuple[int, int]:
@@ -99,7 +99,10 @@ def _cell_bytes(blobs: Sequence[Blob], data: int) -> int:
 
 
 def parity_name(rank: int, index: int) -> str:
-    """The name of the parity file `index`, which holds one parity cell of every row."""
+    """The name of the parity file `index`, which holds one parity cell of every row.
+
+    `rank` is 0: only generations that one process saved have parity.
+    """
     return f"r{rank:05d}.parity-{index}"
 
 

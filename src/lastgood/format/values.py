@@ -20,12 +20,12 @@ one key, the tag:
     {"!timezone": [timedelta, name or null]}                      {"!ZoneInfo": ["Europe/Berlin"]}
     {"!PosixPath": ["a/b"]}             and "!WindowsPath", "!PurePosixPath", "!PureWindowsPath"
 
-A dtype is a string such as "<f4"; {"fields": [[name, offset, dtype], ...], "itemsize": bytes, "aligned": bool} for
-structures; {"base": dtype, "shape": [...]} for subarrays. The factory of a defaultdict is the name of a builtin type of
-FACTORIES; a defaultdict with any other factory is refused, because a function cannot be stored.
+A dtype is a string such as "<f4" ("U" or "S" for a scalar of text or bytes); {"fields": [[name, offset, dtype], ...],
+"itemsize": bytes, "aligned": bool} for structures; {"base": dtype, "shape": [...]} for subarrays. The factory of a
+defaultdict is the name of a builtin type of FACTORIES; any other is refused, because a function cannot be stored.
 
-Only exact types are stored. A subclass, which would be restored as another type, is refused by name unless the hook
-encodes it. Containers nest up to DEPTH_LIMIT levels deep, so a state that contains itself is refused too.
+Of types outside numpy only exact ones are stored: a subclass, which would be restored as another type, is refused by
+name unless the hook encodes it. Containers nest up to DEPTH_LIMIT levels, so a state that contains itself is refused.
 
 A name is the path from the key of the state, joined with dots. In a key of a dict, "%" is written %25, "." is %2E and
 a lone surrogate as its bytes likewise; a key that is not a string is written as its repr.
@@ -67,11 +67,11 @@ LEFT_OUT: Final = _LeftOut.LEFT_OUT
 """stands in place of what a filter has left out"""
 
 EncodeHook = Callable[[Any, str, Callable[[Any, str], Any]], Any]
-"""(object, path, encode of a part) -> tagged JSON, LEFT_OUT or NotImplemented"""
+"""(object, its path, a function that encodes a part of it) -> tagged JSON, LEFT_OUT or NotImplemented"""
 WholeHook = Callable[[Any, str, Callable[[], Any]], Any]
-"""(dict, list or tuple, path, encode it) -> its JSON; a hook that has the JSON already need not encode again"""
+"""(container, its path, a function that encodes it) -> its JSON, which the hook may have kept from an earlier call"""
 DecodeHook = Callable[[str, Any, Callable[[Any], Any]], Any]
-"""(tag, body, decode of a part) -> object or NotImplemented"""
+"""(tag, its body, a function that decodes a part) -> object or NotImplemented"""
 
 
 # ---- names -----------------------------------------------------------------------------------------------------
@@ -150,10 +150,10 @@ def encode(
     """`obj`, named `path`, as a tree that `msgspec.json` stores unchanged; LEFT_OUT if no name in it is wanted.
 
     `leaf(obj, path, inner)` is called for types that are not in the table and returns `{"!tag": body}`, LEFT_OUT or
-    NotImplemented; `inner(part, path)` encodes the parts of `obj`. It is not called for members of sets and keys of
-    dicts. `whole(obj, path, walk)` is called for each dict, list and tuple, and returns what `walk()` returns. `names`
-    (default: all) selects by name. Raises Unstorable, by name, for types that neither the table nor `leaf` handles, for
-    two entries of one name, and for nesting deeper than DEPTH_LIMIT.
+    NotImplemented; `inner(part, path)` encodes the parts of `obj`. It is not called for members of sets, keys of dicts,
+    counts of a Counter and parts of types such as datetime. `whole(obj, path, walk)` is called for each dict,
+    OrderedDict, list and tuple; returns what `walk()` returns. `names` (default: all): those wanted. Raises Unstorable
+    for types that neither the table nor `leaf` handles, two entries of one name, and nesting deeper than DEPTH_LIMIT.
     """
     return _Encoder(leaf, names, whole).tree(obj, path, 0)
 
@@ -323,8 +323,8 @@ def decode(json: Any, leaf: DecodeHook = nothing) -> Any:
     """The object that `encode` made this JSON from, with LEFT_OUT in place of what was left out of a list.
 
     `leaf(tag, body, inner)` is called for tags that are not in the table; `inner(part)` decodes what the `inner` of
-    `encode`'s hook has encoded. Raises ManifestInvalid for anything that `encode` does not write, Refused for a time
-    zone that this machine does not know, and nothing else.
+    `encode`'s hook has encoded. Accepts some JSON that `encode` writes in another form, such as unsorted keys. Raises
+    ManifestInvalid for all other JSON, Refused for a time zone that this machine does not know, and nothing else.
     """
     return _Decoder(leaf).tree(json, 0)
 

@@ -1,7 +1,9 @@
 """The file system. Only this module calls fsync, rename, link and F_FULLFSYNC, and opens files with O_DIRECT.
 
-Every method is one system call, or a few that belong together. Nothing is retried. An fsync that failed is never called
-again: on ext4, xfs and btrfs the second call reports success although the data is lost.
+Every method is one system call, or a few that belong together. Nothing is retried. An open file whose fsync failed is
+not synced again: on ext4, xfs and btrfs the second call reports success although the data is lost. A file that is
+opened again has no memory of the failure, so callers give up such a file and write a new one (mapped.py adds msync, to
+which the same applies).
 """
 
 from __future__ import annotations
@@ -118,7 +120,8 @@ class PosixFiles:
 
 
 def _close(fd: int) -> None:
-    # The descriptor is closed even if close fails, and the sync before it has reported every error of the data.
+    # The descriptor is closed even if close fails. No error of written data is lost: data that must be durable was
+    # synced before, and the sync reported it.
     with contextlib.suppress(OSError):
         os.close(fd)
 
@@ -205,7 +208,8 @@ class Lock:
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:
-            # A process that is being started has a copy of the descriptor until its exec; this unlocks the copy too.
+            # A child that subprocess has forked without running the hooks of os.fork holds a copy of the descriptor
+            # until its exec. Closing ours would leave that copy locked; LOCK_UN releases the lock of all copies.
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
             _close(fd)

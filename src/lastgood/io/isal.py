@@ -95,10 +95,12 @@ def invert(isal: ctypes.CDLL, matrix: np.ndarray) -> np.ndarray:
 def systematic(isal: ctypes.CDLL, data: int, parity: int) -> np.ndarray:
     """The parity rows of zfec's generator matrix: uint8 [parity, data].
 
-    Row 0 of zfec's Vandermonde matrix is (1, 0, 0, ...), row i + 1 holds the powers of 2^i. The matrix is multiplied by
-    the inverse of its first `data` rows, so that data cells are part of the code word (zfec 1.x, fec.c, `fec_new`).
+    Sums and products are those of the field GF(2^8), whose elements are the bytes: a sum is an exclusive or, and a
+    product is one of polynomials modulo POLYNOMIAL. Row 0 of zfec's Vandermonde matrix is (1, 0, 0, ...), row i + 1
+    holds the powers of 2^i. The matrix is multiplied by the inverse of its first `data` rows. This makes its first
+    rows the unit matrix, so that the data cells are part of the code word (zfec 1.x, fec.c, `fec_new`).
     """
-    powers = [1]
+    powers = [1]  # powers[n] is 2^n in the field; 2^255 is 1 again
     while len(powers) < 255:
         double = powers[-1] << 1
         powers.append(double ^ POLYNOMIAL if double & 0x100 else double)

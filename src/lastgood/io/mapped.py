@@ -23,7 +23,8 @@ from ..ports import OpenMode
 from .files import PosixFile, PosixFiles, _close
 
 _MS_SYNC = 0x10 if sys.platform == "darwin" else 4
-_MAP_SYNC = 0x03 | 0x80000  # MAP_SHARED_VALIDATE | MAP_SYNC: mmap fails unless flushed stores are durable
+_MAP_SYNC = 0x03 | 0x80000  # MAP_SHARED_VALIDATE | MAP_SYNC
+"""mmap fails unless a store is durable, without fsync, once it is flushed from the processor's caches"""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -37,7 +38,7 @@ class Pmem:
             library = ctypes.CDLL("libpmem.so.1")
         except OSError as error:
             raise Refused(
-                f"this directory is on persistent memory, and libpmem is not installed: {error}",
+                f"writes to persistent memory need libpmem, which cannot be loaded: {error}",
                 safe="Nothing was touched.",
                 todo='Install it (Debian, Ubuntu: apt-get install libpmem1), or use persist="direct".',
             ) from error
@@ -51,7 +52,8 @@ class MappedFiles(PosixFiles):
     """`ports.Files` that maps the files which are overwritten.
 
     `root`: an existing directory; it is tested for persistent memory. `pmem=True` uses the stores of persistent memory
-    in any case, as tests do on tmpfs, where nothing is durable.
+    in any case, as tests do on tmpfs, where nothing is durable. Raises Refused if these stores are to be used and
+    libpmem is not installed.
     """
 
     def __init__(self, root: str, pmem: bool = False) -> None:
@@ -65,14 +67,18 @@ class MappedFiles(PosixFiles):
 
 
 class MappedFile(PosixFile):
-    """`ports.File` over a mapping of a whole file. It closes `file`. The buffers to write must be writable memory."""
+    """`ports.File` over a mapping of a whole file. It closes `file`. The buffers to write must be writable memory.
+
+    `pmem`: the stores to write with; None writes by copies and msync. `durable_stores`: whether the medium makes these
+    stores durable, so that only a change of the length needs an fsync.
+    """
 
     def __init__(self, file: PosixFile, pmem: Pmem | None, durable_stores: bool) -> None:
         super().__init__(file._fd, file._path, in_place=True)
         self._pmem, self._durable_stores = pmem, durable_stores
         self._memory: mmap.mmap | None = None
         self._address = self._length = 0
-        self._grown = False
+        self._resized = False
         self._mapping = threading.Lock()
 
     def write_at(self, mv: memoryview, offset: int) -> int:
@@ -93,14 +99,16 @@ class MappedFile(PosixFile):
 
     def reserve(self, length: int) -> None:
         self._unmap()
+        self._resized = True
         super().reserve(length)
 
     def resize(self, length: int) -> None:
         self._unmap()
+        self._resized = True
         super().resize(length)
 
     def sync(self) -> None:
-        if self._grown or not self._durable_stores:
+        if self._resized or not self._durable_stores:
             super().sync()
 
     def close(self) -> None:
@@ -119,7 +127,6 @@ class MappedFile(PosixFile):
         if self._memory is not None:
             self._memory.close()
             self._memory = None
-        self._grown = True
 
 
 def on_pmem(folder: str) -> bool:

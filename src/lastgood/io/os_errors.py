@@ -74,7 +74,7 @@ def in_run(error: OSError, place: str, blob: str) -> LastgoodError:
 
 
 def at_path(error: OSError, path: str) -> LastgoodError:
-    """The error for a call on a path that a person gave, before or after which nothing is left half done."""
+    """The error for a call on a path that a person gave. If such a call fails, it has changed nothing."""
     row = _row(AT_A_PATH, error)
     what = f"{row.what} {path}: {error.strerror or error}".strip()
     return row.error(what, safe="Nothing was changed.", todo=row.todo)

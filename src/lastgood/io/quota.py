@@ -51,8 +51,9 @@ def ask_kernel(fd: int, command: int, ident: int, answer: Quota) -> int:
 def free_bytes(folder: str, ask: Ask = ask_kernel) -> list[int]:
     """The bytes that the quota of this user, and that of the group of new files in `folder`, still allow.
 
-    The list has one number for each quota. It has none for a quota that is not set, is not enforced (for root), or that
-    this process may not read. Raises OSError if `folder` cannot be opened.
+    The list has one number for each quota that this process may read and that has a hard limit. Soft limits do not
+    count, because the kernel lets a user exceed them for some time. The list is empty for root, whose quotas the kernel
+    does not enforce. Raises OSError if `folder` cannot be opened.
     """
     if os.geteuid() == 0:
         return []

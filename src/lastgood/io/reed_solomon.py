@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import Refused
+from ..errors import BeyondRepair, Refused
 from . import isal
 
 
@@ -34,8 +34,13 @@ class Code:
     def decode(self, cells: Mapping[int, memoryview]) -> list[memoryview]:
         """All data cells, computed from at least `data` cells.
 
-        `cells`: number -> cell. Data cells have the numbers below `data`, parity cells those from `data` on.
+        `cells`: number -> cell. Data cells have the numbers below `data`, parity cells those from `data` on. Raises
+        BeyondRepair for fewer than `data` cells.
         """
+        if len(cells) < self.data:
+            raise BeyondRepair(
+                f"{len(cells)} cells of a code word are left, and {self.data} are needed", safe="Nothing was changed."
+            )
         # Both libraries take each existing data cell at its own place, and a parity cell in place of a missing one.
         parity = iter(number for number in sorted(cells) if number >= self.data)
         numbers = [number if number in cells else next(parity) for number in range(self.data)]

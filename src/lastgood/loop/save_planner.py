@@ -127,12 +127,12 @@ class SavePlanner:
         devices = staging.devices(tensors)
         if devices and self._pin is None:
             self._pin = staging.Pin(arena)
-        bearers = self._overlapped(plan, state, captured, bool(devices))
-        self.fence.hook(captured.optimizers if bearers is not None else [])
-        watch = self._watched(plan, bearers) if bearers is not None else None
-        cloned = _cloned(plan, tensors, bearers) if bearers is not None else set[str]()
+        references = self._overlapped(plan, state, captured, bool(devices))
+        self.fence.hook(captured.optimizers if references is not None else [])
+        watch = self._watched(plan, references) if references is not None else None
+        cloned = _cloned(plan, tensors, references) if references is not None else set[str]()
         witness, kept = self._witnessed(plan.partition, captured)
-        later = tensors.keys() - cloned if bearers is not None and self._torn_check == "full" else ()
+        later = tensors.keys() - cloned if references is not None and self._torn_check == "full" else ()
         digests = {key: staging.content_digest(tensors[key], self._algorithm) for key in later}
         copy_plan = staging.CopyPlan(
             plan.chunks,
@@ -142,7 +142,7 @@ class SavePlanner:
             cloned=cloned,
             watch=watch,
             samples=plan.samples if watch else (),
-            witness=witness or {},
+            replicas=witness or {},
             algorithm=self._algorithm,
         )
         snapshot = staging.Snapshot(copy_plan, arena)
@@ -154,7 +154,7 @@ class SavePlanner:
             arena=arena,
             source=snapshot,
             check=_ContentCheck(digests, replicas),
-            overlapped=bearers is not None,
+            overlapped=references is not None,
             aliases=captured.aliases,
             values=captured.values,
         )
@@ -248,7 +248,7 @@ class SavePlanner:
 
     def _overlapped(
         self, plan: _Plan, state: Mapping[str, Any], captured: Captured, on_device: bool
-    ) -> Mapping[str, torn_check.Bearer] | None:
+    ) -> Mapping[str, torn_check.Reference] | None:
         """The tensors that are copied while training goes on; None if the loop waits for the whole copy.
 
         It waits with staging="blocking", and by default for a small state and for optimizers that cannot be made to
@@ -270,9 +270,9 @@ class SavePlanner:
             return found.trained
         return found.all if found.beside_all_bytes <= staging.SIDE_BYTES else None  # guard: large-averages-not-cloned
 
-    def _watched(self, plan: _Plan, bearers: Mapping[str, torn_check.Bearer]) -> torn_check.Watch:
-        if plan.watch is None or plan.watch.bearers is not bearers:
-            plan.watch = watch = torn_check.Watch(bearers)
+    def _watched(self, plan: _Plan, references: Mapping[str, torn_check.Reference]) -> torn_check.Watch:
+        if plan.watch is None or plan.watch.references is not references:
+            plan.watch = watch = torn_check.Watch(references)
             in_part = {item.name for item in plan.partition.mine if item.rows} if plan.partition else ()
             plan.samples = [watch.in_chunks(image, chunks, in_part) for image, chunks in plan.chunks]
         return plan.watch
@@ -320,11 +320,13 @@ class SavePlanner:
         self._spoiled = False
 
 
-def _cloned(plan: _Plan, tensors: Mapping[str, torch.Tensor], bearers: Mapping[str, torn_check.Bearer]) -> set[str]:
+def _cloned(
+    plan: _Plan, tensors: Mapping[str, torch.Tensor], references: Mapping[str, torn_check.Reference]
+) -> set[str]:
     """Keys of the tensors that are cloned before the loop goes on, because forward and backward may change them."""
     if plan.partition is None:
-        return tensors.keys() - bearers.keys()  # guard: forward-buffers-cloned
-    return {item.tensor.key for item in plan.partition.mine if item.name not in bearers}
+        return tensors.keys() - references.keys()  # guard: forward-buffers-cloned
+    return {item.tensor.key for item in plan.partition.mine if item.name not in references}
 
 
 def require_no_flat_parameters(state: Mapping[str, Any]) -> None:

@@ -31,7 +31,10 @@ def is_positive(value: Any) -> bool:
 
 
 def require_seconds(timeout: Any) -> None:
-    """Raise Refused for a `timeout` that is neither a number of seconds nor None, which means no limit."""
+    """Raise Refused for a `timeout` that is neither None (no limit) nor a number of at most LONGEST_SECONDS.
+
+    A negative number is accepted.
+    """
     holds = timeout is None or (is_number(timeout) and timeout <= LONGEST_SECONDS)
     require(holds, f"timeout={timeout!r}", "Give seconds, or None for no limit.")
 

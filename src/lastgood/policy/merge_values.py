@@ -33,7 +33,7 @@ def merged(
         for one in manifests:
             values |= {name: one.values[name] for name in one.values.keys() - values.keys() if has_place(name)}
         for name, tree in values.items():
-            values[name] = _whole(tree, [one.values[name] for one in manifests if name in one.values])
+            values[name] = _completed(tree, [one.values[name] for one in manifests if name in one.values])
     if len(manifests) != ranks:  # guard: audit-records-of-other-worlds
         for name, tree in values.items():
             # guard: audit-record-on-one-rank
@@ -58,8 +58,12 @@ def _covers(names: Collection[str], name: str) -> bool:
     return name in names or any(name[:at] in names for at in ends)
 
 
-def _whole(tree: Any, others: Sequence[Any]) -> Any:
-    """Complete modules and optimizers with the parameters that only other ranks knew; what this rank had stays."""
+def _completed(tree: Any, others: Sequence[Any]) -> Any:
+    """Complete modules and optimizers with what only other ranks knew; `others` has the trees of all ranks.
+
+    What this rank had stays, except in the parameter lists of optimizer groups, where the last rank's entry counts.
+    "!module" and "!optimizer" are the tags of these objects in the stored values.
+    """
     if not isinstance(tree, dict) or all(other == tree for other in others):
         return tree
     if tree.keys() == {"!module"}:
@@ -72,7 +76,7 @@ def _whole(tree: Any, others: Sequence[Any]) -> Any:
             )
         }
     return {
-        key: _whole(value, [other[key] for other in others if isinstance(other, dict) and key in other])
+        key: _completed(value, [other[key] for other in others if isinstance(other, dict) and key in other])
         for key, value in tree.items()
     }
 
@@ -97,7 +101,7 @@ def _optimizer(one: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[st
     alike = [other for other in others if len(other["groups"]) == len(one["groups"])]
     groups = []
     for index, group in enumerate(one["groups"]):
-        params = {one[0]: one for other in alike for one in other["groups"][index]["params"]}
+        params = {entry[0]: entry for other in alike for entry in other["groups"][index]["params"]}
         groups.append({**group, "params": [*params.values()]})
     state = {name: entry for other in alike for name, entry in other["state"].items()}
     return {**one, "groups": groups, "state": state | one["state"]}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..errors import ManifestInvalid
-from ..format.boxes import Box, Part, Stored, everything, overlap
+from ..format.boxes import Box, PiecePart, StoredPiece, everything, overlap
 from ..records import Manifest
 
 LEAST_SPLIT_BYTES = 16 << 10
@@ -25,10 +25,11 @@ class Tensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
-    stored: list[Stored]
+    stored: list[StoredPiece]
     """pieces that cover the tensor without overlaps"""
-    own: dict[tuple[int, Box], Stored]
-    """(rank, box) -> the piece of a rank that held other content for this box"""
+    own: dict[tuple[int, Box], StoredPiece]
+    """(rank, box) -> the piece of a rank whose content differed from that of the rank that wrote the box, as that of
+    buffers and random number generators may; that rank loads its own piece again"""
 
     @property
     def bytes(self) -> int:
@@ -48,7 +49,7 @@ def tensors(manifests: Sequence[Manifest]) -> dict[str, Tensor]:
             tensor = found.setdefault(piece.name, Tensor(piece.dtype, shape, [], {}))
             _need((piece.dtype, shape) == tensor[:2], f"{piece.name} has two dtypes or shapes")
             box = Box(tuple(piece.offsets), tuple(piece.shape)) if piece.offsets else everything(shape)
-            one = Stored(manifest.rank, piece, box)
+            one = StoredPiece(manifest.rank, piece, box)
             if piece.own:
                 tensor.own[manifest.rank, box] = one
             else:
@@ -92,14 +93,14 @@ def overlapping(boxes: Sequence[Box]) -> bool:
     return False
 
 
-def parts(tensor: Tensor, target: Box, rank: int) -> list[Part]:
+def parts(tensor: Tensor, target: Box, rank: int) -> list[PiecePart]:
     """The parts of pieces that fill `target`, each element once, for the process that takes the place of `rank`.
 
     Where that rank had stored its own content, that is used.
     """
     shared = ((one, overlap(one.box, target)) for one in tensor.stored)
     # guard: own-piece-preferred
-    return [Part(tensor.own.get((rank, one.box), one), box) for one, box in shared if box is not None]
+    return [PiecePart(tensor.own.get((rank, one.box), one), box) for one, box in shared if box is not None]
 
 
 # ---- division among holders ----------------------------------------------------------------------------------
@@ -122,15 +123,17 @@ def shares(held: Sequence[Held], ways: int) -> list[list[Held]]:
 
     Every holder computes the same answer. A tensor is split between rows; a small one is not split.
     """
+    # Holder n writes the bytes from n / ways to (n + 1) / ways of all of them. To compare without rounding, positions
+    # are multiplied by `ways` instead.
     total = sum(one.bytes for one in held)
     found: list[list[Held]] = [[] for _ in range(ways)]
-    begin = 0
+    begin = 0  # position of the first byte of `one`
     for one in held:
         turn = min(begin * ways // total, ways - 1) if total else 0
         height = one.box.shape[0] if one.box.shape and one.bytes >= LEAST_SPLIT_BYTES else 1
         row = 0
         while row < height:
-            rest = total * (turn + 1) - begin * ways  # bytes up to the end of this turn, times `ways`
+            rest = total * (turn + 1) - begin * ways  # from the first byte of `one` to the end of this turn
             upto = height if rest >= one.bytes * ways else rest * height // (one.bytes * ways)
             if upto > row:
                 found[turn].append(one if upto - row == height else _rows(one, row, upto))

@@ -19,7 +19,8 @@ class Lineage(NamedTuple):
     chain: list[GenerationId]
     """those that have a COMMIT, valid or not"""
     lost: list[GenerationId]
-    """those that the chain names, and whose COMMIT is missing although they were not retired"""
+    """those whose COMMIT is missing although they were not retired: a record of the lineage or the pointer names them,
+    or they hold what only a committed generation gets (`Survey.witnessed`)"""
 
 
 class Choice(NamedTuple):
@@ -36,7 +37,7 @@ def lineage(survey: Survey) -> Lineage:
     """
     committed = survey.generations.keys() | survey.broken.keys()
     chain: list[GenerationId] = []
-    on_the_way: set[GenerationId] = set()
+    committed_once: set[GenerationId] = set()  # those of the lineage that some record shows to have been committed
     # guard: newest-incarnation-first
     current = max(survey.incarnations.values(), key=lambda one: one.order, default=None)
     bound: int | None = None
@@ -44,12 +45,12 @@ def lineage(survey: Survey) -> Lineage:
         # guard: lineage-bounded-by-rewind
         mine = [at for at in committed if at.incarnation == current.id and (bound is None or at.step <= bound)]
         chain += sorted(mine, reverse=True)  # guard: newest-step-first
-        witnessed = {one for one in survey.witnessed if one.incarnation == current.id}
-        on_the_way |= {one for one in witnessed if bound is None or one.step <= bound}
+        witnessed = {at for at in survey.witnessed if at.incarnation == current.id}
+        committed_once |= {at for at in witnessed if bound is None or at.step <= bound}
         parent = current.parent
         if parent is None:
             break
-        on_the_way.add(parent)
+        committed_once.add(parent)
         bound, older = parent.step, survey.incarnations.get(parent.incarnation)
         if older is None:
             # Its record and every readable commit are missing; its other commits are known to be broken.
@@ -58,10 +59,10 @@ def lineage(survey: Survey) -> Lineage:
         current = older if older is not None and older.order < current.order else None
     for at in chain:
         if at in survey.generations and (before := survey.generations[at].commit.parent):
-            on_the_way.add(before)
+            committed_once.add(before)
     if survey.pointer:
-        on_the_way.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
-    return Lineage(chain, sorted((on_the_way & survey.incomplete) - set(chain), reverse=True))
+        committed_once.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
+    return Lineage(chain, sorted((committed_once & survey.incomplete) - set(chain), reverse=True))
 
 
 def never_committed(survey: Survey) -> set[GenerationId]:

@@ -1,12 +1,15 @@
 """Retention: which generations may be deleted. Pure.
 
-Never deleted: the newest verified generation, the newest committed one, and damaged ones, which are kept as evidence.
+Never deleted: the newest verified generation, the newest committed one, milestones, and damaged ones, which are kept as
+evidence.
 
 Only verified generations count towards `last`. An unverified generation may be deleted once a newer verified one
 exists; where fewer than `last` are verified, the newest unverified ones are kept in their place. A generation that
 `every`, a milestone or `best` selects is kept, verified or not: verification may have skipped it, or a power loss may
-have removed its mark. A generation with an unreadable label is kept, because the label may make it a milestone. An
-unfit generation (NaN or infinity in its parameters) counts for nothing, and is deleted once a newer one is committed.
+have removed its mark. Of the generations that a rewind abandoned, `best` selects none. A generation with an unreadable
+label is kept, because the label may make it a milestone. An unfit generation (NaN or infinity in its parameters) counts
+neither for `last` nor for `best`. Unless it is kept for its step or its label, it is deleted once a newer one is
+committed; an abandoned one is deleted like other abandoned ones (`surplus`).
 """
 
 from __future__ import annotations
@@ -81,11 +84,12 @@ def surplus(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[Generat
     # An unverified generation may be damaged, so it takes no place among the best from verified ones.
     kept |= {one.id for known in (good, whole) for one in _best(keep, known)}  # guard: keep-best
     newest = chain.index(good[0]) if good else len(chain)  # guard: keep-newer-than-verified
-    older = [*(one for one in chain[:newest] if one.unfit), *chain[newest + 1 :]]
+    # All that are older than the newest verified one may be deleted, and of the newer ones those that are unfit.
+    may_go = [*(one for one in chain[:newest] if one.unfit), *chain[newest + 1 :]]
     # Where fewer than `last` generations are verified, the newest unverified ones are kept in their place.
-    unread = [one.id for one in older if not one.verified and not one.damaged and not one.unfit]
+    unread = [one.id for one in may_go if not one.verified and not one.damaged and not one.unfit]
     kept |= set(unread[: max(keep.last - len(latest), 0)])  # guard: unverified-fill-up
-    going = [one.id for one in older if one.id not in kept and not one.damaged]  # guard: damaged-kept-as-evidence
+    going = [one.id for one in may_go if one.id not in kept and not one.damaged]  # guard: damaged-kept-as-evidence
     for one in abandoned:
         newer = sum(1 for other in good if other.commit.order > one.commit.order)  # guard: abandoned-age-by-order
         if newer >= keep.last and not one.damaged and not _pinned(keep, one):  # guard: abandoned-kept-until-outnumbered

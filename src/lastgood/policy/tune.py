@@ -36,13 +36,14 @@ def interval_steps(
 ) -> int:
     """The least number of steps between saves that keeps training within `overhead`; at least 1.
 
-    f* = ceil(Tw / (N q t)) is the paper's formula. With N saves in flight, a save every f steps finds a free place, or
-    waits no longer than the budget allows, if N f q t >= Tw. This counts the wait only. Copying and digesting slow the
-    steps themselves, by c a save, so f >= c / (overhead t) must hold as well.
+    Two conditions must hold. The first is the paper's, f >= Tw / (N q t): while one save is written, N intervals of f
+    steps pass, each of which may take f q t. If their sum N f q t is at least Tw, a save finds a free place, or waits
+    for it no longer than the budget allows. The second one is f >= c / (overhead t): copying and digesting delay the
+    steps by c a save, and the budget of f steps is overhead f t.
 
-    The result is the larger of the two, not their sum: f steps that lose c to copying take f t + c, and the disk goes
-    on writing in this time, so the wait that remains is Tw / N - f t - c. The total loss is max(c, Tw / N - f t), and
-    it is at most overhead f t exactly when both conditions hold. Raises Refused.
+    The result is the larger of the two, not their sum, because the disk goes on writing while the steps are delayed.
+    With copying, f steps take f t + c, so the wait that remains is Tw / N - f t - c. The total loss is
+    max(c, Tw / N - f t), and it is at most overhead f t exactly when both conditions hold. Raises Refused.
     """
     return _whole(_wanted(write_seconds, in_flight, overhead, step_seconds, contention_seconds))
 
@@ -173,7 +174,7 @@ def choose(measured: Sequence[Measured], enough_seconds: float = 0.0) -> Measure
     """The setting with the N that minimises Tw / N; for this N the p and b with the least Tw.
 
     Among those that are equal within TOLERANCE: the smallest N, then the least memory. A Tw / N below `enough_seconds`
-    counts as equal too: nobody saves more often than once in q t, a step that is slowed as far as allowed.
+    counts as equal too. `enough_seconds` is q t, the longest that one step may take; a save begins at most once a step.
     """
     if not measured:
         raise Refused(
@@ -271,6 +272,8 @@ def adapt(
     _require_positive(write_seconds=write_seconds)
     if step_seconds is not None:
         _require_positive(step_seconds=step_seconds)
+    if contention_seconds is not None:
+        _require_time(contention_seconds=contention_seconds)
     measured = replace(
         auto,
         recent_step_seconds=_remember(auto.recent_step_seconds, step_seconds),
@@ -322,7 +325,6 @@ def _whole(steps: float) -> int:
 def _remember(before: tuple[float, ...], one: float | None) -> tuple[float, ...]:
     if one is None:
         return before
-    _require_time(contention_seconds=one)
     return (*before, one)[-REMEMBERED:]
 
 

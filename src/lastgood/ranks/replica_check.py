@@ -195,7 +195,7 @@ class ReplicaCheck:
 
         Raises ReplicaDiffers where trained tensors differ, StepDiffers where the partition is stale; on all ranks.
         """
-        digests = {piece.key: piece.digest for piece in pieces} | self.snapshot.witnessed
+        digests = {piece.key: piece.digest for piece in pieces} | self.snapshot.replica_digests
         sums = {_group_key(group): _sums(keys, digests) for group, keys in self.partition.shared.items() if keys}
         mine = {"structure": self.structure, "holders": self.exchanged.digest, "sums": sums}
         verdict = self.topic.agree(mine, partial(compare, self.exchanged.structures))

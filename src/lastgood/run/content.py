@@ -18,7 +18,7 @@ from ..engine.read_file import RankFiles, UnfitTensors
 from ..engine.scatter import Scatter, Target, Targets
 from ..errors import NoSuchTensor
 from ..format import commit, layout
-from ..format.boxes import Stored, everything
+from ..format.boxes import StoredPiece, everything
 from ..io.checksum import digest
 from ..policy import reshard
 from ..policy.reshard import Tensor
@@ -76,7 +76,7 @@ class Content:
         tensor = self._named(name)
         return tensor, self._read(tensor)
 
-    def piece(self, one: Stored) -> bytearray:
+    def piece(self, one: StoredPiece) -> bytearray:
         """Read and verify the bytes of one piece. Raises Damaged or Unavailable."""
         return read_file.tensor(self._files[one.rank], one.piece)
 

@@ -40,11 +40,11 @@ class Mender:
         file that was not rebuilt by then is unchanged.
         """
         known = self._known
-        spare = self._parity(at)
-        if spare is None:
+        usable = self._parity(at)
+        if usable is None:
             raise BeyondRepair(f"{at} has no parity that can be read", safe="Nothing was changed.")
         try:
-            names = parity.rebuild(cast(Mendable, known.tier), spare, self._workers, stop)
+            names = parity.rebuild(cast(Mendable, known.tier), usable, self._workers, stop)
         except BeyondRepair:
             if (one := known.survey.generations.get(at)) is not None:  # it is marked as damaged
                 findings = read_all(known.tier, one, arena, self._workers)
@@ -63,7 +63,7 @@ class Mender:
             self.mended[at] = names
             known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported
         try:
-            self._verifier.protect(generation, spare.code, arena, stop)
+            self._verifier.protect(generation, usable.code, arena, stop)
         except Cancelled:
             raise
         except LastgoodError as error:
@@ -112,7 +112,7 @@ class Mender:
         incarnation = self._known.survey.incarnations.get(at.incarnation)
         return incarnation.order if incarnation else 0, at.step
 
-    def _parity(self, at: GenerationId) -> parity.Spare | None:
+    def _parity(self, at: GenerationId) -> parity.UsableParity | None:
         return None if self._known.tier.newest_only else parity.find(self._known.tier, at)
 
     # ---- scrubbing -----------------------------------------------------------------------------------------
@@ -145,8 +145,8 @@ class Mender:
                 self._marks.conclude(generation, findings)
         if not intact(findings):
             return findings, self.try_to_mend(generation.id, arena, stop)  # guard: scrub-damage-mended
-        spare = self._parity(generation.id)
-        code = self._verifier.code or (spare.code if spare else None)
+        usable = self._parity(generation.id)
+        code = self._verifier.code or (usable.code if usable else None)
         if code is not None and not findings:
             with contextlib.suppress(Cancelled):  # the reading is complete; the next round checks the parity again
                 self._verifier.protect(generation, code, arena, stop)  # guard: scrub-restores-parity

@@ -185,7 +185,7 @@ class Verifier:
         tier = self._known.tier
         manifest = commit.read_manifest(tier, generation)  # guard: parity-only-of-verified-content
         if digests is None:
-            if parity.whole(tier, generation, manifest, code, stop):  # guard: whole-parity-kept
+            if parity.complete(tier, generation, manifest, code, stop):  # guard: whole-parity-kept
                 return
             cells = parity.CellDigests(parity_layout.grid(manifest.blobs, code.data, code.parity), manifest.digest)
             if read_all(tier, generation, arena, self._workers, stop, also=cells.see):

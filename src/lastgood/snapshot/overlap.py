@@ -1,6 +1,6 @@
-"""Overlap: which tensors only an optimizer's step changes, so that they can be copied while training goes on.
+"""Overlap: which tensors forward and backward do not change, so that they can be copied while training goes on.
 
-Reads; copies nothing.
+These are parameters and the state of optimizers. Reads the live state; copies nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..state import dtensor, subclasses
 from ..state.capture import Captured, Origin
 from ..state.objects import is_fsdp1, modules_of
-from .torn_check import Bearer, watchable
+from .torn_check import Reference, watchable
 
 
 class Overlappable:
@@ -24,13 +24,13 @@ class Overlappable:
     `found`: the entries that refer to them. `moves`: see below.
     """
 
-    def __init__(self, captured: Captured, found: Mapping[str, Bearer], moves: bool) -> None:
+    def __init__(self, captured: Captured, found: Mapping[str, Reference], moves: bool) -> None:
         self.moves = moves
         """whether a module moves its weights to other memory in forward and backward (FSDP1)"""
         self.hookable = captured.hookable and not moves
         """whether every optimizer of the state can be made to wait before its step, and no module moves its weights"""
-        parameters = (Origin.OPTIMIZER, Origin.STEPPED)
-        self.trained = {name: one for name, one in found.items() if captured.origins[name] in parameters}
+        stepped = (Origin.OPTIMIZER, Origin.STEPPED)
+        self.trained = {name: one for name, one in found.items() if captured.origins[name] in stepped}
         """parameters that the optimizers of the state update, and the state of these optimizers"""
         self.all = dict(found)
         """as `trained`, and parameters that no optimizer updates: frozen ones, or an average that the loop computes"""
@@ -57,7 +57,7 @@ def find(state: Mapping[str, Any], captured: Captured) -> Overlappable:
     """The overlappable tensors of a state that was captured. Live tensors get their stored names by their addresses."""
     tensors, moves = captured.tensors, False
     at = dict(zip(captured.addresses, tensors, strict=True))
-    found: dict[str, Bearer] = {}
+    found: dict[str, Reference] = {}
 
     def add(container: Mapping[Any, Any], key: Any, tensor: object) -> None:
         if isinstance(tensor, torch.Tensor) and dtensor.is_sharded(tensor):
@@ -75,7 +75,7 @@ def find(state: Mapping[str, Any], captured: Captured) -> Overlappable:
         if name is None or captured.origins[name] is Origin.OTHER or name in found or not watchable(tensor):
             return
         if tensors[name].shape == tensor.shape and tensors[name].dtype == tensor.dtype:
-            found[name] = Bearer(container, key, tensor)
+            found[name] = Reference(container, key, tensor)
 
     for module in modules_of(state).values():
         for part in module.modules():

@@ -1,6 +1,7 @@
 """Staging: live tensors -> the images of their files, in chunks of the arena. Copies; writes no file, decides nothing.
 
-    Snapshot(...)  training thread       clones what forward may change, samples the other tensors; the save returns
+    Snapshot(...)  training thread       clones what forward may change, samples the other tensors; the call of `save`
+                                         returns after this
     fill()         copier thread         copies chunk by chunk into the arena, during the next forward and backward
     Fence.wait()   training thread,      waits until the last copy is enqueued. On a CUDA device the current stream
                    before the next       waits for the copies themselves, and the host does not
@@ -9,7 +10,7 @@
 Invariants
   1. Between the snapshot and the fence, no update of an optimizer writes to a tensor that is still to be copied.
   2. If other code has written to one, the torn-snapshot check (torn_check.py) finds it before the save is committed.
-  3. The fence always ends: whatever happens to the copy, `enqueued` is set.
+  3. The fence always ends: once `fill` has begun, `enqueued` is set, whatever happens to the copy.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ class CopyPlan:
     """of the tensors that are copied later, if they are to be checked for changes"""
     samples: Sequence[Sequence[Sequence[ChunkSamples]]] = ()
     """the samples of `watch` in each chunk of each file, as `Watch.in_chunks` returns them; empty: not compared"""
-    witness: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """key -> replica of a tensor that another rank writes: read only for its content digest"""
+    replicas: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """key -> this rank's replica of a tensor that another rank writes; only its content digest is taken, which the
+    replica check compares with that of the rank that writes"""
     algorithm: str = ""
-    """digest algorithm for `witness`"""
+    """digest algorithm for `replicas`"""
 
 
 def copy_all(files: Sequence[Image], tensors: Mapping[str, torch.Tensor], arena: Arena) -> Snapshot:
@@ -91,16 +93,16 @@ class Snapshot:
         self._chunks, self._samples, self._arena = plan.chunks, plan.samples, arena
         self._clones = {name: plan.tensors[name].clone() for name in plan.cloned}
         self._tensors, self._addresses = plan.tensors, plan.addresses
-        self._witness, self._algorithm = plan.witness, plan.algorithm
-        self.witnessed: dict[str, str] = {}
-        """key -> content digest of each tensor of `CopyPlan.witness`, once all is copied"""
+        self._replicas, self._algorithm = plan.replicas, plan.algorithm
+        self.replica_digests: dict[str, str] = {}
+        """key -> content digest of each tensor of `CopyPlan.replicas`, once all is copied"""
         self._watch = plan.watch
         self._before: Observation | None = plan.watch.observe() if plan.watch else None
         self._after: Observation | None = None
         self.enqueued = threading.Event()
         """set once the last copy is enqueued, or given up"""
         self._events: list[torch.cuda.Event] = []
-        self._streams = {device: _side_stream(device) for device in plan.devices}
+        self._streams = {device: _copy_stream(device) for device in plan.devices}
 
     def fill(self, stop: Callable[[], bool] = lambda: False) -> Iterator[Lease]:
         """Copy everything, and yield the filled chunks in file order. The consumer owns each and must `release()` it.
@@ -111,7 +113,8 @@ class Snapshot:
         torn: set[str] = set()
         waiting: deque[tuple[Lease, list[torch.cuda.Event], Sequence[ChunkSamples]]] = deque()
 
-        def arrived() -> Lease:
+        def next_filled() -> Lease:
+            """Wait until the oldest chunk is filled."""
             lease, events, samples = waiting.popleft()
             for event in events:
                 event.synchronize()
@@ -127,7 +130,7 @@ class Snapshot:
                 for chunk, parts in enumerate(chunks):
                     lease = self._arena.take_now()
                     while lease is None and waiting:
-                        yield arrived()
+                        yield next_filled()
                         lease = self._arena.take_now()
                     lease = lease or self._arena.take(stop)
                     if lease is not None and stop():
@@ -139,27 +142,27 @@ class Snapshot:
                     waiting.append((lease, events, samples[chunk] if samples else ()))
                     events += self._copy(image, parts, lease, source)
                     if not self._streams:
-                        yield arrived()
-            self.witnessed = {key: content_digest(one, self._algorithm) for key, one in self._witness.items()}
+                        yield next_filled()
+            self.replica_digests = {key: content_digest(one, self._algorithm) for key, one in self._replicas.items()}
             torn |= self._observe_again()
             self.enqueued.set()
             while waiting:
-                yield arrived()
+                yield next_filled()
             torn |= self._compare()  # guard: samples-compared-after-copy
         finally:
             self.enqueued.set()  # guard: failed-copy-releases-update
             while waiting:
-                arrived().release()
-            self._tensors, self._clones, self._witness = {}, {}, {}
+                next_filled().release()
+            self._tensors, self._clones, self._replicas = {}, {}, {}
         if torn:  # guard: torn-save-dropped
             raise torn_error(torn)
 
     @property
-    def read(self) -> bool:
+    def copied(self) -> bool:
         """Whether all copies have ended, those of devices included."""
         return self.enqueued.is_set() and all(map(torch.cuda.Event.query, self._events))
 
-    def hold(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until all copies are enqueued, and let the current stream of each device wait for its copies."""
         # guard: update-waits-for-copy
         self.enqueued.wait()  # a stream does not wait for an event that is not recorded yet
@@ -218,14 +221,14 @@ class _Source:
         self, tensors: Mapping[str, torch.Tensor], addresses: Sequence[int], clones: Mapping[str, torch.Tensor]
     ) -> None:
         # A detached tensor keeps its memory: replacing the `.data` of the live one frees nothing that is still read.
-        held = {name: one.detach() for name, one in tensors.items()}
-        now = list(map(torch.Tensor.data_ptr, held.values()))
+        detached = {name: one.detach() for name, one in tensors.items()}
+        now = list(map(torch.Tensor.data_ptr, detached.values()))
         self.moved: set[str] = set()
         """names of the tensors that were moved since the capture"""
         if addresses and now != list(addresses):
-            places = zip(held, now, addresses, strict=True)
+            places = zip(detached, now, addresses, strict=True)
             self.moved = {name for name, address, captured in places if address != captured} - clones.keys()
-        self._tensors = {**held, **clones}
+        self._tensors = {**detached, **clones}
         self._addresses: dict[str, int] = {
             name: one.data_ptr()
             for name, one in self._tensors.items()
@@ -257,15 +260,15 @@ class Pin:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._arena, self._runtime = arena, runtime
         # If the system allows no more locked memory, copies are slower and still correct.
-        self._held = int(runtime.cudaHostRegister(arena.address, arena.arena_bytes, 0)) == 0
-        if not self._held:
+        self._locked = int(runtime.cudaHostRegister(arena.address, arena.arena_bytes, 0)) == 0
+        if not self._locked:
             with suppress(RuntimeError):  # clears the error, which the next CUDA call would raise otherwise
                 torch.zeros(1, device="cuda")
 
     def release(self) -> None:
         """Unlock the memory. No copy to it may be under way."""
-        if self._held:
-            self._held = False
+        if self._locked:
+            self._locked = False
             self._runtime.cudaHostUnregister(self._arena.address)
 
 
@@ -294,7 +297,7 @@ class Fence:
 
     def add(self, snapshot: Snapshot) -> None:
         """Let `wait` wait for this snapshot too. To be called before its copy begins."""
-        self._pending = [one for one in self._pending if not one.read]
+        self._pending = [one for one in self._pending if not one.copied]
         self._pending.append(snapshot)
 
     def _before_step(self, *_: object) -> None:
@@ -314,14 +317,14 @@ class Fence:
                 todo='Save with staging="blocking": a captured step runs again without any hook that could wait.',
             )
         started = time.monotonic()
-        held = not all(one.enqueued.is_set() for one in self._pending)
+        host_waits = not all(one.enqueued.is_set() for one in self._pending)
         for snapshot in self._pending:
-            snapshot.hold()
+            snapshot.wait_for_copies()
         self._pending.clear()
-        self.waited_seconds += time.monotonic() - started if held else 0.0
+        self.waited_seconds += time.monotonic() - started if host_waits else 0.0
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and forget the snapshots that are still copied without waiting for them."""
         for _, handle in self._hooks.values():  # guard: hooks-removed-at-close
             handle.remove()
         self._hooks.clear()
@@ -335,7 +338,7 @@ def content_digest(tensor: torch.Tensor, algorithm: str) -> str:
     return hasher.hexdigest()
 
 
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     """A new stream whose work waits for what the current stream of the device has enqueued so far."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))

@@ -2,8 +2,9 @@
 
 Measurements showed that no single sign is enough: version counters miss fused optimizers and `.data`, the identity of
 the storage misses every change in place, samples miss changes of a few rows. So all three are compared before and after
-the copy, and the samples also with the copied bytes. One change remains unseen: that of a few elements between two
-samples, by code that does not count versions. `torn_check="full"` (a digest of everything before the copy) sees it too.
+the copy. The samples are also compared with the copied bytes, which shows a change that was undone before the copy
+ended. One change remains unseen: that of a few elements between two samples, by code that does not count versions.
+`torn_check="full"` (a digest of everything before the copy) sees it too.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ SAMPLES = 16
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class Bearer(NamedTuple):
-    """The entry that refers to a live tensor: `container[key] is tensor` as long as it is not replaced."""
+class Reference(NamedTuple):
+    """Where the state refers to a live tensor: `container[key] is tensor` as long as the tensor is not replaced."""
 
     container: Mapping[Any, Any]
     key: Any
@@ -54,10 +55,10 @@ class Watch:
     The samples of all tensors of one device and element width are a group: they are gathered by one operation.
     """
 
-    def __init__(self, bearers: Mapping[str, Bearer]) -> None:
-        self.bearers = bearers
-        self._names = list(bearers)
-        self._tensors = [one.tensor for one in bearers.values()]
+    def __init__(self, references: Mapping[str, Reference]) -> None:
+        self.references = references
+        self._names = list(references)
+        self._tensors = [one.tensor for one in references.values()]
         self._addresses = [one.data_ptr() for one in self._tensors]
         groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         owners: dict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
@@ -95,7 +96,7 @@ class Watch:
         """Names of the tensors that were replaced or moved, or whose version is not the one in `versions`."""
         found = set()
         for name, address, version, (container, key, tensor) in zip(
-            self._names, self._addresses, versions, self.bearers.values(), strict=True
+            self._names, self._addresses, versions, self.references.values(), strict=True
         ):
             # guard: bearer-moved-or-changed
             if container.get(key) is not tensor or tensor.data_ptr() != address or tensor._version != version:
@@ -123,6 +124,8 @@ class Watch:
                 continue
             group, first, step = self._places[name]
             width = self._widths[group]
+            # Sample n is element n * step of the tensor. Those in this part are numbers `low` to `high` - 1. A part
+            # begins and ends between two elements, so its first byte in the chunk is a position in elements.
             low, high = -(-part.start // (step * width)), -(-(part.start + part.length) // (step * width))
             numbers = np.arange(low, min(high, SAMPLES))
             if len(numbers):

@@ -15,7 +15,6 @@ from ..records import Manifest, Piece
 from ..state.capture import Captured, Origin
 from .staging import content_digest
 
-_TRAINED = {Origin.PARAMETER, Origin.STEPPED}
 _LISTED = 3
 """names of changed tensors in the error"""
 _RANDOM = "rng"
@@ -25,9 +24,10 @@ _RANDOM = "rng"
 def changed(captured: Captured, manifest: Manifest) -> list[str]:
     """Names of the parameters and optimizer states of a rank's manifest whose content has changed on this rank.
 
-    Buffers, random numbers and values are not compared, because an evaluation may change them.
+    Tensors of `Origin.OTHER` (buffers, random numbers) and values are not compared: an evaluation may change them.
     """
-    trained = (piece for piece in manifest.pieces if captured.origins.get(piece.name) in _TRAINED)
+    origins = captured.origins
+    trained = (piece for piece in manifest.pieces if origins.get(piece.name, Origin.OTHER) is not Origin.OTHER)
     return [piece.name for piece in trained if not _holds(captured, piece, manifest.digest)]
 
 

@@ -4,7 +4,9 @@ Invariants (write mode `atomic_dirsync`)
   1. The effect of a `put_new` or `delete` that has returned survives power loss: content, length, and every name on the
      path. So does every blob that was finished in the same folder before: one sync of the folder covers all of them.
   2. `put_new` gives complete, durable bytes their name in one atomic step (link), or fails. It never replaces a file.
-  3. After a link or a directory sync with a failed or unknown outcome nothing is deleted: the outcome is read back.
+     On a file system without hard links it creates the file under its name; readers refuse a partial record.
+  3. A record whose link or directory sync has an unknown outcome is not deleted. After a link it is read back; after a
+     directory sync CommitUnknown is raised.
 The two other modes leave steps out, so that the cost of these steps, and the failures without them, can be measured:
 `atomic_nodirsync` syncs no directory; `unsafe` syncs nothing and creates records in place.
 """
@@ -51,7 +53,7 @@ class Disk:
     folder in place.
     """
 
-    newest_only: bool = False
+    newest_only: bool = False  # nothing is deleted unless it is asked for (ports.Tier)
 
     def __init__(
         self,
@@ -67,7 +69,7 @@ class Disk:
         self._syncs_files = mode != "unsafe"
         self._syncs_names = mode == "atomic_dirsync"
         self._atomic = mode != "unsafe"
-        self._settled: set[str] = set()  # folders whose names are known to be durable
+        self._durable_folders: set[str] = set()  # folders whose names are known to be durable
 
     # ---- writing -------------------------------------------------------------------------------------------
 
@@ -152,7 +154,8 @@ class Disk:
             self._sync_folder(_folder(name))
 
     def forget(self, folder: str) -> None:
-        self._settled.discard(folder)
+        """Drop what is cached about a folder that another process may have removed (ports.Shared)."""
+        self._durable_folders.discard(folder)
 
     def delete(self, name: str) -> None:
         """Remove a blob durably, and its folder if that is empty afterwards. Raises NotWritable, TierDown."""
@@ -174,7 +177,7 @@ class Disk:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 return
-            self._settled.discard(folder)  # guard: deleted-folder-forgotten
+            self._durable_folders.discard(folder)  # guard: deleted-folder-forgotten
             self._sync_folder(_folder(folder))  # guard: removed-folder-name-synced
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -228,14 +231,14 @@ class Disk:
         return os.path.join(self.place, name) if name else self.place
 
     def _make_folder(self, folder: str) -> None:
-        if not folder or folder in self._settled:
+        if not folder or folder in self._durable_folders:
             return
         self._make_folder(_folder(folder))
         with contextlib.suppress(FileExistsError):  # guard: existing-folder-synced
             self._files.make_dir(self._path(folder))
         # Also if the folder existed: the process that made it may have crashed before the name was durable.
         self._sync_folder(_folder(folder))  # guard: new-folder-name-synced
-        self._settled.add(folder)
+        self._durable_folders.add(folder)
 
     def _sync_folder(self, folder: str) -> None:
         if self._syncs_names:
@@ -250,7 +253,7 @@ class Disk:
             raise
 
     def _create_in_place(self, path: str, data: bytes) -> None:
-        """Create a record on a file system without hard links: with O_EXCL, under its final name.
+        """Create a record under its final name, with O_EXCL: without hard links, or in the mode `unsafe`.
 
         Readers demand the digest in the record, so that a partial record is never accepted.
         """
@@ -384,7 +387,7 @@ class DiskUpload:
         folder = _folder(self._name)
         if "/" in folder and not self._disk._shared:  # removed too if it is empty now
             self._disk._drop(self._disk._path(folder))  # guard: abort-removes-folder
-            self._disk._settled.discard(folder)  # guard: aborted-folder-forgotten
+            self._disk._durable_folders.discard(folder)  # guard: aborted-folder-forgotten
 
     def _close(self) -> None:
         if self._open:

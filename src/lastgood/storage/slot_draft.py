@@ -16,15 +16,16 @@ class Draft:
     slot: int
     slot_bytes: int
     files: list[File]
-    """open files of the slot; the last one was opened at the slot's present length"""
+    """open files of the slot; it is opened again when it grows, because a mapping of a file keeps its length"""
     extents: dict[str, tuple[int, int]] = field(default_factory=dict)
     """file -> offset in the slot and length, in bytes"""
     dirty: bool = True
-    """something in it may not be durable"""
+    """whether a file was added since the last sync of the slot; then a commit syncs it first"""
     doubtful: bool = False
-    """its commit failed or has an unknown outcome, or the folder is being deleted"""
+    """whether the slot is free once no commit of the folder can exist: its commit failed or has an unknown outcome,
+    or the folder is being deleted"""
     turn: threading.Lock = field(default_factory=threading.Lock)
-    """held while a record is written into the slot"""
+    """held while a record is written into the slot, so that records are written one after the other"""
 
     @property
     def end(self) -> int:

@@ -86,9 +86,11 @@ class TableFile:
         try:
             self.possible.append(table)  # guard: overwritten-table-possible
             page, at = aligned(data), self._area * self._area_bytes
-            if file.write_at(page, at) < len(page):  # the part that was written may be the whole record: then padding
-                _settled(lambda: _write_all(file, page, at))  # guard: partial-table-write-unknown
-            _settled(file.sync)  # guard: table-content-synced
+            # A short write may have written the whole record, and lack only its padding. So the table may be found
+            # after a crash, and a failure of the rest of the write has an unknown outcome.
+            if file.write_at(page, at) < len(page):
+                _unknown_if_failed(lambda: _write_all(file, page, at))  # guard: partial-table-write-unknown
+            _unknown_if_failed(file.sync)  # guard: table-content-synced
         finally:
             file.close()
         self._area = 1 - self._area  # guard: table-areas-alternate
@@ -99,7 +101,7 @@ class TableFile:
         self._disk._write_staged(staged, data + bytes(2 * area - len(data)))
         self.possible.append(table)  # guard: replaced-table-possible
         self._files.rename(staged, self._path)
-        _settled(lambda: self._files.sync_dir(self._path.rpartition("/")[0]))  # guard: table-name-synced
+        _unknown_if_failed(lambda: self._files.sync_dir(self._path.rpartition("/")[0]))  # guard: table-name-synced
         self._area_bytes, self._area = area, 1  # guard: new-table-file-next-area
 
     def _newest_record(self) -> Record | None:
@@ -141,7 +143,7 @@ class TableFile:
         return bytes(page[:length])
 
 
-def _settled(call: Callable[[], None]) -> None:
+def _unknown_if_failed(call: Callable[[], None]) -> None:
     """Run a sync, or the second part of a write; raise every error as EIO.
 
     After such a failure, even for lack of space, nothing is known about what is durable.

@@ -2,8 +2,8 @@
 
 Invariants
   1. Before a save writes to a slot, the slot has its full length and was written once from end to end.
-  2. After a failed write, sync or creation, a slot gets a new file before it is written again. So the old file is never
-     synced again, and the name of the new one is durable before a record names the slot.
+  2. After a failed write, sync or creation a slot is spoiled: its file is neither written nor synced again, and the
+     slot gets a new file before its next use. The name of the new file is durable before a record names the slot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pool:
 
     def __init__(self, files: Files, folder: str, *, direct: bool) -> None:
         self._files, self._folder, self._direct = files, folder, direct
-        self._spoiled: set[int] = set()
+        self._spoiled: dict[int, int] = {}  # slot -> errno of the failure
 
     def lengths(self) -> dict[int, int]:
         """The existing slots and their lengths in bytes."""
@@ -43,7 +43,8 @@ class Pool:
         return self._files.open(self._path(slot), "write", direct=self._direct)
 
     def write(self, slot: int, file: File, mv: memoryview, offset: int) -> None:
-        """Write all of `mv`. After a failure the slot gets a new file: through a mapping a write is also a sync."""
+        """Write all of `mv`. A failure spoils the slot, because through a mapping a write is also a sync."""
+        self.need_sound(slot)  # guard: spoiled-slot-not-written
         with self._spoiling(slot):  # guard: failed-write-spoils-slot
             _write_all(file, mv, offset)
 
@@ -53,14 +54,15 @@ class Pool:
             file.sync()
 
     def need_sound(self, slot: int) -> None:
-        """Raise OSError if an earlier write or sync of this slot failed."""
+        """Raise OSError, with the errno of the failure, if an earlier write or sync of this slot failed."""
         if slot in self._spoiled:
-            raise OSError(errno.EIO, "an earlier write or sync of this slot failed", self._path(slot))
+            raise OSError(self._spoiled[slot], "an earlier write or sync of this slot failed", self._path(slot))
 
     def prepare(self, slots: Sequence[int], need_bytes: int) -> int:
         """Make all of `slots` at least `need_bytes` long, unless the first one is; returns the length of the first.
 
-        All slots grow together, so that later saves allocate nothing. Space is reserved in all of them before a byte is
+        `slots` are those that are free. They grow together, so that the next saves allocate nothing; a slot that is in
+        use grows when it is free and a save needs it. Space is reserved in all of them before a byte is
         written to any; if that fails, the slots keep their old lengths. Then the new space is filled with zeros,
         because the first write to a block that is only reserved costs a journal transaction.
         """
@@ -76,7 +78,7 @@ class Pool:
                 if slot in self._spoiled and had is not None:  # guard: spoiled-slot-replaced
                     self._files.remove(self._path(slot))
                     had = None
-                self._spoiled.discard(slot)
+                self._spoiled.pop(slot, None)
                 if had is None:
                     grown.append((slot, self._files.open(self._path(slot), "new", direct=self._direct), None))
                 elif had < need_bytes:
@@ -88,13 +90,13 @@ class Pool:
                 self._fill(file, had or 0, need_bytes)  # guard: slot-zeroed-before-use
                 file.sync()  # guard: new-slot-synced
             self._files.sync_dir(self._folder)  # guard: slot-names-synced
-        except OSError:
+        except OSError as error:
             for slot, file, had in grown:
                 with contextlib.suppress(OSError):  # as far as possible: nothing is lost with it
                     # guard: failed-growth-undone
                     self._files.remove(self._path(slot)) if had is None else file.resize(had)
                 # guard: failed-growth-spoils-slot
-                self._spoiled.add(slot)  # a file that remains may have no durable name
+                self._spoiled[slot] = error.errno or errno.EIO  # a file that remains may have no durable name
             raise
         finally:
             for _, file, _ in grown:
@@ -105,8 +107,8 @@ class Pool:
     def _spoiling(self, slot: int) -> Iterator[None]:
         try:
             yield
-        except OSError:
-            self._spoiled.add(slot)
+        except OSError as error:
+            self._spoiled[slot] = error.errno or errno.EIO
             raise
 
     def _fill(self, file: File, start: int, end: int) -> None:

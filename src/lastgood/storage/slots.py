@@ -1,22 +1,22 @@
 """A tier in a few preallocated files (slots) that saves overwrite in turn, and one table of their contents.
 
-A save costs two flushes. A folder under `gen/` is stored in one slot: its blobs one after the other, then its records,
-each from a page boundary on. Its commit, and records that are added after the commit, are stored in the table itself.
-All other names are files of a `Disk`.
+A save with one record beside its commit costs two flushes, and one more for each further record. A folder under `gen/`
+is stored in one slot: its blobs one after the other, then its records, each from a page boundary on. Its commit, and
+records that are added after the commit, are stored in the table itself. All other names are files of a `Disk`.
 
 Invariants
   1. Nothing in a slot has a meaning before a durable record of the table names it. So what a crash leaves in a slot
      that no record names is unreachable, and need not be cleared.
   2. Flush 1 makes the slot durable, then flush 2 makes the record durable that names it.
   3. A slot is free only if no upload holds it and no table names it that may be found after a crash
-     (`TableFile.possible`). The older of two whole records is not one of these: once the newer record is durable, no
-     crash brings the older one back. Only a loss of the newer record on the medium does. What the older record names
-     may be overwritten by then, which the digests show; consecutive records always have a generation in common, so that
-     such a loss costs the newest generation at most.
+     (`TableFile.possible`). The table's file holds two records. Once the newer one is durable, no crash makes a reader
+     find the older one, so the slots that only the older one names are free. If the medium loses the newer record, the
+     older one is found, and slots that it names may have been overwritten; the digests show this. A commit keeps a
+     good generation of the table before it, where there is one. So such a loss costs the newest generation at most.
   4. Before a slot is overwritten for the first time, the table that was found is durable (`TableFile.take_over`).
-Assumes one writer (the lock of the run), and that no more is kept than the newest commit and the newest verified
-generation before it. Each commit deletes all others, so limits.SLOTS_BESIDE slots beside those in flight are enough.
-Verification deletes nothing: no upload needs the space, and the medium may still lose the generation that was verified.
+Assumes one writer (the lock of the run). A commit keeps one older generation, the newest verified one (else the newest
+without a bad mark), and deletes all others, so limits.SLOTS_BESIDE slots beside those in flight are enough. Verifying
+the newest generation deletes nothing: no save needs the slot yet, and the medium may still damage what was verified.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Slots:
     `in_flight` for which there are not enough slots.
     """
 
-    newest_only: bool = True
+    newest_only: bool = True  # a commit deletes older generations (`_kept_beside_new_commit`)
 
     def __init__(
         self,
@@ -152,9 +152,11 @@ class Slots:
                 rest = kept.without(file)
                 ended = file == self._commit or not (rest.extents or rest.records)
                 # guard: deleted-commit-gone-at-once
-                self._settle(tuple(rest if one is kept else one for one in table.kept if one is not kept or not ended))
+                self._record_no_commit(
+                    tuple(rest if one is kept else one for one in table.kept if one is not kept or not ended)
+                )
             elif len(self._tables.possible) > 1:
-                self._settle(table.kept)
+                self._record_no_commit(table.kept)
 
     def close(self) -> None:
         """Close the files, and store the pointer if it has changed. Raises NoSpace, NotWritable, TierDown."""
@@ -162,7 +164,7 @@ class Slots:
             for folder in [*self._drafts]:
                 self._drop(folder)
             if self._taken_over and self._pointed() != self._tables.newest.pointers:  # guard: pointers-written-at-close
-                self._settle(self._tables.newest.kept)
+                self._record_no_commit(self._tables.newest.kept)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -285,7 +287,7 @@ class Slots:
         self._tables.write(table)
         self._pointers = dict(table.pointers)
 
-    def _settle(self, kept: tuple[Kept, ...]) -> None:
+    def _record_no_commit(self, kept: tuple[Kept, ...]) -> None:
         """Write a table that commits nothing new. Afterwards only this table may be found after a crash."""
         with _commit_not_in_doubt():
             self._record(kept)
@@ -317,16 +319,16 @@ class Slots:
         if file in kept.records or file in kept.extents:
             self._need_same(name, data)
             if len(self._tables.possible) > 1:
-                self._settle(table.kept)
+                self._record_no_commit(table.kept)
             return
         # guard: verified-mark-written-at-once
         self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))
 
     def _kept_beside_new_commit(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
-        """The folder that stays beside a new commit: the newest verified one, otherwise the newest that may be good."""
+        """The folder that stays beside a new commit: the newest verified one, else the newest without a bad mark."""
         good = [one for one in kept if self._bad.isdisjoint(one.records)]  # guard: undamaged-slot-kept
-        # guard: newest-verified-slot-kept
-        return tuple([one for one in good if self._verified in one.records][-1:] or good[-1:])
+        verified = [one for one in good if self._verified in one.records]
+        return tuple((verified or good)[-1:])  # guard: newest-verified-slot-kept
 
     # ---- folders that are not committed --------------------------------------------------------------------
 
@@ -336,7 +338,7 @@ class Slots:
         if not free:
             # A slot whose commit failed or is being deleted is free once it is certain that the commit does not exist.
             if len(self._tables.possible) > 1:  # guard: doubt-settled-when-full
-                self._settle(self._tables.newest.kept)
+                self._record_no_commit(self._tables.newest.kept)
             for one in [name for name, draft in self._drafts.items() if draft.doubtful]:  # guard: doubtful-slot-freed
                 self._drop(one)
             free = self._free()

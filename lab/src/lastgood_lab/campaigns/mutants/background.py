@@ -66,7 +66,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("older copy is waited for when hooks go", "unhook-waits-for-copy", Remove()),
         ("a fork waits for no copy", "fork-waits-for-no-copy", Swap(" or self._process != os.getpid()", "")),
         ("snapshot holds the next update", "snapshot-holds-update", Remove()),
-        ("what forward may change is cloned", "forward-buffers-cloned", Swap("tensors.keys() - bearers.keys", "")),
+        ("what forward may change is cloned", "forward-buffers-cloned", Swap("tensors.keys() - references.keys", "")),
         ("blocking waits for the copy", "blocking-save-waits-for-copy", Always()),
         ("no hook, no overlap", "no-hook-no-overlap", Never()),
         ("Ctrl-C in a copy is raised", "interrupt-in-copy-raised", Remove()),

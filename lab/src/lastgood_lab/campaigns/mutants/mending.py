@@ -101,7 +101,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "the manifest that was sealed",
             "repaired-manifest-matches-seal",
-            Swap("digest(spare.records[0].digest, data) == seal.digest", "data"),
+            Swap("digest(usable.records[0].digest, data) == seal.digest", "data"),
         ),
         ("copies of the manifest", "manifest-copies-in-parity", Remove()),
         ("records are put back", "repair-restores-records", Remove()),
@@ -109,8 +109,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "the commit comes last",
             "repair-writes-commit-last",
             Swap(
-                "seal.manifest: _manifest(tier, spare), layout.COMMIT: spare.commit",
-                "layout.COMMIT: spare.commit, seal.manifest: _manifest(tier, spare)",
+                "seal.manifest: _manifest(tier, usable), layout.COMMIT: usable.commit",
+                "layout.COMMIT: usable.commit, seal.manifest: _manifest(tier, usable)",
             ),
         ),
         ("a record is read back", "repaired-record-read-back", Never()),

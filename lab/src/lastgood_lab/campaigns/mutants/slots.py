@@ -18,6 +18,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("flush of the slots' names", "slot-names-synced", Remove()),
         ("failed sync spoils a slot", "failed-sync-spoils-slot", Swap("with self._spoiling(slot)", "if True")),
         ("spoiled slot is not synced again", "spoiled-slot-not-synced", Remove()),
+        ("spoiled slot is not written again", "spoiled-slot-not-written", Remove()),
         ("slot that could not be made is spoiled", "failed-growth-spoils-slot", Remove()),
         ("spoiled slot is a new file", "spoiled-slot-replaced", Never()),
         ("unknown outcome of the table is unknown", "table-outcome-unknown", Never()),

@@ -34,7 +34,7 @@ MUTANTS: tuple[Mutant, ...] = (
                 "try:\n"
                 "    self._files.make_dir(self._path(folder))\n"
                 "except FileExistsError:\n"
-                "    self._settled.add(folder)\n"
+                "    self._durable_folders.add(folder)\n"
                 "    return"
             ),
         ),
