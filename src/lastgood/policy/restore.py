@@ -98,8 +98,8 @@ def choose(survey: Survey, step: int | None) -> Choice:
         return Choice(wanted, [])
     passed = [(at, "its COMMIT is gone") for at in lost]  # guard: lost-commits-reported
     # No readable record names their incarnation, so they may be the newest.
-    astray = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
-    passed += [(at, str(survey.broken[at])) for at in astray]
+    unplaced = [at for at in survey.broken if at.incarnation not in survey.incarnations and at not in chain]
+    passed += [(at, str(survey.broken[at])) for at in unplaced]
     candidates = []
     for at in chain:
         if at in survey.broken:

@@ -96,7 +96,8 @@ class Candidates:
     The constructor raises NoSuchStep. The iteration raises
       - the error of a generation that failed twice, and that of the last generation of an explicit `step`;
       - NothingGood, with the reason for each generation, if none is left;
-      - HalfLoaded, after which no other generation may be tried;
+      - HalfLoaded, where the state is a mixture of two steps and no other generation may be tried, and its subclass
+        LoadFailed, where the user's loading code raised (`failed` raises that one at once);
       - Unavailable, if the commit record of a generation could not be read when the run was listed;
       - what `run` raises.
     It ends without an error only if nothing was ever committed.
@@ -122,7 +123,7 @@ class Candidates:
                     yield generation
                     error = self._taken_failure()
             if isinstance(error, HalfLoaded) or not isinstance(error, (Damaged, NotFinite)):
-                raise error  # only now: all ranks have examined the generation, so none waits for another
+                raise error  # not before all ranks have examined the generation: else some would wait for this one
             if isinstance(error, NotFinite):
                 self._unfit[at.step] = [error.tensor]
             if again or (self._step is not None and self.is_last(at)):  # guard: next-older-after-damage

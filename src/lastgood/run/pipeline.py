@@ -88,11 +88,11 @@ class Pipeline:
         self._abandoned: list[tuple[int, Future[None]]] = []
         """steps whose save failed before its start, each with the job that removes their files"""
         opening = ranks.topic("open")
-        with opening.failing(), contextlib.ExitStack() as place:
+        with opening.failing(), contextlib.ExitStack() as storage:
             if not ranks.is_coordinator:
                 opening.agree(None, lambda _: None)  # the coordinator has now opened and settled the run
-            disk = place.enter_context(_opened(path, options, ranks))
-            pools = place.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
+            disk = storage.enter_context(_opened(path, options, ranks))
+            pools = storage.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
             self._start_threads(options, pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))
             self.run: RunWriter | Follower
@@ -111,7 +111,7 @@ class Pipeline:
                 opening.agree(None, lambda _: None)
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
-            self._place = place.pop_all()
+            self._storage = storage.pop_all()
         self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy)
         self._unreported = weakref.finalize(self, self.outcomes.report_unreported)
 
@@ -343,7 +343,7 @@ class Pipeline:
         """Close the storage of the run and release its lock. It writes only hints: an error of it is reported."""
         self.upkeep.close()
         try:
-            self._place.close()
+            self._storage.close()
         except LastgoodError as error:
             self.outcomes.put(error)
 

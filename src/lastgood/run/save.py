@@ -247,7 +247,9 @@ def _committed(run: WritableRun, request: SaveRequest, part: RankPart, topic: An
 
 
 def clear_failed(tier: Tier, at: GenerationId) -> None:
-    """Remove the files of a failed save. Raises nothing: without a COMMIT, a file that remains has no effect, and the
-    next opening of the run removes it."""
+    """Remove the files of a failed save, as a committed generation is deleted.
+
+    Raises nothing: without a COMMIT, a file that remains has no effect, and the next opening of the run removes it.
+    """
     with contextlib.suppress(LastgoodError):  # guard: failed-save-cleared
         commit.retire(tier, at)
