@@ -10,6 +10,7 @@ from lastgood.format import layout
 from lastgood.policy.retention import Keep
 from lastgood.run import access
 from lastgood.run.writer import RunWriter
+from lastgood.testing import Fault
 
 NAN = b"\x00\x00\xc0\x7f"
 
@@ -61,6 +62,14 @@ def test_repair_rebuilds_marked_generations_and_the_requested_step(run, asked):
 def test_repair_refuses_an_empty_step(run, call):
     """`lastgood repair RUN "$STEP"` with STEP unset read and mended every generation."""
     assert call("repair", run, "")[0] == 2
+
+
+def test_repair_of_all_separates_a_failing_disk_from_too_much_damage(run, call, faulty_files):
+    """Files that could not be written back were shown as BEYOND REPAIR, with exit code 4."""
+    flip(at(run, 2) / DATA, 9000)
+    faulty_files.inject(Fault("sync", f"*{layout.blob_name(0)}*"))
+    code, out, _ = call("repair", run)
+    assert code == 5 and "NOT REPAIRED" in out and "BEYOND REPAIR" not in out
 
 
 def test_repair_reports_irreparable_damage_and_leaves_it_unchanged(run, asked, call):

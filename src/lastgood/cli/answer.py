@@ -15,7 +15,7 @@ class Answer(NamedTuple):
     data: dict[str, Any]
     """printed as JSON when `--json` is given"""
     view: RenderableType
-    """printed otherwise; made from `data` only"""
+    """printed otherwise"""
     code: int = 0
     """exit code"""
     error: bool = False

@@ -1,6 +1,8 @@
-"""The command line: registers the commands, runs one, prints its answer. Each command stands in a page of its own.
+"""The command line: registers the commands, runs one, prints its answer.
 
-A command returns an Answer and only `main` prints it, so that `--json`, pipes and exit codes are the same everywhere.
+Each command is in a module of its own; scrub and repair share one.
+
+A command returns an Answer, which `main` prints, so that `--json`, pipes and exit codes are the same everywhere.
 torch is imported for `.pt` files and folders of torch.distributed.checkpoint only. Exit codes: docs/cli.md.
 """
 

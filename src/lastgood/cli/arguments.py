@@ -15,7 +15,7 @@ AnyStep = Annotated[
     str | None,
     typer.Argument(
         metavar="STEP",
-        help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore would take.",
+        help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore takes (`repair`: all).",
         show_default=False,
         autocompletion=completion.steps,
     ),

@@ -10,7 +10,7 @@ from ..run import access
 
 
 def steps(context: typer.Context, incomplete: str) -> list[str]:
-    """The steps of the RUN on the command line that begin with `incomplete`, newest first; none if RUN is no run."""
+    """The steps of the RUN of the command that begin with `incomplete`, the highest first; none if RUN is no run."""
     try:
         survey = commit.survey(access.for_reading(str(context.params.get("run", ""))))
     except LastgoodError:

@@ -15,7 +15,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ..engine.arena import Arena
-from ..errors import Damaged, LastgoodError, NotFinite, Unreadable
+from ..errors import BeyondRepair, Damaged, LastgoodError, NotFinite, Unavailable, Unreadable
 from ..format import commit
 from ..format.commit import Survey
 from ..limits import CHUNK_BYTES, WORKERS
@@ -58,13 +58,18 @@ def repair(
     known: Annotated[bool, typer.Option("--known", help="Read only what is known to be damaged already.")] = False,
     as_json: Json = False,
 ) -> Answer:
-    """Read STEP, or every generation, and rebuild what is damaged from parity. Exit code 4 where that is too much.
+    """Read STEP, or every generation if none is given, and rebuild what is damaged from parity.
+
+    Exit code 4 where there is more damage than parity can rebuild, 5 where the disk failed or is full.
 
     A damaged file stays until its replacement is durable and was read back.
     """
     survey = commit.survey(access.for_reading(run))
     data = repaired(run, find(survey, step) if step is not None else None, known)
-    return Answer(data, repaired_view(data), 0 if data["good"] else Damaged.exit_code)
+    failed = [row["error"] for row in data["generations"] if row["error"]]
+    unavailable = bool(failed) and BeyondRepair.__name__ not in failed
+    code = Unavailable.exit_code if unavailable else Damaged.exit_code if failed else 0
+    return Answer(data, repaired_view(data), code)
 
 
 @contextmanager
@@ -115,7 +120,8 @@ def _state(one: Scrubbed) -> str:
 def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, Any]:
     """Read the `wanted` generation, or all of them if None, and rebuild what is damaged.
 
-    `known`: read only what is known to be damaged. Raises BeyondRepair if `wanted` cannot be rebuilt.
+    `known`: read only what is known to be damaged. A failure to rebuild `wanted` is raised; of several generations it
+    is reported in the row of each.
     """
     rows, read = [], 0
     with _writing(run, "repairing") as (writer, arena):
@@ -124,13 +130,13 @@ def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, An
             try:
                 if not known and _intact(writer, at, arena):
                     read += 1
-                    rows += [{**named(at), "repaired": [], "why": ""}] if wanted else []
+                    rows += [{**named(at), "repaired": [], "error": "", "why": ""}] if wanted else []
                     continue
-                rows.append({**named(at), "repaired": writer.mend(at, arena), "why": ""})
+                rows.append({**named(at), "repaired": writer.mend(at, arena), "error": "", "why": ""})
             except LastgoodError as error:
                 if wanted:
                     raise
-                rows.append({**named(at), "repaired": [], "why": error.what})
+                rows.append({**named(at), "repaired": [], "error": type(error).__name__, "why": error.what})
         writer.marks.point()
         place = writer.tier.place
     good = all(not one["why"] for one in rows)
@@ -176,7 +182,8 @@ def repaired_view(data: Mapping[str, Any]) -> RenderableType:
     for row in data["generations"]:
         what = f"put back {', '.join(row['repaired'])}" if row["repaired"] else row["why"] or "nothing was damaged"
         style = "bold red" if row["why"] else "green"
-        state = "BEYOND REPAIR" if row["why"] else "good"
+        failed = "BEYOND REPAIR" if row["error"] == BeyondRepair.__name__ else "NOT REPAIRED"
+        state = failed if row["error"] else "good"
         lines += [title(row, state, style), Text(f"  {clean(what)}")]
     if data["whole"] and not data["generations"]:
         lines.append(Text(f"{plural(data['whole'], 'generation')} read: nothing is damaged", style="green"))

@@ -1,4 +1,4 @@
-"""`lastgood plan`: size a job before it runs. Holds no formula: policy/sizing.py has them."""
+"""`lastgood plan`: size a job before it runs. The formulas are in policy/sizing.py."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def gc(
 ) -> Answer:
     """Finish deletions and clear saves that did not end; with --keep-*, delete older generations.
 
-    Milestones and the newest verified generation always stay. Before any is deleted, the newest is read and checked.
+    The newest verified generation always stays, and so do milestones that are not damaged. With --keep-* or --damaged,
+    the newest generation is read and checked first, unless it was verified before.
     """
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
     data = swept(run, keep, damaged, dry_run)

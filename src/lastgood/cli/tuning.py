@@ -1,6 +1,6 @@
 """`lastgood tune`: measure the disk beside a run, choose settings for it, and print the line to paste.
 
-Holds no formula: policy/tune.py has them, and run/measure.py measures.
+The formulas are in policy/tune.py, and run/measure.py measures.
 """
 
 from __future__ import annotations

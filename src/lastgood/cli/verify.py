@@ -47,7 +47,7 @@ def verify(
 
     Exit code 4 on damage, 8 where all is intact and something holds NaN or infinity that must not.
 
-    Without STEP: what a restore would take, and what is newer and known to be damaged or lost.
+    Without STEP: what a restore would take, and what it would pass over (damaged, lost or not good).
     """
     if every and step is not None:
         raise typer.BadParameter("STEP and --all exclude each other.")

@@ -5,14 +5,15 @@
 
 Each save is a generation of the run: every rank writes and seals its own files, and the coordinator commits after torch
 has gathered that all ranks have done so. Until then readers find the older generations. `checkpoint_id` is a step: a
-number, or a text that ends in one. Without it, a save takes the next step, and a load takes the newest generation that
-is not known to be damaged.
+number, or a text; then its last number counts. Without it, a save takes the next step, and a load takes the newest
+generation that is not known to be damaged.
 
 torch may reuse a plan in later saves (`enable_plan_caching`), so the generation that the coordinator sends with a plan
 is used only once. A rank with a reused plan reads the generation from the run, where the coordinator records the
 incarnation that it begins for each save.
 
-Values that torch would pickle are stored as typed values (convert/dcp_values.py). Nothing is unpickled on load.
+Values that torch would pickle are stored as typed values (convert/dcp_values.py). No pickle is stored, so none that
+comes from a file is read.
 """
 
 from __future__ import annotations
@@ -417,7 +418,7 @@ def _require_whole(tier: Tier, at: GenerationId, seals: list[Seal], metadata: dc
 
 
 def _tensor(item: WriteItem, live: torch.Tensor, ranks: int) -> Tensor | None:
-    """The piece to store for a write item; None for a part without elements, unless the whole tensor has none.
+    """The piece to store for a write item; None for a part without elements, but for the first of a tensor without any.
 
     Raises Unstorable, ManifestInvalid, Refused.
     """

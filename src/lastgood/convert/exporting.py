@@ -26,17 +26,18 @@ from ..records import Generation
 from ..run.content import Content
 
 SHARD_BYTES = 5_000_000_000
-"""the largest file in a folder of Hugging Face"""
+"""of tensors, in one file of a folder of Hugging Face"""
 HF_FILE, HF_INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def export(
     tier: Tier, generation: Generation, to: str, only: str | None, force: bool, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, Any]:
-    """Write tensors to a new file or folder. The target appears complete, durable and verified, or not at all.
+    """Write tensors to a new file or folder, which appears complete and verified or not at all. Durable on return.
 
     `to`: path of the target. `only`: write the tensors below this name, and remove it from theirs; None: all tensors.
-    `force`: replace an existing file. `shard_bytes` (default 5 GB): the largest file in a folder of Hugging Face.
+    `force`: replace an existing file. `shard_bytes` (default 5 GB): tensor bytes in a file of a Hugging Face folder; a
+    longer tensor has a file of its own.
     Needs 8 MiB of memory for tensors of any size; for `.pt` and `.dcp` as much as is written. Returns what was written,
     as `--json` shows it. Raises Refused, NoSuchTensor, Damaged, NoSpace, NotWritable, TierDown.
     """
@@ -96,7 +97,7 @@ def _file(path: str, write: Callable[[_Sink], object]) -> int:
 
 
 def _write_shards(content: Content, chosen: Mapping[str, str], folder: str, shard_bytes: int) -> int:
-    """Write as few files as `shard_bytes` allows, and an index if there are several. Returns the bytes of all."""
+    """Write the tensors in order, a new file after `shard_bytes`, and an index of several files. Returns all bytes."""
     shards: list[dict[str, str]] = [{}]
     held = total = 0
     for name, stored in chosen.items():

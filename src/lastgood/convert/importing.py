@@ -81,8 +81,8 @@ class Foreign:
 def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Generation:
     """Save the contents as a generation that continues the newest one, and verify it. The run is made if need be.
 
-    `count_bytes` is called for every byte twice: when it is written, and when it is verified. Raises StepTaken if the
-    run has a generation of this step or of a later one; what opening and saving raise.
+    `count_bytes` is called for every byte twice: when it is copied for the write, and when it is verified. Raises
+    StepTaken if the lineage of the run has a generation of this step or of a later one; what opening and saving raise.
     """
     with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
         writer = RunWriter(Watched(disk, count_bytes), workers)
