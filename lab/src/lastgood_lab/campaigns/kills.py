@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.campaigns.syscalls import VICTIM, environment, progress
-from lastgood_lab.campaigns.victim import TIERS, Ledger
+from lastgood_lab.campaigns.trials import VICTIM, environment, progress
+from lastgood_lab.campaigns.victim import TIERS
+from lastgood_lab.campaigns.victim_ledger import Ledger
 
 IN_A_ROW = 50
 SAVES = 5
@@ -44,7 +45,7 @@ def series(at: Path, number: int, kills: int, pause_seconds: float, tier: str = 
     for kill in range(kills):
         seed = number * 1_000_000 + kill
         lines = _cut(at, run, tier, seed, chance.randrange(1, WORDS), chance.uniform(0, pause_seconds))
-        ledger.hear(lines)
+        ledger.read(lines)
         ends[lines[-1].split()[0]] += 1
         saves += sum(line.startswith("durable") for line in lines)
         ledger.judge(run)
