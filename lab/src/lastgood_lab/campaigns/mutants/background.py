@@ -8,7 +8,7 @@ from .selection import LOOP, core
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
-        "in flight",
+        "saves in flight",
         LOOP,
         ("place is free again after a save", "finished-save-frees-place", Remove()),
         ("place is free again where nothing began", "unstarted-save-frees-place", Remove()),
@@ -56,7 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a full disk is relieved", "full-disk-relieved", Always()),
     ),
     *table(
-        "fence",
+        "update fence",
         LOOP,
         ("update waits", "update-waits-for-copy", Remove()),
         ("fence ends when the copy fails", "failed-copy-releases-update", Remove()),
@@ -108,7 +108,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *table(
-        "fence",
+        "update fence",
         core(),
         ("torn in a row", "durable-save-resets-counts", Swap(" = self.consecutive_torn", "")),
     ),
