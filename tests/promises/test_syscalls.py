@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from lastgood_lab.campaigns import kills, syscalls
-from lastgood_lab.campaigns.victim import Ledger, litter, live
+from lastgood_lab.campaigns import full_disks, kills, syscalls, trials
+from lastgood_lab.campaigns.victim import live
+from lastgood_lab.campaigns.victim_ledger import Ledger, litter
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +44,7 @@ def lived(run: Path, *options: str) -> tuple[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def sweep(strace: str) -> Iterator[syscalls.Sweep]:
-    with syscalls.in_memory() as at:
+    with trials.in_memory() as at:
         yield syscalls.Sweep(at, boxes=1)
 
 
@@ -102,20 +103,20 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
         pytest.skip("needs root, to mount a small file system, and e2fsprogs")
     if subprocess.run(["unshare", "--mount", "true"], stderr=subprocess.DEVNULL).returncode:
         pytest.skip("needs the right to mount a small file system")
-    with syscalls.small_disk(request.param, tmp_path) as mount:
+    with full_disks.small_disk(request.param, tmp_path) as mount:
         yield mount
 
 
 @pytest.mark.root
 def test_a_full_disk_fails_only_the_save(small_disk: Path) -> None:
-    told = {free: syscalls.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
+    told = {free: full_disks.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
     assert {free: problems for free, (_, problems) in told.items() if problems} == {}
     assert told[0][0] == "NoSpace" and told[80_000][0] == ""
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 100, 700, 4096, 36_000])
 def test_a_file_size_limit_fails_only_the_save(tmp_path: Path, limit_bytes: int) -> None:
-    assert syscalls.short_writes(tmp_path, limit_bytes) == ("NoSpace", [])
+    assert full_disks.short_writes(tmp_path, limit_bytes) == ("NoSpace", [])
 
 
 @pytest.mark.parametrize("how", ["--short", "--buffered"])
@@ -123,7 +124,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, how: str) -> None:
     run, ledger = tmp_path / "run", Ledger()
     for seed in (1, 2, 3):
         code, lines = lived(run, f"--seed={seed}", "--short", how)
-        ledger.hear(lines)
+        ledger.read(lines)
         ledger.judge(str(run))
         assert (code, ledger.problems, litter(str(run))) == (0, [], [])
     assert len(ledger.verified) == 9

@@ -53,7 +53,8 @@ from lastgood.storage.slot_file import aligned
 from lastgood.storage.slot_table import Table
 from lastgood.storage.slots import Slots
 from lastgood.testing import Call, Fault, FaultyFiles
-from lastgood_lab.campaigns.victim import Ledger, litter, live
+from lastgood_lab.campaigns.victim import live
+from lastgood_lab.campaigns.victim_ledger import Ledger, litter
 from lastgood_lab.hostile import ROOT, HostileDisk
 
 UPKEEP = Arena(3 * 8192, 8192)
@@ -944,7 +945,7 @@ def test_random_sequences_of_saves_on_slots_keep_the_promises(tmp_path, how):
     for seed in (1, 2, 3):
         lines: list[str] = []
         code = live([str(run), "--tier=slots", f"--seed={seed}", how], lines.append)
-        ledger.hear(lines)
+        ledger.read(lines)
         ledger.judge(str(run))
         assert (code, ledger.problems, litter(str(run))) == (0, [], [])
     assert len(ledger.verified) == 9

@@ -19,36 +19,37 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.campaigns.syscalls import VICTIM, environment, progress
-from lastgood_lab.campaigns.victim import TIERS, Ledger
+from lastgood_lab.campaigns.trials import VICTIM, environment, progress
+from lastgood_lab.campaigns.victim import TIERS
+from lastgood_lab.campaigns.victim_ledger import Ledger
 
 IN_A_ROW = 50
 SAVES = 5
-WORDS = 4 * SAVES + 4
-"""that a life says at least: kills are spread over them"""
+LEAST_LINES = 4 * SAVES + 4
+"""lines that every life prints; the kills are spread over them"""
 
 
 class Series(NamedTuple):
     """One run and what was done to it."""
 
     ends: Counter[str]
-    """what the lives said last, the word only"""
+    """the kind of the last line of each life, counted"""
     acknowledged: int
     problems: list[str]
 
 
 def series(at: Path, number: int, kills: int, pause_seconds: float, tier: str = "directory") -> Series:
-    """Kill one run so many times, each a moment of up to `pause_seconds` after one of its words; then let it live."""
+    """Kill one run `kills` times, each up to `pause_seconds` after a line of its output; then run it without faults."""
     chance = random.Random(number)
     run, ledger, ends, saves = str(at / f"run{number}"), Ledger(tier=tier), Counter[str](), 0
     for kill in range(kills):
         seed = number * 1_000_000 + kill
-        lines = _cut(at, run, tier, seed, chance.randrange(1, WORDS), chance.uniform(0, pause_seconds))
-        ledger.hear(lines)
+        lines = _cut(at, run, tier, seed, chance.randrange(1, LEAST_LINES), chance.uniform(0, pause_seconds))
+        ledger.read(lines)
         ends[lines[-1].split()[0]] += 1
         saves += sum(line.startswith("durable") for line in lines)
         ledger.judge(run)
-        ledger.problems += [f"it told {one}, and nothing had failed" for one in ledger.reported]
+        ledger.problems += [f"the victim reported {one}, although nothing had failed" for one in ledger.reported]
         if ledger.problems:
             return Series(ends, saves, [f"run {number}, kill {kill}: {one}" for one in ledger.problems])
     ledger.go_on(run, number * 1_000_000 + kills)
@@ -56,29 +57,29 @@ def series(at: Path, number: int, kills: int, pause_seconds: float, tier: str = 
 
 
 def pause(at: Path, tier: str = "directory") -> float:
-    """How long a life is between two words, in seconds."""
+    """The time between two lines of a life's output, in seconds."""
     found = []
     for seed in range(1, 6):
         with _life(at, str(at / "measured"), tier, seed) as victim:
             assert victim.stdout is not None
             victim.stdout.readline()
             begun = time.monotonic()
-            words = len(victim.stdout.readlines())
-            found.append((time.monotonic() - begun) / words)
+            lines = len(victim.stdout.readlines())
+            found.append((time.monotonic() - begun) / lines)
     return sorted(found)[2]
 
 
-def _cut(at: Path, run: str, tier: str, seed: int, words: int, seconds: float) -> list[str]:
-    """What a life said until it was killed: so many words, and what came within so many seconds."""
+def _cut(at: Path, run: str, tier: str, seed: int, count: int, seconds: float) -> list[str]:
+    """The output of a life that is killed `seconds` after its line number `count`."""
     with _life(at, run, tier, seed) as victim:
         assert victim.stdout is not None and victim.stderr is not None
-        lines = [victim.stdout.readline() for _ in range(words)]
+        lines = [victim.stdout.readline() for _ in range(count)]
         with contextlib.suppress(subprocess.TimeoutExpired):
             victim.wait(seconds)
         victim.kill()
         lines += victim.stdout.readlines()
-        told = victim.stderr.read()
-    return [line.strip() for line in lines if line] + [f"wrong {told[-300:]!r}"] * bool(told)
+        errors = victim.stderr.read()
+    return [line.strip() for line in lines if line] + [f"wrong {errors[-300:]!r}"] * bool(errors)
 
 
 def _life(at: Path, run: str, tier: str, seed: int) -> subprocess.Popen[str]:
@@ -88,10 +89,15 @@ def _life(at: Path, run: str, tier: str, seed: int) -> subprocess.Popen[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=2500, help="a few lives end before theirs")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--tier", choices=TIERS, default="directory")
+    parser.add_argument(
+        "--kills",
+        type=int,
+        default=2500,
+        help="how many lives to kill; a few end before their kill (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="determines the moments of the kills")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--tier", choices=TIERS, default="directory", help="how the runs are stored")
     options = parser.parse_args()
     begun = time.monotonic()
     count = -(-options.kills // IN_A_ROW)
@@ -121,7 +127,7 @@ def main() -> int:
         "last_words": dict(ends.most_common()),
         "violated": violated,
     }
-    table = "| the last that a life said | lives |\n|---|---|\n" + "\n".join(
+    table = "| last line of a life | lives |\n|---|---|\n" + "\n".join(
         f"| {word} | {lives:,} |" for word, lives in ends.most_common()
     )
     report("kills", "Random SIGKILLs", facts, [table], options.tier)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import lastgood
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, faulted, resaved, whole
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.campaigns.syscalls import in_memory, progress
+from lastgood_lab.campaigns.trials import in_memory, progress
 from lastgood_lab.worlds import world
 
 WORLDS = {"ddp": 2, "fsdp": 3}

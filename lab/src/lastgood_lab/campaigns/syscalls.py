@@ -10,30 +10,27 @@ disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do (as root). Needs str
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import os
 import random
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-import lastgood
-import lastgood_lab
 from lastgood.format import layout
+from lastgood_lab.campaigns.full_disks import full_disks
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.campaigns.victim import TIERS, Ledger, litter, live
+from lastgood_lab.campaigns.trials import VICTIM, environment, in_memory, progress
+from lastgood_lab.campaigns.victim import TIERS, live
+from lastgood_lab.campaigns.victim_ledger import Ledger
 
-VICTIM = [sys.executable, "-S", "-m", "lastgood_lab.campaigns.victim"]
 SCENARIOS: dict[str, list[str]] = {
     "fresh": ["--saves=2", "--seed=12"],
     "resume": ["--saves=2", "--seed=12"],
@@ -88,13 +85,6 @@ class Result(NamedTuple):
     problems: list[str]
 
 
-@contextlib.contextmanager
-def in_memory() -> Iterator[Path]:
-    """A folder in memory where that can be had: neither a kill nor an errno asks what is below the file system."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
-        yield Path(folder)
-
-
 class Sweep:
     """Boxes to live in, the runs to start from, and the traces of undisturbed lives. Everything is below `at`."""
 
@@ -142,7 +132,7 @@ class Sweep:
             ledger = self._fresh(fault.scenario, box)
             run = str(box / "run")
             code, lines, trace, told = self._strace(fault.scenario, box, fault)
-            ledger.hear(lines)
+            ledger.read(lines)
             problems = ledger.problems
             hits = [line for line in trace if "(INJECTED)" in line] if fault.what != "KILL" else trace[-1:]
             if not hits or _path(hits[0], box) != fault.path or not all(_path(line, box) for line in hits):
@@ -174,7 +164,7 @@ class Sweep:
         for seed, saves in ((1, 2), (2, 2)) + ((3, 0),) * (scenario == "recover"):
             lines: list[str] = []
             live([str(run), f"--saves={saves}", f"--seed={seed}", "--last=2", f"--tier={self.tier}"], lines.append)
-            ledger.hear(lines)
+            ledger.read(lines)
         if scenario == "recover":
             mess(run, self.tier)
         return ledger
@@ -213,15 +203,6 @@ class Sweep:
         life = [*command, *VICTIM, str(box / "run"), f"--tier={self.tier}", *SCENARIOS[scenario]]
         done = subprocess.run(life, capture_output=True, text=True, timeout=60, env=environment(self.at))
         return done.returncode, done.stdout.splitlines(), log.read_text(errors="replace").splitlines(), done.stderr
-
-
-def environment(at: Path) -> dict[str, str]:
-    """Of a victim: the sources, and a place for compiled modules, so that it starts fast and each time alike."""
-    sources = [str(Path(one.__path__[0]).resolve().parent) for one in (lastgood, lastgood_lab)]
-    paths = [*sources, *filter(None, sys.path)]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    ours = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONPYCACHEPREFIX": str(at / "pyc"), "PYTHONHASHSEED": "0"}
-    return {**kept, **ours}
 
 
 def mess(run: Path, tier: str) -> None:
@@ -279,104 +260,7 @@ def spread(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
     return in_turn(in_turn(kinds) for kinds in shuffled)[:count]
 
 
-# ---- short writes and full disks -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(kind: str, at: Path) -> Iterator[Path]:
-    """A file system of a few MB (ext4 or tmpfs), mounted until the end. Root only."""
-    mount, image = at / f"small-{kind}", at / f"{kind}.img"
-    mount.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs"]
-    if kind == "ext4":
-        image.write_bytes(b"")
-        os.truncate(image, 4 << 20)
-        subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", image], check=True)
-        options = ["-o", "loop", str(image)]
-    subprocess.run(["mount", *options, mount], check=True)
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", mount], check=True)
-        mount.rmdir()
-        image.unlink(missing_ok=True)
-
-
-def full_disk(mount: Path, free_bytes: int, tier: str = "directory") -> tuple[str, list[str]]:
-    """A run on a disk with so much left: what its life told, and what is wrong. The mount is empty again afterwards."""
-    run, ledger = mount / "run", Ledger(tier=tier)
-    problems = [f"it told {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
-    filler = mount / "filler"
-    with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while file.write(bytes(1024)):
-            pass
-    space = os.statvfs(mount)
-    os.truncate(filler, max(os.path.getsize(filler) + space.f_bavail * space.f_frsize - free_bytes, 0))
-    told, more = _life(ledger, run, "--saves=3", "--seed=2")
-    problems += more + [f"left behind: {one}" for one in litter(str(run))]
-    problems += [f"{one} on a full disk" for one in told if one not in ("NoSpace", "CommitUnknown")]
-    ledger.judge(str(run))
-    filler.unlink()
-    ledger.go_on(str(run), 1000)
-    shutil.rmtree(run)
-    return "+".join(sorted(set(told))), problems + ledger.problems
-
-
-def short_writes(at: Path, limit_bytes: int, tier: str = "directory") -> tuple[str, list[str]]:
-    """A life in which no file may grow past a limit: the write at the limit is cut short, the next one fails."""
-    run, ledger = at / "run", Ledger(tier=tier)
-    problems = [f"it told {one}" for one in _life(ledger, run, "--saves=2", "--seed=1")[0]]
-    told, more = _life(ledger, run, "--saves=2", "--seed=2", f"--file-limit={limit_bytes}", own_process=True)
-    problems += more + [f"left behind: {one}" for one in litter(str(run))]
-    problems += [f"{one} at a limit of file size" for one in told if one not in ("NoSpace", "CommitUnknown")]
-    ledger.judge(str(run))
-    ledger.go_on(str(run), 1000)
-    shutil.rmtree(run)
-    return "+".join(sorted(set(told))), problems + ledger.problems
-
-
-def _life(ledger: Ledger, run: Path, *options: str, own_process: bool = False) -> tuple[list[str], list[str]]:
-    """Errors that it told, and what is wrong with how it ended."""
-    lines: list[str] = []
-    if own_process:
-        done = subprocess.run(
-            [*VICTIM, run, f"--tier={ledger.tier}", *options],
-            capture_output=True,
-            text=True,
-            env=environment(run.parent),
-        )
-        code, lines = done.returncode, done.stdout.splitlines()
-    else:
-        code = live([str(run), f"--tier={ledger.tier}", *options], lines.append)
-    ledger.hear(lines)
-    wrong = [] if (code in (3, 4, 5) if ledger.reported else code == 0) else [f"it ended with {code}: {lines[-1:]}"]
-    return list(ledger.reported), wrong
-
-
-def full_disks(at: Path, step_bytes: int, tier: str = "directory") -> Iterator[tuple[str, str, list[str]]]:
-    """Every amount of space left, and every limit of file size, in steps: name, what was told, what is wrong."""
-    (at / "limits").mkdir()
-    for limit in range(1, 48_000, step_bytes):
-        yield (f"file limit {limit:,}", *short_writes(at / "limits", limit, tier))
-    if os.geteuid() == 0:
-        for kind in ("ext4", "tmpfs"):
-            with small_disk(kind, at) as mount:
-                for free in range(0, 72_000, step_bytes):
-                    yield (f"{kind} {free:,} B free", *full_disk(mount, free, tier))
-
-
 # ---- the campaign ----------------------------------------------------------------------------------------------
-
-
-def progress(total: int) -> Callable[[int, int], None]:
-    begun = time.monotonic()
-
-    def show(done: int, wrong: int) -> None:
-        if done % 20 == 0 or done == total:
-            print(f"\r{done:,} of {total:,}, {wrong} violations, {time.monotonic() - begun:.0f} s", end="", flush=True)
-            print(end="\n" if done == total else "")
-
-    return show
 
 
 def main() -> int:

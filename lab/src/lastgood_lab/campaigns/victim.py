@@ -1,4 +1,4 @@
-"""A process without torch that restores a run and saves to it until it is killed, and the ledger that judges the run.
+"""A process without torch that restores a run and saves to it until it is killed: the victim of the campaigns.
 
 `python -m lastgood_lab.campaigns.victim RUN --saves 3 --seed 7` is one life. Before and after every step it prints one
 line of this protocol:
@@ -7,7 +7,7 @@ line of this protocol:
     verified G | retiring G | error NAME STEP what | done           (G: the folder of a generation, `-` for none)
 
 A life goes on after a failed save, as training does, and ends with the exit code of its first error. What a save holds
-follows from its seed and step, so a `Ledger` of the output can check the contents of the disk exactly.
+follows from its seed and step, so victim_ledger.py can check the contents of the disk exactly.
 Never imports torch: a life takes a quarter of a second.
 """
 
@@ -19,23 +19,20 @@ import hashlib
 import logging
 import os
 import random
-import re
 import resource
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lastgood import reporting
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Damaged, LastgoodError, NotARun, NotFinite
+from lastgood.errors import Damaged, LastgoodError, NotFinite
 from lastgood.events import Event
 from lastgood.format import commit, layout
 from lastgood.io.files import PosixFile, PosixFiles, round_up
 from lastgood.limits import DIRECT_IO_BYTES
-from lastgood.policy.restore import lineage
 from lastgood.policy.retention import Keep
 from lastgood.ports import OpenMode, Tier
 from lastgood.records import Generation, GenerationId, Manifest
@@ -57,9 +54,6 @@ SIZES = {"w": 20_000, "b": 5, "empty": 0, "m.v": 12_345}
 
 def content(seed: int, step: int) -> State:
     return {name: hashlib.shake_256(f"{seed} {step} {name}".encode()).digest(size) for name, size in SIZES.items()}
-
-
-# ---- the victim ------------------------------------------------------------------------------------------------
 
 
 class Watched:
@@ -205,7 +199,7 @@ def restored(tier: Tier, survey: commit.Survey, pool: Executor, write_line: Call
     for generation in candidates:
         try:
             (manifest,) = commit.read_manifests(tier, generation)
-            state = _bytes_of(tier, generation, manifest, pool)
+            state = bytes_of(tier, generation, manifest, pool)
         except (Damaged, NotFinite) as error:
             candidates.failed(error)
             continue
@@ -246,177 +240,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# ---- the judge -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Ledger:
-    """The output of all lives of one run, and so what must be on its disk. `last`, `tier`: as the victim's options."""
-
-    last: int = 2
-    tier: str = "directory"
-    heads: set[str] = field(default_factory=lambda: {"-"})
-    """what a restore may find: the newest acknowledged generation, or two while the outcome is unknown"""
-    maybe: set[str] = field(default_factory=set)
-    """announced, and neither acknowledged nor refused: there in full, or absent"""
-    refused: set[str] = field(default_factory=set)
-    """their save ended in an error other than CommitUnknown, so they must not exist"""
-    durable: list[str] = field(default_factory=list)
-    """acknowledged, and not announced to be going"""
-    verified: set[str] = field(default_factory=set)
-    perhaps: set[str] = field(default_factory=set)
-    """the newest when looking after it failed: its mark may be there, and what is older let go"""
-    cut_short: set[str] = field(default_factory=set)
-    """going while the disk was full, so without their reason: they may be taken for lost"""
-    reported: list[str] = field(default_factory=list)
-    """errors and steps over damage of the life that was heard last"""
-    warned: list[str] = field(default_factory=list)
-    """what that life reported outside of errors"""
-    pressed: bool = False
-    """the disk was full, and older verified generations made room"""
-    problems: list[str] = field(default_factory=list)
-
-    def hear(self, lines: Iterable[str]) -> None:
-        """Read the output of one life, from its first line to where it was cut off."""
-        saving, going, self.reported, self.warned = "", set[str](), [], []
-        for line in lines:
-            word, _, rest = line.partition(" ")
-            at = rest.partition(" ")[0]
-            if word == "restored":
-                if at not in self.heads | self.maybe and not self.reported:
-                    self._wrong(f"it restored {at}, expected was one of {sorted(self.heads | self.maybe)}")
-            elif word == "beginning":
-                self.heads = self.heads | {at}
-            elif word == "began":
-                self.heads, self.maybe = {at}, set()
-                if at != "-" and at not in self.durable:
-                    # Of slots: it came true, and what was beside it then, nobody said.
-                    self.durable = [*self.durable, at] if self.tier == "directory" else [at]
-            elif word == "saving":
-                saving = at
-                self.maybe.add(at)
-            elif word == "durable":
-                self.heads, saving = {at}, ""
-                self.maybe.discard(at)
-                self.durable = [*self._beside_a_commit(), at]
-            elif word == "verified" and at != "-":
-                self.verified.add(at)
-            elif word == "retiring":
-                if at in self.heads:
-                    self._wrong(f"it retires {at}, the newest that it acknowledged")
-                going.add(at)
-                if at in self.durable:
-                    self.durable.remove(at)
-            elif word == "error":
-                self.reported.append(at)
-                if saving and at != "CommitUnknown":
-                    self.maybe.discard(saving)
-                    self.refused.add(saving)
-                if not saving and self.tier != "directory":
-                    self.perhaps |= {*self.durable[-1:]}
-                saving = ""
-            elif word == "pressed":
-                self.pressed = True
-            elif word == "warned":
-                self.warned.append(rest)
-            elif word in ("stepped_over", "unread"):
-                self.reported.append(line)
-            elif word == "wrong":
-                self._wrong(rest)
-        if "NoSpace" in self.reported:
-            self.cut_short |= going
-
-    def judge(self, run: str) -> None:
-        """Check the disk without changing it: the promises, as far as the disk can show them."""
-        try:
-            tier = access.for_reading(path(run, self.tier))
-        except NotARun:
-            if self.durable:
-                self._wrong("the run is gone")
-            return
-        survey = commit.survey(tier)
-        there = {place(at): one for at, one in survey.generations.items()}
-        for broken, error in survey.broken.items():
-            self._wrong(f"{place(broken)} has a COMMIT that is not valid: {error}")
-        gone = set(self.durable) - there.keys()
-        if self.tier != "directory" and self.maybe & there.keys():  # it let go of all but one; a mark decided which
-            least = self._beside_a_commit()
-            either = self.durable[self.durable.index(least[0]) :] if least else []
-            gone = set() if there.keys() & {*either} else {*least}
-        newer = max(self.perhaps & there.keys(), default="")
-        for at in sorted(one for one in gone if one >= newer):
-            self._wrong(f"{at} was acknowledged and is gone")
-        for at in sorted(self.refused & there.keys()):
-            self._wrong(f"{at} exists, although its save was refused")
-        for at, generation in there.items():
-            try:
-                manifest = commit.read_manifest(tier, generation)
-                problem = differs(generation, manifest, _bytes_of(tier, generation, manifest, Inline()))
-            except LastgoodError as error:
-                problem = f"{at} is half there: {error}"
-            if problem:
-                self._wrong(problem)
-        good = [at for at, one in there.items() if one.verified or at in self.verified]
-        owed = self.last if self.tier == "directory" and not self.pressed else 1
-        if len(good) < min(owed, len(self.verified)):
-            self._wrong(f"of {len(self.verified)} verified generations {good} are left")
-        for at in {place(one) for one in lineage(survey).lost} - self.cut_short:
-            self._wrong(f"{at} is reported as lost, and nobody acknowledged it")
-        lines: list[str] = []
-        try:
-            found = restored(tier, survey, Inline(), lines.append)
-        except LastgoodError as error:
-            self._wrong(f"a restore ends in {type(error).__name__}: {error}")
-            return
-        at = place(found.generation.id if found.generation else None)
-        if at not in self.heads | self.maybe:
-            self._wrong(f"a restore finds {at}, expected was one of {sorted(self.heads | self.maybe)}")
-        for line in lines[:-1]:
-            self._wrong(f"a restore of it says: {line}")
-
-    def go_on(self, run: str, seed: int) -> None:
-        """Two undisturbed lives more: the run must take them, and nothing of its past may lie about."""
-        for more in (1, 2):
-            lines: list[str] = []
-            code = live(
-                [run, f"--seed={seed + more}", "--saves=1", f"--last={self.last}", f"--tier={self.tier}"], lines.append
-            )
-            self.hear(lines)
-            if code or self.reported:
-                self._wrong(f"an undisturbed life printed: {[one for one in lines if one.split()[0] in TROUBLE]}")
-            self.judge(run)
-            for one in litter(run):
-                if not any(at in one for at in self.cut_short):
-                    self._wrong(f"after {more} openings there is still {one}")
-
-    def _beside_a_commit(self) -> list[str]:
-        """What stays when a further generation is committed."""
-        if self.tier == "directory":
-            return self.durable
-        return [at for at in self.durable if at in self.verified][-1:] or self.durable[-1:]
-
-    def _wrong(self, what: str) -> None:
-        self.problems.append(what)
-
-
-TROUBLE = ("error", "stepped_over", "unread", "wrong")
-
-
-def _bytes_of(tier: Tier, generation: Generation, manifest: Manifest, pool: Executor) -> State:
+def bytes_of(tier: Tier, generation: Generation, manifest: Manifest, pool: Executor) -> State:
     arena = Arena(sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs), CHUNK_BYTES)
     found = read_rank(tier, generation, manifest, arena, pool)
     return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}
-
-
-def litter(run: str) -> list[str]:
-    """Names in a run that belong to no generation and to no record."""
-    found = []
-    for folder, names, files in os.walk(run):
-        inside = os.path.relpath(folder, run)
-        found += [f"{inside}/{one}" for one in (*names, *files) if re.search(r"\.tmp$|^\.probe-|^GOING", one)]
-        if inside.startswith("gen/") and layout.COMMIT not in files:
-            found.append(f"{inside} without COMMIT")
-    return sorted(found)
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from .selection import DATA
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
-        "data",
+        "sampler and audit",
         DATA,
         ("a loop that does not read from its sampler is reported", "unread-sampler-reported", Never()),
         ("a sampler that is not read stands still beside one that is", "idle-sampler-stands-still", Always()),

@@ -8,7 +8,7 @@ from .selection import ADAPTERS, DROP_IN, LAYOUT, LOOP, REQUEST, SAVED_TWICE
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
-        "exempt",
+        "exempt parameters",
         LOOP,
         (
             "what an optimizer steps is demanded",
@@ -31,7 +31,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a frozen subclass is looked at by its inner tensors", "frozen-subclass-inner-tensors", Always()),
     ),
     *table(
-        "request",
+        "argument checks",
         REQUEST,
         ("state_dict() in the state is refused", "state-dict-snapshots-refused", Remove()),
         ("a number is watched from the beginning", "numbers-tracked-from-start", Swap("in (int, float)", "is float")),
@@ -69,7 +69,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *table(
-        "drop-in",
+        "torch DCP storage",
         DROP_IN,
         (
             "the generation that comes with a plan is used once",
@@ -92,7 +92,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("one rank records a sharded tensor without elements", "empty-shard-recorded-once", Never()),
     ),
     *table(
-        "layout",
+        "memory order",
         LAYOUT,
         (
             "bytes of a single element with a stride",
@@ -138,7 +138,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
     ),
     *table(
-        "saved twice",
+        "step saved twice",
         SAVED_TWICE,
         ("a restored step that is the same is not written again", "unchanged-restore-not-rewritten", Never()),
         (
