@@ -248,11 +248,15 @@ def with_one_more(state: dict) -> None:
     state["ema"] = torch.zeros(2)
 
 
+def with_a_new_buffer(state: dict) -> None:
+    state["model"].register_buffer("seen", torch.zeros(2))
+
+
 def in_the_next_epoch(state: dict) -> None:
     state["epoch"] += 1
 
 
-@pytest.mark.parametrize("change", [updated, at_another_rate, with_one_more, in_the_next_epoch])
+@pytest.mark.parametrize("change", [updated, at_another_rate, with_one_more, with_a_new_buffer, in_the_next_epoch])
 def test_saving_a_changed_state_at_the_restored_step_writes_it(tmp_path: Path, change: Callable[[dict], None]) -> None:
     with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
         first = ckpt.save(3).result()
