@@ -221,7 +221,7 @@ def test_tune_refuses_an_overhead_that_is_no_fraction(tmp_path: Path, capsys) ->
     """--overhead 2 was taken for 200 %."""
     command = ["tune", str(tmp_path / "run"), "--state-bytes", "1MB", "--step-seconds", "1", "--overhead", "2"]
     assert app.main(command) == 2
-    assert "share" in capsys.readouterr().err
+    assert "fraction" in capsys.readouterr().err
 
 
 def test_running_a_notebook_cell_twice_gives_a_helpful_error(tmp_path: Path) -> None:
