@@ -22,7 +22,7 @@ class Iteration:
     """whether a counted step has trained on all batches that were yielded since the last one: `loader()` without
     `batches_per_step`. Otherwise it has trained on `batches_per_step` batches, or one"""
     earlier_counted: bool
-    """whether all batches that earlier iterations fetched have been counted; then several steps that are counted at once
+    """whether all batches that earlier iterations fetched have been counted; then several steps counted at once
     have all trained on batches of this iteration"""
     stale: str = ""
     """why the iteration is no longer valid; empty while it is valid"""
