@@ -73,7 +73,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "restore-counted-by-coordinator",
             Instead(
                 "topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)); "
-                "ranks.rewind(ranks.restore_count + 1)"
+                "ranks.begin_restore(ranks.restore_count + 1)"
             ),
         ),
         ("all know what rank 0 knows of the run", "followers-adopt-survey", Swap("adopt(shared)", "refresh()")),
