@@ -178,7 +178,7 @@ def test_messages_from_before_a_rewind_are_ignored_after_it():
     first, second = two_on(Board())
     second.step_topic("save", 1).fail(StepDiffers("of before"))
     for one in (first, second):
-        one.rewind(1)
+        one.begin_restore(1)
     with pytest.raises(TimedOut, match="rank 1: posted nothing"):
         first.step_topic("save", 1).agree("of now", list)
 

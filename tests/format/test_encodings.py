@@ -235,6 +235,17 @@ class Slotted:
 
 
 @dataclasses.dataclass
+class Delegating:
+    """Answers for every attribute that it lacks, and has a slot that is not set."""
+
+    __slots__ = ("low", "parent")
+    low: float
+
+    def __getattr__(self, name: str) -> object:
+        return None
+
+
+@dataclasses.dataclass
 class Measured:
     weights: torch.Tensor
 
@@ -325,6 +336,16 @@ def test_a_live_dataclass_restores_in_place_and_a_frozen_one_is_replaced(tmp_pat
     assert live["slots"] is slots and slots.a == 2
     assert frozen.name == "old" and live["frozen"].name == "new"
     assert live["frozen"].weights is weights and weights.tolist() == [1, 1]
+
+
+def test_a_slot_that_is_not_set_is_left_out_despite_a_getattr(tmp_path):
+    """A dataclass delegated unknown attributes with `__getattr__`: each save ended with a plain AttributeError.
+
+    hasattr() ran the `__getattr__`, so a slot that was not set was taken for one that was.
+    """
+    live = Delegating(0.0)
+    state = resumed(tmp_path, {"x": Delegating(2.5)}, {"x": live})
+    assert state["x"] is live and live.low == 2.5
 
 
 def test_a_cached_property_is_not_stored_and_recomputed_after_a_load(tmp_path):

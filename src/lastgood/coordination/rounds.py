@@ -116,7 +116,7 @@ class RankGroup(MessageStore):
         """The start of all keys that belong to steps since the last restore."""
         return f"{self._name}/{self.restore_count}"
 
-    def rewind(self, restore_count: int) -> None:
+    def begin_restore(self, restore_count: int) -> None:
         """Begin topics and steps again after a restore: messages from before it have other keys and are not read."""
         with self._lock:
             self.restore_count = restore_count  # guard: rewind-starts-new-topics

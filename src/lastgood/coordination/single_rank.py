@@ -52,7 +52,7 @@ class SingleRank:
         """Return `decide([mine])`."""
         return decide([mine])
 
-    def rewind(self, restore_count: int) -> None:
+    def begin_restore(self, restore_count: int) -> None:
         """Do nothing: there are no messages from before the restore."""
 
 

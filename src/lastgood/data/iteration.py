@@ -18,10 +18,12 @@ class Iteration:
     first_step: int
     next_step: int
     """window of the batch that is yielded next; in a DataLoader of the user's own, of that fetched next"""
-    follows: bool
-    """whether each step has trained on all batches that were yielded since the last one, however many"""
-    sure: bool
-    """whether no batch that an earlier iteration fetched can still be uncounted"""
+    counts_yielded: bool
+    """whether a counted step has trained on all batches that were yielded since the last one: `loader()` without
+    `batches_per_step`. Otherwise it has trained on `batches_per_step` batches, or one"""
+    earlier_counted: bool
+    """whether all batches that earlier iterations fetched have been counted; then several steps counted at once
+    have all trained on batches of this iteration"""
     stale: str = ""
     """why the iteration is no longer valid; empty while it is valid"""
     ended: bool = False
@@ -56,7 +58,7 @@ class Iteration:
         return len(self.counted) == 2 and self.counted[0] - 1 == self.counted[1] > 0
 
 
-def require_batch_sampler(sampler: object, caller: FrameType | None) -> None:
+def require_no_joining_batch_sampler(sampler: object, caller: FrameType | None) -> None:
     """Raises Refused if a BatchSampler that joins several batches begins to iterate `sampler`.
 
     `DataLoader(dataset, sampler=sampler, batch_size=4)` makes such a BatchSampler. The numbers of batches do not prove

@@ -26,12 +26,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from .. import reporting
 from ..errors import Refused
-from .iteration import Iteration, require_batch_sampler
+from .iteration import Iteration, require_no_joining_batch_sampler
 from .order import Order, whole_number
 from .stored_state import UNCHANGED, Saved, stored_change, stored_number, stored_order
 from .worker_seeding import SeededDataset, Window, WorkerInit, entropy, unchanged
 
-# Options that decide which samples come, and in which order; with `in_order=False` a count of batches names none.
+# Options that decide which samples come, and in which order. With `in_order=False` batches come in any order, so the
+# number of batches trained would not say which ones these were.
 _RESERVED = {"batch_sampler", "batch_size", "drop_last", "generator", "in_order", "sampler", "shuffle"}
 _AHEAD = (
     "the loader yielded one batch more before the first step of this iteration than before the second. If it is "
@@ -137,8 +138,8 @@ class ResumableSampler(Sampler[list[int]]):
         Raises Refused once a newer iteration or a load has invalidated it, and if a DataLoader has this sampler as
         `sampler=` with a `batch_size` above 1.
         """
-        require_batch_sampler(self, sys._getframe(1))
-        return self._ids(self._begin(follows=False))
+        require_no_joining_batch_sampler(self, sys._getframe(1))
+        return self._ids(self._begin(counts_yielded=False))
 
     def __len__(self) -> int:
         """Batches of a whole epoch, before and after a resume: frameworks take it for the length of every epoch."""
@@ -151,9 +152,10 @@ class ResumableSampler(Sampler[list[int]]):
 
     @property
     def position(self) -> tuple[int, int]:
-        """(epoch, window) of the batch that `loader` yielded last.
+        """(epoch, window) of the batch that `loader` yielded last, until its step is counted.
 
-        With a DataLoader of your own, or with `batches_per_step`, that of the first batch that is not counted yet.
+        Otherwise that of the first batch that is not counted yet: before the first batch, after a counted step or a
+        load, and always with a DataLoader of your own or with `batches_per_step`.
         """
         return self._last_yielded or (self._epoch, self._cursor)
 
@@ -163,8 +165,8 @@ class ResumableSampler(Sampler[list[int]]):
         """Count the optimizer steps from the last counted number to `step`. The same number again counts nothing.
 
         A Checkpointer calls it with the `previous` number that it was given (default 0): steps up to that one are not
-        counted again, even if another Checkpointer has begun a new numbering. A number below the last one belongs to
-        another training, and counts as one step.
+        counted again, also where another Checkpointer, whose steps have other numbers, has counted in between. A `step`
+        below the last counted number belongs to such another numbering, and counts as one step.
 
         Raises Refused, and leaves the cursor unchanged, if it is unknown which batches these steps were trained with.
         With a DataLoader of your own, or with `batches_per_step`, that is so if there are more steps than fetched
@@ -180,27 +182,30 @@ class ResumableSampler(Sampler[list[int]]):
         self._step = step
 
     def is_unread_at(self, step: int) -> bool:
-        """Whether `advance_to(step)` would count a step although this process has read no batch and no `order`."""
+        """Whether `advance_to(step)` would count a step although this process has read nothing of the order.
+
+        A call of `order` counts as reading, as well as an iteration.
+        """
         return self._cached is None and step != self._step  # guard: counted-step-needs-no-read
 
     def consumed(self) -> None:
         """Count one more optimizer step; without a Checkpointer. After the last window comes (epoch + 1, 0)."""
         self._count(1)
-        if self._step is not None and not (self._iteration and self._iteration.follows):
+        if self._step is not None and not (self._iteration and self._iteration.counts_yielded):
             self._step += 1
 
     def _count(self, steps: int) -> None:
         at = self._iteration
         if at is None:
             self._move(*self._after(steps))
-        elif at.follows and not at.stale:
+        elif at.counts_yielded and not at.stale:
             if at.count() and self.rank == 0:
                 reporting.warning(_AHEAD)
             self._move(at.epoch, at.next_step)
         elif not at.stale:
             place = self._after(steps)
             # guard: counted-steps-were-fetched
-            if place > at.fetched(self.steps_per_epoch) or (steps > 1 and not at.sure):
+            if place > at.fetched(self.steps_per_epoch) or (steps > 1 and not at.earlier_counted):
                 raise Refused(
                     f"{steps} optimizer steps were completed since the last count, and it is not known with which "
                     f"batches: this iteration, over epoch {at.epoch}, began after {at.first_step} of its "
@@ -209,7 +214,7 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Let n in step(n) count completed optimizer steps, each of one batch (or batches_per_step), "
                     "and call step(n) at the end of each epoch too; or take the batches from sampler.loader(dataset).",
                 )
-            at.sure = True
+            at.earlier_counted = True
             self._move(*place)
 
     def _after(self, steps: int) -> tuple[int, int]:
@@ -351,10 +356,10 @@ class ResumableSampler(Sampler[list[int]]):
             ),
         )
 
-    def _begin(self, *, follows: bool) -> Iteration:
+    def _begin(self, *, counts_yielded: bool) -> Iteration:
         before = self._iteration
-        sure = before is None or before.follows or bool(before.stale)
-        if before is not None and not sure:
+        earlier_counted = before is None or before.counts_yielded or bool(before.stale)
+        if before is not None and not earlier_counted:
             counted = before.fetched(self.steps_per_epoch) <= (self._epoch, self._cursor)
             if before.ended and not counted:
                 raise Refused(
@@ -364,9 +369,9 @@ class ResumableSampler(Sampler[list[int]]):
                     todo="Make an optimizer step at the end of each epoch, and call step(n) then; where steps span "
                     "epochs leave batches_per_step out.",
                 )
-            sure = before.sure and counted
+            earlier_counted = before.earlier_counted and counted
         self._invalidate("a newer iteration over the sampler began")
-        self._iteration = Iteration(self._epoch, self._cursor, self._cursor, follows, sure)
+        self._iteration = Iteration(self._epoch, self._cursor, self._cursor, counts_yielded, earlier_counted)
         return self._iteration
 
     def _invalidate(self, why: str) -> None:
@@ -403,7 +408,7 @@ class Loader:
         return self._sampler.remaining
 
     def __iter__(self) -> Iterator[Any]:
-        at = self._sampler._begin(follows=self._sampler.batches_per_step is None)  # guard: prefetch-not-counted
+        at = self._sampler._begin(counts_yielded=self._sampler.batches_per_step is None)  # guard: prefetch-not-counted
         # iter(DataLoader) draws a base seed for its workers: from this generator, never from the global one
         self._batches.generator.manual_seed(entropy("workers", self._sampler._seed, at.epoch)[0])
         return self._batches_of(at, iter(self._batches))
@@ -412,7 +417,7 @@ class Loader:
         sampler = self._sampler
         at.require_live()
         for batch in batches:
-            if at.follows:
+            if at.counts_yielded:
                 sampler._last_yielded = (at.epoch, at.next_step)
             at.next_step += 1
             yield batch
@@ -425,7 +430,7 @@ class Loader:
                 todo="Let the dataset raise another error, or return every sample.",
             )
         at.ended = True
-        if at.follows:  # guard: prefetch-not-counted-at-epoch-end
+        if at.counts_yielded:  # guard: prefetch-not-counted-at-epoch-end
             sampler._move(at.epoch, at.next_step)  # the loop asks for the next batch: it has trained on all before
 
 

@@ -32,10 +32,12 @@ def count_step(state: object, step: int, previous: int, *, rank: int = 0, ranks:
     `rank`, `ranks`: of this process and of the job. `first`: whether this is the first step since the run was opened.
 
     While batches are read from one sampler, a sampler from which this process has read nothing does not move: it
-    belongs to an evaluation, or to a later phase of the training. If nothing was read from any sampler, the step counts
-    on all of them, because another process may read the batches: a worker of a DataLoader, or another rank if a sampler
-    is made for fewer ranks than the job has. It is also possible that the loop trains on another loader. So rank 0
-    reports a threat at the `first` step.
+    belongs to an evaluation, or to a later phase of the training. One that is made for fewer ranks than the job has
+    moves all the same, because another rank may read it. If nothing was read from any sampler, the step counts on all
+    of them, because another process, such as a worker of a DataLoader, may read the batches. It is also possible that
+    the loop trains on another loader. So rank 0 reports a threat at the `first` step.
+
+    A sampler on which this step is counted already, by another Checkpointer, is taken for one that is read.
     """
     samplers = {id(one): one for one in samplers_in(state)}.values()
     read = [one for one in samplers if not one.is_unread_at(step)]

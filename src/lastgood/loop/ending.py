@@ -36,7 +36,7 @@ class Ending:
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal to this rank has requested the end, or another rank's has and this one has come to it."""
+        """Whether this rank has received a signal, or has begun its grace period because rank 0 announced the end."""
         return self._end_request is not None and self._end_request.at is not None
 
     def timeout_seconds(self) -> float:

@@ -4,9 +4,10 @@
 
 Invariants
   1. Nothing is written before it is known that a generation fits the live state.
-  2. A generation is read once, each chunk verified and then written, only if another candidate would overwrite what a
-     fault leaves half written, or if the generation was verified before. Otherwise it is read twice: first to verify
-     all of it, then to write it (docs/decisions/0006).
+  2. With strict=True a generation is read once, each chunk verified and then written, if it was verified before, if an
+     older candidate would overwrite what a fault leaves half written, if the live state is half written already, or if
+     there are several ranks, which examine it first. Otherwise it is read twice: first to verify all of it, then to
+     write it (docs/decisions/0006).
   3. Several ranks load the same generation, or none does.
 """
 
@@ -263,7 +264,8 @@ class _Loading:
     def _may_read_once(self, generation: Generation) -> bool:
         """Whether it is safe to write each chunk as soon as it is verified, before the later ones are read.
 
-        It is if the generation was verified before, or if an older generation would overwrite what is half written.
+        With strict=True it is if the generation was verified before, if an older one would overwrite what is half
+        written, if the live state is half written already, or if several ranks have examined the generation.
         """
         if not self._request.strict:
             return False  # entries that an older generation lacks would keep what was written

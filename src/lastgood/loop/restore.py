@@ -63,7 +63,7 @@ class WritableRun:
         if ranks.size == 1:
             return
         # guard: restore-counted-by-coordinator
-        ranks.rewind(topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)))
+        ranks.begin_restore(topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)))
         shared = topic.agree(None, lambda _: run.shared_survey() if isinstance(run, RunWriter) else None)
         if isinstance(run, Follower):
             run.adopt(shared)  # guard: followers-adopt-survey

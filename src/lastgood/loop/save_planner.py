@@ -2,7 +2,8 @@
 
 Decides how a state is staged: during the next forward and backward if the fence can delay its updates, else while the
 loop waits. Owns the arena and the fence. Keeps the layout of the files from one save to the next, as long as the names,
-dtypes and shapes of the state stay the same. Everything here runs on the training thread.
+dtypes and shapes of the state, the tensors that must be finite, and the partition stay the same. Everything here runs
+on the training thread.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class SavePlanner:
         self._memory, self._chunk_bytes, self._algorithm = tuning.memory, tuning.chunk, tuning.digest
         self._finite = options.finite_also, options.finite_except
         self._exempt: frozenset[str] | None = None
-        """parameters that held NaN or infinity before the training began; None: not searched for yet"""
+        """parameters that held infinity and no NaN before training (`exempt.masks`); None: not searched for yet"""
         self._arena: Arena | None = None
         self._spoiled = False
         """whether a chunk of the arena may be lost: then the next save makes a new arena"""
@@ -160,7 +161,7 @@ class SavePlanner:
         )
 
     def exempt(self, state: Mapping[str, Any], stored: Collection[str] | None = None) -> None:
-        """Find the parameters that hold NaN or infinity before training: these make no later save unfit.
+        """Find the parameters that hold infinity and no NaN before training: these make no later save unfit.
 
         `stored`: after a restore, the names of the generation that may hold NaN or infinity; only those are exempt.
         None: nothing was restored. Then only the first call searches, and it must come before any training.

@@ -5,9 +5,11 @@
 What follows the start runs behind the loop (run/pipeline.py). schedule.py decides when a save is due.
 
 Invariants
-  1. A place that was taken is given back: by the flight that `Pipeline.start` registers, else by `Pipeline.leave`.
+  1. A place in flight that was acquired is released: by the flight that `Pipeline.start` registers, or by `Saver.save`
+     if the save does not get so far.
   2. What keeps this rank from a save is posted in the topic of its step, so that no other rank waits for this one.
-  3. Steps that are saved ascend; only a failed step is saved again, and only a restore goes back.
+  3. Steps that are saved ascend, and only a restore goes back. A step is saved again only if its save failed, or if it
+     is the restored one and its state has changed, or its manifest can no longer be read.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ class Saver:
     def _planned(self, n: int, topic: AnyTopic) -> tuple[GenerationId, PlannedSave]:
         """The id of the generation that a save of step `n` makes, and the plan of that save."""
         if self._ranks.size > 1:
-            # The first one opens the incarnation, on all ranks. Before the plan: a rank whose plan fails opens it too.
+            # The first call since the run was opened or restored begins the incarnation, which takes all ranks. It
+            # comes before the plan, so that a rank whose plan fails takes part in it.
             self._pipeline.admit_step(n)
         planned = self._planner.plan(self._request.state, topic)
         at = self._pipeline.admit_step(n)

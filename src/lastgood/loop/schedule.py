@@ -7,8 +7,9 @@ knows. It announces that to the others some steps ahead (coordination/announceme
     "every"   another interval in steps, from a step on, because cadence="auto" has measured a better one
     "ended"   the end of a save, whose place in flight is free again from a step on
 
-A rank that receives an announcement only after its step has missed a save of the others. It then fails this save for
-all ranks, with HeardLate, so that none of them waits for it, and rank 0 announces the later ones further ahead.
+A rank that receives a "save" or an "every" only after its step may have missed saves of the others. It then fails these
+for all ranks, with HeardLate, so that none of them waits for it. If a timed save failed so, rank 0 announces the later
+ones further ahead.
 Everything here runs on the training thread.
 """
 
@@ -55,7 +56,10 @@ class Schedule:
         """At rank 0 of several: publish what the others cannot know. Raises TierDown; the next call tries again."""
 
     def full(self) -> bool | None:
-        """Whether as many saves are in flight as are allowed, by what all ranks know; None: each rank may decide."""
+        """Whether as many saves are in flight as are allowed, as far as all ranks know the same.
+
+        None: the ranks need not agree, so this rank acquires a place if one is free, and else does as `when_full` says.
+        """
         return None
 
     def admitted(self, n: int) -> None:
@@ -84,7 +88,7 @@ class AgreedSchedule(Schedule):
         self.expects_announcements = isinstance(cadence, Pace) or cadence.seconds is not None or in_flight is not None
         """whether rank 0 has anything to announce with this cadence"""
         self._unended: dict[int, Save | None] = {}
-        """step -> save, of the saves that occupy a place: their end was not announced yet, or does not hold yet"""
+        """step -> save, of the saves that occupy a place: their end was not announced yet, or is to come"""
         self._announced_ends: set[int] = set()
         self._last: Save | None = None
         self._steps: deque[tuple[int, bool]] = deque(maxlen=STEPS_REMEMBERED)
@@ -152,11 +156,11 @@ class AgreedSchedule(Schedule):
         return bool(self._interval) and n > since and crossed(self._interval, since - self._from, n - self._from)
 
     def _take_announced(self, n: int, before: int) -> tuple[bool, list[int]]:
-        """Apply the announcements that hold from step `n` on. `before`: the step of the loop before it.
+        """Apply the announcements that take effect by step `n`. `before`: the step of the loop before it.
 
         Returns whether a save was announced for step `n`, and the steps of the loop whose announced save this rank has
         missed. Step numbers may have gaps: what is announced for a number that lies between two steps of the loop
-        holds at the second of them.
+        takes effect at the second of them.
         """
         due, missed = False, list[int]()
         for one in self._ahead.pop_due(n):
@@ -169,9 +173,9 @@ class AgreedSchedule(Schedule):
             elif one.kind == "every":
                 self._interval, self._from = one.value, one.step  # guard: interval-holds-from-its-step
                 missed += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
-        held = [self._held_at(step) for step in missed]
-        return due, sorted({step for step, saved in held if not saved})
+        effective = [self._effective_step(step) for step in missed]
+        return due, sorted({step for step, saved in effective if not saved})
 
-    def _held_at(self, announced: int) -> tuple[int, bool]:
-        """The step of the loop at which an announced number held, and whether a save was due there anyway."""
+    def _effective_step(self, announced: int) -> tuple[int, bool]:
+        """The step of the loop at which an announced number took effect, and whether a save was due there anyway."""
         return next((one for one in self._steps if one[0] >= announced), (announced, False))

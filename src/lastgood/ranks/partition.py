@@ -50,15 +50,16 @@ class Partition:
     mine: list[Item]
     """what this rank writes"""
     witnessed: dict[tuple[int, ...], list[Item]]
-    """ranks that hold the same boxes -> what others of them write; this rank digests its copy"""
+    """ranks that hold the same boxes, this one among them -> what the other ones write; this rank digests its copy"""
     shared: dict[tuple[int, ...], list[str]]
-    """ranks that hold the same boxes -> keys of all that one of them writes: the same list on each of these ranks"""
+    """ranks that hold the same boxes -> all that is written of them, by whichever rank: `Tensor.key` of each part. The
+    list is the same on each of these ranks"""
 
 
 def structure_digest(captured: Captured) -> str:
     """A digest of names, dtypes, whole shapes and meshes, and of which names share a tensor.
 
-    It is the same on all ranks that hold the same tensors, or boxes of the same tensors.
+    It is the same on all ranks that hold the same tensors, or boxes of the same tensors on the same mesh.
     """
     digest = hashlib.sha256()
     for name, one in captured.tensors.items():
@@ -90,8 +91,8 @@ def partition(
 ) -> Partition:
     """The partition as `rank` sees it. `finite`: names whose values must be finite. `own`: names that each rank writes.
 
-    `holders`: name -> groups of ranks, each of which holds the whole tensor together. For a sharded tensor these are
-    meshes, over each of which it is sharded alike; for any other one, each rank that holds it is a group by itself.
+    `holders`: name -> groups of ranks. The ranks of a group hold one copy of the tensor between them. For a sharded
+    tensor the groups are meshes, over which it is sharded alike; for any other tensor, each holder is a group of one.
     """
     mine: list[Item] = []
     boxes_of: dict[tuple[int, ...], list[tuple[str, Box, tuple[int, ...]]]] = defaultdict(list)

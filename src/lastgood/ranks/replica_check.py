@@ -7,15 +7,19 @@
     in every save, once its pieces are written     digests of its structure, of which ranks     equal, different, or
     (`ReplicaCheck.approve`)                       hold what, and of what several ranks hold    a stale partition
 
+Where the last exchange failed, both may take place in the topic of one save: some ranks exchange, others are in the
+check already. A post of the check has the key "sums". Both verdicts are AGAIN then, and all ranks exchange.
+
 Invariants
-  1. A save is published only if every rank still has the structure that was exchanged, knows the same holders as all
-     others, and all holders of the same boxes have partitioned them alike. Otherwise the save fails with StepDiffers on
-     all ranks. They exchange their structures again behind the training loop, and the saves that are planned after that
-     use the result.
+  1. A save is published only if every rank still has the structure that was exchanged (or all have the same
+     one, as they had then), knows the same holders as all others, and all holders of the same boxes have partitioned
+     them alike. Otherwise the save fails with StepDiffers on all ranks. They exchange their
+     structures again behind the training loop, and the saves that are planned after that use the result.
   2. Where the replicas of a tensor differ, none of them is taken for all: each rank writes its own, in this save and
      in all later ones. If an optimizer trains the tensor, the save fails with ReplicaDiffers on all ranks instead.
   3. The training thread waits for other ranks in restore(), and in the first save after a fresh start, until all ranks
-     have made their first step; in no other save.
+     have made their first step; in no other save, unless the last exchange failed: then
+     the next save repeats it.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ class _Exchanged:
     """What this rank knows about the states of all ranks since their last exchange."""
 
     holders: Mapping[str, list[tuple[int, ...]]] = field(default_factory=dict)
-    """name -> groups of ranks, as in `partition`; empty where all ranks have the same structure"""
+    """name -> groups of ranks, as in `partition`; empty where all ranks have the same structure: then every rank holds
+    each tensor that is not sharded"""
     structures: Sequence[str] = ()
     """at the coordinator: the structure of each rank at that time; empty where all ranks have the same structure"""
     own: frozenset[str] = frozenset()
@@ -135,7 +140,7 @@ class Replicas:
         def decide(posts: list[dict[str, Any]]) -> str | list[int]:
             structures[:] = [one["structure"] for one in posts]
             if any("sums" in one for one in posts):
-                return AGAIN  # some ranks are in the check of a save; after this verdict they begin an exchange too
+                return AGAIN  # some ranks are in the check of a save; on this verdict they begin an exchange
             if nowhere := _in_all([one.get("unmatched", []) for one in posts]):
                 raise refused(nowhere, [name for name, *_ in names])
             return SAME if len(set(structures)) == 1 else _representatives(structures)
@@ -191,7 +196,7 @@ class ReplicaCheck:
     structure: str
 
     def approve(self, pieces: Sequence[Piece]) -> Files:
-        """Further files, with tensors that this rank holds differently from the rank that wrote them.
+        """As `run.save.Check`. The further files have tensors that this rank holds differently from their writer.
 
         Raises ReplicaDiffers where trained tensors differ, StepDiffers where the partition is stale; on all ranks.
         """
@@ -235,7 +240,10 @@ class ReplicaCheck:
             )
 
     def _own_files(self, own: Sequence[Item], pieces: Sequence[Piece]) -> Iterator[tuple[Image, Iterator[Chunk]]]:
-        """Tensor files with this rank's own content of `own`. `pieces`: what this rank has written in this save."""
+        """Tensor files with this rank's own content of `own`. `pieces`: what this rank has written in this save.
+
+        The numbers in the names of the new files follow those of the files with `pieces`.
+        """
         if not own:
             return
         first = len({piece.extent.blob for piece in pieces}) or 1
@@ -308,7 +316,8 @@ def compare(exchanged: Sequence[str], posts: list[dict[str, Any]]) -> str:
     `exchanged`: the structure of each rank when structures were exchanged last; empty if they were all the same.
     """
     structures = [one["structure"] for one in posts]
-    if structures != list(exchanged) if exchanged else len(set(structures)) > 1:  # guard: stale-plan-refused
+    unchanged = structures == list(exchanged) if exchanged else len(set(structures)) == 1
+    if not unchanged:  # guard: stale-plan-refused
         return AGAIN
     # Some ranks are in an exchange instead, or the last exchange ended differently for them.
     # guard: equal-knowledge-required

@@ -3,7 +3,8 @@
 Invariants
   1. Every call ends: a call to the store takes at most `timeout_seconds`, in addition to what `get` is asked to wait.
      After that it raises TierDown. This also holds where the host of the store is cut off from the network.
-  2. A client of the store is used by one thread at a time, and again by later calls unless a call on it failed.
+  2. A client of the store is used by one thread at a time. Later calls use it again, unless a call on it raised another
+     error than TimedOut, which says only that keys were not posted in time.
   3. A rank that has no connection to the store learns so after COORDINATOR_TIMEOUTS + 1 timeouts, at the latest: it
      waits so long for a verdict (coordination/rounds.py), and one timeout more for the answer of the store.
 """
@@ -44,7 +45,7 @@ class Clients:
         self._connect, self._free = connect, queue.SimpleQueue[Any]()
 
     def acquire(self) -> Any:
-        """A free client, or a new one. The caller releases it, unless a call on it failed."""
+        """A free client, or a new one. The caller releases it, unless a call on it raised anything but TimedOut."""
         with contextlib.suppress(queue.Empty):
             return self._free.get_nowait()
         return self._connect()
@@ -58,7 +59,8 @@ class GroupStore:
 
     torch's client waits for an answer without a limit where the host of the store is cut off, and no other thread can
     end that wait. So each call runs in a thread of its own. When no answer comes in time, the thread and its client are
-    abandoned. It is a daemon thread, the only kind in this package, so that the process can exit while it still waits.
+    abandoned. It is a daemon thread, so that the process can exit while it still waits. No other thread in this
+    package is one.
     """
 
     def __init__(self, clients: Clients, timeout_seconds: float) -> None:

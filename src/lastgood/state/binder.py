@@ -31,16 +31,16 @@ from .wrappers import Wrappers
 
 
 class Binder:
-    """One comparison of a live state with a stored one, and what it has found (`walk.Walk`).
+    """One comparison of a live state with a stored one, and what it has found (`binding.Walk`).
 
-    `offered`: live name -> stored name of the tensors that belong to modules. `names`: what is wanted. `modules`:
+    `of_modules`: live name -> stored name of the tensors that belong to modules. `names`: what is wanted. `modules`:
     path -> module, of the live state.
     """
 
     def __init__(
         self,
         stored: Stored,
-        offered: dict[str, str],
+        of_modules: dict[str, str],
         names: Filter,
         rename: Rename,
         modules: Mapping[str, nn.Module],
@@ -51,7 +51,7 @@ class Binder:
         self.last: list[Put] = []
         """what is done after everything else"""
         own_loading = OwnLoading(modules)
-        self.modules = ModuleBinder(self, offered, rename, own_loading)
+        self.modules = ModuleBinder(self, of_modules, rename, own_loading)
         self._optimizers = OptimizerBinder(self, Parameters(modules), rename, own_loading)
         self._wrappers = Wrappers()
 
@@ -264,7 +264,7 @@ class Binder:
 
 
 class _LikeShards:
-    """`walk.Placement`: new tensors are sharded as the live ones of the same paths."""
+    """`binding.Placement`: new tensors are sharded as the live ones of the same paths."""
 
     def __init__(self, plan: TensorPlan, shards: Mapping[str, torch.Tensor]) -> None:
         self._plan, self._shards = plan, shards

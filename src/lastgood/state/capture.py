@@ -1,4 +1,4 @@
-"""Capture: a live state -> named tensors and values. Reads; copies no tensor and changes nothing. See rules.py.
+"""Capture: a live state -> named tensors and values. Reads; changes nothing. See rules.py.
 
 `Capture` takes one capture after another of the state of a run. Each capture walks the state (walk.py), collects the
 tensors (collected.py) and reuses what has not changed since the last one (capture_cache.py).
@@ -29,7 +29,9 @@ __all__ = ["Capture", "Captured", "Origin", "capture", "finite", "require_keys",
 
 @dataclass(frozen=True)
 class Captured:
-    """What a state consists of. Nothing is copied: the tensors are the live ones, without their gradients.
+    """What a state consists of. The tensors are the live ones, without their gradients.
+
+    Only a numpy array that torch cannot view (read-only, negative strides, a dtype that torch lacks) is copied.
 
     What does not change from save to save is shared between the captures of one `Capture`: do not change any field.
     """
@@ -37,13 +39,14 @@ class Captured:
     tensors: dict[str, torch.Tensor]
     """stored name -> tensor; each region of memory once"""
     addresses: list[int]
-    """of each of `tensors`, in this order: a tensor that is copied later may have been moved by then (`.data = ...`)"""
+    """address of the memory of each of `tensors`, in this order. If a tensor has other memory when a snapshot copies it
+    later (`.data = ...`), a comparison with this address shows it."""
     aliases: dict[str, str]
     """further name of a tensor -> the name under which it is stored"""
     values: dict[str, Any]
     """name of a top-level entry, and "rng" -> JSON with typed tags"""
     key: int
-    """of one `Capture`: it changes whenever a name, dtype or shape in `tensors` differs from the last capture"""
+    """of one `Capture`: it increases where a name, dtype, shape or sharding differs from the last capture"""
     origins: dict[str, Origin]
     """stored name -> what changes the tensor"""
     optimizers: list[Optimizer]

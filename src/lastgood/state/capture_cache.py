@@ -53,7 +53,10 @@ _gradient = operator.attrgetter("requires_grad", "is_leaf")
 
 @dataclass
 class Flat:
-    """The tensors of a live object, and a signature of its structure."""
+    """The tensors of a live object in one flat list, and a signature of its structure.
+
+    It has nothing to do with the flattened tensor subclasses (subclasses.py).
+    """
 
     signature: list[Any] = field(default_factory=list)
     """keys and marks; equal signatures mean the same names in the same order"""
@@ -226,8 +229,9 @@ class Part:
     """The names and the JSON of one object, and the structure for which they are valid.
 
     `names`: one for each slot, empty for a slot that is not stored. `tree`: the JSON; all saves share it, and nothing
-    changes it. `origins`: one for each tensor that is stored. `refers`: whether the JSON refers to each tensor by name,
-    and so holds its `requires_grad` and its memory order.
+    changes it. `origins`: one for each tensor that is stored. `refers`: whether the JSON has an entry for each
+    tensor, with its `requires_grad` and its memory order, so that a change of these changes the JSON. That of a
+    module has none: its tensors are found by their names.
     """
 
     def __init__(self, flat: Flat, names: Sequence[str], tree: Any, origins: Sequence[Any], refers: bool) -> None:

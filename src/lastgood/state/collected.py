@@ -22,7 +22,11 @@ from .dtensor import Sharded, Shards
 
 
 class Origin(enum.IntEnum):
-    """What changes a tensor. A higher origin must be copied sooner; memory with several names has the highest."""
+    """What changes a tensor. A higher origin may be changed sooner after a capture, and must be copied sooner.
+
+    OPTIMIZER and STEPPED change in the optimizer's step, which the fence delays. When the others change is not known:
+    forward may change a buffer at once. Memory with several names has the highest origin of its names.
+    """
 
     OPTIMIZER = 0
     """state of an optimizer of `Captured.optimizers`: only the optimizer's step changes it"""

@@ -28,7 +28,7 @@ def untrained(state: Mapping[str, Any], captured: Captured) -> frozenset[str]:
 def masks(state: Mapping[str, Any], among: Collection[str] | None = None) -> frozenset[str]:
     """Names of the parameters that hold infinity and no NaN now. `among`: the names to examine (default: all).
 
-    A parameter with NaN is never exempt: NaN is a sign of divergence, and masks do not contain it.
+    A parameter with NaN is not taken for a mask: NaN is a sign of divergence. A frozen one may be `untrained`.
     """
     wanted = ((name, one) for name, one, _ in _parameters(state) if among is None or name in among)
     return frozenset(name for name, one in wanted if _is_mask(one))

@@ -15,6 +15,7 @@ import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -116,9 +117,11 @@ def _slots(kind: type) -> dict[str, Any]:
 
 def _attributes(one: Any) -> dict[str, Any]:
     """The attributes of an instance: its dictionary without cached properties, and the slots that are set."""
-    slots = {name: slot for name, slot in _slots(type(one)).items() if hasattr(one, name)}
-    inside = {name: part for name, part in _dictionary(one).items() if not _is_cached(type(one), name)}
-    return {**inside, **{name: slot.__get__(one) for name, slot in slots.items()}}
+    found = {name: part for name, part in _dictionary(one).items() if not _is_cached(type(one), name)}
+    for name, slot in _slots(type(one)).items():
+        with suppress(AttributeError):  # the slot is not set
+            found[name] = slot.__get__(one)  # hasattr() asks the class's `__getattr__` too
+    return found
 
 
 def _is_cached(kind: type, name: str) -> bool:

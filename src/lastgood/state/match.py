@@ -120,20 +120,20 @@ def match(
             todo='Name what is wanted: {"model": model}; or leave the state out, and get a dict of everything.',
         )
     require_keys(state)
-    moved, names = Rename(rename or {}), wanted(include, exclude)
+    renaming, names = Rename(rename or {}), wanted(include, exclude)
     for name, (dtype, _) in stored.tensors.items():
         if names.keeps(name):
             dtype_of(dtype)
     values, referenced = read_values(stored)
-    offered = moved.names(name for name in stored.tensors if name not in referenced)
-    plan = Binder(stored, offered, names, moved, modules_of(state))
-    puts, others = _bind_entries(plan, state, values, moved, names)
+    of_modules = renaming.names(name for name in stored.tensors if name not in referenced)
+    plan = Binder(stored, of_modules, names, renaming, modules_of(state))
+    puts, without_place = _bind_entries(plan, state, values, renaming, names)
     missing = plan.differences.missing
     # guard: partial-load-leaves-generators
-    if partial and others and not any(component(key) in missing for key in state):  # a key may be misspelt
-        plan.differences.leave_out(others)
+    if partial and without_place and not any(component(key) in missing for key in state):  # a key may be misspelt
+        plan.differences.leave_out(without_place)
     else:
-        for path in others:
+        for path in without_place:
             plan.differences.has_no_place(path)
         _bind_rng(plan, values, stored, names)
     plan.modules.note_unclaimed()
@@ -141,10 +141,10 @@ def match(
 
 
 def _bind_entries(
-    plan: Binder, state: Mapping[str, Any], values: dict[str, Any], moved: Rename, names: Filter
+    plan: Binder, state: Mapping[str, Any], values: dict[str, Any], renaming: Rename, names: Filter
 ) -> tuple[list[tuple[str, Put]], list[str]]:
     """How each entry of the state is written, and the entries of the generation that it has no place for."""
-    entries = moved.entries(name for name in values if name != "rng")
+    entries = renaming.entries(name for name in values if name != "rng")
     puts = []
     for key, live in state.items():
         path = component(key)

@@ -20,21 +20,21 @@ from .rename import Rename
 
 
 class ModuleBinder:
-    """Binds modules. `offered`: live name -> stored name of the tensors that belong to modules."""
+    """Binds modules. `of_modules`: live name -> stored name of the tensors that belong to modules."""
 
-    def __init__(self, walk: Walk, offered: dict[str, str], rename: Rename, own_loading: OwnLoading) -> None:
-        self._walk, self._offered, self._rename, self._own_loading = walk, offered, rename, own_loading
+    def __init__(self, walk: Walk, of_modules: dict[str, str], rename: Rename, own_loading: OwnLoading) -> None:
+        self._walk, self._of_modules, self._rename, self._own_loading = walk, of_modules, rename, own_loading
         self._claimed: set[str] = set()
-        """names in `offered` for which the live state has a place"""
+        """names in `of_modules` for which the live state has a place"""
 
     def offers_below(self, path: str) -> bool:
         """Whether a tensor of a module is stored under this path."""
-        return any(name.startswith(f"{path}.") for name in self._offered)
+        return any(name.startswith(f"{path}.") for name in self._of_modules)
 
     def note_unclaimed(self) -> None:
         """Record the stored tensors of modules that no live module has a place for."""
         differences = self._walk.differences
-        for name in self._offered:
+        for name in self._of_modules:
             listed = name in self._claimed or differences.covers(name)
             if not listed and self._walk.names.keeps(name):
                 differences.unexpected.append(name)
@@ -66,11 +66,11 @@ class ModuleBinder:
                     handed[raw] = self._walk.bind(ABSENT, saved, name)
             elif not names.keeps(name):
                 continue
-            elif name not in self._offered:
+            elif name not in self._of_modules:
                 differences.missing.append(name)
             elif not isinstance(value, torch.Tensor):
                 differences.differs(name, f"a tensor in the generation, {kind_of(value)} here")
-            elif self._own_loading.takes_shape(name, *self._walk.stored.tensors[self._offered[name]]):
+            elif self._own_loading.may_load_shape(name, *self._walk.stored.tensors[self._of_modules[name]]):
                 reshaped.append(raw)
                 handed[raw] = self._as_new(value, name)
             elif self._is_handed(value, raw, name, own):
@@ -86,17 +86,17 @@ class ModuleBinder:
         """Whether a tensor goes through load_state_dict(). If not, it is written in place, or differs."""
         if not subclasses.is_flattenable(value):
             tensors.require_storable(value, name)
-        why = self._walk.tensors.difference(value, self._offered[name])
+        why = self._walk.tensors.difference(value, self._of_modules[name])
         if why and not raw.endswith(_EXTRA_STATE_KEY_SUFFIX):  # which may be of any size
             self._walk.differences.differs(name, why)
             return False
         if not why and tensors.storage(value) in own:
-            self._walk.tensors.write(value, self._offered[name], name)
+            self._walk.tensors.write(value, self._of_modules[name], name)
             return False
         return True
 
     def _as_new(self, value: torch.Tensor, name: str) -> Put:
-        return self._walk.bind(ABSENT, TensorRef(self._offered[name], value.device), name)
+        return self._walk.bind(ABSENT, TensorRef(self._of_modules[name], value.device), name)
 
     def _load(
         self, live: nn.Module, entries: dict[str, Any], handed: dict[str, Put], reshaped: list[str], path: str
@@ -107,5 +107,5 @@ class ModuleBinder:
         entries.update({raw: value for raw, value in made.items() if value is not LEFT_OUT})
         with calling(live, path, step):
             live.load_state_dict(entries)
-        self._own_loading.require_taken(live, {raw: made[raw] for raw in reshaped}, path, step)
+        self._own_loading.require_loaded_shapes(live, {raw: made[raw] for raw in reshaped}, path, step)
         return live

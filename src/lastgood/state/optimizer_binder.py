@@ -85,8 +85,8 @@ class OptimizerBinder:
         if nn.parameter.is_lazy(parameter):
             return "of a lazy parameter that has no shape yet: run one forward pass first"
         ours = list(parameter.shape)
-        if ours != stored and self._own_loading.may_resize(parameter):
-            check = partial(self._own_loading.require_shape, parameter, stored, path, self._walk.stored.step)
+        if ours != stored and self._own_loading.may_change_shape(parameter):
+            check = partial(self._own_loading.require_changed_shape, parameter, stored, path, self._walk.stored.step)
             self._walk.last.append(check)
             return ""
         return "" if ours == stored else f"of a parameter of shape {stored} in the generation, {ours} here"
@@ -101,7 +101,7 @@ class OptimizerBinder:
 
 @dataclass(frozen=True)
 class _ParameterState:
-    """The stored state of one parameter, and where its new tensors are made (`walk.Placement`).
+    """The stored state of one parameter, and where its new tensors are made (`binding.Placement`).
 
     State that had the shape and the memory order of the parameter takes the memory order of the live parameter,
     because fused kernels pair elements by their place in memory. All other state keeps its own.

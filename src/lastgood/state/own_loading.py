@@ -75,18 +75,18 @@ class OwnLoading:
                     self.modules.add(path)
         self._ids = set(map(id, self._tensors.values()))
 
-    def takes_shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Whether the tensor of this name may change to this shape, which it does not have now."""
+    def may_load_shape(self, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Whether a load may give the tensor of this name this dtype and shape, which it does not have now."""
         live = self._tensors.get(name)
         if live is None or dtensor.is_sharded(live) or live.dtype is not TORCH_DTYPES[dtype]:
             return False
         return nn.parameter.is_lazy(live) or tuple(live.shape) != shape
 
-    def may_resize(self, parameter: torch.Tensor) -> bool:
+    def may_change_shape(self, parameter: torch.Tensor) -> bool:
         """Whether this parameter may change its shape in a load."""
         return id(parameter) in self._ids and not nn.parameter.is_lazy(parameter)
 
-    def require_taken(self, live: nn.Module, handed: Mapping[str, torch.Tensor], path: str, step: int) -> None:
+    def require_loaded_shapes(self, live: nn.Module, handed: Mapping[str, torch.Tensor], path: str, step: int) -> None:
         """Check a module after its load. Raises LoadFailed if it has not taken a tensor of another shape."""
         entries = live.state_dict() if handed else {}
         left = [
@@ -104,11 +104,13 @@ class OwnLoading:
                 "restore again into a new state.",
             )
 
-    def require_shape(self, parameter: torch.Tensor, shape: list[int], path: str, step: int) -> None:
-        """Check a parameter after the modules were loaded. Raises LoadFailed if it lacks the shape of its state."""
+    def require_changed_shape(self, parameter: torch.Tensor, shape: list[int], path: str, step: int) -> None:
+        """Check a parameter after the modules were loaded. Raises LoadFailed unless it has `shape` now.
+
+        `shape`: that of the parameter to which the optimizer's state at `path` belonged when it was saved."""
         if list(parameter.shape) != shape:
             raise LoadFailed(
-                f"loading step {step} had begun when {path} was found to be of a parameter of shape {shape}, and the "
+                f"loading step {step} had begun. The state at {path} belongs to a parameter of shape {shape}, but the "
                 f"module that owns the parameter has left it at {list(parameter.shape)}, or has replaced it",
                 safe=_SAFE,
                 todo="Let the module resize the parameter in place (`.data`), and restore again into a new state.",

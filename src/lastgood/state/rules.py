@@ -2,13 +2,14 @@
 
     capture(state) -> Captured: tensors by name, aliases, values          capture.py  walk.py  collected.py  objects.py
     Capture().take(state) -> Captured, save after save                    capture_cache.py
-    match(state, Stored) -> Match.apply(fetch)                            decode.py  binder.py  match.py
+    match(state, Stored) -> Match.apply(content, settings)                decode.py  binder.py  match.py
     classes and modules of the user                           instances.py  subclasses.py  wrappers.py  own_loading.py
     what PEFT keeps beside the weights of its models                      adapters.py
     tensor <-> bytes                                                      tensors.py
 
 Only these modules know what torch's objects consist of. A capture reads: it makes no optimizer step, draws no random
-number and copies no tensor. A match compares, and lists all differences at once. Only `Match.apply` writes.
+number and copies no tensor (only an array that torch cannot view). A match compares, and lists all differences at once.
+Only `Match.apply` writes.
 
 **Entries.** The state is the user's own dict; every capture reads it again. Its values may be nested in dicts, lists
 and tuples to any depth: modules, optimizers, any object with state_dict and load_state_dict (schedulers, scalers,
@@ -30,10 +31,10 @@ these occur.
                                             through all groups
     optimizer.param_groups.0.lr             a hyperparameter
     model.head.weight.int_data              an inner tensor of a tensor subclass, by the name of its attribute
-    rng.torch, rng.cuda.0, rng.python       random number generators, always captured
+    rng.torch, rng.cuda.0, rng.python       random number generators; captured unless they are excluded
 
 Memory with several names is stored once, and the further names are aliases. Two tensors are the same memory if device,
-address, dtype, shape and strides are equal.
+address, dtype, shape, strides and the conj and neg flags are equal; an empty tensor shares no memory.
 
 **Memory order.** Strides belong to a tensor. A tensor that a restore creates has its dimensions in the stored memory
 order; optimizer state that had the memory order of its parameter gets that of the live parameter. A tensor that is

@@ -28,7 +28,11 @@ class Making(NamedTuple):
 
 
 class TensorPlan:
-    """Where the tensors of one generation go, by stored name."""
+    """Where the tensors of one generation go.
+
+    The keys of `places`, `takers` and `checks` are targets. A target is a stored name, or, for a live DTensor, a text
+    of name, offsets and shape of the box that this process holds; `boxed` has the two parts of such a text.
+    """
 
     def __init__(self, stored: Stored, differences: Differences) -> None:
         self._stored, self._differences = stored, differences
@@ -39,7 +43,7 @@ class TensorPlan:
         self.places: dict[str, list[Place]] = {}
         self.takers: dict[str, list[Take]] = {}
         self.boxed: dict[str, tuple[str, Box]] = {}
-        """name in `places`, `takers`, `checks` -> the stored tensor, and which box of it"""
+        """target of a DTensor -> the stored tensor, and which box of it"""
         self._regions: dict[Hashable, tuple[str, str]] = {}
         """live memory -> the stored tensor that is written there, and its live name"""
         self._new: dict[tuple[str, torch.device, tensors.Order], tuple[list[torch.Tensor], torch.Tensor | None]] = {}

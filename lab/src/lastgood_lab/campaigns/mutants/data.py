@@ -41,7 +41,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "steps across two iterations are refused",
             "counted-steps-were-fetched",
-            Swap(" or (steps > 1 and not at.sure)", ""),
+            Swap(" or (steps > 1 and not at.earlier_counted)", ""),
         ),
         (
             "the last step of an epoch takes what is left of it",

@@ -77,7 +77,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "restore-counted-by-coordinator",
             Instead(
                 "topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)); "
-                "ranks.rewind(ranks.restore_count + 1)"
+                "ranks.begin_restore(ranks.restore_count + 1)"
             ),
         ),
         ("survey of rank 0 adopted by all ranks", "followers-adopt-survey", Swap("adopt(shared)", "refresh()")),

@@ -54,7 +54,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a part of a run leaves the generators",
             "partial-load-leaves-generators",
-            Swap("partial and others", "False"),
+            Swap("partial and without_place", "False"),
         ),
         (
             "a misspelt key shows what is there",
