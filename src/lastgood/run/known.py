@@ -158,8 +158,9 @@ class KnownRun:
 
     def begin(self, incarnation: Incarnation) -> None:
         """Save in `incarnation` from now on."""
-        self.incarnation, self._last_tried = incarnation, incarnation.parent
-        self.survey.order = incarnation.order
+        with self.lock:
+            self.incarnation, self._last_tried = incarnation, incarnation.parent
+            self.survey.order = incarnation.order
 
     def record(self, generation: Generation) -> None:
         """Store the present record of a generation that was committed, verified, marked or labelled.

@@ -162,7 +162,7 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
             known.note_tried(at)
         raise
     except BaseException as error:
-        topic.fail(error)  # after this no rank writes to the generation's folder
+        topic.fail(error)  # the coordinator returns once every rank has posted or timed out: none writes any more
         # If a name was taken, the files under it belong to another save.
         # guard: taken-name-deletes-nothing
         if not isinstance(error, NameTaken):

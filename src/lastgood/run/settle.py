@@ -36,9 +36,9 @@ def _ensure_header(known: KnownRun) -> str:
     if survey.run is not None:
         return survey.run
     newest = max(survey.generations.values(), key=lambda one: one.commit.order, default=None)
-    unread = next((one for one in survey.broken.values() if isinstance(one, Unreadable)), None)
-    if newest is None and unread:
-        raise unread  # it may become readable later, and would not belong to a run with a new id
+    unreadable = next((one for one in survey.broken.values() if isinstance(one, Unreadable)), None)
+    if newest is None and unreadable:
+        raise unreadable  # it may become readable later, and would not belong to a run with a new id
     run_id = newest.commit.run if newest else known.environment.new_id()
     for name in tier.list(""):
         # The header is damaged, or the old pointer has its name on a disk that ignores case.

@@ -34,6 +34,7 @@ def started(pool: Pool, count: int) -> Pool:
     """
     barrier = threading.Barrier(count)
     try:
+        # Not `pool.submit`, which may run the job in this thread (`Workers.submit`).
         # guard: threads-started-ahead
         for job in [ThreadPoolExecutor.submit(pool, barrier.wait) for _ in range(count)]:
             job.result()
@@ -42,7 +43,7 @@ def started(pool: Pool, count: int) -> Pool:
         pool.shutdown()
         raise Refused(
             f"not all threads could be started: {error}",
-            safe="Nothing was touched.",
+            safe="Nothing of the run was changed.",
             todo="Raise the limit of threads of this user or container, or use fewer writers.",
         ) from error
     return pool
