@@ -88,7 +88,10 @@ def kill_and_compare(
     assert zygote.live(script, folder / "run", restless, **wishes) == 0, restless.read_text()[-4000:]
     for rank in range(ranks):
         expected, found = dict(_printed_values(_of_rank(calm, rank))), list(_printed_values(_of_rank(restless, rank)))
-        assert [(what, value) for what, value in found if expected.get(what) != value] == []
+        differing = [
+            f"{what}: {value}, expected {expected.get(what)}" for what, value in found if expected.get(what) != value
+        ]
+        assert not differing, "\n".join([*differing, _of_rank(restless, rank).read_text()[-8000:]])
         if rank == 0:
             assert dict(found) == expected
 
