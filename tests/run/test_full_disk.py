@@ -85,7 +85,7 @@ def test_keep_three_on_a_disk_for_two_states_saves_every_step(tmp_path, caplog):
 
 def test_a_deletion_for_a_full_disk_emits_an_event(tmp_path):
     events: list[lastgood.Event] = []
-    files = FaultyFiles(capacity_bytes=50_000)
+    files = FaultyFiles(capacity_bytes=int(2.5 * (STATE_BYTES + 4096)))
     run = RunWriter(
         Disk(files, str(tmp_path)),
         Inline(),

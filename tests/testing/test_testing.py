@@ -99,6 +99,17 @@ def test_a_full_disk_has_space_again_after_a_removal(tmp_path: Path) -> None:
     write(files, tmp_path / "c", bytes(6))
 
 
+def test_a_linked_file_takes_space_after_its_first_name_is_removed(tmp_path: Path) -> None:
+    """A record is linked to its name and the temporary one removed; its bytes no longer counted after that."""
+    files = FaultyFiles(capacity_bytes=10)
+    write(files, tmp_path / "a.tmp", bytes(6))
+    files.link(str(tmp_path / "a.tmp"), str(tmp_path / "a"))
+    files.remove(str(tmp_path / "a.tmp"))
+    with pytest.raises(OSError) as caught:
+        write(files, tmp_path / "c", bytes(6))
+    assert caught.value.errno == errno.ENOSPC
+
+
 def test_a_call_raises_the_error_of_its_before_hook(tmp_path: Path) -> None:
     def refuse(call: Call) -> None:
         if call.name == "secret":

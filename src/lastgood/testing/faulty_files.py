@@ -162,9 +162,13 @@ class FaultyFiles:
 
     def link(self, old: str, new: str) -> None:
         self.perform(Call("link", new), lambda: self._files.link(old, new))
+        self._move_length(old, new)  # the bytes of both names count once, under the newest name
 
     def rename(self, old: str, new: str) -> None:
         self.perform(Call("rename", new), lambda: self._files.rename(old, new))
+        self._move_length(old, new)
+
+    def _move_length(self, old: str, new: str) -> None:
         with self._lock:
             if old in self._lengths:
                 self._lengths[new] = self._lengths.pop(old)
