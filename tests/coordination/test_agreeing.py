@@ -19,7 +19,7 @@ from lastgood.coordination.rendezvous import join
 from lastgood.coordination.rounds import MessageStore, RankGroup
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
-from lastgood.errors import Damaged, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
+from lastgood.errors import Damaged, HeardLate, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
 from lastgood.limits import VERDICT_HISTORY
@@ -334,6 +334,7 @@ class Rank:
             return
         if self.timing.full():
             self.skipped.append(n)
+            self.timing.left_out(n)
             return
         self.saved.append(n)
         self.timing.admitted(n)
@@ -426,6 +427,44 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
     assert first.saved == second.saved and first.skipped == second.skipped
     assert len(first.saved) > 20 and len(first.skipped) > 20
     assert first.saved[:2] == [10, 20] and first.skipped[0] == 30
+
+
+def test_a_rank_fails_the_saves_it_left_out_before_it_knew_of_a_place():
+    """It skipped a step that the other rank saved, and did not fail it: the other rank waited for its timeout."""
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
+    run((first, second), clock, 100, save_seconds=3.0)
+    second.board = True
+    run((first, second), clock, 150, save_seconds=3.0, first=101)
+    second.board = False
+    run((first, second), clock, 400, save_seconds=3.0, first=251)
+    assert second.failed and set(first.saved) == {*second.saved, *second.failed}
+    assert not set(second.saved) & set(second.failed)
+    assert first.saved[-10:] == second.saved[-10:] and first.skipped[-10:] == second.skipped[-10:]
+
+
+def test_a_save_that_only_a_late_rank_made_does_not_keep_its_place():
+    """Nothing announced its end, so that rank had one place less than the others for ever."""
+    board, clock = Board(), Clock()
+    first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
+    second.timing.admitted(5)
+    run((first, second), clock, 400, save_seconds=3.0)
+    assert first.saved[-10:] == second.saved[-10:]
+
+
+def test_a_measured_interval_is_announced_further_ahead_after_a_late_one():
+    """Only a cadence in seconds did so."""
+    leads = []
+    for error in (Overtaken(""), HeardLate("")):
+        clock = Clock()
+        leader = Rank(two_on(Board())[0], clock, AnnouncedPace({100: 30}))
+        run((leader,), clock, 60)
+        failed = Save(60)
+        leader.timing.begun(failed, clock(), clock(), 0.0)
+        failed.note_outcome(None, error)
+        run((leader,), clock, 40, first=61)
+        leads += [one.step - 100 for one in leader.ahead.pending if one.kind == "every"]
+    assert leads[1] == pytest.approx(2 * leads[0], abs=2), "each lead is rounded up to a step, and one is added"
 
 
 # ---- what was saved is read again by those who have written it ----------------------------------------------------

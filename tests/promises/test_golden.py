@@ -17,6 +17,12 @@ import torch
 import lastgood
 from harness import digests
 from lastgood.cli import app
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.io.files import PosixFiles
+from lastgood.run.scrubber import Scrubber
+from lastgood.run.writer import RunWriter
+from lastgood.storage.directory import Disk
 
 DATA = Path(__file__).parents[1] / "golden"
 NEWEST = {"slots": 3, "parity": 3, "ranks": 4}
@@ -63,6 +69,21 @@ def test_a_golden_run_of_two_ranks_is_read_by_one_process(copied) -> None:
     assert loaded.restored.step == 4 and loaded["net"]["up.weight"].shape == (32, 16)
     digest = hashlib.sha256(loaded["net"]["up.weight"].numpy().tobytes()).hexdigest()
     assert digest == EXPECTED["ranks"]["net.up.weight"]
+
+
+def test_a_run_of_two_ranks_is_verified_and_scrubbed_with_parity(copied) -> None:
+    """When one process went on with the run and asked for parity, both readings ended in `StopIteration`."""
+    path = Path(copied("ranks"))
+    marks = [*path.glob("gen/*/VERIFIED.json")]
+    run, arena = RunWriter(Disk(PosixFiles(), str(path)), Inline(), parity="2+1"), Arena(3 * 8192, 8192)
+    scrubbed = Scrubber(run.known, run.mender, lambda: arena)
+    assert [one.generation.step for one in iter(scrubbed.scrub_next, None) if one.whole] == [2, 4]
+    for mark in marks:
+        mark.unlink()
+    run = RunWriter(Disk(PosixFiles(), str(path)), Inline(), parity="2+1")
+    run.begin(max(run.survey.generations, key=lambda one: one.step))
+    run.verify(arena)
+    assert run.known.newest_verified().step == 4 and not [*path.glob("gen/*/*parity*")]
 
 
 def test_the_parity_of_a_golden_run_rebuilds_damage(copied) -> None:

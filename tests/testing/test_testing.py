@@ -110,6 +110,16 @@ def test_a_linked_file_takes_space_after_its_first_name_is_removed(tmp_path: Pat
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_a_removal_whose_reply_is_lost_gives_its_space_back(tmp_path: Path) -> None:
+    """The error was raised before the bytes of the removed file were subtracted."""
+    files = FaultyFiles(Fault("remove", after=True), capacity_bytes=10)
+    write(files, tmp_path / "a", bytes(6))
+    with pytest.raises(OSError):
+        files.remove(str(tmp_path / "a"))
+    write(files, tmp_path / "b", bytes(6))
+    assert (tmp_path / "b").stat().st_size == 6
+
+
 def test_a_call_raises_the_error_of_its_before_hook(tmp_path: Path) -> None:
     def refuse(call: Call) -> None:
         if call.name == "secret":

@@ -203,6 +203,7 @@ class Saver:
         if not full and self._pipeline.acquire_place(0.0):
             return 0.0
         if full is not False and self._options.tuning.when_full == "raise" and timeout_seconds is None:
+            self.schedule.left_out(n)
             raise InFlightFull(
                 f"step {n} was not saved: {self._options.tuning.in_flight} saves are in flight",
                 safe="They go on.",
@@ -213,6 +214,7 @@ class Saver:
             full is not False and self._options.tuning.when_full == "skip" and not must
         )  # guard: manual-save-not-skipped
         if skips or not self._pipeline.acquire_place(timeout_seconds):  # guard: due-save-skipped-when-full
+            self.schedule.left_out(n)
             self._reports.emit("skipped", n)
             return None
         waited = time.monotonic() - begun

@@ -5,17 +5,19 @@ knows. It announces that to the others some steps ahead (coordination/announceme
 
     "save"    a save at a step, because enough seconds have passed
     "every"   another interval in steps, from a step on, because cadence="auto" has measured a better one
-    "ended"   the end of a save, whose place in flight is free again from a step on
+    "ended"   the end of a save and of all earlier ones, whose places in flight are free again from a step on
 
-A rank that receives a "save" or an "every" only after its step may have missed saves of the others. It then fails these
-for all ranks, with HeardLate, so that none of them waits for it. If a timed save failed so, rank 0 announces the later
-ones further ahead.
+A rank that receives an announcement only after its step may have missed saves of the others: those that were announced,
+and those that it left out because it still counted a place as taken. It then fails these for all ranks, with HeardLate,
+so that none of them waits for it. After each save that failed so, rank 0 announces further ahead.
 Everything here runs on the training thread.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from typing import NamedTuple
 
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import RankGroup
@@ -65,11 +67,22 @@ class Schedule:
     def admitted(self, n: int) -> None:
         """Record that a save of step `n` has a place in flight, even if it fails later."""
 
+    def left_out(self, n: int) -> None:
+        """Record that step `n` is not saved because too many saves are in flight."""
+
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
         """Record a save that was planned and started from `began` to `now`, after a wait for its place."""
         self._saved_at, self._saved_step, self._begun = now, save.step, save.step
         if isinstance(self._cadence, Pace):
             self._cadence.begun(save, save.step, began, waited_seconds)
+
+
+class _Step(NamedTuple):
+    """A step of the loop: whether a save was due, and whether as many saves were in flight as are allowed."""
+
+    n: int
+    due: bool
+    full: bool
 
 
 class AgreedSchedule(Schedule):
@@ -88,11 +101,14 @@ class AgreedSchedule(Schedule):
         self.expects_announcements = isinstance(cadence, Pace) or cadence.seconds is not None or in_flight is not None
         """whether rank 0 has anything to announce with this cadence"""
         self._unended: dict[int, Save | None] = {}
-        """step -> save, of the saves that occupy a place: their end was not announced yet, or is to come"""
-        self._announced_ends: set[int] = set()
-        self._last: Save | None = None
-        self._steps: deque[tuple[int, bool]] = deque(maxlen=STEPS_REMEMBERED)
-        """the newest steps of the loop, and whether a save was due at each"""
+        """step -> save, in ascending order, of the saves that occupy a place until an announced end takes effect"""
+        self._announced_end: int | None = None
+        """the step of the last save whose end was announced, until that takes effect"""
+        self._left_out: deque[int] = deque(maxlen=STEPS_REMEMBERED)
+        """the newest steps that were not saved because too many saves were in flight"""
+        self._started: list[Save] = []
+        """at rank 0: the saves that were under way when it last checked"""
+        self._steps: deque[_Step] = deque(maxlen=STEPS_REMEMBERED)
 
     def restored(self, n: int, now: float) -> None:
         super().restored(n, now)
@@ -105,17 +121,21 @@ class AgreedSchedule(Schedule):
         since, before, self.previous_step = max(self.previous_step, self._saved_step), self.previous_step, n
         due, missed = self._take_announced(n, before)
         for step in missed:
-            late = HeardLate(f"the save of step {step} was announced to this rank only at its step {n}")
+            late = HeardLate(f"this rank received only at its step {n} that step {step} is saved")
             self._ranks.step_topic("save", step).fail(late)
             self._reports.emit("failed", step, str(late))
         due = (due or self._by_steps(n, since)) and n != self._begun
-        self._steps.append((n, due))
+        self._steps.append(_Step(n, due, bool(self.full())))
         return due
 
     def announce(self, n: int, now: float) -> None:
         if not self._ranks.is_coordinator:
             return
         ahead, cadence = self._ahead, self._cadence
+        ended = [one for one in self._started if one.ended()]
+        self._started = [one for one in self._started if one not in ended]
+        if any(isinstance(one.error(), HeardLate) for one in ended):  # guard: late-rank-extends-lead
+            ahead.extend_lead()
         if isinstance(cadence, Pace):
             if why := cadence.passed(n, now):
                 self._reports.emit("tuned", n, why)
@@ -123,13 +143,17 @@ class AgreedSchedule(Schedule):
             if steps != self._announced_interval and ahead.announce(n, "every", steps):
                 self._announced_interval = steps
         elif self._due_by_time(now, cadence) and not self.full():
-            if self._last is not None and isinstance(self._last.error(), HeardLate):
-                ahead.extend_lead()
             ahead.announce(n, "save")
-        for step, save in self._unended.items():
-            # guard: save-end-announced
-            if step not in self._announced_ends and (save is None or save.ended()) and ahead.announce(n, "ended", step):
-                self._announced_ends.add(step)
+        end = self._newest_end()
+        # guard: save-end-announced
+        if end is not None and end != self._announced_end and ahead.announce(n, "ended", end):
+            self._announced_end = end
+
+    def _newest_end(self) -> int | None:
+        """The step of the newest save in flight that has ended, as have all earlier ones; None: the oldest has not."""
+        # guard: ends-announced-in-order
+        ended = itertools.takewhile(lambda one: one[1] is None or one[1].ended(), self._unended.items())
+        return max((step for step, _ in ended), default=None)
 
     def _due_by_time(self, now: float, cadence: Every) -> bool:
         """Whether enough seconds have passed since the last save, and no save is announced for a later step."""
@@ -144,10 +168,15 @@ class AgreedSchedule(Schedule):
         if self._in_flight is not None:
             self._unended[n] = None
 
+    def left_out(self, n: int) -> None:
+        self._left_out.append(n)
+
     def begun(self, save: Save, began: float, now: float, waited_seconds: float) -> None:
-        self._saved_at, self._saved_step, self._begun, self._last = now, save.step, save.step, save
-        if isinstance(self._cadence, Pace) and self._ranks.is_coordinator:
-            self._cadence.begun(save, save.step, began, waited_seconds)
+        self._saved_at, self._saved_step, self._begun = now, save.step, save.step
+        if self._ranks.is_coordinator:
+            self._started.append(save)
+            if isinstance(self._cadence, Pace):
+                self._cadence.begun(save, save.step, began, waited_seconds)
         if save.step in self._unended:
             self._unended[save.step] = save
 
@@ -158,24 +187,45 @@ class AgreedSchedule(Schedule):
     def _take_announced(self, n: int, before: int) -> tuple[bool, list[int]]:
         """Apply the announcements that take effect by step `n`. `before`: the step of the loop before it.
 
-        Returns whether a save was announced for step `n`, and the steps of the loop whose announced save this rank has
-        missed. Step numbers may have gaps: what is announced for a number that lies between two steps of the loop
-        takes effect at the second of them.
+        Returns whether a save was announced for step `n`, and the steps of the loop at which the other ranks save and
+        this rank did not. Step numbers may have gaps: what is announced for a number that lies between two steps of the
+        loop takes effect at the second of them.
         """
-        due, missed = False, list[int]()
+        due, announced, freed = False, list[int](), list[int]()
         for one in self._ahead.pop_due(n):
             if one.kind == "ended":
-                self._unended.pop(one.value, None)
-                self._announced_ends.discard(one.value)
+                places = self._free(one.value)
+                if one.step <= before:
+                    freed += self._take_left_out(one.step, places)  # guard: missed-place-fails
             elif one.kind == "save":
                 due |= one.step > before
-                missed += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
+                announced += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
             elif one.kind == "every":
                 self._interval, self._from = one.value, one.step  # guard: interval-holds-from-its-step
-                missed += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
-        effective = [self._effective_step(step) for step in missed]
-        return due, sorted({step for step, saved in effective if not saved})
+                announced += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
+        missed = [step for step in map(self._effective_step, announced) if not step.due]
+        for step in missed:
+            if not step.full:
+                self.admitted(step.n)
+        return due, sorted({*freed, *(step.n for step in missed)})
 
-    def _effective_step(self, announced: int) -> tuple[int, bool]:
-        """The step of the loop at which an announced number took effect, and whether a save was due there anyway."""
-        return next((one for one in self._steps if one[0] >= announced), (announced, False))
+    def _free(self, last: int) -> int:
+        """Free the places of the saves up to step `last`. Returns how many these are."""
+        freed = [step for step in self._unended if step <= last]
+        for step in freed:
+            del self._unended[step]
+        if self._announced_end == last:
+            self._announced_end = None
+        return len(freed)
+
+    def _take_left_out(self, since: int, places: int) -> list[int]:
+        """The steps from `since` on that this rank has left out and the others save, as they had `places` more free."""
+        missed = [step for step in self._left_out if step >= since][:places]
+        for step in missed:
+            self._left_out.remove(step)
+            self.admitted(step)
+        return missed
+
+    def _effective_step(self, announced: int) -> _Step:
+        """The step of the loop at which an announced number took effect."""
+        return next((one for one in self._steps if one.n >= announced), _Step(announced, False, False))

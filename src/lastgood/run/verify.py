@@ -51,6 +51,12 @@ def ranks_read_by(readers: Collection[int], ranks: AnyRanks, generation: Generat
     return [one.rank for one in generation.commit.seals if one.rank % ranks.size in readers]
 
 
+def _has_one_writer(generation: Generation) -> bool:
+    """Whether one rank wrote the generation: parity protects the files of a single rank only. A run that goes on with
+    one process may still hold generations of several ranks."""
+    return len(generation.commit.seals) == 1
+
+
 def own_findings(
     known: KnownRun, ranks: AnyRanks, generation: Generation, arena: Arena, workers: Executor, stop: Stop = never
 ) -> list[Finding]:
@@ -161,9 +167,9 @@ class Verifier:
         return good
 
     def _cells(self, generation: Generation) -> parity.CellDigests | None:
-        """Digests of a generation's parity cells, computed while it is read. None without parity, or if its manifest is
-        damaged, so that its cells are unknown."""
-        if self.code is None:
+        """Computes the digests of a generation's parity cells while it is read. None if it gets no parity, and if its
+        manifest is damaged, so that its cells are unknown."""
+        if self.code is None or not _has_one_writer(generation):
             return None
         try:
             manifest = commit.read_manifest(self._known.tier, generation)
@@ -176,12 +182,14 @@ class Verifier:
     def protect(
         self, generation: Generation, code: Code, arena: Arena, stop: Stop, digests: list[str] | None = None
     ) -> None:
-        """Write the parity of a verified generation, unless it has complete parity already.
+        """Write the parity of a verified generation, unless it has complete parity already, or several ranks wrote it.
 
         `digests`: those of its cells, from a reading that has just verified it; without them the generation is read
         here. Raises Cancelled when `stop()` is true, SumMismatch if the generation is not good any more, and the errors
         of reading and writing.
         """
+        if not _has_one_writer(generation):  # guard: parity-of-one-rank-only
+            return
         tier = self._known.tier
         manifest = commit.read_manifest(tier, generation)  # guard: parity-only-of-verified-content
         if digests is None:

@@ -1,4 +1,4 @@
-"""Parts for tests of training loops: a file system that fails on request, and a clock that a test moves.
+"""Stand-ins for tests of training loops: a file system that fails on request, and a clock that a test moves.
 
 Needs neither torch nor pytest. Nothing else in the package imports it.
 """

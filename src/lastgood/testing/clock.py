@@ -7,7 +7,7 @@ class Clock:
     """A monotonic clock that stands still until `advance` is called. Calling it returns its time in seconds.
 
     Pass it to code that takes a function like `time.monotonic`, and `clock.advance` to code that takes one like
-    `time.sleep`. `seconds`: the time it shows at first (0).
+    `time.sleep`. `seconds`: its time at the start. Default 0.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:

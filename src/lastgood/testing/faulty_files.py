@@ -35,7 +35,7 @@ Operation = Literal[
     "sync",
 ]
 READING = frozenset({"open read", "open write", "list", "read"})
-"""the operations that change nothing on the disk"""
+"""the operations that change nothing on the disk; "open write" opens an existing file and does not truncate it"""
 
 T = TypeVar("T")
 
@@ -44,8 +44,8 @@ T = TypeVar("T")
 class Call:
     """One call to the file system.
 
-    `path`: absolute; of a link and of a rename, the new name. `offset` and `length`: in bytes, of a read or a write; of
-    reserve and resize the length alone.
+    `path`: as it was passed to the call; of a link and of a rename, the new name. `offset` and `length`: in bytes, as
+    the caller asked for them, of a read or a write; reserve and resize have a length only, the other calls neither.
     """
 
     operation: Operation
@@ -66,13 +66,14 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """An OSError that is raised in place of a call.
+    """An OSError that calls of one kind raise, in place of being made or after it.
 
-    `operation`: which calls fail; "change" stands for all that change something on the disk.
-    `path`: a shell pattern for the whole path ("*": all paths; `*` matches `/` as well), as in `"*.safetensors"`.
-    `errno`: the error (EIO).
-    `nth`: only the n-th call that matches fails, counted from 1 since the fault was injected (None: each of them).
-    `after`: the call is made first, and then the error is raised, as when a network file system loses a reply (False).
+    `operation`: which calls fail; "change" stands for all but those in `READING`.
+    `path`: a shell pattern that the whole path matches, as `"*.safetensors"`; `*` matches `/` too. Default: all paths.
+    `errno`: the number of the error. Default EIO.
+    `nth`: only the n-th call that matches fails, counted from 1 since the fault was injected. Default None: each.
+    `after`: the call is made first, and the error is raised if it succeeds, as when a network file system loses a
+    reply. Default False.
     """
 
     operation: Operation | Literal["change"]
@@ -82,28 +83,30 @@ class Fault:
     after: bool = False
 
     def matches(self, call: Call) -> bool:
-        """Whether this fault is about such a call."""
+        """Whether operation and path of a call match, whatever `nth` is."""
         of_kind = call.changes if self.operation == "change" else call.operation == self.operation
         return of_kind and fnmatch.fnmatchcase(call.path, self.path)
 
 
 class FaultyFiles:
-    """`ports.Files` over another one, with faults; without any it behaves like that one, and records its calls.
+    """A `ports.Files` that passes its calls on to another one, makes them fail as asked, and records them.
 
     `faults`: what fails; `inject` adds to them, `clear` removes them all.
-    `capacity_bytes`: what the files that are made through this object may hold together; what goes beyond it raises
-    ENOSPC (None: unlimited).
-    `most_bytes`: a read or write transfers no more than so many bytes, and its caller has to go on with the rest (None:
-    unlimited). Files are then opened without direct I/O, which takes whole blocks only.
-    `before`: receives each call before it is made; what it raises, the call raises (None).
-    `files`: the file system below (the operating system's).
-    `calls`: every call so far, in order, the failed ones included.
+    `capacity_bytes`: the largest sum of the lengths of all files that are written through this object. A write, reserve
+    or resize that would go beyond it raises ENOSPC and does nothing; removing and shortening files give space back.
+    Default None: unlimited.
+    `most_bytes`: a read or write transfers at most so many bytes (>= 1), as POSIX allows, so its caller must go on
+    with the rest. Files that are opened meanwhile do not use direct I/O, which takes whole blocks only. Default None.
+    `before`: called with each `Call` before it is made, in the thread that makes it; if it raises, the call raises that
+    instead. Default None.
+    `files`: the file system below. Default: the operating system's.
+    `calls`: every call so far of a kind in `Operation`, in order, the failed ones included.
 
-    The attributes `most_bytes` and `before` may be set at any time. Calls may come from several threads.
+    The attributes `most_bytes` and `before` may be set between calls. Calls may come from several threads.
 
         files = FaultyFiles(Fault("write", "*.safetensors", errno.ENOSPC, nth=3))
-        with files.installed(), lastgood.Checkpointer("runs/test", state) as ckpt:
-            ...
+        with files.installed(), lastgood.Checkpointer("runs/test", {"net": net}) as ckpt:
+            ...  # the third write to a tensor file finds the disk full
     """
 
     def __init__(
@@ -118,30 +121,32 @@ class FaultyFiles:
         self.most_bytes, self.before = most_bytes, before
         self._files = files or PosixFiles()
         self._capacity_bytes = capacity_bytes
-        self._lengths: dict[str, int] = {}  # of the files that were made through this object
+        self._lengths: dict[
+            str, int
+        ] = {}  # path -> length in bytes, of the files that were written through this object
         self._faults: list[tuple[Fault, Iterator[int]]] = []
         self._lock = threading.Lock()
         self.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:
-        """Add faults; of several that match a call the first is raised."""
+        """Add faults. Of several that are due for one call, the one that was injected first is raised."""
         with self._lock:
             self._faults += [(fault, itertools.count(1)) for fault in faults]
 
     def clear(self) -> None:
-        """Remove all faults: the disk works again."""
+        """Remove all faults. `capacity_bytes`, `most_bytes` and `before` stay."""
         with self._lock:
             self._faults.clear()
 
     def changes(self) -> list[tuple[Operation, str]]:
-        """Operation and path of the calls so far that change something on the disk."""
+        """Operation and path of the calls so far that are not in `READING`, the failed ones included."""
         return [(call.operation, call.path) for call in self.calls if call.changes]
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[FaultyFiles]:
-        """Each run that is opened inside the block, in any thread of this process, uses these files.
+        """Each run that is opened inside the block, in any thread of this process, uses these files until it is closed.
 
-        Slots with `persist="mmap"` do not: they are written through memory, and not through calls.
+        Writes to slots with `persist="mmap"` are not among the calls: they are made by storing to mapped memory.
         """
         with mock.patch.object(access, "PosixFiles", lambda: self):
             yield self
@@ -161,12 +166,18 @@ class FaultyFiles:
         self.perform(Call("make_dir", path), lambda: self._files.make_dir(path))
 
     def link(self, old: str, new: str) -> None:
-        self.perform(Call("link", new), lambda: self._files.link(old, new))
-        self._move_length(old, new)  # the bytes of both names count once, under the newest name
+        def link() -> None:
+            self._files.link(old, new)
+            self._move_length(old, new)  # the bytes of both names count once, under the newest name
+
+        self.perform(Call("link", new), link)
 
     def rename(self, old: str, new: str) -> None:
-        self.perform(Call("rename", new), lambda: self._files.rename(old, new))
-        self._move_length(old, new)
+        def rename() -> None:
+            self._files.rename(old, new)
+            self._move_length(old, new)
+
+        self.perform(Call("rename", new), rename)
 
     def _move_length(self, old: str, new: str) -> None:
         with self._lock:
@@ -177,20 +188,23 @@ class FaultyFiles:
         self.perform(Call("symlink", path), lambda: self._files.symlink(target, path))
 
     def remove(self, path: str) -> None:
-        self.perform(Call("remove", path), lambda: self._files.remove(path))
-        with self._lock:
-            self._lengths.pop(path, None)
+        def remove() -> None:
+            self._files.remove(path)
+            with self._lock:
+                self._lengths.pop(path, None)
+
+        self.perform(Call("remove", path), remove)
 
     def sync_dir(self, path: str) -> None:
         self.perform(Call("sync_dir", path), lambda: self._files.sync_dir(path))
 
     def perform(self, call: Call, act: Callable[[], T]) -> T:
-        """Record a call and make it, unless it is to fail."""
+        """Record a call, pass it to `before`, and make it, unless a fault is due for it. For this module only."""
         with self._lock:
             self.calls.append(call)
             matching = [(fault, next(count)) for fault, count in self._faults if fault.matches(call)]
-        if self.before:
-            self.before(call)
+        if before := self.before:
+            before(call)
         fault = next((fault for fault, number in matching if fault.nth in (None, number)), None)
         if fault and not fault.after:
             raise OSError(fault.errno, os.strerror(fault.errno), call.path)
@@ -202,13 +216,16 @@ class FaultyFiles:
         return result
 
     def charge(self, path: str, length: int, *, exactly: bool = False) -> None:
-        """Count a file as at least, or exactly, `length` bytes long. Raises ENOSPC when the disk holds no more."""
+        """Record that a file is at least `length` bytes long now, or `exactly` so many. For this module only.
+
+        Raises OSError with ENOSPC, and records nothing, if the file grows and all files together exceed the capacity.
+        """
         if self._capacity_bytes is None:
             return
         with self._lock:
-            others = sum(self._lengths.values()) - self._lengths.get(path, 0)
-            length = length if exactly else max(length, self._lengths.get(path, 0))
-            if length > self._lengths.get(path, 0) and others + length > self._capacity_bytes:
+            present = self._lengths.get(path, 0)
+            length = length if exactly else max(length, present)
+            if length > present and sum(self._lengths.values()) - present + length > self._capacity_bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
             self._lengths[path] = length
 

@@ -79,6 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("parity made after a verification", "parity-after-verify", Never()),
         ("made of what was verified", "parity-only-of-verified-content", Instead("return")),
         ("intact parity kept", "whole-parity-kept", Remove()),
+        ("parity of several ranks' files is refused", "parity-of-one-rank-only", Remove()),
     ),
     *table(
         "repair",

@@ -52,7 +52,14 @@ MUTANTS: tuple[Mutant, ...] = (
             "interval-holds-from-its-step",
             Swap(", self._from = one.value, one.step", " = one.value"),
         ),
-        ("the end of a save is told", "save-end-announced", Swap("(save is None or save.ended())", "False")),
+        ("the end of a save is never announced", "save-end-announced", Never()),
+        (
+            "the end of a save is announced before earlier ones have ended",
+            "ends-announced-in-order",
+            Swap("itertools.takewhile", "filter"),
+        ),
+        ("a late rank does not fail the saves that it left out", "missed-place-fails", Remove()),
+        ("a late rank does not extend the lead", "late-rank-extends-lead", Never()),
         (
             "the end of a save is not taken before it is told to all",
             "unannounced-end-counts-in-flight",
