@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
+import io
 import subprocess
+import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,14 +27,29 @@ def commit() -> str:
 
 
 def digest(rooms: Iterable[str]) -> str:
-    """SHA-256 over the Python sources of these rooms ("" is all of lastgood), as hexadecimal text.
+    """SHA-256 over the code of these rooms ("" is all of lastgood), as hexadecimal text.
 
-    It needs no git, so a source archive can be held against a report too.
+    Docstrings, comments and blank lines do not count. It needs no git, so a source archive can be held against a report
+    too.
     """
     found = hashlib.sha256()
     for path in sorted({path for room in rooms for path in (PACKAGE / room).rglob("*.py")}):
-        found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+        found.update(f"{path.relative_to(PACKAGE).as_posix()}\0".encode() + code_of(path.read_text()).encode() + b"\0")
     return found.hexdigest()
+
+
+def code_of(source: str) -> str:
+    """The lines of a Python source without docstrings, comments and blank lines, in any version of Python the same."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            start, end = node.lineno - 1, node.end_lineno or node.lineno
+            lines[start:end] = [""] * (end - start)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _git(folder: Path, *arguments: str) -> str:
