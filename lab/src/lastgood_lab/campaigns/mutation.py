@@ -2,8 +2,9 @@
 
 A mutant that no test kills is a safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot
 matter says why, and is not run; a test that never ends has found one.
-A verdict is kept for as long as the mutated file and the file of the test that killed it (of a survivor: all tests)
-are the same, so a run that was stopped goes on; after that, the test that killed a mutant is asked first.
+A verdict is kept for as long as the code of the mutated file and of the file with the test that killed it (of a
+survivor: of all tests) is the same, so a run that was stopped goes on. After that, the test that killed a mutant before
+is run first.
 The tests run in children of a process that has torch and the test runner imported, and nothing of lastgood.
 """
 
@@ -53,8 +54,8 @@ class Judgement(NamedTuple):
 
     outcome: str
     """killed, survived, stale, or stopped: no verdict"""
-    told: str
-    """by what: the first test that failed"""
+    reason: str
+    """the first test that failed, or why there is no verdict"""
     seconds: float
     of: str = ""
     """what was judged: the mutant, the file it stands in, the tests that decided"""
@@ -80,8 +81,8 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
         shutil.copy(ROOT / "pyproject.toml", copy)
         (copy / file.relative_to(ROOT)).write_text(mutated)
         rounds = [list(mutant.tests)]
-        if last and last.outcome == "killed" and "::" in last.told:
-            stem, _, test = last.told.partition(".py::")
+        if last and last.outcome == "killed" and "::" in last.reason:
+            stem, _, test = last.reason.partition(".py::")
             rounds.insert(0, [f"{test_file(stem)}::{test}"])
         for tests in rounds:
             child = CHILDREN.Process(target=run_tests, args=(copy, scratch, tests))
@@ -93,21 +94,21 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
                 return Judgement("killed", "it never ends", time.monotonic() - begun)
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)  # what a mutant left running
-            told = Path(scratch, "told").read_text(errors="replace")
-            found = re.search(r"^(?:FAILED|ERROR) tests/\w+/test_(.+?)(?: - .*)?$", told, re.M)
+            output = Path(scratch, "output").read_text(errors="replace")
+            found = re.search(r"^(?:FAILED|ERROR) tests/\w+/test_(.+?)(?: - .*)?$", output, re.M)
             if found:
                 return Judgement("killed", found[1], time.monotonic() - begun)
     if child.exitcode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
         return Judgement("stopped", "somebody ended the tests", time.monotonic() - begun)
     if child.exitcode == 0:
         return Judgement("survived", "", time.monotonic() - begun)
-    hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", told, re.M)
-    told = f"{hung[1]} never ends" if hung else f"it ended with {child.exitcode}"
-    return Judgement("killed", told, time.monotonic() - begun)
+    hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", output, re.M)
+    reason = f"{hung[1]} never ends" if hung else f"it ended with {child.exitcode}"
+    return Judgement("killed", reason, time.monotonic() - begun)
 
 
 def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
-    """In a child of its own: the tests of a copy on the code of that copy; all they say goes to `scratch`/told."""
+    """In a child of its own: the tests of a copy on the code of that copy; all output goes to `scratch`/output."""
     assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), "the code is the copy's, or nobody's"
     os.setsid()
     os.chdir(copy)
@@ -115,7 +116,7 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
     sys.path.insert(0, str(copy / "src"))
     tempfile.tempdir = None  # what it found before is another's
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    with Path(scratch, "told").open("wb") as file:
+    with Path(scratch, "output").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     limits = ["-o", f"faulthandler_timeout={TEST_SECONDS}", "-o", "faulthandler_exit_on_timeout=true"]
@@ -147,12 +148,21 @@ def unchanged(wanted: list[Mutant]) -> list[Mutant]:
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
-    killer = found.told.partition(".py::")[0] if found.outcome == "killed" and "::" in found.told else ""
+    """A digest of what the verdict depends on: the mutant, the code it stands in, and the tests that decided."""
+    killer = found.reason.partition(".py::")[0] if found.outcome == "killed" and "::" in found.reason else ""
     tests = [test_file(killer)] if killer else mutant.tests
-    told = hashlib.sha256(repr(mutant).encode())
+    judged = hashlib.sha256(f"{mutant.key} {mutant.tests}".encode())
     for path in [holder(mutant), *(ROOT / test for test in tests)]:
-        told.update(path.read_bytes())
-    return told.hexdigest()[:16]
+        judged.update(code_of(path).encode())
+    return judged.hexdigest()[:16]
+
+
+@functools.cache
+def code_of(path: Path) -> str:
+    """The code of a file, without docstrings and comments: a verdict does not depend on these."""
+    from lastgood_lab import provenance  # not at the top: a child imports this module, and then lastgood of a copy
+
+    return provenance.code_of(path.read_text())
 
 
 def main() -> int:
@@ -163,28 +173,28 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples every time
     CHILDREN.set_forkserver_preload(["hypothesis", "pytest", "torch"])
-    known = {name: Judgement(*one) for name, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
+    known = {key: Judgement(*one) for key, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in MUTANTS if options.only in one.name and not one.equivalent]
-    wanted = [one for one in wanted if not (options.new and one.name in known)]
+    wanted = [one for one in wanted if not (options.new and one.key in known)]
     controls = unchanged(wanted)
     begun, done, turn = time.monotonic(), 0, threading.Lock()
 
     def run(mutant: Mutant) -> None:
         nonlocal done
-        last = known.get(mutant.name)
+        last = known.get(mutant.key)
         if last is None or last.of != fingerprint(mutant, last):
             judged = judge(mutant, last)
             if judged.outcome == "stopped":
                 return
             judged = judged._replace(of=fingerprint(mutant, judged))
             with turn:
-                known[mutant.name] = judged
+                known[mutant.key] = judged
                 KEPT.parent.mkdir(exist_ok=True)
                 KEPT.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
         done += 1
-        found = known[mutant.name]
+        found = known[mutant.key]
         if found.outcome != ("survived" if mutant in controls else "killed"):
-            print(f"\n{found.outcome}: {mutant.name} {found.told}")
+            print(f"\n{found.outcome}: {mutant.name} {found.reason}")
         print(f"\r{done} of {len(wanted) + len(controls)}, {time.monotonic() - begun:.0f} s", end="", flush=True)
 
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -193,10 +203,10 @@ def main() -> int:
         except KeyboardInterrupt:  # what is judged already is reported
             pool.shutdown(cancel_futures=True)
     print()
-    if any(one.name not in known or known[one.name].outcome != "survived" for one in controls):
-        print("the tests fail as it is, so nothing was found out")
+    if any(one.key not in known or known[one.key].outcome != "survived" for one in controls):
+        print("Tests fail on the unchanged code, so there are no verdicts.")
         return 2
-    found = [(one, known[one.name]) for one in wanted if one.name in known]
+    found = [(one, known[one.key]) for one in wanted if one.key in known]
     results = [(one, verdict) for one, verdict in found if verdict.of == fingerprint(one, verdict)]
     killed = sum(found.outcome == "killed" for _, found in results)
     if not (options.only or options.new):
@@ -207,11 +217,11 @@ def main() -> int:
 
 def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> None:
     rows = [
-        f"| {one.kind} | {one.what} | `{one.guard}` | {found.outcome} | {found.told.replace('|', ' ')} |"
+        f"| {one.kind} | {one.what} | `{one.guard}` | {found.outcome} | {found.reason.replace('|', ' ')} |"
         for one, found in results
     ]
-    told = ["Not run, because nobody could tell:", ""]
-    told += [f"- {one.kind}, {one.what} (`{one.guard}`): {one.equivalent}." for one in MUTANTS if one.equivalent]
+    equivalent = ["Not run, because no test can find it:", ""]
+    equivalent += [f"- {one.kind}, {one.what} (`{one.guard}`): {one.equivalent}." for one in MUTANTS if one.equivalent]
     facts = {
         "mutants": len(results),
         "killed": killed,
@@ -223,7 +233,7 @@ def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> No
     table = "\n".join(
         ["| kind | what was taken out | guard | outcome | first test that failed |", "|---|---|---|---|---|", *rows]
     )
-    report("mutation", "Mutants of the core", facts, [table, "\n".join(told)])
+    report("mutation", "Mutants of the core", facts, [table, "\n".join(equivalent)])
 
 
 if __name__ == "__main__":

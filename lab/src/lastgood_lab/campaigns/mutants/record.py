@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 from lastgood_lab.campaigns.checkout import checkout
@@ -25,6 +26,11 @@ class Mutant(NamedTuple):
     @property
     def name(self) -> str:
         return f"{self.kind}: {self.what}"
+
+    @property
+    def key(self) -> str:
+        """Identifies the mutant in the file of verdicts, whatever its description says."""
+        return f"{self.guard} {hashlib.sha256(repr(self.change).encode()).hexdigest()[:8]}"
 
     def apply(self, source: str) -> str:
         """`source`, the text of the file that holds the guard, without the safeguard. Raises Unfit."""
