@@ -1,4 +1,4 @@
-"""What the ranks of the campaign run in their processes: a small model on one or several ranks, saves that fail."""
+"""The code that each rank of a world runs: training a small model on one or several ranks, and saves with faults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lastgood import errors
 from lastgood_lab.worlds import LIMIT_SECONDS
 
 PATIENCE = 6.0
-"""more than the five seconds in which torch's server answers nobody, where the name of a client cannot be looked up"""
+"""longer than the five seconds for which torch's store server blocks when it cannot resolve the name of a client"""
 
 
 class Net(nn.Module):
-    """Rows that no number of ranks divides, tied weights, a buffer that each rank counts for itself."""
+    """A net with row counts that no number of ranks divides, tied weights, and a buffer that differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def spread(kind: str, size: int) -> nn.Module:
-    """The net over the ranks, as `kind` says; bit for bit the same net everywhere."""
+    """The net, distributed over the ranks as `kind` says. Its whole values are the same bit for bit in every kind."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -70,7 +70,7 @@ def spread(kind: str, size: int) -> nn.Module:
 
 
 def in_flat_parameters(net: Net, size: int) -> nn.Module:
-    """FSDP1."""
+    """The net under FSDP1, which flattens parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -81,7 +81,7 @@ def in_flat_parameters(net: Net, size: int) -> nn.Module:
 
 
 class App:
-    """Model and optimizer as torch's helpers hand them out and take them back, in shards."""
+    """Model and optimizer behind torch's get_state_dict and set_state_dict, which exchange sharded state."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.net, self.optimizer = net, optimizer
@@ -99,7 +99,7 @@ class App:
 
 
 class Loop:
-    """A training loop on one rank, the same data on all. A kind that begins with "app": its state is handed out."""
+    """A training loop on one rank, with the same data on all. Kinds that begin with "app " save it as an App."""
 
     def __init__(self, kind: str, size: int) -> None:
         kind, handed = kind.removeprefix("app "), kind.startswith("app ")
@@ -119,10 +119,10 @@ class Loop:
 
 
 class Pipeline:
-    """A pipeline of two stages, each with its optimizer and its own names in the state.
+    """A pipeline of two stages, each with its own optimizer and its own names in the state.
 
-    "stages": both in one process. "pipeline": each on one rank. "pipeline of meshes": each on four ranks, two by two of
-    FSDP2 and tensor parallelism.
+    Kind "stages" has both stages in one process, "pipeline" each on one rank, and "pipeline of meshes" each on four
+    ranks: two by two of FSDP2 and tensor parallelism.
     """
 
     def __init__(self, kind: str, size: int) -> None:
@@ -163,7 +163,7 @@ def _loss(found: torch.Tensor, _: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _staged(kind: str, size: int, parts: tuple[nn.Module, ...]) -> tuple[int, dist.ProcessGroup]:
-    """Which stage this rank has, spread as `kind` says, and the group of those with whom it makes a pipeline."""
+    """The stage of this rank, distributed as `kind` says, and the process group of the ranks of its pipeline."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -178,12 +178,12 @@ def _staged(kind: str, size: int, parts: tuple[nn.Module, ...]) -> tuple[int, di
 
 
 def made(kind: str, size: int) -> Loop | Pipeline:
-    """The loop of a kind."""
+    """The training loop of this kind."""
     return Pipeline(kind, size) if kind in ("stages", "pipeline", "pipeline of meshes") else Loop(kind, size)
 
 
 def whole(root: Path, step: int) -> dict[str, bytes]:
-    """Every tensor of a generation, as one process would read it; what is each rank's own, as rank 0 has it."""
+    """Every tensor of a generation as a single process reads it. Of tensors that differ between ranks: rank 0's."""
     import lastgood
     from lastgood.run.content import Content
 
@@ -193,13 +193,13 @@ def whole(root: Path, step: int) -> dict[str, bytes]:
 
 
 def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
-    """Of each run, the newest generation loaded, and saved again as it is, one step later."""
+    """Restore the newest generation of each run and save it unchanged as the next step; returns the old steps."""
     import lastgood
 
     steps = []
     for root in roots:
         loop = made(kind, size)
-        loop.step(1)  # what a restore must overwrite, moments included
+        loop.step(1)  # so that the restore must overwrite weights and moments
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000)) as ckpt:
             step = ckpt.restore().step
             ckpt.save(step + 1).result(60)
@@ -208,25 +208,28 @@ def resaved(rank: int, size: int, kind: str, roots: list[Path]) -> list[int]:
 
 
 def attempted(ckpt: Any, n: int) -> dict[str, Any]:
-    """A save of step `n`: what became of it, and how long that took."""
+    """Save step `n`: its outcome under the key "n", and how long that took under "n seconds"."""
     begun = time.monotonic()
     try:
         ckpt.save(n).result(LIMIT_SECONDS)
-        told = "durable"
+        outcome = "durable"
     except errors.LastgoodError as error:
-        told = f"{type(error).__name__}: {error}"
-    return {str(n): told, f"{n} seconds": time.monotonic() - begun}
+        outcome = f"{type(error).__name__}: {error}"
+    return {str(n): outcome, f"{n} seconds": time.monotonic() - begun}
 
 
-def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what: str) -> dict[str, Any]:
-    """Three saves; from the second one on, system call number `at` of `who` fails with the errno `what`, or the process
-    ends there ("KILL"). What became of each save, how long that took, how many calls there were and which was hit."""
+def faulted(rank: int, size: int, kind: str, root: Path, failing_rank: int, at: int, what: str) -> dict[str, Any]:
+    """Three saves; in the second, system call number `at` of `failing_rank` fails with the errno `what`.
+
+    With `what` "KILL" the process ends at that call, and the world stops after the second save. Returns the outcome and
+    the seconds of each save, the number of calls in the second, and the call that was hit.
+    """
     import lastgood
     from lastgood.io import files
 
-    loop, calls = Loop(kind, size), Calls(at if rank == who else -1, what)
+    loop, calls = Loop(kind, size), Calls(at if rank == failing_rank else -1, what)
     vars(files)["os"] = calls
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     with (
         warnings.catch_warnings(),
         lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000), patience=PATIENCE) as ckpt,
@@ -236,16 +239,16 @@ def faulted(rank: int, size: int, kind: str, root: Path, who: int, at: int, what
         for n in (1, 2, 3):
             loop.step(n)
             calls.armed = n == 2
-            told |= attempted(ckpt, n)
+            outcomes |= attempted(ckpt, n)
             ckpt.wait()
             calls.armed = False
             if what == "KILL" and n == 2:
                 break
-    return {**told, "calls": calls.count, "hit": calls.hit}
+    return {**outcomes, "calls": calls.count, "hit": calls.hit}
 
 
 class Calls:
-    """Stands for `os` where the system is called: counts while `armed`; one call goes wrong."""
+    """Replaces `os` in lastgood.io.files: counts the watched calls while `armed`, and lets call number `at` fail."""
 
     WATCHED = frozenset(
         [
@@ -290,7 +293,7 @@ class Calls:
 
 
 def outcome_of(act: Callable[[], Any]) -> str:
-    """What became of it: the step that it returns, if any, or its error."""
+    """The outcome of `act` as text: the step of the result, if it has one, or the error."""
     try:
         found = act()
         return f"step {getattr(found, 'step', '')}"

@@ -1,8 +1,9 @@
-"""Every system call of a save by several ranks, on each rank: failed with an errno, or the process ended there.
+"""Fault injection into every system call of a save by several ranks: the call fails with an errno, or the rank dies.
 
-A trial is a world of `rank_jobs.py`, real processes under gloo: three saves, the fault in the second. What all ranks
-say of it must be one thing, in bounded time; what was durable is there to the bit, what was refused is not; after an
-errno the next save works, and after a death another world restores the newest and saves. Writes lab/reports/ranks.*
+A trial is a world of `rank_jobs.py`, real processes under gloo. It makes three saves, with the fault in the second.
+All ranks must report the same outcome of that save in bounded time. A durable generation must exist bit for bit, and a
+refused one must not exist. After an errno the next save must succeed; after the death of a rank another world must
+restore the newest generation and save. Writes lab/reports/ranks.*
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from lastgood_lab.worlds import world
 WORLDS = {"ddp": 2, "fsdp": 3}
 FAULTS = ("KILL", "EIO", "ENOSPC", "EDQUOT", "EACCES", "EMFILE")
 BOUND_SECONDS = 4 * PATIENCE
-"""in which every living rank has been told what became of a save"""
+"""within which every living rank must have learned the outcome of a save"""
 
 
 class Fault(NamedTuple):
-    """What goes wrong: call number `at` of rank `who` in the second save of a world."""
+    """A fault: call number `at` of rank `who` in the second save of a world. `what`: KILL or the name of an errno."""
 
     kind: str
     who: int
@@ -40,7 +41,7 @@ class Fault(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a trial showed."""
+    """The outcome of a trial. `hit`: the call and the file that failed. `seconds`: the longest that a rank waited."""
 
     fault: Fault
     hit: str
@@ -50,57 +51,60 @@ class Result(NamedTuple):
 
 
 def reference(at: Path, kind: str) -> tuple[dict[int, dict[str, bytes]], list[int]]:
-    """What each step holds when nothing goes wrong, and how many calls each rank makes during the second save."""
-    told = world(WORLDS[kind], faulted, kind, at / kind, -1, -1, "EIO")
-    return {step: whole(at / kind, step) for step in (1, 2, 3)}, [one["calls"] for one in told]
+    """A world without a fault: the contents of each step, and how many calls each rank makes in the second save."""
+    by_rank = world(WORLDS[kind], faulted, kind, at / kind, -1, -1, "EIO")
+    return {step: whole(at / kind, step) for step in (1, 2, 3)}, [one["calls"] for one in by_rank]
 
 
 def faults(calls: dict[str, list[int]]) -> list[Fault]:
-    """All of them. FSDP2's rank 2 makes the calls of rank 1."""
+    """Every fault at every call of ranks 0 and 1. Rank 2 of the FSDP2 world makes the same calls as rank 1."""
     return [
-        Fault(kind, who, at, what)
+        Fault(kind, rank, at, what)
         for kind, counts in calls.items()
-        for who, count in enumerate(counts[:2])
+        for rank, count in enumerate(counts[:2])
         for at in range(count)
         for what in FAULTS
     ]
 
 
 def trial(folder: Path, expected: dict[str, dict[int, dict[str, bytes]]], fault: Fault) -> Result:
-    """One world with its fault, and what it left."""
-    kind, who, at, what = fault
+    """Run one world with its fault, and check what it reported and saved."""
+    kind, rank, at, what = fault
     size, dies = WORLDS[kind], what == "KILL"
-    with tempfile.TemporaryDirectory(dir=folder) as home:
-        root = Path(home) / "run"
+    with tempfile.TemporaryDirectory(dir=folder) as parent:
+        root = Path(parent) / "run"
         try:
-            told = world(size, faulted, kind, root, who, at, what, dies=(who,) if dies else ())
+            by_rank = world(size, faulted, kind, root, rank, at, what, dies=(rank,) if dies else ())
         except RuntimeError as error:
             return Result(fault, "", "", 0.0, [str(error)])
-        living = [one for one in told if one is not None]
-        there = [one.step for one in lastgood.open(root).generations()]
-        problems = judged(living, there, dies, coordinated=told[0] is not None)
-        problems += [f"step {step} is not as it was" for step in there if whole(root, step) != expected[kind][step]]
+        living = [one for one in by_rank if one is not None]
+        steps = [one.step for one in lastgood.open(root).generations()]
+        problems = judged(living, steps, dies, coordinated=by_rank[0] is not None)
+        problems += [f"step {step} holds other bytes" for step in steps if whole(root, step) != expected[kind][step]]
         if dies:
-            newest = max(there)
+            newest = max(steps)
             again = world(size, resaved, kind, [root])
             if again != [[newest]] * size or whole(root, newest + 1) != expected[kind][newest]:
-                problems.append(f"another world restored {again}, the newest was {newest}")
+                problems.append(f"another world restored {again}, or saved other bytes; the newest step was {newest}")
         if not lastgood.open(root).verify().good:
-            problems.append("the newest does not verify")
-    words = sorted({one["2"].partition(":")[0] for one in living})
+            problems.append("verification of the newest generation fails")
+    outcomes = sorted({one["2"].partition(":")[0] for one in living})
     hit = next((one["hit"] for one in living if one["hit"]), "")
-    return Result(fault, hit, "+".join(words), max(one["2 seconds"] for one in living), problems)
+    return Result(fault, hit, "+".join(outcomes), max(one["2 seconds"] for one in living), problems)
 
 
-def judged(living: list[dict[str, Any]], there: list[int], dies: bool, coordinated: bool) -> list[str]:
-    """What is wrong with what the living ranks were told. `coordinated`: rank 0 lives, which alone can know."""
+def judged(living: list[dict[str, Any]], steps: list[int], dies: bool, coordinated: bool) -> list[str]:
+    """The violations in the outcomes that the living ranks report. `steps`: those of the run's generations.
+
+    `coordinated`: rank 0 lives. If it died, the others cannot know whether the save was committed.
+    """
     second = [one["2"] for one in living]
     durable, unknown = second.count("durable"), not coordinated or any("CommitUnknown" in one for one in second)
     wrong = {
-        "not one outcome": 0 < durable < len(second) and not unknown,
-        "called durable, and not there": bool(durable) and 2 not in there,
-        "refused, and there": not durable and 2 in there and not unknown,
-        f"more than {BOUND_SECONDS:.0f} s": max(one["2 seconds"] for one in living) > BOUND_SECONDS,
+        "the ranks report different outcomes": 0 < durable < len(second) and not unknown,
+        "reported as durable, but missing": bool(durable) and 2 not in steps,
+        "refused, but committed": not durable and 2 in steps and not unknown,
+        f"the outcome took more than {BOUND_SECONDS:.0f} s": max(one["2 seconds"] for one in living) > BOUND_SECONDS,
         "the first save failed": any(one["1"] != "durable" for one in living),
         "the next save failed": not dies and any(one["3"] != "durable" for one in living),
     }
@@ -108,24 +112,26 @@ def judged(living: list[dict[str, Any]], there: list[int], dies: bool, coordinat
 
 
 def table(results: list[Result]) -> str:
-    """By fault and rank: how many trials, and what the living ranks were told."""
-    lines = ["| fault | rank | trials | save durable | told | longest, seconds |", "|---|---|---|---|---|---|"]
+    """One row for each fault and rank: the number of trials, and the outcomes that the living ranks reported."""
+    lines = ["| fault | rank | trials | save durable | errors | longest, seconds |", "|---|---|---|---|---|---|"]
     for what in FAULTS:
-        for who in (0, 1):
-            mine = [one for one in results if (one.fault.what, one.fault.who) == (what, who)]
-            told = Counter(one.outcome for one in mine if one.outcome != "durable")
-            words = ", ".join(f"{word} {count}" for word, count in told.most_common())
-            durable = sum(one.outcome == "durable" for one in mine)
-            longest = max((one.seconds for one in mine), default=0.0)
-            lines.append(f"| {what} | {who} | {len(mine)} | {durable} | {words} | {longest:.1f} |")
+        for rank in (0, 1):
+            selected = [one for one in results if (one.fault.what, one.fault.who) == (what, rank)]
+            failed = Counter(one.outcome for one in selected if one.outcome != "durable")
+            errors = ", ".join(f"{outcome} {count}" for outcome, count in failed.most_common())
+            durable = sum(one.outcome == "durable" for one in selected)
+            longest = max((one.seconds for one in selected), default=0.0)
+            lines.append(f"| {what} | {rank} | {len(selected)} | {durable} | {errors} | {longest:.1f} |")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=0, help="a seeded choice of so many; 0: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="worlds at a time; most of a death is waiting")
+    parser.add_argument("--trials", type=int, default=0, help="number of faults, chosen by the seed; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="determines the choice of faults")
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="worlds at a time; a trial in which a rank dies mostly waits"
+    )
     options = parser.parse_args()
     begun = time.monotonic()
     with in_memory() as folder:

@@ -1,10 +1,15 @@
-"""Every system call of save, restore and gc that touches a run: killed at, failed with an errno; once and for good.
+"""Fault injection into every system call of save, restore and gc that touches a run.
 
-A scenario is one life of `victim.py` on a run that is copied anew for each trial. It is traced once, to learn each
-call on each path; then it lives again for every call and every fault, and the victim's ledger judges what is left:
-what was acknowledged is there bit for bit, what was refused is not, an errno was told by name or stands in IGNORED
-with its reason, and two undisturbed lives follow that leave no litter. strace cannot shorten a write and has no full
-disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do (as root). Needs strace. Writes lab/reports/syscalls.*
+At each call the process is killed, or the call fails with an errno: this call only, or all later ones of its name, too.
+
+A scenario is one life (one process) of `victim.py` on a run that is copied anew for each trial. It is traced once
+without a fault, which lists its calls and their paths. Then it is run again for every call and every fault, and the
+victim's ledger judges the run that remains. Every acknowledged save exists bit for bit, and no refused save exists.
+Each errno was reported as an error, or IGNORED has a reason why it need not be. Two more lives without faults succeed
+and leave no litter.
+
+strace can neither shorten a write nor fill a disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do that (the
+latter two as root). Needs strace. Writes lab/reports/syscalls.*
 """
 
 from __future__ import annotations
@@ -39,46 +44,52 @@ SCENARIOS: dict[str, list[str]] = {
     "gc": ["--mode=gc", "--saves=0", "--last=1", "--seed=12"],
     "recover": ["--saves=1", "--seed=12"],
 }
-"""all but `fresh` start on a run of three saves; `recover` on one that crashes left in a mess"""
+"""arguments of the victim; all but `fresh` start on a run with saves, `recover` with leftovers of crashes (`mess`)"""
 MISSED = "the fault missed its call"
 TAKES_SPACE = {"openat", "pwrite64", "fallocate", "fsync", "link", "mkdir", "rename", "symlink", "ftruncate"}
 
-# What may fail without a word when nothing comes of it: (call in a line of the trace, path, reason).
+# Calls whose failure need not be reported if it has no consequence: (pattern of the call in a line of the trace,
+# pattern of the path, reason).
 _READS = r"(openat|close|preadv2?|pread64|fadvise64)\("
 _FULL = r"(openat|close|pwrite64|fsync|link|unlink|newfstatat|getdents64|mkdir)\(.* = -1 (ENOSPC|EDQUOT)"
 IGNORED: list[tuple[str, str, str]] = [
-    (r".*", r"/\.probe-", "the probe for direct I/O: without an answer, I/O goes through the page cache"),
-    (r"close\(", r"", "it is closed either way, and what a close can report, the fsync before it has reported"),
-    (r"link\(", r"/COMMIT\.json$", "it was there: what the name holds is read, and identical bytes are success"),
-    (r"flock\(.*LOCK_UN", r"/\.lock$", "the lock goes with its file all the same"),
-    (r"access\(", r"", "asked before the probe; without an answer there is none"),
-    (r"(unlink|newfstatat)\(", r"\.tmp$", "the second name of a durable record: litter that the next opening takes"),
-    (_READS, r"/(VERIFIED|DAMAGED|LASTGOOD)\.json$", "a hint, made anew when it matters"),
-    (_READS, r"/lastgood\.json$", "commits repeat it"),
-    (r".*", r"/incarnations(/|$)", "each commit repeats it, and the next save writes it"),
-    (_FULL, r"^run/gen(/|$)", "on a full disk a generation goes without its reason: space is had"),
+    (r".*", r"/\.probe-", "the probe for direct I/O: if it fails, I/O goes through the page cache"),
+    (
+        r"close\(",
+        r"",
+        "the file is closed either way, and the fsync before has reported every error that a close can report",
+    ),
+    (r"link\(", r"/COMMIT\.json$", "the name exists: its content is read back, and identical bytes are success"),
+    (r"flock\(.*LOCK_UN", r"/\.lock$", "closing the file releases the lock as well"),
+    (r"access\(", r"", "a check before the probe: if it fails, the probe is not made"),
+    (r"(unlink|newfstatat)\(", r"\.tmp$", "the second name of a durable record: the next opening removes it"),
+    (_READS, r"/(VERIFIED|DAMAGED|LASTGOOD)\.json$", "a hint, which is written again when it is needed"),
+    (_READS, r"/lastgood\.json$", "every commit repeats its content"),
+    (r".*", r"/incarnations(/|$)", "each commit repeats its content, and the next save writes the record"),
+    (_FULL, r"^run/gen(/|$)", "on a full disk a generation is deleted without its GOING record, to free space"),
 ]
 
 
 class Fault(NamedTuple):
-    """One trial: the n-th `call` of the scenario is killed or fails, alone or with all that follow."""
+    """One trial: the process is killed at the n-th `call` of the scenario, or this call fails."""
 
     scenario: str
     call: str
     n: int
-    """counted from the start of the process, as strace does"""
+    """counted from the start of the process, as strace counts"""
     path: str
-    """that the call is about, inside the run"""
+    """the path that the call names, relative to the trial's folder"""
     what: str
     """KILL or the name of an errno"""
     sticky: bool
+    """whether all later calls of this name fail, too"""
 
     def __str__(self) -> str:
         return f"{self.scenario}: {self.call}({self.path}) [{self.n}{'+' if self.sticky else ''}] {self.what}"
 
 
 class Result(NamedTuple):
-    """`outcome`: killed, ignored, missed, or the names of the errors that were told."""
+    """`outcome`: killed, hung, ignored, or the names of the reported errors, `warned` for warnings, joined with "+"."""
 
     fault: Fault
     outcome: str
@@ -86,7 +97,10 @@ class Result(NamedTuple):
 
 
 class Sweep:
-    """Boxes to live in, the runs to start from, and the traces of undisturbed lives. Everything is below `at`."""
+    """The trials of all scenarios. `boxes` trials can run at a time, each in its own folder.
+
+    Everything is below `at`: the folders, the runs that the scenarios start from, and the traces.
+    """
 
     def __init__(
         self, at: Path, scenarios: Sequence[str] = tuple(SCENARIOS), boxes: int = 2, tier: str = "directory"
@@ -97,28 +111,29 @@ class Sweep:
             (at / f"box{number}").mkdir()
             self._boxes.put(at / f"box{number}")
         self._starts = {one: self._start(one) for one in scenarios}
-        # A first start compiles modules, and would be traced at it.
+        # The first start writes bytecode files, which must not appear in a trace.
         subprocess.run([*VICTIM, "--help"], check=True, stdout=subprocess.DEVNULL, env=environment(at))
         self.calls = {one: self._trace(one) for one in scenarios}
 
     def faults(self) -> list[Fault]:
+        """Every fault at every traced call."""
         found = []
         for scenario, calls in self.calls.items():
             for call, n, path in calls:
                 found.append(Fault(scenario, call, n, path, "KILL", False))
                 errors = ["EIO", "ENOSPC"] + ["EDQUOT"] * (call in TAKES_SPACE)
-                # All maps that fail would take the process its memory, too.
+                # If every mmap failed, the process would get no memory either.
                 often = (False,) if call == "mmap" else (False, True)
                 found += [Fault(scenario, call, n, path, what, sticky) for what in errors for sticky in often]
         return found
 
     def trial(self, fault: Fault) -> Result:
-        """Of a life that hangs, or whose calls came in another number, one of two more must do as it should."""
-        result = Result(fault, "hung", ["it hung, three times"])
+        """Run one trial. It is repeated at most twice, where the life hangs or the fault hits another call."""
+        result = Result(fault, "hung", ["it hung in all three attempts"])
         for _ in range(3):
             try:
                 result = self._trial(fault)
-            except subprocess.TimeoutExpired:  # whole machines stop for a while, too
+            except subprocess.TimeoutExpired:  # a loaded machine may pause, too
                 self.hung += 1
                 continue
             if not any(one.startswith(MISSED) for one in result.problems):
@@ -131,21 +146,21 @@ class Sweep:
         try:
             ledger = self._fresh(fault.scenario, box)
             run = str(box / "run")
-            code, lines, trace, told = self._strace(fault.scenario, box, fault)
+            code, lines, trace, stderr = self._strace(fault.scenario, box, fault)
             ledger.read(lines)
             problems = ledger.problems
             hits = [line for line in trace if "(INJECTED)" in line] if fault.what != "KILL" else trace[-1:]
             if not hits or _path(hits[0], box) != fault.path or not all(_path(line, box) for line in hits):
-                problems.append(f"{MISSED}: {hits[:1]}, {told[-400:]}")
+                problems.append(f"{MISSED}: {hits[:1]}, {stderr[-400:]}")
             if fault.what == "KILL":
                 outcome = "killed"
                 problems += [f"it was not killed: {code}"] if code != -9 else []
             else:
-                told_of = {one.partition(" ")[0] for one in ledger.reported} or {"warned" for _ in ledger.warned[:1]}
-                outcome = "+".join(sorted(told_of)) or "ignored"
-                problems += _silent(hits, box) if outcome == "ignored" else []
+                reported = {one.partition(" ")[0] for one in ledger.reported} or {"warned" for _ in ledger.warned[:1]}
+                outcome = "+".join(sorted(reported)) or "ignored"
+                problems += _unreported(hits, box) if outcome == "ignored" else []
                 if code not in (0, 3, 4, 5) or (code == 0) != (not [one for one in lines if one[:5] == "error"]):
-                    problems.append(f"exit code {code}: {told[-400:]}")
+                    problems.append(f"exit code {code}: {stderr[-400:]}")
             ledger.judge(run)
             if fault.scenario != "restore" or ledger.problems:
                 ledger.go_on(run, 1000)
@@ -156,7 +171,7 @@ class Sweep:
     # ---- steps ---------------------------------------------------------------------------------------------
 
     def _start(self, scenario: str) -> Ledger:
-        """Make the run that a scenario starts from; returns its ledger."""
+        """Create the run that a scenario starts from; returns its ledger."""
         run, ledger = self.at / scenario / "run", Ledger(last=1 if scenario == "gc" else 2, tier=self.tier)
         (self.at / scenario).mkdir()
         if scenario == "fresh":
@@ -170,16 +185,17 @@ class Sweep:
         return ledger
 
     def _fresh(self, scenario: str, box: Path) -> Ledger:
+        """Replace the box by a copy of the run that the scenario starts from; returns a copy of its ledger."""
         shutil.rmtree(box)
         shutil.copytree(self.at / scenario, box, symlinks=True)
         return copy.deepcopy(self._starts[scenario])
 
     def _trace(self, scenario: str) -> list[tuple[str, int, str]]:
-        """The calls of an undisturbed life that are about the run: name, number, path."""
+        """The calls of a life without a fault that touch the run: name, number, path."""
         box = self._boxes.get()
         self._fresh(scenario, box)
-        _, lines, trace, told = self._strace(scenario, box, None)
-        assert lines[-1:] == ["done"], told
+        _, lines, trace, stderr = self._strace(scenario, box, None)
+        assert lines[-1:] == ["done"], stderr
         self._boxes.put(box)
         seen: Counter[str] = Counter()
         found = []
@@ -191,14 +207,14 @@ class Sweep:
         return found
 
     def _strace(self, scenario: str, box: Path, fault: Fault | None) -> tuple[int, list[str], list[str], str]:
-        """Exit code, what the victim said, its trace, and its standard error."""
+        """Run one life under strace; returns exit code, lines of its output, lines of the trace, and standard error."""
         log = box.with_suffix(".trace")
         command = ["strace", "-y", "-qq", "-e", "signal=none", "-o", str(log)]
         command += ["-e", f"trace={fault.call if fault else '%file,%desc,msync'}"]
         if fault:
             what = "signal=KILL" if fault.what == "KILL" else f"error={fault.what}"
             command += ["-e", f"inject={fault.call}:{what}:when={fault.n}{'+' if fault.sticky else ''}"]
-        if fault and fault.what != "KILL":  # with a filter in the kernel no signal is injected (strace 6.1, Linux 6.18)
+        if fault and fault.what != "KILL":  # strace 6.1 on Linux 6.18 injects no signal with --seccomp-bpf
             command += ["-f", "--seccomp-bpf"]
         life = [*command, *VICTIM, str(box / "run"), f"--tier={self.tier}", *SCENARIOS[scenario]]
         done = subprocess.run(life, capture_output=True, text=True, timeout=60, env=environment(self.at))
@@ -206,7 +222,7 @@ class Sweep:
 
 
 def mess(run: Path, tier: str) -> None:
-    """What earlier crashes may have left, all at once."""
+    """Add to a run everything that earlier crashes may have left behind."""
     for name in (f"{layout.POINTER}.tmp", f"{layout.HEADER}.tmp", "incarnations/000003-33333333.json.tmp", ".probe-1"):
         (run / name).write_bytes(b"{")
     if tier != "directory":
@@ -224,29 +240,29 @@ def mess(run: Path, tier: str) -> None:
 
 
 def _call(line: str) -> str:
-    """Name of the call in a line of a trace."""
+    """The name of the call in a line of a trace."""
     return line.split("(")[0].split()[-1]
 
 
 def _path(line: str, box: Path) -> str:
-    """What a call is about, inside the box: the last path that it names. Names of one process lose its number."""
-    if _call(line) == "msync":  # it names an address; nothing else is mapped to be written
+    """The last path that a call names, relative to the box; empty if it names none inside. Process ids become `*`."""
+    if _call(line) == "msync":  # msync names an address, and only slots are mapped for writing
         return "run/slots/*"
     found = re.findall(rf'["<]{re.escape(str(box))}/?([^">]*)[">]', line.partition(" = ")[0])
     return re.sub(r"\d+-\d+(?=\.tmp)|(?<=\.probe-)\d+", "*", found[-1].replace("(deleted)", "") or ".") if found else ""
 
 
-def _silent(hits: list[str], box: Path) -> list[str]:
-    """Calls that failed without a word, and without a reason in IGNORED."""
+def _unreported(hits: list[str], box: Path) -> list[str]:
+    """The first three failed calls for which IGNORED has no reason; no error was reported for them."""
     wrong = []
     for line in hits:
         if not any(re.search(call, line) and re.search(path, _path(line, box)) for call, path, _ in IGNORED):
-            wrong.append(f"an error that nobody told: {line}")
+            wrong.append(f"an error that was not reported: {line}")
     return wrong[:3]
 
 
 def spread(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
-    """A seeded choice that takes the scenarios in turn, and in each of them every call and kind in turn."""
+    """A seeded choice of `count` faults, which alternates between scenarios, and in each between calls and faults."""
     chance = random.Random(seed)
 
     def in_turn(groups: Iterable[Sequence[Fault]]) -> list[Fault]:
@@ -265,12 +281,12 @@ def spread(faults: Sequence[Fault], count: int, seed: int) -> list[Fault]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=0, help="a seeded choice of so many; 0: all")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--tier", choices=TIERS, default="directory")
-    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS))
-    parser.add_argument("--no-disks", action="store_true", help="without full disks and short writes")
+    parser.add_argument("--trials", type=int, default=0, help="number of faults, chosen by the seed; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="determines the choice of faults")
+    parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
+    parser.add_argument("--tier", choices=TIERS, default="directory", help="how the runs are stored")
+    parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one; may be repeated")
+    parser.add_argument("--no-disks", action="store_true", help="no trials on full disks and with short writes")
     options = parser.parse_args()
     begun = time.monotonic()
     with in_memory() as at:
@@ -286,9 +302,9 @@ def main() -> int:
                     print(f"\n{one.fault}: {one.outcome}\n  " + "\n  ".join(one.problems), flush=True)
                 show(len(results), sum(bool(one.problems) for one in results))
         disks = [] if options.no_disks else list(full_disks(at, 1024, options.tier))
-    for name, told, problems in disks:
+    for name, errors, problems in disks:
         if problems:
-            print(f"{name}: {told}\n  " + "\n  ".join(problems))
+            print(f"{name}: {errors}\n  " + "\n  ".join(problems))
     wrong = sum(bool(one.problems) for one in results) + sum(bool(problems) for *_, problems in disks)
     facts = {
         "trials": len(results),
@@ -306,7 +322,7 @@ def main() -> int:
         "ignored": _counted(
             f"{one.fault.call} {_general(one.fault.path)}" for one in results if one.outcome == "ignored"
         ),
-        "disks": _counted(f"{name.split()[0]}: {told or 'fitted'}" for name, told, _ in disks),
+        "disks": _counted(f"{name.split()[0]}: {errors or 'fitted'}" for name, errors, _ in disks),
         "violated": [{"fault": str(one.fault), "problems": one.problems} for one in results if one.problems]
         + [{"fault": name, "problems": problems} for name, _, problems in disks if problems],
     }
@@ -330,13 +346,15 @@ def _tables(facts: dict[str, Any], results: list[Result]) -> Iterator[str]:
         for scenario, calls in facts["calls"].items()
     )
     ends = Counter((one.fault.what, one.outcome) for one in results)
-    yield "| fault | what the victim told | trials |\n|---|---|---|\n" + "\n".join(
+    yield "| fault | reported by the victim | trials |\n|---|---|---|\n" + "\n".join(
         f"| {what} | {outcome} | {count:,} |" for (what, outcome), count in sorted(ends.items())
     )
-    yield "Ignored, and nothing came of it:\n\n| call | on | trials |\n|---|---|---|\n" + "\n".join(
+    yield "Failures that were ignored, without a consequence:\n\n| call | on | trials |\n|---|---|---|\n" + "\n".join(
         f"| {' | '.join(key.split(' ', 1))} | {count} |" for key, count in facts["ignored"].items()
     )
-    yield "Allowed, because:\n\n" + "\n".join(f"- `{call}` on `{path or '.*'}`: {why}" for call, path, why in IGNORED)
+    yield "Failures that may be ignored, with the reasons:\n\n" + "\n".join(
+        f"- `{call}` on `{path or '.*'}`: {why}" for call, path, why in IGNORED
+    )
     yield "| disk | trials |\n|---|---|\n" + "\n".join(f"| {key} | {count} |" for key, count in facts["disks"].items())
 
 
