@@ -1,8 +1,9 @@
-"""A million crash states of the real code on a disk that keeps nothing it was not asked to keep.
+"""A million crash states of the real code, on a simulated disk that keeps only what was synced.
 
-The disk is lastgood_lab/hostile.py. Every scenario of lastgood_lab/scenarios.py is played with one seed after another
-until so many states have been judged. A state is counted once, by the digest of everything on the disk. It stops at the
-fifth violation and prints the seeds that play them again. Writes lab/reports/crash_model.*
+The disk is lastgood_lab/hostile.py. The scenarios of lastgood_lab/scenarios.py are played with ascending seeds until
+the requested number of distinct states has been judged. States are distinct if the digests of the whole disk differ.
+The campaign prints each violation with the seed that reproduces it, and stops at the fifth. Writes
+lab/reports/crash_model.*
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Play = tuple[int, WriteMode, int]
 
 
 class Played(NamedTuple):
-    """One scenario with one seed."""
+    """The result of one scenario with one seed. `states`: digests of the distinct states that it reached."""
 
     scenario: str
     mode: str
@@ -38,10 +39,11 @@ class Played(NamedTuple):
     violation: str
 
 
-def one(what: Play) -> Played:
-    place, mode, seed = what
-    scenario = SCENARIOS[place]
-    # The weaker modes are not carried on: what they leave need not be a run that can be.
+def one(task: Play) -> Played:
+    """Play one scenario."""
+    index, mode, seed = task
+    scenario = SCENARIOS[index]
+    # After a crash in a weaker mode no further lives are played, because the run may not be usable any more.
     carry_on = Judge.carry_on if mode == "atomic_dirsync" else 0.0
     judge = Judge(random.Random(f"{scenario.name} {mode} {seed}"), carry_on=carry_on)
     violation = ""
@@ -53,18 +55,19 @@ def one(what: Play) -> Played:
 
 
 def plays(mode: WriteMode, seed: int) -> Iterator[Play]:
+    """Every scenario with this seed, then with the next seed, without end."""
     while True:
-        for place in range(len(SCENARIOS)):
-            yield place, mode, seed
+        for index in range(len(SCENARIOS)):
+            yield index, mode, seed
         seed += 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--states", type=int, default=1_000_000, help="distinct states to judge, mode atomic_dirsync")
-    parser.add_argument("--weaker", type=int, default=20_000, help="and of each of the two weaker write modes")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--states", type=int, default=1_000_000, help="distinct states to judge in mode atomic_dirsync")
+    parser.add_argument("--weaker", type=int, default=20_000, help="the same for each of the two weaker write modes")
+    parser.add_argument("--seed", type=int, default=1, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args()
     begun = time.monotonic()
     rows, violations = [], []
@@ -77,7 +80,7 @@ def main() -> int:
     for mode, goal in goals:
         states: set[int] = set()
         by_scenario, judged, lost = Counter[str](), Counter[str](), Counter[str]()
-        # A fork would share the arena's memory. Ctrl-C is for this process: it ends the mode and reports what was done.
+        # A fork would share the arena's memory. Only this process handles Ctrl-C: it ends the mode and still reports.
         with multiprocessing.get_context("spawn").Pool(
             options.jobs, signal.signal, (signal.SIGINT, signal.SIG_IGN)
         ) as pool:
@@ -101,13 +104,13 @@ def main() -> int:
         rows += [
             f"| {mode} | {name} | {by_scenario[name]:,} | {judged[name]:,} | {lost[name]:,} |"
             for name in by_scenario
-            if judged[name]  # slots know one way to write
+            if judged[name]  # slots have only one write mode
         ]
         rows.append(f"| {mode} | **all** | **{len(states):,}** | {judged.total():,} | {lost.total():,} |")
     table = "\n".join(
         ["| write mode | scenario | distinct states | judgements | acknowledged lost |", "|---|---|---|---|---|", *rows]
     )
-    told = "The weaker modes promise no durability: only a torn generation that loads would be a violation there."
+    note = "The weaker modes promise no durability: the only violation there is a torn generation that loads."
     facts = {
         "distinct states": total,
         "violations": len(violations),
@@ -115,7 +118,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - begun),
     }
     report(
-        "crash_model", "Crash states of save, retention, recovery and pointer moves", facts, [table, told, *violations]
+        "crash_model", "Crash states of save, retention, recovery and pointer moves", facts, [table, note, *violations]
     )
     return bool(violations)
 

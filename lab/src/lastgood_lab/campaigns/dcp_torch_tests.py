@@ -1,11 +1,11 @@
-"""torch's own tests of torch.distributed.checkpoint, over torch's storage and over lastgood's, on CPU under gloo.
+"""torch's own tests of torch.distributed.checkpoint, with torch's storage and with lastgood's, on CPU under gloo.
 
     python -m lastgood_lab.campaigns.dcp_torch_tests --tests pytorch/test/distributed/checkpoint
 
-torch's wheel does not hold these files: take them from its source, of the version that is installed. They need the
-packages expecttest and zstandard. A test counts when it passes over torch's own storage; it must then pass over
-lastgood too, unless its subject is torch's own files (see SUBJECTS). Writes lab/reports/dcp_torch_tests.json and .md,
-and ends with 1 where a test that counts fails. Tests for accelerators run too, as far as they can do without one.
+torch's wheel does not contain these files: take them from the source of the installed version. They need the packages
+expecttest and zstandard. A test counts if it passes with torch's own storage. It must then pass with lastgood's
+storage, too, unless its subject is torch's own files (see SUBJECTS). Tests for accelerators run too, as far as they
+work without one. Writes lab/reports/dcp_torch_tests.json and .md. The exit code is 1 if a test that counts fails.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from lastgood_lab.campaigns.reports import report
 
 HERE = Path(__file__).resolve().parent
 FILE_SECONDS = 1500
-"""for the tests of one file"""
+"""the timeout for the tests of one file"""
 
 SUBJECTS = {
     "test_overwrite": "its subject is torch's overwrite=False, which guards its files; a run keeps both saves",
     "test_torch_save_to_dcp": "its subject is torch's folder, with other files in it; a run refuses such a folder",
 }
-"""name of a test (without its parameters) -> why it cannot pass over another storage than torch's files"""
+"""name of a test (without its parameters) -> why it can pass only with torch's own files"""
 
 
 def outcomes(file: Path, storage: str) -> dict[str, str]:
-    """For each test of a file "passed", "skipped", or what it failed with."""
+    """The outcome of each test of a file: "passed", "skipped", or its error. `storage`: "torch" or "lastgood"."""
     with tempfile.NamedTemporaryFile(suffix=".xml") as results:
         environment = os.environ | {
             "DCP_STORAGE": storage,
             "OMP_NUM_THREADS": "1",
-            "TORCH_COMPILE_DISABLE": "1",  # a compiler for each rank takes minutes, and shows nothing about a storage
+            "TORCH_COMPILE_DISABLE": "1",  # compiling on each rank takes minutes, and does not concern the storage
             "PYTHONPATH": os.pathsep.join([str(HERE / "dcp_shim"), str(Path(lastgood.__path__[0]).parent)]),
         }
         options = [
@@ -79,18 +79,19 @@ def outcomes(file: Path, storage: str) -> dict[str, str]:
 
 
 def last_error(text: str) -> str:
-    """The line of a traceback that says what went wrong, without the folder that torch is in."""
+    """The line of a traceback that names the error, without the path of torch's installation."""
     lines = [line.removeprefix("E").strip() for line in text.splitlines() if "Error" in line or "Exception" in line]
     return re.sub(r"\S*/site-packages/", "", (lines[-1] if lines else text.strip()[-200:])[:300])
 
 
 def reason(test: str) -> str:
-    """Why this test is about torch's own files; empty if it is not."""
+    """Why this test can pass only with torch's own files; empty if it has no such reason."""
     name = test.rpartition(".")[2]
     return next((why for subject, why in SUBJECTS.items() if name == subject or name.startswith(f"{subject}_")), "")
 
 
 def verdict(theirs: str, ours: str, why: str) -> str:
+    """The verdict on a test from its outcomes with torch's storage and with lastgood's; `why` is its `reason`."""
     if theirs != "passed":
         return "does not run here"
     if ours == "passed":
@@ -100,16 +101,18 @@ def verdict(theirs: str, ours: str, why: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", type=Path, required=True, help="folder of torch's test files")
-    parser.add_argument("--only", default="", help="only files whose name holds this")
-    parser.add_argument("--source", default="", help="where the test files are from, for the report")
+    parser.add_argument("--tests", type=Path, required=True, help="the folder of torch's test files")
+    parser.add_argument("--only", default="", help="only files whose name contains this text")
+    parser.add_argument("--source", default="", help="the origin of the test files, for the report")
     options = parser.parse_args()
     begun = time.monotonic()
     rows = []
     for file in sorted(options.tests.rglob("test_*.py")):
         if options.only not in file.name:
             continue
-        ours = outcomes(file, "lastgood")  # first: one of torch's tests leaves its files in a folder of a fixed name
+        ours = outcomes(
+            file, "lastgood"
+        )  # first, because one of torch's tests leaves its files in a folder with a fixed name
         theirs = outcomes(file, "torch")
         for test in sorted(theirs.keys() | ours.keys()):
             found = [theirs.get(test, "absent"), ours.get(test, "absent"), reason(test)]
@@ -127,7 +130,7 @@ def main() -> int:
         "seconds": round(time.monotonic() - begun),
         "results": rows,
     }
-    lines = ["| file | test | over torch's storage | over lastgood | verdict |", "|---|---|---|---|---|"]
+    lines = ["| file | test | with torch's storage | with lastgood's storage | verdict |", "|---|---|---|---|---|"]
     for row in rows:
         cells = [row["file"], row["test"], row["torch"], row["reason"] or row["lastgood"], row["verdict"]]
         lines.append("| " + " | ".join(cell.replace("|", "/").replace("\n", " ")[:160] for cell in cells) + " |")

@@ -1,16 +1,17 @@
-"""Every optimizer and learning rate schedule that can be had: interrupted and resumed, against uninterrupted.
+"""Every available optimizer and learning rate schedule: interrupted and resumed training against uninterrupted.
 
-A trial trains a small network, saves, makes new objects, restores and goes on; the losses and every tensor of model and
-optimizer, with its strides, must be those of the uninterrupted run, bit by bit. Where they are not, the same is done
-with `torch.save` of the state_dicts and of the generator's state: what is exact there must be exact here. Optimizers
-train a network in the default layout and one in channels_last. Tried are torch.optim and, where they can be imported,
-pytorch_optimizer and transformers. Writes lab/reports/optimizers.*
+A trial trains a small network, saves, makes new objects, restores, and trains on. The losses and every tensor of model
+and optimizer, with its strides, must equal those of the uninterrupted run bit for bit. Where they differ, the trial is
+repeated with `torch.save` of the state_dicts and of the generator's state: what resumes exactly with torch.save must
+resume exactly with lastgood. Each optimizer trains a network in the default memory format and one in channels_last. The
+libraries are torch.optim and, where they can be imported, pytorch_optimizer and transformers. Writes
+lab/reports/optimizers.*
 
     python -m venv VENV
     VENV/bin/pip install -c constraints.txt -e '.[torch]' -e ./lab pytorch_optimizer einops transformers
     VENV/bin/python -m lastgood_lab.campaigns.optimizers
 
-takes about a minute on a quiet core. Names on the command line are those of the only optimizers to be tried; then every
+This takes about a minute on an idle core. Names on the command line select optimizers: then only these are tried, every
 outcome is printed, and no report is written.
 """
 
@@ -40,7 +41,7 @@ from lastgood.errors import LastgoodError, Refused
 from lastgood_lab.campaigns.reports import report
 
 BEFORE, AFTER = 12, 13
-"""training steps before and after the interruption: more than ten, for what is done at every tenth"""
+"""training steps before and after the interruption: more than ten, since some optimizers act at every tenth step"""
 ALL = BEFORE + AFTER
 LAYOUTS = {"default": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -49,13 +50,13 @@ Make = Callable[[nn.Module], optim.Optimizer]
 
 
 class Trial(NamedTuple):
-    """What one optimizer or schedule came to."""
+    """The outcome of one optimizer or schedule."""
 
     library: str
     name: str
     layout: str
     outcome: str
-    """exact, refused, differs or fails; "does not train" by itself; "not with torch.save either" """
+    """exact, refused, differs, fails, "does not train" (even uninterrupted), or "not with torch.save either" """
     detail: str = ""
 
 
@@ -63,7 +64,7 @@ class Trial(NamedTuple):
 
 
 class Net(nn.Module):
-    """Two convolutions, one with a kernel of one element, and a linear layer."""
+    """Two convolutions, of which one has a kernel of one element, and a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Net(nn.Module):
 
 
 def by_closure(state: State, loss: Callable[[], torch.Tensor], graph: bool = False) -> None:
-    """The step that most optimizers take; those that need the loss call for it again."""
+    """A step with a closure, which most optimizers accept; those that need the loss again call it."""
     optimizer = state["optimizer"]
 
     def closure() -> torch.Tensor:
@@ -89,19 +90,19 @@ def by_closure(state: State, loss: Callable[[], torch.Tensor], graph: bool = Fal
 
 
 def plainly(state: State, loss: Callable[[], torch.Tensor]) -> None:
-    """The step of optimizers that take no closure."""
+    """A step for optimizers that accept no closure."""
     state["optimizer"].zero_grad()
     loss().backward()
     state["optimizer"].step()
 
 
 def fused_with_backward(state: State, loss: Callable[[], torch.Tensor]) -> None:
-    """The step of LOMO, which updates each parameter as its gradient comes."""
+    """A step for LOMO, which updates each parameter as soon as its gradient is computed."""
     state["optimizer"].fused_backward(loss(), 1e-3)
 
 
 def sparsely(state: State, loss: Callable[[], torch.Tensor]) -> None:
-    """The step of SparseAdam."""
+    """A step for SparseAdam, with sparse gradients."""
     state["optimizer"].zero_grad()
     loss().backward()
     for one in state["model"].parameters():
@@ -119,7 +120,7 @@ STEPS: tuple[Callable[..., None], ...] = (
 
 
 def constructors(kind: Any) -> Iterator[Make]:
-    """The ways to construct an optimizer, those that most take first."""
+    """The ways to construct an optimizer, the most common first."""
     yield lambda model: kind(model.parameters(), lr=1e-3)
     yield lambda model: kind(model.parameters())
     yield lambda model: kind(model.parameters(), lr=1e-3, num_iterations=ALL)
@@ -135,14 +136,14 @@ def constructors(kind: Any) -> Iterator[Make]:
 
 
 def by_rank(model: nn.Module) -> list[dict[str, Any]]:
-    """Two groups as the optimizers of the Muon family want them."""
+    """Two parameter groups, as the optimizers of the Muon family require."""
     wide = [one for one in model.parameters() if one.dim() >= 2]
     flat = [one for one in model.parameters() if one.dim() < 2]
     return [{"params": wide, "use_muon": True}, {"params": flat, "use_muon": False}]
 
 
 def train(state: State, first: int, last: int, step: Callable[..., None] = plainly) -> list[float]:
-    """Train these steps, each on a batch of its own; the losses before each."""
+    """Train steps `first` to `last`, each on its own batch; returns the loss before each step."""
     losses = []
     for number in range(first, last + 1):
         batch = torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(number))
@@ -162,7 +163,7 @@ def train(state: State, first: int, last: int, step: Callable[..., None] = plain
 
 
 def contents(obj: Any) -> Any:
-    """A value in which every tensor is its bytes, dtype, shape and strides, to be compared."""
+    """A comparable value, in which the dtype, shape, strides and bytes stand for each tensor."""
     if isinstance(obj, torch.Tensor):
         plain = obj.detach().contiguous().reshape(-1).clone()
         return str(obj.dtype), tuple(obj.shape), obj.stride(), plain.view(torch.uint8).numpy().tobytes()
@@ -174,12 +175,12 @@ def contents(obj: Any) -> Any:
 
 
 def snapshot(state: State) -> Any:
-    """Everything in a state, and the generator's state, as its own objects hand it out."""
+    """The contents of every state_dict in a state, and the state of the random number generator."""
     return [contents(one.state_dict()) for one in state.values()], contents(torch.get_rng_state())
 
 
 def through_torch(straight: State, path: Path) -> Callable[[State], None]:
-    """Save with torch.save; what is returned loads it into new objects."""
+    """Save with torch.save; the returned function loads the saved state into new objects."""
     file = io.BytesIO()
     torch.save([{key: one.state_dict() for key, one in straight.items()}, torch.get_rng_state()], file)
 
@@ -194,7 +195,7 @@ def through_torch(straight: State, path: Path) -> Callable[[State], None]:
 
 
 def through_lastgood(straight: State, path: Path) -> Callable[[State], None]:
-    """Save with lastgood; what is returned restores it into new objects."""
+    """Save with lastgood; the returned function restores the saved state into new objects."""
     with lastgood.Checkpointer(path, straight) as ckpt:
         ckpt.save(BEFORE).result()
 
@@ -206,7 +207,7 @@ def through_lastgood(straight: State, path: Path) -> Callable[[State], None]:
 
 
 def resumes(make: Callable[[int], State], step: Callable[..., None], through: Callable[..., Any]) -> bool:
-    """Whether a run that was interrupted is to the bit what it is without."""
+    """Whether an interrupted run equals the uninterrupted one bit for bit."""
     straight = make(1)
     train(straight, 1, BEFORE, step)
     with tempfile.TemporaryDirectory() as folder:
@@ -218,7 +219,7 @@ def resumes(make: Callable[[int], State], step: Callable[..., None], through: Ca
 
 
 def attempt(work: Callable[[], bool]) -> tuple[str, str]:
-    """(outcome, detail) of a trial."""
+    """Run a trial; returns (outcome, detail)."""
     try:
         return ("exact", "") if work() else ("differs", "")
     except Refused as error:
@@ -235,14 +236,20 @@ def first_sentence(error: Exception) -> str:
 
 
 def judged(library: str, name: str, layout: str, make: Callable[[int], State], step: Callable[..., None]) -> Trial:
-    """A trial with lastgood; where that is not exact, another one with torch.save."""
+    """Try lastgood; unless it is exact or refuses the state, try torch.save, too."""
     outcome, detail = attempt(lambda: resumes(make, step, through_lastgood))
     if outcome in ("exact", "refused"):
         return Trial(library, name, layout, outcome, detail)
     other, why = attempt(lambda: resumes(make, step, through_torch))
     if other == "exact":
         return Trial(library, name, layout, outcome, detail or "exact with torch.save")
-    return Trial(library, name, layout, "not with torch.save either", f"{outcome} here, {other} there: {why or detail}")
+    return Trial(
+        library,
+        name,
+        layout,
+        "not with torch.save either",
+        f"lastgood: {outcome}, torch.save: {other}: {why or detail}",
+    )
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------------
@@ -268,14 +275,14 @@ def fresh(make: Make, layout: torch.memory_format, seed: int) -> State:
     torch.manual_seed(seed)
     model = Net().to(memory_format=layout)  # type: ignore[call-overload]
     optimizer = make(model)
-    getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers have a mode
+    getattr(optimizer, "train", lambda: None)()  # schedule-free optimizers have a training mode
     return {"model": model, "optimizer": optimizer}
 
 
 def workable(kind: Any, layout: torch.memory_format) -> tuple[Make, Callable[..., None]]:
-    """The first way to construct and to step an optimizer with which it trains.
+    """The first combination of a constructor and a step with which an optimizer changes the parameters.
 
-    Raises what the first step raised where it can be constructed, else what the first construction raised.
+    If none works, raises the first exception of a step, or, if every construction fails, the first of a construction.
     """
     problems: dict[bool, Exception] = {}
     for make, step in product(constructors(kind), STEPS):
@@ -294,7 +301,7 @@ def workable(kind: Any, layout: torch.memory_format) -> tuple[Make, Callable[...
 
 
 def tried(library: str, name: str, kind: Any) -> Iterator[Trial]:
-    """The trials of one optimizer, in each layout."""
+    """The trials of one optimizer, one for each memory format."""
     for layout, memory_format in LAYOUTS.items():
         try:
             make, step = workable(kind, memory_format)
@@ -330,7 +337,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def schedules() -> Iterator[tuple[str, str, Callable[[optim.Optimizer], Any]]]:
-    """(library, name, how one is made for an optimizer) of every learning rate schedule."""
+    """(library, name, function that makes one for an optimizer) of every learning rate schedule."""
     for name, kind in sorted(vars(lr_scheduler).items()):
         if isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler) and name.strip("_") != "LRScheduler":
             yield "torch.optim.lr_scheduler", name, partial(torch_schedule, name, kind)
@@ -392,7 +399,7 @@ def counted(trials: list[Trial]) -> str:
 
 
 def table(title: str, trials: list[Trial]) -> str:
-    """One row for each outcome of a name."""
+    """A table with one row for each distinct outcome of a name."""
     rows = [f"## {title}", "", "| library | name | layout | outcome | |", "|---|---|---|---|---|"]
     for one in trials:
         alike = {other.layout for other in trials if (other[:2], other[3:]) == (one[:2], one[3:])}
