@@ -1,11 +1,13 @@
-"""Take one safeguard out, and see whether a test fails. Each mutant (mutants/) changes one marked statement of a copy.
+"""Mutation testing of the safeguards: each mutant (mutants/) changes one marked statement of a copy of the sources.
 
-A mutant that no test kills is a safeguard that nothing guards: a test is missing, or the code is. A mutant that cannot
-matter says why, and is not run; a test that never ends has found one.
-A verdict is kept for as long as the code of the mutated file and of the file with the test that killed it (of a
-survivor: of all tests) is the same, so a run that was stopped goes on. After that, the test that killed a mutant before
-is run first.
-The tests run in children of a process that has torch and the test runner imported, and nothing of lastgood.
+A mutant is killed if a test fails or does not end. A mutant that survives shows that no test covers its safeguard, or
+that the safeguard is not needed. An equivalent mutant, which no test can kill, states the reason and is not run.
+
+A verdict is kept in a file, so a run that was stopped can continue. It is valid as long as the code of the mutated
+file and of the file with the test that killed the mutant is unchanged (for a survivor: the code of all its test files).
+After a change, the test that killed the mutant the last time runs first.
+
+The tests run in child processes of a forkserver that has imported torch and pytest, but no module of lastgood.
 """
 
 from __future__ import annotations
@@ -43,26 +45,26 @@ LIMIT_SECONDS = 900
 TEST_SECONDS = 60
 """after which a test that has not ended counts as failed"""
 MEMORY_BYTES = 8 << 30
-"""of address space: a mutant that never ends may also never stop to grow"""
+"""the address space of a child: a mutant that never ends may also allocate without end"""
 
 
 CHILDREN = multiprocessing.get_context("forkserver")
 
 
 class Judgement(NamedTuple):
-    """What became of a mutant."""
+    """The verdict on a mutant."""
 
     outcome: str
-    """killed, survived, stale, or stopped: no verdict"""
+    """killed, survived, stale (the change does not fit the source), or stopped (no verdict)"""
     reason: str
     """the first test that failed, or why there is no verdict"""
     seconds: float
     of: str = ""
-    """what was judged: the mutant, the file it stands in, the tests that decided"""
+    """the fingerprint of what was judged"""
 
 
 def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
-    """Run the tests on a mutant; first the one that killed it `last` time, when they were other tests."""
+    """Run the tests on a mutant, first the test that killed it according to its `last` verdict."""
     file = holder(mutant)
     try:
         mutated = mutant.apply(file.read_text())
@@ -70,7 +72,7 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
     except Unfit as error:
         return Judgement("stale", str(error), 0.0)
     except SyntaxError as error:
-        return Judgement("stale", f"it is no Python: {error}", 0.0)
+        return Judgement("stale", f"the changed source is not valid Python: {error}", 0.0)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy, scratch = Path(folder, "copy"), Path(folder, "scratch")
@@ -93,13 +95,13 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
                 child.join()
                 return Judgement("killed", "it never ends", time.monotonic() - begun)
             with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)  # what a mutant left running
+                os.killpg(child.pid, signal.SIGKILL)  # ends processes that the tests left running
             output = Path(scratch, "output").read_text(errors="replace")
             found = re.search(r"^(?:FAILED|ERROR) tests/\w+/test_(.+?)(?: - .*)?$", output, re.M)
             if found:
                 return Judgement("killed", found[1], time.monotonic() - begun)
     if child.exitcode in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
-        return Judgement("stopped", "somebody ended the tests", time.monotonic() - begun)
+        return Judgement("stopped", "the tests were ended by a signal", time.monotonic() - begun)
     if child.exitcode == 0:
         return Judgement("survived", "", time.monotonic() - begun)
     hung = re.search(r"^Timeout .*(?:.*\n)*?.* in (test_\w+)", output, re.M)
@@ -108,13 +110,15 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
 
 
 def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
-    """In a child of its own: the tests of a copy on the code of that copy; all output goes to `scratch`/output."""
-    assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), "the code is the copy's, or nobody's"
+    """Run tests of a copy against the code of that copy, in a child process; all output goes to `scratch`/output."""
+    assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), (
+        "lastgood must be imported from the copy"
+    )
     os.setsid()
     os.chdir(copy)
     os.environ.update(PYTHONPATH=os.pathsep.join([str(copy / "src"), str(copy / "lab/src")]), TMPDIR=str(scratch))
     sys.path.insert(0, str(copy / "src"))
-    tempfile.tempdir = None  # what it found before is another's
+    tempfile.tempdir = None  # the cached folder is that of the parent process
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     with Path(scratch, "output").open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -129,26 +133,26 @@ def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
 
 @functools.cache
 def holders() -> dict[str, Path]:
-    """Each guard, and the source file that holds its marker."""
+    """The source file that holds the marker of each guard."""
     files = sorted((ROOT / "src").rglob("*.py"))
     return {name: file for file in files for name, _ in marked_lines(file.read_text())}
 
 
 def holder(mutant: Mutant) -> Path:
-    """The source file of a mutant. Raises LookupError where no statement is marked with its guard."""
+    """The source file that a mutant changes. Raises LookupError if no statement is marked with its guard."""
     if mutant.guard not in holders():
-        raise LookupError(f"no statement in src/ is marked `# guard: {mutant.guard}`, of {mutant.name}")
+        raise LookupError(f"{mutant.name}: no statement in src/ is marked `# guard: {mutant.guard}`")
     return holders()[mutant.guard]
 
 
 def unchanged(wanted: list[Mutant]) -> list[Mutant]:
-    """For each choice of tests a mutant that changes nothing: where one of them is killed, the tests prove nothing."""
+    """Controls: for each choice of tests a mutant without a change. If one is killed, no verdict counts."""
     chosen = {frozenset(one.tests): one for one in wanted}
-    return [one._replace(what=f"nothing at {one.guard}", change=Nothing()) for one in chosen.values()]
+    return [one._replace(what=f"no change at {one.guard}", change=Nothing()) for one in chosen.values()]
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
-    """A digest of what the verdict depends on: the mutant, the code it stands in, and the tests that decided."""
+    """A digest of what a verdict depends on: the mutant, the code of its file, and the code of the deciding tests."""
     killer = found.reason.partition(".py::")[0] if found.outcome == "killed" and "::" in found.reason else ""
     tests = [test_file(killer)] if killer else mutant.tests
     judged = hashlib.sha256(f"{mutant.key} {mutant.tests}".encode())
@@ -159,19 +163,23 @@ def fingerprint(mutant: Mutant, found: Judgement) -> str:
 
 @functools.cache
 def code_of(path: Path) -> str:
-    """The code of a file, without docstrings and comments: a verdict does not depend on these."""
-    from lastgood_lab import provenance  # not at the top: a child imports this module, and then lastgood of a copy
+    """The code of a file without docstrings and comments, on which no verdict depends."""
+    from lastgood_lab import (
+        provenance,
+    )  # imported late: a child imports this module first, and lastgood of a copy later
 
     return provenance.code_of(path.read_text())
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="mutants whose kind or name holds this")
-    parser.add_argument("--new", action="store_true", help="mutants of which no verdict is kept")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    parser.add_argument(
+        "--only", default="", help="only mutants whose kind or description contains this text; writes no report"
+    )
+    parser.add_argument("--new", action="store_true", help="only mutants without a kept verdict; writes no report")
     options = parser.parse_args()
-    os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples every time
+    os.environ.update(CI="1", PYTHONDONTWRITEBYTECODE="1")  # hypothesis: no deadlines, the same examples in every run
     CHILDREN.set_forkserver_preload(["hypothesis", "pytest", "torch"])
     known = {key: Judgement(*one) for key, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in MUTANTS if options.only in one.name and not one.equivalent]
@@ -200,11 +208,11 @@ def main() -> int:
     with ThreadPoolExecutor(options.jobs) as pool:
         try:
             list(pool.map(run, [*controls, *wanted]))
-        except KeyboardInterrupt:  # what is judged already is reported
+        except KeyboardInterrupt:  # the verdicts so far are reported
             pool.shutdown(cancel_futures=True)
     print()
     if any(one.key not in known or known[one.key].outcome != "survived" for one in controls):
-        print("Tests fail on the unchanged code, so there are no verdicts.")
+        print("Tests fail on the unchanged code, so no verdict counts.")
         return 2
     found = [(one, known[one.key]) for one in wanted if one.key in known]
     results = [(one, verdict) for one, verdict in found if verdict.of == fingerprint(one, verdict)]
@@ -215,23 +223,24 @@ def main() -> int:
     return int(killed < len(wanted))
 
 
-def write(results: list[tuple[Mutant, Judgement]], killed: int, left: int) -> None:
+def write(results: list[tuple[Mutant, Judgement]], killed: int, unjudged: int) -> None:
+    """Write the report. `unjudged`: the number of mutants without a verdict."""
     rows = [
         f"| {one.kind} | {one.what} | `{one.guard}` | {found.outcome} | {found.reason.replace('|', ' ')} |"
         for one, found in results
     ]
-    equivalent = ["Not run, because no test can find it:", ""]
+    equivalent = ["Equivalent mutants, which no test can kill, and which are not run:", ""]
     equivalent += [f"- {one.kind}, {one.what} (`{one.guard}`): {one.equivalent}." for one in MUTANTS if one.equivalent]
     facts = {
         "mutants": len(results),
         "killed": killed,
-        "not_judged_yet": left,
-        "score": f"{100 * killed / len(results):.1f} %{' of those judged' * bool(left)}",
+        "not_judged_yet": unjudged,
+        "score": f"{100 * killed / len(results):.1f} %{' of those judged' * bool(unjudged)}",
         "seconds": round(sum(found.seconds for _, found in results)),
         "survived": [one.name for one, found in results if found.outcome != "killed"],
     }
     table = "\n".join(
-        ["| kind | what was taken out | guard | outcome | first test that failed |", "|---|---|---|---|---|", *rows]
+        ["| kind | what the mutant does | guard | outcome | first test that failed |", "|---|---|---|---|---|", *rows]
     )
     report("mutation", "Mutants of the core", facts, [table, "\n".join(equivalent)])
 

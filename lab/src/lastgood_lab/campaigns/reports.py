@@ -1,4 +1,4 @@
-"""The reports of the campaigns: lab/reports/NAME.json and NAME.md. Runs nothing."""
+"""Writes the reports of the campaigns: lab/reports/NAME.json and NAME.md."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ PROVED = {
     "ranks": ("",),
     "syscalls": TORCH_FREE,
 }
-"""campaign -> the rooms of the package whose behaviour it shows ("" is the whole package)"""
+"""campaign -> the rooms of the package whose behaviour it tests ("" is the whole package)"""
 
 
 def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], tier: str = "directory") -> None:
-    """lab/reports/NAME.json and NAME.md (of slots: NAME-slots), with date, machine, commit and command.
+    """Write lab/reports/NAME.json and NAME.md with date, machine, commit and command.
 
-    `proved digest` is of the sources of PROVED: where it differs from today's, the report is of older code.
+    For another tier than "directory" the names are NAME-TIER. `facts` go into both files, of which the page omits lists
+    and mappings; `tables` are added to the page. `proved_digest` is the digest of the rooms in PROVED: where it differs
+    from that of the present sources, the report is about older code.
     """
-    from lastgood_lab import provenance  # not at the top: the mutation run starts children that must import it afresh
+    from lastgood_lab import (
+        provenance,
+    )  # imported late: children of the mutation campaign must import lastgood from a copy
 
     stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())

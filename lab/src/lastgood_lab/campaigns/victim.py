@@ -1,14 +1,14 @@
 """A process without torch that restores a run and saves to it until it is killed: the victim of the campaigns.
 
-`python -m lastgood_lab.campaigns.victim RUN --saves 3 --seed 7` is one life. Before and after every step it prints one
-line of this protocol:
+`python -m lastgood_lab.campaigns.victim RUN --saves 3 --seed 7` is one life. Before and after every operation it prints
+one line of this protocol:
 
     opening | unread G why | stepped_over STEP why | restored G | beginning G | began G | saving G | durable G
     verified G | retiring G | error NAME STEP what | done           (G: the folder of a generation, `-` for none)
 
-A life goes on after a failed save, as training does, and ends with the exit code of its first error. What a save holds
-follows from its seed and step, so victim_ledger.py can check the contents of the disk exactly.
-Never imports torch: a life takes a quarter of a second.
+A life continues after a failed save, as training does, and ends with the exit code of its first error. The content of
+a save follows from its seed and step, so victim_ledger.py can check the contents of the disk exactly. This module does
+not import torch, so that a life takes only a quarter of a second.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ from lastgood.storage.directory import Disk
 from lastgood_lab.plain import State, save
 
 TIERS = ("directory", "slots", "mmap")
-"""how a run may live at its path; mmap: slots, written through a mapping"""
+"""how a run may be stored at its path; mmap: in slots that are written through a memory mapping"""
 CHUNK_BYTES = 8192
 SIZES = {"w": 20_000, "b": 5, "empty": 0, "m.v": 12_345}
-"""five chunks with the header, the last one ends off any block"""
+"""with the header five chunks, of which the last does not end at a block boundary"""
 
 
 def content(seed: int, step: int) -> State:
+    """The state that a life with this seed saves at this step."""
     return {name: hashlib.shake_256(f"{seed} {step} {name}".encode()).digest(size) for name, size in SIZES.items()}
 
 
 class Watched:
-    """A tier that reports which COMMIT it is about to remove."""
+    """A tier that reports each COMMIT before it deletes it."""
 
     def __init__(self, tier: Tier, write_line: Callable[[str], None]) -> None:
         self._tier, self._write_line = tier, write_line
@@ -72,7 +73,7 @@ class Watched:
 
 
 class ShortFiles(PosixFiles):
-    """Every read and write takes less than it was given, by chance; direct I/O whole blocks, as far as it says so."""
+    """Files whose reads and writes transfer a random part of the bytes; a direct write transfers at least one block."""
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance
@@ -82,6 +83,8 @@ class ShortFiles(PosixFiles):
 
 
 class ShortFile:
+    """A file of ShortFiles."""
+
     def __init__(self, file: PosixFile, direct: bool, chance: random.Random) -> None:
         self._file, self._direct, self._chance = file, direct, chance
 
@@ -101,7 +104,7 @@ class ShortFile:
 
 
 def live(argv: list[str], write_line: Callable[[str], None]) -> int:
-    """One life; returns its exit code. Only what is not of the tree of errors is raised."""
+    """One life; returns its exit code. Raises only exceptions that are no LastgoodError."""
     options = _parser().parse_args(argv)
     if options.file_limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (options.file_limit, options.file_limit))
@@ -130,7 +133,7 @@ def live(argv: list[str], write_line: Callable[[str], None]) -> int:
 
 @contextlib.contextmanager
 def warnings_to(write_line: Callable[[str], None]) -> Iterator[None]:
-    """What is reported outside of exceptions becomes a line, too."""
+    """Write a line for each report that lastgood logs, until the end of the block."""
     handler = logging.Handler()
     handler.emit = lambda record: write_line(f"warned {record.getMessage()}")  # type: ignore[method-assign]
     reporting.LOGGER.addHandler(handler)
@@ -141,6 +144,7 @@ def warnings_to(write_line: Callable[[str], None]) -> Iterator[None]:
 
 
 def path(run: str, tier: str) -> str:
+    """The path of a run as lastgood takes it, with the scheme of its tier."""
     return run if tier == "directory" else f"{paths.SLOTS}{os.path.abspath(run)}"
 
 
@@ -192,7 +196,7 @@ def _write(
 
 
 def restored(tier: Tier, survey: commit.Survey, pool: Executor, write_line: Callable[[str], None]) -> Found:
-    """What a restore loads, with every bit checked."""
+    """Restore the newest good generation, compare every byte with the saved one, and write a line for each result."""
     for at, error in survey.broken.items():
         write_line(f"unread {place(at)} {' '.join(str(error).split())}")
     candidates, loaded = Candidates(survey), None
@@ -215,11 +219,12 @@ def restored(tier: Tier, survey: commit.Survey, pool: Executor, write_line: Call
 
 
 def place(at: GenerationId | None) -> str:
+    """The folder of a generation within `gen/`, or "-" for none."""
     return layout.folder(at).partition("/")[2] if at else "-"
 
 
 def differs(generation: Generation, manifest: Manifest, state: State) -> str:
-    """The differences between a loaded state and the saved one; empty when they are equal."""
+    """The differences between a loaded state and the saved one; empty if they are equal."""
     expected = content(manifest.values["seed"], generation.step)
     wrong = sorted(name for name in expected.keys() | state.keys() if expected.get(name) != state.get(name))
     return f"{place(generation.id)} holds other bytes in {', '.join(wrong)}" if wrong else ""
@@ -227,20 +232,25 @@ def differs(generation: Generation, manifest: Manifest, state: State) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run")
-    parser.add_argument("--mode", choices=("save", "restore", "gc"), default="save", help="restore: read only")
-    parser.add_argument("--tier", choices=TIERS, default="directory", help="how the run lives there")
-    parser.add_argument("--saves", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the contents and of the names of incarnations")
-    parser.add_argument("--last", type=int, default=2, help="verified generations to keep")
-    parser.add_argument("--threads", type=int, default=0, help="0: everything in the main thread, in one order")
-    parser.add_argument("--buffered", action="store_true", help="no direct I/O, whatever the file system takes")
-    parser.add_argument("--short", action="store_true", help="reads and writes that take less than they were given")
-    parser.add_argument("--file-limit", type=int, default=0, help="RLIMIT_FSIZE in bytes: writes past it fall short")
+    parser.add_argument("run", help="the path of the run")
+    parser.add_argument("--mode", choices=("save", "restore", "gc"), default="save", help="restore: only read the run")
+    parser.add_argument("--tier", choices=TIERS, default="directory", help="how the run is stored")
+    parser.add_argument("--saves", type=int, default=3, help="how many saves to make")
+    parser.add_argument("--seed", type=int, default=0, help="determines the contents and the names of incarnations")
+    parser.add_argument("--last", type=int, default=2, help="how many verified generations to keep")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads for I/O; 0: all I/O in the main thread, in a fixed order"
+    )
+    parser.add_argument("--buffered", action="store_true", help="no direct I/O, even if the file system supports it")
+    parser.add_argument("--short", action="store_true", help="reads and writes that transfer only a part of the bytes")
+    parser.add_argument(
+        "--file-limit", type=int, default=0, help="RLIMIT_FSIZE in bytes: writes beyond it are cut short; 0: no limit"
+    )
     return parser
 
 
 def bytes_of(tier: Tier, generation: Generation, manifest: Manifest, pool: Executor) -> State:
+    """The tensors of a generation of one rank, read and verified."""
     arena = Arena(sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs), CHUNK_BYTES)
     found = read_rank(tier, generation, manifest, arena, pool)
     return {piece.name: bytes(found[piece.name]) for piece in manifest.pieces}

@@ -1,4 +1,4 @@
-"""The mutants of the campaign mutation.py: safeguards that are named in the source, and how each is taken out."""
+"""The mutants of the campaign mutation.py: the named safeguards in the source, and the change that disables each."""
 
 from __future__ import annotations
 

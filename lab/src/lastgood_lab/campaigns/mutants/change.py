@@ -25,7 +25,7 @@ class Unfit(Exception):
 
 
 def marked_lines(source: str, kind: str = "guard") -> Iterator[tuple[str, int]]:
-    """Each name of this kind of marker in `source`, with the number of the line that holds its statement."""
+    """Each name in a marker of this kind in `source`, with the number of the line that holds its statement."""
     lines = source.splitlines()
     for index, line in enumerate(lines):
         for found in _MARKER.finditer(line):
@@ -35,7 +35,7 @@ def marked_lines(source: str, kind: str = "guard") -> Iterator[tuple[str, int]]:
 
 
 def _first_code_line(lines: list[str], index: int) -> int:
-    """`index`, or, where that line is a comment, the index of the next line that is none."""
+    """`index`, or, if that line is a comment, the index of the next line that is not."""
     code = (at for at in range(index, len(lines)) if not lines[at].lstrip().startswith("#"))
     return next(code, index)
 
@@ -59,29 +59,29 @@ class Statement:
             for index, node in enumerate(block):
                 if node.lineno <= at[0] <= _end(node)[0] and at[0] <= _head_end(node)[0]:
                     return cls(source.encode(), node, block[index + 1] if index + 1 < len(block) else None)
-        raise Unfit(f"{guard} is on line {at[0]}, where no statement begins")
+        raise Unfit(f"{guard} is on line {at[0]}, which belongs to no statement")
 
     def text(self) -> str:
-        """The statement; of a compound one its head, without the colon."""
+        """The text of the statement; of a compound statement, that of its head without the colon."""
         start, end = self._span(self.node, _head_end(self.node))
         return self.source[start:end].decode()
 
     def with_text(self, text: str) -> str:
-        """The source with `text` in the place of `self.text()`."""
+        """The source with `text` instead of `self.text()`."""
         return self._replaced(self._span(self.node, _head_end(self.node)), text)
 
     def without(self, text: str) -> str:
-        """The source with `text` in the place of the whole statement, blocks included."""
+        """The source with `text` instead of the whole statement, including its blocks."""
         return self._replaced(self._span(self.node, _end(self.node)), text)
 
     def with_condition(self, value: str) -> str:
         """The source with `value` as the condition of this `if`, `elif` or `while`."""
         if not isinstance(self.node, (ast.If, ast.While)):
-            raise Unfit(f"line {self.node.lineno} holds no condition")
+            raise Unfit(f"the statement on line {self.node.lineno} has no condition")
         return self._replaced(self._span(self.node.test, _end(self.node.test)), value)
 
     def after_following(self) -> str:
-        """The source with this statement behind the one that follows it."""
+        """The source with this statement moved behind the next one."""
         if self.following is None:
             raise Unfit(f"no statement follows line {self.node.lineno}")
         (a, b), (c, d) = self._span(self.node, _end(self.node)), self._span(self.following, _end(self.following))
@@ -101,7 +101,7 @@ class Statement:
 
 @dataclass(frozen=True)
 class Remove:
-    """The statement does nothing."""
+    """The whole statement is replaced by `pass`."""
 
     def apply(self, statement: Statement) -> str:
         return statement.without("pass")
@@ -109,7 +109,7 @@ class Remove:
 
 @dataclass(frozen=True)
 class Never:
-    """The condition is false."""
+    """The condition of the statement is always false."""
 
     def apply(self, statement: Statement) -> str:
         return statement.with_condition("False")
@@ -117,7 +117,7 @@ class Never:
 
 @dataclass(frozen=True)
 class Always:
-    """The condition is true."""
+    """The condition of the statement is always true."""
 
     def apply(self, statement: Statement) -> str:
         return statement.with_condition("True")
@@ -125,7 +125,7 @@ class Always:
 
 @dataclass(frozen=True)
 class Swap:
-    """A fragment of the statement (of a compound one: of its head) is another. It must occur exactly once."""
+    """`other` replaces a fragment of the statement (of a compound one: of its head). It must occur exactly once."""
 
     fragment: str
     other: str
@@ -139,7 +139,7 @@ class Swap:
 
 @dataclass(frozen=True)
 class Instead:
-    """Other code stands in the place of the whole statement."""
+    """Other code replaces the whole statement."""
 
     code: str
 
@@ -168,7 +168,7 @@ Change = Remove | Never | Always | Swap | Instead | AfterNext | Nothing
 
 @functools.lru_cache(maxsize=64)
 def _parsed(source: str) -> ast.Module:
-    return ast.parse(source)  # many mutants are of one file
+    return ast.parse(source)  # cached, because many mutants change the same file
 
 
 def _blocks(node: ast.AST) -> Iterator[list[Node]]:
@@ -185,7 +185,7 @@ def _end(node: ast.expr | Node) -> tuple[int, int]:
 
 
 def _head_end(node: Node) -> tuple[int, int]:
-    """Where a statement ends; a compound one: where the last expression before its first block ends."""
+    """The end of a statement; of a compound one, the end of the last expression before its first block."""
     blocks = [getattr(node, field, None) for field in _BODIES]
     if not any(isinstance(block, list) for block in blocks):
         return _end(node)

@@ -1,4 +1,4 @@
-"""The record of a mutant: a safeguard, what is changed about it, and the tests of which one must fail."""
+"""The record of a mutant: a safeguard, the change that disables it, and the tests of which at least one must fail."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from .change import Change, Statement
 
 
 class Mutant(NamedTuple):
-    """A safeguard that is taken out of the source."""
+    """A change that disables one safeguard in the source."""
 
     kind: str
+    """the group of safeguards, a heading of the report"""
     what: str
+    """one sentence about the fault that the change introduces"""
     guard: str
     """the name that marks the statement in the source"""
     change: Change
     tests: tuple[str, ...]
-    """the test files that are run on it, in this order, relative to the repository"""
+    """the test files that run on it, in this order, relative to the repository"""
     equivalent: str = ""
-    """why no test can find it"""
+    """why no test can kill it; empty for all others"""
 
     @property
     def name(self) -> str:
@@ -29,11 +31,11 @@ class Mutant(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Identifies the mutant in the file of verdicts, whatever its description says."""
+        """Identifies the mutant in the file of verdicts. It does not depend on the description."""
         return f"{self.guard} {hashlib.sha256(repr(self.change).encode()).hexdigest()[:8]}"
 
     def apply(self, source: str) -> str:
-        """`source`, the text of the file that holds the guard, without the safeguard. Raises Unfit."""
+        """The changed text of `source`, the file that holds the guard. Raises Unfit if the change does not fit."""
         return self.change.apply(Statement.of(source, self.guard))
 
 
@@ -41,7 +43,7 @@ Row = tuple[str, str, Change] | tuple[str, str, Change, str]
 
 
 def test_file(name: str) -> str:
-    """The path of tests/ROOM/test_NAME.py, relative to the repository. Raises LookupError where there is none."""
+    """The path of tests/ROOM/test_NAME.py, relative to the repository. Raises LookupError if there is none."""
     found = list(checkout().glob(f"tests/*/test_{name}.py"))
     if not found:
         raise LookupError(f"no room of tests/ holds test_{name}.py")
@@ -49,7 +51,7 @@ def test_file(name: str) -> str:
 
 
 def table(kind: str, tests: tuple[str, ...], *rows: Row) -> tuple[Mutant, ...]:
-    """Mutants of one kind from rows of (what, guard, change) or (what, guard, change, why no test can find it)."""
+    """Mutants of one kind from rows of (what, guard, change) or (what, guard, change, why no test can kill it)."""
     return tuple(
         Mutant(kind, what, guard, change, tuple(map(test_file, tests)), *why) for what, guard, change, *why in rows
     )

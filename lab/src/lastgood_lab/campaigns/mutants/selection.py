@@ -1,4 +1,4 @@
-"""The test files that are run on each table of mutants, by the names between `test_` and `.py`."""
+"""The test files that run on each table of mutants. A file is named by the part between `test_` and `.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CORE = (
 
 
 def core(*first: str) -> tuple[str, ...]:
-    """The torch-free tests, `first` before the others."""
+    """The tests that need no torch. Those in `first` run before the others."""
     return tuple(sorted(_CORE, key=lambda name: name not in first))
 
 
@@ -40,19 +40,19 @@ LOOP = (
     "exit",
     "reports_of_failures",
 )
-"""what runs in and behind a training loop; these need torch"""
+"""saves in the training loop and in its background threads; these need torch"""
 MENDING = ("guard", "parity", "scrub", "mending")
 """verification, parity, scrubbing and repair"""
 RANKS = ("agreeing", "reshard", "ranks_faults", "ranks")
 """coordination of several ranks; the last two start processes"""
 REQUEST = ("load_once", "refusals")
-"""what is refused before the first save, and the options of a load; these need torch"""
+"""arguments and states that are refused, and the options of a load; these need torch"""
 DROP_IN = ("dcp_faults", "dcp")
 """the storage under torch.distributed.checkpoint"""
 LAYOUT = ("layouts", "capture_plan")
 """the memory order of tensors"""
 DATA = ("sampler_loop", "sampler_resume", "sampler", "audit_worlds")
-"""the order of the samples, and the record of what was trained on"""
+"""the order of the samples, and the audit of the samples that were trained with"""
 SAVED_TWICE = ("saved_twice",)
 """steps that are saved a second time"""
 ADAPTERS = ("peft", "subclasses")
