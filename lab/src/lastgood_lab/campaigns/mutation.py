@@ -141,18 +141,25 @@ def holder(mutant: Mutant) -> Path:
     return holders()[mutant.guard]
 
 
-def unchanged(wanted: list[Mutant]) -> list[Mutant]:
-    """For each choice of tests a mutant that changes nothing: where one of them is killed, the tests prove nothing."""
-    chosen = {frozenset(one.tests): one for one in wanted}
-    return [one._replace(what=f"nothing at {one.guard}", change=Nothing()) for one in chosen.values()]
+def controls_of(wanted: list[Mutant]) -> list[Mutant]:
+    """For each test file that is run on these mutants, a control that changes nothing.
+
+    Where a test fails on unchanged code, the verdicts that it gave show nothing.
+    """
+    files = sorted({test for one in wanted for test in one.tests})
+    return [Mutant("control", test, MUTANTS[0].guard, Nothing(test), (test,)) for test in files]
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
-    """A digest of what the verdict depends on: the mutant, the code it stands in, and the tests that decided."""
+    """A digest of what the verdict depends on: the mutant, the code it stands in, and the tests that decided.
+
+    The verdict on a control depends on all code.
+    """
     killer = found.reason.partition(".py::")[0] if found.outcome == "killed" and "::" in found.reason else ""
     tests = [test_file(killer)] if killer else mutant.tests
     judged = hashlib.sha256(f"{mutant.key} {mutant.tests}".encode())
-    for path in [holder(mutant), *(ROOT / test for test in tests)]:
+    sources = sorted((ROOT / "src").rglob("*.py")) if isinstance(mutant.change, Nothing) else [holder(mutant)]
+    for path in [*sources, *(ROOT / test for test in tests)]:
         judged.update(code_of(path).encode())
     return judged.hexdigest()[:16]
 
@@ -176,7 +183,7 @@ def main() -> int:
     known = {key: Judgement(*one) for key, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in MUTANTS if options.only in one.name and not one.equivalent]
     wanted = [one for one in wanted if not (options.new and one.key in known)]
-    controls = unchanged(wanted)
+    controls = controls_of(wanted)
     begun, done, turn = time.monotonic(), 0, threading.Lock()
 
     def run(mutant: Mutant) -> None:
