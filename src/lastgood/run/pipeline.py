@@ -4,6 +4,7 @@
     copier (one thread): state -> arena -> chunks, one save after another
     lane (one of `in_flight` threads): chunks -> writer threads -> COMMIT
     upkeep thread: verify -> point -> delete, after each save; labels of earlier saves; scrubbing between saves
+    readers (WORKERS threads): chunks of generations that a restore, a verification or a scrub reads
 
 Invariants
   1. The pipeline owns the threads, the lock and the writer of the run, and releases all of them in `close`.
@@ -108,7 +109,7 @@ class Pipeline:
                     ranks=ranks,
                     environment=environment,
                 )
-                opening.agree(None, lambda _: None)
+                opening.agree(None, lambda _: None)  # the same round as that of the other ranks above
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
             self._storage = storage.pop_all()

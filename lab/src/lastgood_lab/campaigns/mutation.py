@@ -111,9 +111,7 @@ def judge(mutant: Mutant, last: Judgement | None = None) -> Judgement:
 
 def run_tests(copy: Path, scratch: Path, tests: list[str]) -> NoReturn:
     """Run tests of a copy against the code of that copy, in a child process; all output goes to `scratch`/output."""
-    assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), (
-        "lastgood must be imported from the copy"
-    )
+    assert not any(name.partition(".")[0] == "lastgood" for name in sys.modules), "lastgood is imported from the copy"
     os.setsid()
     os.chdir(copy)
     os.environ.update(PYTHONPATH=os.pathsep.join([str(copy / "src"), str(copy / "lab/src")]), TMPDIR=str(scratch))
@@ -145,18 +143,25 @@ def holder(mutant: Mutant) -> Path:
     return holders()[mutant.guard]
 
 
-def unchanged(wanted: list[Mutant]) -> list[Mutant]:
-    """Controls: for each choice of tests a mutant without a change. If one is killed, no verdict counts."""
-    chosen = {frozenset(one.tests): one for one in wanted}
-    return [one._replace(what=f"no change at {one.guard}", change=Nothing()) for one in chosen.values()]
+def controls_of(wanted: list[Mutant]) -> list[Mutant]:
+    """For each test file that runs on these mutants, a control that changes nothing.
+
+    If a test fails on unchanged code, the verdicts of its file are void.
+    """
+    files = sorted({test for one in wanted for test in one.tests})
+    return [Mutant("control", test, MUTANTS[0].guard, Nothing(test), (test,)) for test in files]
 
 
 def fingerprint(mutant: Mutant, found: Judgement) -> str:
-    """A digest of what a verdict depends on: the mutant, the code of its file, and the code of the deciding tests."""
+    """A digest of what a verdict depends on: the mutant, the code of its file, and the code of the deciding tests.
+
+    The verdict on a control depends on all code in src/.
+    """
     killer = found.reason.partition(".py::")[0] if found.outcome == "killed" and "::" in found.reason else ""
     tests = [test_file(killer)] if killer else mutant.tests
     judged = hashlib.sha256(f"{mutant.key} {mutant.tests}".encode())
-    for path in [holder(mutant), *(ROOT / test for test in tests)]:
+    sources = sorted((ROOT / "src").rglob("*.py")) if isinstance(mutant.change, Nothing) else [holder(mutant)]
+    for path in [*sources, *(ROOT / test for test in tests)]:
         judged.update(code_of(path).encode())
     return judged.hexdigest()[:16]
 
@@ -164,9 +169,7 @@ def fingerprint(mutant: Mutant, found: Judgement) -> str:
 @functools.cache
 def code_of(path: Path) -> str:
     """The code of a file without docstrings and comments, on which no verdict depends."""
-    from lastgood_lab import (
-        provenance,
-    )  # imported late: a child imports this module first, and lastgood of a copy later
+    from lastgood_lab import provenance  # imported late: children import this module, and lastgood from a copy
 
     return provenance.code_of(path.read_text())
 
@@ -184,7 +187,7 @@ def main() -> int:
     known = {key: Judgement(*one) for key, one in json.loads(KEPT.read_text()).items()} if KEPT.exists() else {}
     wanted = [one for one in MUTANTS if options.only in one.name and not one.equivalent]
     wanted = [one for one in wanted if not (options.new and one.key in known)]
-    controls = unchanged(wanted)
+    controls = controls_of(wanted)
     begun, done, turn = time.monotonic(), 0, threading.Lock()
 
     def run(mutant: Mutant) -> None:

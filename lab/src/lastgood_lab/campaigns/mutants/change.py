@@ -157,7 +157,9 @@ class AfterNext:
 
 @dataclass(frozen=True)
 class Nothing:
-    """No change: a control, which every test must pass."""
+    """No change: a control, on which every test of the file `test` must pass."""
+
+    test: str
 
     def apply(self, statement: Statement) -> str:
         return statement.with_text(statement.text())
