@@ -35,9 +35,7 @@ def report(name: str, title: str, facts: dict[str, Any], tables: Iterable[str], 
     and mappings; `tables` are added to the page. `proved_digest` is the digest of the rooms in PROVED: where it differs
     from that of the present sources, the report is about older code.
     """
-    from lastgood_lab import (
-        provenance,
-    )  # imported late: children of the mutation campaign must import lastgood from a copy
+    from lastgood_lab import provenance  # imported late: children of mutation.py import lastgood from a copy
 
     stem, title = (name, title) if tier == "directory" else (f"{name}-{tier}", f"{title}, {tier}")
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
