@@ -98,7 +98,7 @@ def test_a_second_saver_of_the_same_state_is_refused(tmp_path):
     with pytest.raises(Refused, match="2 LastgoodCallbacks"):
         trainer(tmp_path, callback, LastgoodCallback(tmp_path / "other")).train()
     trainer(tmp_path, callback).train()
-    with pytest.raises(Refused, match="continues from its step 12 by itself"):
+    with pytest.raises(Refused, match="which holds step 12, would be restored too"):
         trainer(tmp_path, callback).train(resume_from_checkpoint=str(tmp_path / "somewhere"))
 
 

@@ -1,4 +1,5 @@
-"""Checkpointing inside training frameworks. Each module imports its framework; import the one that you use.
+"""Checkpointing inside training frameworks. `accelerate`, `lightning` and `transformers` import their
+framework; import the one that you use.
 
 Raises NotInstalled where torch or the framework is missing.
 """

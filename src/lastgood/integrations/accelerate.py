@@ -41,12 +41,14 @@ class Checkpointer(checkpointer.Checkpointer):
 
     Call `step(n)` when `accelerator.sync_gradients` is true, after optimizer and schedule: gradients that are still
     being accumulated are not part of the state. A batch that accelerate has fetched ahead does not count as consumed.
-    After `restore()`, a prepared loader that was inside of an iteration at `step(n)` begins its next iteration in the
-    middle of the epoch, so do not skip batches yourself. A loader whose iteration was ended before by `break` begins at
-    its first batch. `accelerator.save_state` goes on working.
+    After `restore()`, a prepared loader whose iteration was running when `step(n)` was called begins its next iteration
+    in the middle of the epoch, so do not skip batches yourself. If its iteration was ended by `break` before `step(n)`,
+    it begins at the first batch of the same epoch. `accelerator.save_state` goes on working, but `load_state` raises
+    Refused once the run holds a generation. For a model of PEFT, register `lastgood.integrations.peft.Adapters(model)`
+    with `register_for_checkpointing`.
 
-    Raises Refused beside another Checkpointer of the same accelerator, for loaders over an IterableDataset, and for
-    DeepSpeed and Megatron-LM. `accelerator.load_state` raises Refused once the run holds a generation.
+    Raises Refused beside another Checkpointer of the same accelerator, before anything is prepared, for DeepSpeed and
+    Megatron-LM, and for loaders over an IterableDataset, with `in_order=False`, or with `dispatch_batches=True`.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration over the first prepared loader; 0 without a loader."""
+        """After `restore()`, the epoch of the next iteration of the first prepared loader; 0 without a loader."""
         return self._places[0].epoch if self._places else 0
 
     def step(self, n: int, metrics: Mapping[str, Any] | None = None) -> Save | None:
@@ -97,11 +99,11 @@ class _Place:
         return self._ordered.order.epoch
 
     def mark(self) -> None:
-        """Keep the position at this step. An iteration that was left before starts again at its first batch."""
+        """Keep the position at this step. An iteration that `break` ended before it starts again at its first batch."""
         self._marked = self._taken() | ({"batches": 0} if self._ordered.left else {})
 
     def state_dict(self) -> dict[str, int]:
-        """The current position; after the iteration was left, that of the newest step (for the save on exit)."""
+        """The current position; after a `break` that of the newest step, because leaving the `with` saves that step."""
         return self._marked if self._ordered.left else self._taken()
 
     def _taken(self) -> dict[str, int]:
@@ -156,7 +158,11 @@ def _require_alone(accelerator: Accelerator) -> None:
     engine = accelerator.distributed_type
     require(
         engine not in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM),
-        f"{engine.value} keeps the state of the optimizer itself",
+        f"{engine.value} is not supported: its engine holds the state of the optimizer",
         "Use DDP or FSDP2.",
     )
-    require(bool(accelerator._models), "nothing is prepared yet", "Call accelerator.prepare(...) before.")
+    require(
+        bool(accelerator._models),
+        "no model is prepared yet",
+        "Call accelerator.prepare(model, ...) before you make the Checkpointer.",
+    )

@@ -3,9 +3,10 @@
     lightning.Trainer(callbacks=[LastgoodCallback("runs/net", every_steps=50)], ...).fit(model)
 
 A step is saved when the next batch begins, so that its validation, schedules, other callbacks and the end of its epoch
-are part of the state. `on_fit_start` restores everything before the first batch is fetched, and uses Lightning's own
-restart to bring its loops to that batch. When the batch begins, the counters of the loops are set once more to their
-values at the save, and the marks of a restart are removed from Lightning's loops.
+are part of the state; the last step is saved when training ends. `on_fit_start` restores the state before the first
+batch is fetched, and uses Lightning's own restart to bring its loops to that batch. The restart changes the counters of
+the loops and draws random numbers. When the batch begins, both are therefore set once more to their values at the save,
+and the flags by which Lightning's loops know that they restart are cleared.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class LastgoodCallback(Callback):
 
     `fit` raises Refused if something else saves or restores the same state: a second LastgoodCallback, or `ckpt_path`
     when the run holds a generation. ModelCheckpoint may write its `.ckpt` files. It also raises Refused for several
-    training loaders, an IterableDataset, `reload_dataloaders_every_n_epochs`, and strategies that shard the module.
+    training loaders, an IterableDataset, `reload_dataloaders_every_n_epochs`, and every strategy but
+    SingleDeviceStrategy and DDPStrategy.
     With `fast_dev_run` nothing is saved or restored.
     """
 
@@ -55,9 +57,9 @@ class LastgoodCallback(Callback):
         self.path = require_path(path)
         self._options = checkpointer_options(every_steps, options)
         self.checkpointer: Checkpointer | None = None
-        """open while `fit` runs"""
+        """open from `on_fit_start` to `on_train_end`"""
         self._progress: _Progress | None = None
-        self._newest = 0  # newest step that the checkpointer was called for
+        self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first batch after a restore
 
@@ -80,7 +82,9 @@ class LastgoodCallback(Callback):
         found = self.checkpointer.restore()
         self._newest = self._saved = found.step
         self._rng = read_rng() if found.generation is not None else None
-        iter(trainer.fit_loop._data_fetcher)  # the fetcher had begun an iteration before the position was restored
+        iter(
+            trainer.fit_loop._data_fetcher
+        )  # begin again: the iteration of setup_data has the position before the restore
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._progress is not None:
@@ -120,18 +124,20 @@ class LastgoodCallback(Callback):
 
 
 class _Progress:
-    """The progress of a Lightning trainer, as numbers, texts and small tensors."""
+    """The progress of a Lightning trainer and of its loops, and the state of its callbacks and metrics."""
 
     def __init__(self, trainer: Any, loader: OrderedLoader) -> None:
         self._trainer, self.loader = trainer, loader
         self._shape = {"batches_per_epoch": len(loader), "processes": trainer.world_size}
         self._at_batch: dict[str, Any] | None = None  # state of the loops at the save, to be set when the batch begins
-        self._means: dict[str, dict[str, Any]] = {}  # running means of this epoch, of the batches before the restore
+        self._means: dict[
+            str, dict[str, Any]
+        ] = {}  # what was logged in this epoch before the restore, as Lightning reduces it
 
     # ---- at the events ---------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """A batch begins. At the first one after a restore, set the counters of the loops to those of the save."""
+        """A batch begins. At the first one after a restore into the middle of an epoch, set the counters again."""
         if self._at_batch is not None:
             _set_counters(self._trainer.fit_loop, self._at_batch)
             _forget_restart(self._trainer.fit_loop)
@@ -146,7 +152,7 @@ class _Progress:
             self._means = {}
 
     def _add_means(self) -> None:
-        """Add values logged before the restore to those logged after it, for names that were logged again."""
+        """Combine what was logged in this epoch before the restore with what was logged after it, where both exist."""
         results = self._trainer.fit_loop.epoch_loop._results
         for key in [key for key in self._means if key in results]:
             saved, metric = self._means.pop(key), results[key]
@@ -185,7 +191,7 @@ class _Progress:
         changed = [f"{name} {was} -> {now[name]}" for name, was in saved["shape"].items() if was != now[name]]
         require(
             not changed,
-            f"the run was saved with another division of the data into batches ({', '.join(changed)})",
+            f"the run was saved with other batches per epoch or processes ({', '.join(changed)})",
             "Use the same batch size, dataset and number of processes, or a new run.",
         )
         _load_checkpoint(trainer, saved["checkpoint"])
@@ -201,9 +207,9 @@ class _Progress:
     def _load_loops(self, loops: dict[str, Any], in_epoch: bool) -> None:
         fit_loop = self._trainer.fit_loop
         last = loops["epoch_loop.batch_progress"]["is_last_batch"]
-        loops["epoch_loop.batch_progress"]["is_last_batch"] = (
-            False  # the value belongs to the batch that is still to come
-        )
+        # It was saved at the beginning of a batch and is about that one. Were it true, the restart would take the epoch
+        # as finished; `begin_batch` sets it again.
+        loops["epoch_loop.batch_progress"]["is_last_batch"] = False
         fit_loop.load_state_dict(loops)
         if in_epoch:
             loops["epoch_loop.batch_progress"]["is_last_batch"] = last
@@ -229,7 +235,7 @@ _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 
 def _ordered_loader(trainer: Any) -> OrderedLoader:
-    """Let Lightning prepare its training loader, and replace it by an OrderedLoader. Raises Refused."""
+    """Let Lightning prepare its training loader, and replace it by an OrderedLoader. Raises Refused for several."""
     fit_loop = trainer.fit_loop
     fit_loop.setup_data()
     combined = fit_loop._combined_loader
@@ -268,7 +274,7 @@ def _set_counters(loop: Any, saved: dict[str, Any], prefix: str = "") -> None:
 
 
 def _forget_restart(loop: Any) -> None:
-    """Remove the marks of a restart from a loop and from the loops inside of it."""
+    """Clear the flags of a restart in a loop and in the loops inside of it."""
     loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
     loop.reset_restart_stage()
     for inner in _inner_loops(loop).values():

@@ -1,4 +1,4 @@
-"""Checks that all integrations make before training: their arguments, and whether something else would restore too."""
+"""What all integrations share: the options of their Checkpointer, and checks of arguments and of other checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..run import paths
 
 
 def checkpointer_options(every_steps: int | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments for a Checkpointer. Raises Refused for one that it does not have, and names it.
+    """The keyword arguments for a Checkpointer. Raises Refused for one that it does not have, and names it; also for
+    `every_steps` beside `cadence`.
 
     `every_steps`: optimizer steps between two saves; None leaves the cadence to `options` and its default.
     """
@@ -47,12 +48,12 @@ def require_one_restore(path: str, other: str) -> None:
         newest = None
     require(
         newest is None,
-        f"{other} is to be loaded, and the run at {path} continues from its step {newest} by itself",
-        "Leave one of them out: the argument, or the run (give a new path to start a run from that checkpoint).",
+        f"{other} would be loaded, and the run at {path}, which holds step {newest}, would be restored too",
+        f"Remove {other}, or give a new path to start a new run from that checkpoint.",
     )
 
 
 def require(holds: bool, what: str, todo: str) -> None:
     """Raise Refused with the texts `what` and `todo` unless `holds`."""
     if not holds:
-        raise Refused(what, safe="Nothing was trained.", todo=todo)
+        raise Refused(what, safe="Nothing was trained or loaded.", todo=todo)

@@ -1,9 +1,10 @@
-"""A DataLoader that can resume after any batch: a batch depends on (seed, epoch, number of the batch) only.
+"""A DataLoader that can resume after any batch: on each rank, a batch depends on (seed, epoch, its number) only.
 
-    batch sampler, seeded by (seed, epoch) -> numbered indices -> dataset and collate_fn, seeded by the number -> batch
+    batch sampler, seeded by (seed, epoch) -> numbered indices
+    dataset and collate_fn, seeded by (seed, epoch, number, indices) -> batch
 
 Frameworks fetch batches ahead, skip indices of batches, and use worker processes. None of this changes a batch here,
-and fetching does not advance the random number generators of the training loop.
+and fetching does not advance the global CPU generators of the training loop.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _END = object()
 
 
 def order_seed() -> int:
-    """The seed of the data order of a new run: torch's initial seed; with several ranks that of rank 0."""
+    """The seed of the data order of a new run: torch's initial seed; with several ranks that of rank 0.
+
+    A restore replaces it by the seed that was saved.
+    """
     seed = [torch.initial_seed()]
     if dist.is_available() and dist.is_initialized():
         dist.broadcast_object_list(seed)
@@ -41,7 +45,8 @@ class OrderedLoader(DataLoader[Any]):
     attribute named `generator`). `seed`: seeds the order, and the random numbers that dataset and `collate_fn` draw.
     `len()` is the number of batches of a whole epoch, also if the iteration starts in the middle of one.
 
-    Raises Refused for an IterableDataset, `in_order=False`, and subclasses of DataLoader that override `__iter__`.
+    Raises Refused for an IterableDataset, `in_order=False`, and subclasses of DataLoader that override `__iter__`, but
+    for torchdata's StatefulDataLoader, whose position is replaced by this one.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int) -> None:
@@ -53,7 +58,7 @@ class OrderedLoader(DataLoader[Any]):
         self.order = Order(batches, seed)
         self._fetched = 0
         self.left = False
-        """whether the newest iteration was closed before its last batch, for example by `break`"""
+        """whether the newest iteration was closed while the loop held one of its batches, for example by `break`"""
         super().__init__(
             _SeededDataset(loader.dataset, fetcher.fetch),
             batch_sampler=self.order,  # type: ignore[arg-type]  # numbered batches in place of lists of indices
@@ -72,7 +77,8 @@ class OrderedLoader(DataLoader[Any]):
         """The batches of the epoch of `order`, from `order.first` on. The next iteration starts at batch 0 again."""
         self._fetched = self.order.first
         self.generator.manual_seed(_seeds("workers", self.order.seed, self.order.epoch)[0])
-        batches = super().__iter__()  # with workers torch asks the batch sampler for two iterators, and uses the second
+        batches = super().__iter__()  # with workers torch asks the batch sampler for two iterators and uses the second,
+        # so `first` is reset after both were made
         self.order.first = 0
         return self._count(batches)
 
@@ -91,7 +97,10 @@ class OrderedLoader(DataLoader[Any]):
         return {"seed": self.order.seed, "epoch": self.order.epoch, "batches": self._fetched}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue with the next iteration after `state["batches"]` batches of epoch `state["epoch"]`."""
+        """Let the next iteration begin after the first `state["batches"]` batches of epoch `state["epoch"]`.
+
+        If these are all its batches, it begins at batch 0 of the next epoch.
+        """
         finished = state["batches"] >= len(self)
         self.order.seed = state["seed"]
         self.order.set_epoch(state["epoch"] + finished)
@@ -100,7 +109,7 @@ class OrderedLoader(DataLoader[Any]):
 
 
 class NumberedBatch(NamedTuple):
-    """The indices of one batch, and the seed of the random numbers that dataset and `collate_fn` draw for it."""
+    """The indices of one batch, and what the random numbers that dataset and `collate_fn` draw for it depend on."""
 
     seed: int
     epoch: int
@@ -182,7 +191,8 @@ class _SeededDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, batch: NumberedBatch) -> Any:
-        # On several ranks batches of the same number have different indices, and so different random numbers.
+        # torch passes what the batch sampler yields. On several ranks batches of the same number have different
+        # indices; where these are integers, the random numbers differ too.
         indices = batch.indices if isinstance(batch.indices, list) else [batch.indices]
         whole = [int(index) for index in indices if isinstance(index, int | np.integer)]
         with _Stream("batch", batch.seed, batch.epoch, batch.number, *whole):

@@ -5,8 +5,9 @@
     MyTrainer(model, arguments, callbacks=[LastgoodCallback("runs/bert", every_steps=50)], ...).train()
 
 A step is saved when the next step begins, so that its logging, its evaluation and the end of its epoch are part of the
-state. A callback cannot make the Trainer start in the middle of an epoch, so the mixin does it: it prepares model,
-optimizer and data before the Trainer computes where to start, restores, and returns the restored position.
+state; the last step is saved when training ends. A callback cannot make the Trainer start in the middle of an epoch, so
+the mixin does it: it prepares model, optimizer and data before the Trainer computes where to start, restores, and
+returns the restored position to the Trainer, which starts there.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class LastgoodCallback(TrainerCallback):
     that are `ExportableState`, the running loss, and the position in the data.
 
     `train()` raises Refused if something else saves or restores the same state: a second LastgoodCallback, a
-    `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation.
+    `save_strategy` that stores optimizer state, or `resume_from_checkpoint` when the run holds a generation. It also
+    raises Refused for `auto_find_batch_size`, `ignore_data_skip`, DeepSpeed, an IterableDataset, and loaders that
+    accelerate does not prepare.
     """
 
     def __init__(self, path: str | os.PathLike[str], every_steps: int | None = None, **options: Any) -> None:
@@ -61,7 +64,7 @@ class LastgoodCallback(TrainerCallback):
         self._options = checkpointer_options(every_steps, options)
         self.checkpointer: Checkpointer | None = None
         """open while `train()` runs"""
-        self._newest = 0  # newest step that the checkpointer was called for
+        self._newest = 0  # newest step that `Checkpointer.step` was called for, or that was restored
         self._saved = 0  # newest step that was saved or restored
         self._rng: dict[str, Any] | None = None  # to be set before the first step after a restore
         self._progress: _Progress | None = None
@@ -131,7 +134,7 @@ class LastgoodCallback(TrainerCallback):
 class LastgoodTrainerMixin:
     """A base class that goes before `Trainer`, so that `train()` continues the run of its LastgoodCallback.
 
-    Without such a callback the Trainer behaves as without the mixin.
+    Without a LastgoodCallback the Trainer behaves as without the mixin.
     """
 
     _lastgood: LastgoodCallback | None = None
@@ -180,9 +183,9 @@ class LastgoodTrainerMixin:
         trainer: Any = self
         if self._lastgood is None:
             return super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
-        if trainer.control.should_training_stop:  # a callback had ended the training before the restored save
+        if trainer.control.should_training_stop:  # the restored state was saved after a callback had stopped it
             return None
-        if self._lastgood.resumed:  # makes the Trainer skip the completed batches
+        if self._lastgood.resumed:  # any true value makes the Trainer skip batches; `_load_rng_state` ignores this one
             kwargs["resume_from_checkpoint"] = self._lastgood.checkpointer
         super()._run_epoch(epoch=epoch, **kwargs)  # type: ignore[misc]
         if trainer.control.should_training_stop or epoch + 1 == trainer.state.num_train_epochs:
@@ -195,7 +198,7 @@ class LastgoodTrainerMixin:
 
 
 class _Progress:
-    """The progress of a Trainer, as numbers and texts."""
+    """The progress of a Trainer, and the state of its callbacks."""
 
     def __init__(self, trainer: Any, loader: OrderedLoader, steps_per_epoch: int) -> None:
         self._trainer, self._loader = trainer, loader
@@ -234,7 +237,7 @@ class _Progress:
         ]
         require(
             not changed,
-            f"the run was saved with another division of the data into steps ({', '.join(changed)})",
+            f"the run was saved with other steps per epoch or processes ({', '.join(changed)})",
             "Use the same batch size, dataset, gradient accumulation and number of processes, or a new run.",
         )
         trainer = self._trainer
@@ -247,7 +250,7 @@ class _Progress:
         self.loaded = True
 
     def _load_callbacks(self, saved: list[Any]) -> None:
-        """Restore callbacks by their class; of several of one class in their order. Report those without a place."""
+        """Restore callbacks by class, several of one class in list order. Report saved ones without a counterpart."""
         live = self._exportable()
         for kind, attributes in saved:
             one = next((one for one in live if type(one).__name__ == kind), None)
@@ -263,9 +266,9 @@ class _Progress:
         if self.loaded:
             trainer, loop = self._trainer, self._loop
             trainer._tr_loss.fill_(loop["running_loss"])
-            trainer._total_loss_scalar = -loop[
-                "running_loss"
-            ]  # `train_loss` is the mean over the steps of this call only
+            # The Trainer adds the running loss to this sum. Without the part of earlier calls, `train_loss` is the mean
+            # over the steps of this call only.
+            trainer._total_loss_scalar = -loop["running_loss"]
             trainer._globalstep_last_logged = loop["last_logged"]
             control.should_training_stop = loop["stopped"]
 
@@ -286,6 +289,6 @@ def _only_callback(trainer: Any) -> LastgoodCallback | None:
         'Set save_strategy="no", or save_only_model=True to keep folders of the model alone.',
     )
     for name in ("auto_find_batch_size", "ignore_data_skip"):
-        require(not getattr(args, name), f"{name}=True changes which samples a step trains", "Leave it out.")
+        require(not getattr(args, name), f"{name}=True changes which samples belong to a step", "Leave it out.")
     require(not trainer.is_deepspeed_enabled, "DeepSpeed keeps optimizer state of its own", "Use DDP or FSDP2.")
     return found[0]
