@@ -110,9 +110,8 @@ def main() -> int:
     for file in sorted(options.tests.rglob("test_*.py")):
         if options.only not in file.name:
             continue
-        ours = outcomes(
-            file, "lastgood"
-        )  # first, because one of torch's tests leaves its files in a folder with a fixed name
+        # lastgood first, because one of torch's tests leaves its files in a folder with a fixed name.
+        ours = outcomes(file, "lastgood")
         theirs = outcomes(file, "torch")
         for test in sorted(theirs.keys() | ours.keys()):
             found = [theirs.get(test, "absent"), ours.get(test, "absent"), reason(test)]

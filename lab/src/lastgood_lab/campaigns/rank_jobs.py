@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def spread(kind: str, size: int) -> nn.Module:
-    """The net, distributed over the ranks as `kind` says. Its whole values are the same bit for bit in every kind."""
+    """The net, distributed over the ranks as `kind` says. Its full values are the same bit for bit for every kind."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -99,7 +99,7 @@ class App:
 
 
 class Loop:
-    """A training loop on one rank, with the same data on all. Kinds that begin with "app " save it as an App."""
+    """A training loop on one rank, with the same data on all. Kinds that begin with "app " save an App."""
 
     def __init__(self, kind: str, size: int) -> None:
         kind, handed = kind.removeprefix("app "), kind.startswith("app ")
@@ -248,7 +248,7 @@ def faulted(rank: int, size: int, kind: str, root: Path, failing_rank: int, at: 
 
 
 class Calls:
-    """Replaces `os` in lastgood.io.files: counts the watched calls while `armed`, and lets call number `at` fail."""
+    """Replaces `os` in lastgood.io.files: counts the watched calls while `armed`, and makes call number `at` fail."""
 
     WATCHED = frozenset(
         [

@@ -54,11 +54,7 @@ _READS = r"(openat|close|preadv2?|pread64|fadvise64)\("
 _FULL = r"(openat|close|pwrite64|fsync|link|unlink|newfstatat|getdents64|mkdir)\(.* = -1 (ENOSPC|EDQUOT)"
 IGNORED: list[tuple[str, str, str]] = [
     (r".*", r"/\.probe-", "the probe for direct I/O: if it fails, I/O goes through the page cache"),
-    (
-        r"close\(",
-        r"",
-        "the file is closed either way, and the fsync before has reported every error that a close can report",
-    ),
+    (r"close\(", r"", "the file is closed either way, and every error of a close was reported by the fsync before it"),
     (r"link\(", r"/COMMIT\.json$", "the name exists: its content is read back, and identical bytes are success"),
     (r"flock\(.*LOCK_UN", r"/\.lock$", "closing the file releases the lock as well"),
     (r"access\(", r"", "a check before the probe: if it fails, the probe is not made"),
@@ -253,7 +249,7 @@ def _path(line: str, box: Path) -> str:
 
 
 def _unreported(hits: list[str], box: Path) -> list[str]:
-    """The first three failed calls for which IGNORED has no reason; no error was reported for them."""
+    """Problems for the first three failed calls that were not reported and that IGNORED does not excuse."""
     wrong = []
     for line in hits:
         if not any(re.search(call, line) and re.search(path, _path(line, box)) for call, path, _ in IGNORED):
