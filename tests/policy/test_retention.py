@@ -5,6 +5,7 @@ from __future__ import annotations
 from histories import History, at, generation
 from lastgood.policy.restore import lineage, never_committed
 from lastgood.policy.retention import Keep, stale_incarnations, surplus
+from lastgood.records import Finding
 
 
 def test_the_newest_unverified_generations_fill_up_missing_verified_ones():
@@ -29,6 +30,13 @@ def test_a_step_saved_again_by_a_rerun_counts_once():
     again = [generation(30, incarnation, verified=True) for incarnation in "cba"]
     row = [*again, generation(20, verified=True), generation(10, verified=True)]
     assert surplus(Keep(last=2), row, []) == [at(10), at(30, "a"), at(30, "b")]
+
+
+def test_the_newest_committed_generation_stays_although_it_is_unfit():
+    """A newer unfit generation may be deleted, but not the newest one: it shows where the run has diverged."""
+    nan = [Finding(kind="NotFinite", what="w holds NaN")]
+    row = [generation(30, unfit=nan), generation(20, unfit=nan), generation(10, verified=True)]
+    assert surplus(Keep(last=1), row, []) == [at(20)]
 
 
 def test_an_incarnation_without_saves_stays_while_a_kept_one_needs_it():

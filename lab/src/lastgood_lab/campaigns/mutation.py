@@ -42,7 +42,7 @@ from lastgood_lab.campaigns.reports import REPORTS, report
 ROOT = checkout()
 KEPT = REPORTS / "mutation-verdicts.json"
 LIMIT_SECONDS = 900
-TEST_SECONDS = 60
+TEST_SECONDS = 180
 """after which a test that has not ended counts as failed"""
 MEMORY_BYTES = 8 << 30
 """the address space of a child: a mutant that never ends may also allocate without end"""

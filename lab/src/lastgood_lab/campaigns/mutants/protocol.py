@@ -205,7 +205,6 @@ MUTANTS: tuple[Mutant, ...] = (
             "the newest committed generation may be deleted",
             "keep-newest-committed",
             Swap(" | {one.id for one in chain[:1]}", ""),
-            "only generations older than the newest verified one may be deleted, never the newest committed one",
         ),
     ),
 )
