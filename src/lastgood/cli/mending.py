@@ -60,7 +60,8 @@ def repair(
 ) -> Answer:
     """Read STEP, or every generation if none is given, and rebuild what is damaged from parity.
 
-    Exit code 4 where there is more damage than parity can rebuild, 5 where the disk failed or is full.
+    Exit code 4 where there is more damage than parity can rebuild, 5 where a generation could not be repaired for
+    another reason, such as a disk that failed or is full.
 
     A damaged file stays until its replacement is durable and was read back.
     """

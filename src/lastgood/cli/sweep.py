@@ -111,7 +111,7 @@ def _doomed(survey: Survey, lost: set[GenerationId], keep: Keep | None, damaged:
         if doomed and not any(one.good for one in chain):
             raise NothingGood(
                 "no generation of the lineage is verified, so the damaged ones are all there is",
-                safe="No generation was deleted.",
+                safe="No committed generation was deleted.",
                 todo="Save or import a good one first.",
             )
     if keep:

@@ -6,7 +6,7 @@
 Each save is a generation of the run: every rank writes and seals its own files, and the coordinator commits after torch
 has gathered that all ranks have done so. Until then readers find the older generations. `checkpoint_id` is a step: a
 number, or a text; then its last number counts. Without it, a save takes the next step, and a load takes the newest
-generation that is not known to be damaged.
+generation that is not known to be damaged or unfit.
 
 torch may reuse a plan in later saves (`enable_plan_caching`), so the generation that the coordinator sends with a plan
 is used only once. A rank with a reused plan reads the generation from the run, where the coordinator records the
@@ -370,7 +370,7 @@ def _step(checkpoint_id: str | os.PathLike[str] | None) -> int | None:
         raise Refused(
             f"checkpoint_id={checkpoint_id!r} names no step",
             safe="Nothing was touched.",
-            todo="Give a number, or text that ends in one: 'step-100'. The run's directory goes to Writer and Reader.",
+            todo="Give a number, or text that holds one: 'step-100'. The run's directory goes to Writer and Reader.",
         )
     return int(found[1])
 

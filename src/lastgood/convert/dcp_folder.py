@@ -1,6 +1,7 @@
 """Imports and exports folders in the format of torch.distributed.checkpoint's FileSystemWriter.
 
-An imported folder becomes what `lastgood.dcp.Writer` would have written, with an empty `rng`. No code in a folder is
+An imported folder becomes what `lastgood.dcp.Writer` would have written, with an empty `rng`, and,
+with a prefix, without the record of its paths. No code in a folder is
 run: an unpickler that knows torch's classes of metadata only reads its metadata, and torch's restricted unpickler reads
 its values.
 """

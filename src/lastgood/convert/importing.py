@@ -82,7 +82,8 @@ def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Gene
     """Save the contents as a generation that continues the newest one, and verify it. The run is made if need be.
 
     `count_bytes` is called for every byte twice: when it is copied for the write, and when it is verified. Raises
-    StepTaken if the lineage of the run has a generation of this step or of a later one; what opening and saving raise.
+    StepTaken if the lineage of the run has, or has lost, a generation of this step or of a later one; what opening and
+    saving raise.
     """
     with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
         writer = RunWriter(Watched(disk, count_bytes), workers)

@@ -64,8 +64,8 @@ class Checkpointer:
     rebuilt; default None: no parity. `scrub`: Scrub(...) reads old generations again from time to time; default None:
     never.
     `finite_also`, `finite_except`: name patterns of further tensors that must not hold NaN or infinity, and of those
-    that may; default (). Parameters and the state of optimizers must not: a generation whose tensors do is restored
-    only if its step is asked for.
+    that may; default (). Parameters of modules and the state of optimizers whose step can be hooked must not: a
+    generation whose tensors do is restored only if its step is asked for.
     `preemption`: Preemption(...): after a signal, `step()` makes a last save and raises Preempted; default None: no
     signal is handled.
     `save_on_exit`: whether leaving the `with` without an exception saves the newest step that `step()` or `save()` was

@@ -6,8 +6,8 @@ Invariants
   1. Nothing is written before it is known that a generation fits the live state.
   2. With strict=True a generation is read once, each chunk verified and then written, if it was verified before, if an
      older candidate would overwrite what a fault leaves half written, if the live state is half written already, or if
-     there are several ranks, which examine it first. Otherwise it is read twice: first to verify all of it, then to
-     write it (docs/decisions/0006).
+     there are several ranks, which examine it first; in a world of one the headers of its files must agree with its
+     manifest too. Otherwise it is read twice: first to verify all of it, then to write it (docs/decisions/0006).
   3. Several ranks load the same generation, or none does.
 """
 
@@ -265,7 +265,8 @@ class _Loading:
         """Whether it is safe to write each chunk as soon as it is verified, before the later ones are read.
 
         With strict=True it is if the generation was verified before, if an older one would overwrite what is half
-        written, if the live state is half written already, or if several ranks have examined the generation.
+        written, if the live state is half written already, or if several ranks have examined the generation. In a world
+        of one, `attempt` also compares the headers of the files first.
         """
         if not self._request.strict:
             return False  # entries that an older generation lacks would keep what was written

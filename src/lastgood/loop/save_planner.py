@@ -64,7 +64,7 @@ class _ContentCheck:
 
 @dataclass
 class _Plan:
-    """What holds from one save to the next, as long as names, dtypes and shapes are the same."""
+    """What holds from one save to the next, while names, dtypes, shapes, finite names and partition are the same."""
 
     key: int
     """`Captured.key` of the capture that this was made for"""

@@ -7,7 +7,9 @@ What follows the start runs behind the loop (run/pipeline.py). schedule.py decid
 Invariants
   1. A place in flight that was acquired is released: by the flight that `Pipeline.start` registers, or by `Saver.save`
      if the save does not get so far.
-  2. What keeps this rank from a save is posted in the topic of its step, so that no other rank waits for this one.
+  2. What keeps this rank from a save once it has a place is posted in the topic of its step, so that no other rank
+     waits for this one. What comes before (ascending steps, a place in flight) is the same on all ranks; a rank that
+     learns too late that it was not fails the steps that it left out (schedule.py).
   3. Steps that are saved ascend, and only a restore goes back. A step is saved again only if its save failed, or if it
      is the restored one and its state has changed, or its manifest can no longer be read.
 """

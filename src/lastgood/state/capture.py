@@ -131,9 +131,9 @@ def finite(
 ) -> frozenset[str]:
     """Stored names of the tensors in which NaN or infinity makes a state unfit.
 
-    These are the parameters, the state of the optimizers, and the names that match `also`; never those that match
-    `but`, nor tensors of integers. `exempt`: stored names that count only if `also` matches them. `also` and `but` are
-    patterns as in `capture`.
+    These are the parameters of modules, the state of the optimizers whose step can be hooked, and the names that match
+    `also`; never those that match `but`, nor tensors of integers. `exempt`: stored names that count only if `also`
+    matches them. `also` and `but` are patterns as in `capture`.
     """
     named, left = Filter(also, ()), Filter((), but)
     return frozenset(

@@ -1,7 +1,8 @@
 """Instances: Enum members, namedtuples, dataclasses and their like, stored as the name of a class and plain parts.
 
 Loading runs no stored code. A class is found by its name in modules that are already imported, by reading their
-dictionaries: nothing is imported, and no attribute hook runs. It must be a class of the kind that the tag names, with
+dictionaries: nothing is imported, and no attribute hook of a class runs (an attribute hook of a live instance may, when
+it is asked for `load_state_dict`). It must be a class of the kind that the tag names, with
 the same members or fields. The builtin base makes the instance (`object.__new__`, `tuple.__new__`, ...), and its fields
 are set in its dictionary: no `__init__`, `__post_init__`, `__new__` or `__setattr__` of the class is called. A class
 with `__del__` is refused, because deleting an instance would run it. See docs/decisions/0016.
