@@ -8,7 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from commands import asked, call  # noqa: F401 - fixtures of every test
+from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.testing import FaultyFiles
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is

@@ -41,7 +41,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def asked(call: Call) -> Callable[..., tuple[int, Any]]:
+def call_json(call: Call) -> Callable[..., tuple[int, Any]]:
     """Run one command with --json; returns the exit code and the parsed document."""
 
     def run_it(*args: object) -> tuple[int, Any]:
