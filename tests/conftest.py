@@ -25,7 +25,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def faulty_files() -> Iterator[FaultyFiles]:
-    """The file system of every run that is opened in the test; faults are injected while it goes on."""
+    """The file system of every run that is opened in the test; faults are injected while the test runs."""
     with FaultyFiles().installed() as files:
         yield files
 

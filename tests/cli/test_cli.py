@@ -1,4 +1,4 @@
-"""The command line on small runs: its output, its exit codes, and what it leaves unchanged."""
+"""The command line on small runs: its output, its exit codes, and the files that it leaves unchanged."""
 
 from __future__ import annotations
 

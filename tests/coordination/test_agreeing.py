@@ -42,7 +42,7 @@ class Board:
 
     def __init__(self):
         self.posts: dict[str, bytes] = {}
-        self.down, self.asked = False, 0
+        self.down, self.calls = False, 0
 
     def set(self, values):
         self._answer()
@@ -56,7 +56,7 @@ class Board:
         self._answer()
         if not self.posts.keys() >= set(keys):
             cancelled()
-            raise TimedOut("nobody else is here")
+            raise TimedOut("no other rank posts")
         return [self.posts[key] for key in keys]
 
     def delete(self, keys):
@@ -64,7 +64,7 @@ class Board:
             self.posts.pop(key, None)
 
     def _answer(self):
-        self.asked += 1
+        self.calls += 1
         if self.down:
             raise TierDown("the board is gone")
 
@@ -116,7 +116,7 @@ def test_restarted_ranks_find_each_other_beside_keys_of_dead_processes():
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(rendezvous_results, board, [0], 3)
         with board.news:  # the other ranks join after rank 0 has polled for them several times
-            assert board.news.wait_for(lambda: board.asked >= 12, 20.0)
+            assert board.news.wait_for(lambda: board.calls >= 12, 20.0)
         first = {*rendezvous_results(board, [1, 2], 3), *leading.result()}
     second = set(rendezvous_results(board, range(3), 3))
     assert len(first) == len(second) == 1 and first != second
@@ -260,7 +260,7 @@ def test_a_request_during_a_store_outage_is_repeated_afterwards():
             except TierDown:
                 failed += 1
     assert 5 <= failed <= 20, "each call fails, at growing intervals"
-    assert board.asked == failed
+    assert board.calls == failed
     board.down = False
     for n in range(601, 3000):
         clock.advance(0.1)
@@ -518,9 +518,9 @@ def both(tmp_path):
         return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.step_topic("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
-        first_seen, second_seen = pool.map(saved, (leader, follower))
-    assert first_seen == second_seen
-    folder = tmp_path / layout.folder(first_seen.id)
+        first_generation, second_generation = pool.map(saved, (leader, follower))
+    assert first_generation == second_generation
+    folder = tmp_path / layout.folder(first_generation.id)
     return leader, follower, [folder / layout.blob_name(rank) for rank in (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""The documents state about campaigns, promises and events what the reports and the code show."""
+"""The statements of the documents about campaigns, promises and events agree with the reports and the code."""
 
 from __future__ import annotations
 

@@ -162,9 +162,9 @@ def test_the_commands_that_need_torch_are_refused_by_name_without_it(tmp_path: P
 
 
 @pytest.mark.parametrize("args", [["bench", "durable", "--out", "x"], ["lab"], ["report", "a", "b"], ["bench", "-h"]])
-def test_a_command_of_the_lab_is_refused_by_name_without_the_lab(args, asked, monkeypatch) -> None:
+def test_a_command_of_the_lab_is_refused_by_name_without_the_lab(args, call_json, monkeypatch) -> None:
     registered(monkeypatch, {})
-    code, answer = asked(*args)
+    code, answer = call_json(*args)
     assert code == 3 and answer["error"] == "NotInstalled"
     assert answer["message"] == f"`lastgood {args[0]}` needs the package lastgood-lab, which is not installed"
     assert answer["todo"] == "Install it: pip install lastgood-lab"

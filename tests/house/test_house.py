@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[2]
-SOURCE, LAB = HOME / "src/lastgood", HOME / "lab/src/lastgood_lab"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCE, LAB = REPOSITORY / "src/lastgood", REPOSITORY / "lab/src/lastgood_lab"
 TEST_NAME = 70
 PRIVATE_LANGUAGE = (
     "tell|tells|told|telling|hear|hears|heard|hearing|say|says|said|saying|word|homeless|whoever|patience|gone|let_go"
@@ -31,7 +31,7 @@ EXCEPTIONS = json.loads((Path(__file__).parent / "exceptions.json").read_text())
 
 
 def test_the_map_names_every_file_and_no_other() -> None:
-    page = (HOME / "ARCHITECTURE.md").read_text().partition("src/lastgood/\n")[2].partition("```")[0]
+    page = (REPOSITORY / "ARCHITECTURE.md").read_text().partition("src/lastgood/\n")[2].partition("```")[0]
     named, folder = set(), ""
     for line in page.splitlines():
         if found := re.match(r"  (\w+)/  ", line):
@@ -43,7 +43,7 @@ def test_the_map_names_every_file_and_no_other() -> None:
 
 
 def test_the_map_names_every_file_of_the_lab_and_no_other() -> None:
-    page = (HOME / "ARCHITECTURE.md").read_text().partition("src/lastgood_lab/\n")[2].partition("  tests/")[0]
+    page = (REPOSITORY / "ARCHITECTURE.md").read_text().partition("src/lastgood_lab/\n")[2].partition("  tests/")[0]
     named = re.findall(r"^ {4}(\w+\.py) +\S", page, re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in LAB.glob("*.py") if path.name != "__init__.py")
 
@@ -143,7 +143,9 @@ def test_only_listed_exceptions_exceed_their_limit(kind: str, over) -> None:
 
 def names_of_tests() -> list[str]:
     trees = [
-        ast.parse(path.read_text()) for root in ("tests", "lab/tests") for path in (HOME / root).rglob("test_*.py")
+        ast.parse(path.read_text())
+        for root in ("tests", "lab/tests")
+        for path in (REPOSITORY / root).rglob("test_*.py")
     ]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [one.name for one in functions if one.name.startswith("test_")]

@@ -541,10 +541,10 @@ def test_a_save_from_a_signal_handler_during_a_copy_is_refused(tmp_path: Path) -
 
         before = signal.signal(signal.SIGALRM, handler)
         try:
-            take = ckpt._pipeline.start
+            begin = ckpt._pipeline.start
 
             def start(*args: object) -> None:
-                take(*args)
+                begin(*args)
                 signal.raise_signal(signal.SIGALRM)
 
             ckpt._pipeline.start = start  # type: ignore[method-assign]

@@ -474,7 +474,7 @@ class OwnOptimizer:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "obstacle",
     [
         "no optimizer",
         "an optimizer of one's own",
@@ -483,15 +483,15 @@ class OwnOptimizer:
         "a large parameter that is kept twice",
     ],
 )
-def test_without_a_hookable_optimizer_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
+def test_without_a_hookable_optimizer_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, obstacle):
     loop = Loop(adamw())
-    if what == "no optimizer":
+    if obstacle == "no optimizer":
         del loop.state["opt0"]
-    elif what == "a large buffer":
+    elif obstacle == "a large buffer":
         monkeypatch.setattr(staging, "SIDE_BYTES", 1000)
-    elif what == "a small state":
+    elif obstacle == "a small state":
         monkeypatch.setattr(save_planner, "SMALL_BYTES", 1 << 20)
-    elif what == "a large parameter that is kept twice":
+    elif obstacle == "a large parameter that is kept twice":
         monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
         loop.state["weight"] = loop.net.one.weight.data  # user code may change it at any time
     else:

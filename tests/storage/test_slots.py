@@ -168,7 +168,7 @@ def test_a_pointer_costs_no_write_and_is_durable_after_close(tmp_path):
     trainer.tier.close()
     assert pointed(tmp_path) == 2
     trainer.tier.close()
-    assert [call for call, _ in calls(files)] == ["write", "sync"], "once"
+    assert [call for call, _ in calls(files)] == ["write", "sync"], "the table is written once"
 
 
 def pointed(root: Path) -> int | None:

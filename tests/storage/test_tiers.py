@@ -339,7 +339,7 @@ def test_a_link_that_failed_without_a_trace_is_unknown_and_deletes_nothing(tmp_p
     for name, data in ((RECORD, b"record"), (f"{FOLDER}/empty.json", b"")):
         with pytest.raises(CommitUnknown, match="Nothing was deleted"):
             disk(str(tmp_path), files).put_new(name, data)
-    assert sorted(everything(tmp_path).values()) == [b"", b"record"], "under their staged names"
+    assert sorted(everything(tmp_path).values()) == [b"", b"record"], "both records remain under their staged names"
     assert not any(call == "remove" and not path.endswith(".tmp") for call, path in files.changes())
 
 
@@ -531,27 +531,27 @@ def test_names_that_already_existed_are_synced_too(tmp_path):
 def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
     files = FaultyFiles()
     disk(str(tmp_path), files).put_new(RECORD, b"record")
-    home, gen, root = str(tmp_path / FOLDER), str(tmp_path / "gen"), str(tmp_path)
-    said = [
+    folder, gen, root = str(tmp_path / FOLDER), str(tmp_path / "gen"), str(tmp_path)
+    calls = [
         (call, path if not path.endswith(".tmp") else "staged") for call, path in files.changes() if call != "remove"
     ]
-    assert said == [
+    assert calls == [
         ("make_dir", gen),
         ("sync_dir", root),
-        ("make_dir", home),
+        ("make_dir", folder),
         ("sync_dir", gen),
         ("open new", "staged"),
         ("write", "staged"),
         ("sync", "staged"),
         ("link", str(tmp_path / RECORD)),
-        ("sync_dir", home),
+        ("sync_dir", folder),
     ]
     files.calls.clear()
     disk(str(tmp_path), files).delete(RECORD)
     assert files.changes() == [
         ("remove", str(tmp_path / RECORD)),
-        ("sync_dir", home),
-        ("remove", home),
+        ("sync_dir", folder),
+        ("remove", folder),
         ("sync_dir", gen),
     ]
 
