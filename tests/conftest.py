@@ -8,7 +8,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from commands import asked, call  # noqa: F401 - fixtures of every test
+from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.testing import FaultyFiles
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
@@ -25,7 +25,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def faulty_files() -> Iterator[FaultyFiles]:
-    """The file system of every run that is opened in the test; faults are injected while it goes on."""
+    """The file system of every run that is opened in the test; faults are injected while the test runs."""
     with FaultyFiles().installed() as files:
         yield files
 

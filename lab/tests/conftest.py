@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import asked, call, registered  # noqa: F401 - two of them are fixtures
+from commands import call, call_json, registered  # noqa: F401 - two of them are fixtures
 
 
 @pytest.fixture(autouse=True)

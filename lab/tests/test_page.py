@@ -22,11 +22,11 @@ def folders(tmp_path: Path) -> list[Path]:
     return [lab, bench]
 
 
-def test_a_report_is_one_self_contained_page_with_every_table_and_plot(folders, tmp_path, asked):
+def test_a_report_is_one_self_contained_page_with_every_table_and_plot(folders, tmp_path, call_json):
     out = tmp_path / "page.html"
-    code, told = asked("report", *folders, "--out", out)
+    code, report = call_json("report", *folders, "--out", out)
     text = out.read_text()
-    assert code == 0 and told["bytes"] == len(text.encode())
+    assert code == 0 and report["bytes"] == len(text.encode())
     assert "<td>3 of 4</td>" in text and "Killed &amp; &lt;b&gt;left&lt;/b&gt;" in text, "markup is shown, not obeyed"
     drawn = [base64.b64decode(one).decode() for one in re.findall(r"base64,([^\"]+)", text)]
     assert drawn == ["<svg>lab</svg>", "<svg>bench</svg>"]

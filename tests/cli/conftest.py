@@ -19,7 +19,7 @@ NAN = b"\x00\x00\xc0\x7f"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Steps 1 to 3, all verified and protected; 4 holds NaN."""
+    """A run with steps 1 to 3, all verified and with parity; step 4 contains NaN."""
     root = tmp_path / "run"
     with access.for_writing(root, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=9), parity="4+2")

@@ -1,4 +1,4 @@
-"""The command line on small runs: its output, its exit codes, and what it leaves unchanged."""
+"""The command line on small runs: its output, its exit codes, and the files that it leaves unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lastgood.run.writer import RunWriter
 
 
 def typed(root: Path, step: int, arrays: Mapping[str, tuple[str, np.ndarray]], **options: Any) -> None:
-    """Save arrays as the dtypes that stand beside them."""
+    """Save arrays under the dtypes that are given with them."""
     source = importing.Foreign(lambda name, start, mv: _copy(arrays[name][1], start, mv))
     for name, (dtype, array) in arrays.items():
         source.add(name, dtype, (array.nbytes * 8 // layout.DTYPES[dtype][0],))
@@ -43,26 +43,27 @@ def _copy(array: np.ndarray, start: int, mv: memoryview) -> None:
     mv[:] = array.tobytes()[start : start + len(mv)]
 
 
-def home(root: Path, one: Generation) -> Path:
+def folder(root: Path, one: Generation) -> Path:
     return root / layout.folder(one.id)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """Three verified generations."""
+    """A run with three verified generations."""
     writing(tmp_path / "run", 10, 20, 30)
     return tmp_path / "run"
 
 
 @pytest.fixture
 def troubled(tmp_path: Path) -> Path:
-    """A rewind to 20 abandoned 30 and 40; then 25 (damaged COMMIT), 26 (lost), 27 (unfinished), 28 (unverified)."""
+    """A rewind to 20 abandoned 30 and 40; then follow 25 (damaged COMMIT), 26 (lost), 27 (unfinished) and 28
+    (unverified)."""
     root = tmp_path / "troubled"
     writing(root, 10, 20, 30, 40, milestone=True, metrics={"loss": 0.5})
     broken, lost = writing(root, 25, 26, after=20)
     writing(root, 28, after=26, verified=False)
-    (home(root, lost) / layout.COMMIT).unlink()
-    flip(home(root, broken) / layout.COMMIT, 100)
+    (folder(root, lost) / layout.COMMIT).unlink()
+    flip(folder(root, broken) / layout.COMMIT, 100)
     unfinished = root / "gen" / f"{27:012d}-{broken.id.incarnation}"
     unfinished.mkdir()
     (unfinished / "r00000.safetensors").write_bytes(b"half")
@@ -72,15 +73,15 @@ def troubled(tmp_path: Path) -> Path:
 # ---- ls ----------------------------------------------------------------------------------------------------------
 
 
-def test_ls_lists_every_generation_with_its_state_newest_first(troubled: Path, asked: Any) -> None:
-    code, told = asked("ls", troubled)
+def test_ls_lists_every_generation_with_its_state_newest_first(troubled: Path, call_json: Any) -> None:
+    code, document = call_json("ls", troubled)
     assert code == 0
-    assert [(row["step"], row["state"]) for row in told["generations"]] == [
+    assert [(row["step"], row["state"]) for row in document["generations"]] == [
         (28, "committed"), (27, "incomplete"), (26, "lost"), (25, "damaged"),
         (40, "abandoned"), (30, "abandoned"), (20, "verified"), (10, "verified"),
     ]  # fmt: skip
-    assert [row["step"] for row in told["generations"] if row["restores"]] == [28]
-    assert told["generations"][-1]["metrics"] == {"loss": 0.5} and told["generations"][-1]["milestone"]
+    assert [row["step"] for row in document["generations"] if row["restores"]] == [28]
+    assert document["generations"][-1]["metrics"] == {"loss": 0.5} and document["generations"][-1]["milestone"]
 
 
 def test_ls_prints_reasons_below_a_table_of_at_most_eighty_columns(
@@ -93,19 +94,19 @@ def test_ls_prints_reasons_below_a_table_of_at_most_eighty_columns(
     assert "a restore takes step 28" in out and "milestone, loss 0.5" in out
 
 
-def test_ls_marks_the_generation_that_the_lastgood_pointer_names(run: Path, asked: Any) -> None:
-    _, told = asked("ls", run)
-    assert told["lastgood"]["step"] == 30
-    assert [row["step"] for row in told["generations"] if row["lastgood"]] == [30]
+def test_ls_marks_the_generation_that_the_lastgood_pointer_names(run: Path, call_json: Any) -> None:
+    _, document = call_json("ls", run)
+    assert document["lastgood"]["step"] == 30
+    assert [row["step"] for row in document["generations"] if row["lastgood"]] == [30]
 
 
-def test_ls_shows_the_evidence_of_a_generation_that_is_marked_damaged(run: Path, asked: Any) -> None:
+def test_ls_shows_the_evidence_of_a_generation_that_is_marked_damaged(run: Path, call_json: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
-    flip(home(run, newest) / "r00000.safetensors", 5000)
+    flip(folder(run, newest) / "r00000.safetensors", 5000)
     with access.for_writing(run, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline())
         writer.conclude(newest, RunReader(tier).verify(30).findings)
-    row = asked("ls", run)[1]["generations"][0]
+    row = call_json("ls", run)[1]["generations"][0]
     assert row["state"] == "damaged" and "chunk 0" in row["why"] and not row["restores"]
 
 
@@ -120,12 +121,12 @@ def test_commands_that_need_no_generation_accept_an_empty_run(
 
 @pytest.mark.parametrize("args", ["ls", "show", "verify", "diff 1 2", "gc", "gc --dry-run", "export 1 --to x.pt"])
 def test_commands_refuse_a_directory_that_is_no_run_and_leave_it_unchanged(
-    tmp_path: Path, asked: Any, args: str
+    tmp_path: Path, call_json: Any, args: str
 ) -> None:
     (tmp_path / "photos").mkdir()
-    command, *rest = args.split()
-    code, told = asked(command, tmp_path / "photos", *rest)
-    assert (code, told["error"]) == (3, "NotARun") and not list((tmp_path / "photos").iterdir())
+    command, *arguments = args.split()
+    code, document = call_json(command, tmp_path / "photos", *arguments)
+    assert (code, document["error"]) == (3, "NotARun") and not list((tmp_path / "photos").iterdir())
 
 
 # ---- show --------------------------------------------------------------------------------------------------------
@@ -151,12 +152,12 @@ def test_show_with_depth_counts_the_names_below_that_depth(run: Path, call: Call
     assert "model.h  2 tensors, 9 kB" in out and "weight" not in out
 
 
-def test_show_json_lists_every_tensor_in_full(run: Path, asked: Any) -> None:
-    code, told = asked("show", run, 20)
-    assert code == 0 and told["step"] == 20
-    assert {"name": "model.h.0.weight", "dtype": "uint8", "shape": [6000], "bytes": 6000}.items() <= told["tensors"][
-        1
-    ].items()
+def test_show_json_lists_every_tensor_in_full(run: Path, call_json: Any) -> None:
+    code, document = call_json("show", run, 20)
+    assert code == 0 and document["step"] == 20
+    assert {"name": "model.h.0.weight", "dtype": "uint8", "shape": [6000], "bytes": 6000}.items() <= document[
+        "tensors"
+    ][1].items()
 
 
 def test_control_characters_in_names_never_reach_the_terminal(tmp_path: Path, call: Call) -> None:
@@ -165,56 +166,56 @@ def test_control_characters_in_names_never_reach_the_terminal(tmp_path: Path, ca
     assert "\x1b" not in out and "\r" not in out and "\x07" not in out and "[bold]x" in out
 
 
-def test_a_step_means_the_current_lineage_unless_an_incarnation_is_named(run: Path, asked: Any) -> None:
+def test_a_step_means_the_current_lineage_unless_an_incarnation_is_named(run: Path, call_json: Any) -> None:
     (abandoned,) = [one for one in RunReader(access.for_reading(run)).generations() if one.step == 30]
     (newer,) = writing(run, 30, after=20)
-    assert asked("show", run, 30)[1]["incarnation"] == newer.id.incarnation
-    _, told = asked("show", run, f"30-{abandoned.id.incarnation}")
-    assert (told["incarnation"], told["state"]) == (abandoned.id.incarnation, "abandoned")
+    assert call_json("show", run, 30)[1]["incarnation"] == newer.id.incarnation
+    _, document = call_json("show", run, f"30-{abandoned.id.incarnation}")
+    assert (document["incarnation"], document["state"]) == (abandoned.id.incarnation, "abandoned")
 
 
 def test_a_missing_step_is_refused_with_the_list_of_existing_steps(run: Path, call: Call, troubled: Path) -> None:
     code, out, err = call("show", run, 31)
     assert code == 3 and out == "" and "10, 20, 30" in err
-    assert call("show", troubled, 26)[0] == 4  # lost
-    assert call("show", troubled, 25)[0] == 4  # its commit cannot be believed
+    assert call("show", troubled, 26)[0] == 4  # the COMMIT is lost
+    assert call("show", troubled, 25)[0] == 4  # the COMMIT is damaged
 
 
 # ---- verify ------------------------------------------------------------------------------------------------------
 
 
-def test_verify_names_the_tensor_of_a_flipped_bit_and_writes_no_mark(run: Path, asked: Any) -> None:
+def test_verify_names_the_tensor_of_a_flipped_bit_and_writes_no_mark(run: Path, call_json: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
-    flip(home(run, newest) / "r00000.safetensors", 20000)
+    flip(folder(run, newest) / "r00000.safetensors", 20000)
     before = contents(run)
-    code, told = asked("verify", run)
-    finding, content = sorted(told["generations"][0]["findings"], key=lambda one: one["layer"], reverse=True)
+    code, document = call_json("verify", run)
+    finding, content = sorted(document["generations"][0]["findings"], key=lambda one: one["layer"], reverse=True)
     assert (finding["layer"], content["layer"], content["tensor"]) == ("digests", "contents", "optimizer.exp_avg")
-    assert code == 4 and not told["good"] and contents(run) == before
+    assert code == 4 and not document["good"] and contents(run) == before
     assert (finding["kind"], finding["chunk"], finding["offset"]) == ("SumMismatch", 2, 16384)
     assert finding["tensor"] == "optimizer.exp_avg" and finding["blob"] == "r00000.safetensors"
 
 
-def test_verify_of_a_good_run_exits_zero_and_all_reads_every_generation(run: Path, asked: Any) -> None:
+def test_verify_of_a_good_run_exits_zero_and_all_reads_every_generation(run: Path, call_json: Any) -> None:
     writing(run, 15, after=10)
-    assert asked("verify", run)[0] == 0
-    code, told = asked("verify", run, "--all")
-    assert code == 0 and [one["step"] for one in told["generations"]] == [15, 30, 20, 10]
+    assert call_json("verify", run)[0] == 0
+    code, document = call_json("verify", run, "--all")
+    assert code == 0 and [one["step"] for one in document["generations"]] == [15, 30, 20, 10]
 
 
-def test_verify_fails_when_the_newest_generation_is_damaged(run: Path, asked: Any) -> None:
+def test_verify_fails_when_the_newest_generation_is_damaged(run: Path, call_json: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
-    flip(home(run, newest) / layout.COMMIT, 100)
-    code, told = asked("verify", run)
+    flip(folder(run, newest) / layout.COMMIT, 100)
+    code, document = call_json("verify", run)
     assert code == 4
-    assert [(one["step"], bool(one["findings"])) for one in told["generations"]] == [(30, True), (20, False)]
-    assert asked("verify", run, 20)[0] == 0
+    assert [(one["step"], bool(one["findings"])) for one in document["generations"]] == [(30, True), (20, False)]
+    assert call_json("verify", run, 20)[0] == 0
 
 
-def test_verify_all_counts_a_generation_with_missing_files_as_damage(troubled: Path, asked: Any) -> None:
-    code, told = asked("verify", troubled, "--all")
+def test_verify_all_counts_a_generation_with_missing_files_as_damage(troubled: Path, call_json: Any) -> None:
+    code, document = call_json("verify", troubled, "--all")
     assert code == 4
-    assert {one["step"] for one in told["generations"] if one["findings"]} == {25, 26}
+    assert {one["step"] for one in document["generations"] if one["findings"]} == {25, 26}
 
 
 def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Path) -> None:
@@ -226,7 +227,7 @@ def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Pa
 
         def read_into(self, extent: Any, mv: memoryview, *, fresh: bool = False) -> None:
             if extent.blob.endswith(".safetensors"):
-                shutil.rmtree(home(run, one), ignore_errors=True)
+                shutil.rmtree(folder(run, one), ignore_errors=True)
                 raise MissingBlob("gone")
             tier.read_into(extent, mv, fresh=fresh)
 
@@ -237,39 +238,40 @@ def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Pa
 # ---- diff --------------------------------------------------------------------------------------------------------
 
 
-def test_diff_counts_different_elements_and_prints_the_largest_distance(tmp_path: Path, asked: Any) -> None:
+def test_diff_counts_different_elements_and_prints_the_largest_distance(tmp_path: Path, call_json: Any) -> None:
     a, b = np.array([3, 4, 0, 1], "f4"), np.array([3, 4, 0, 1.5], "f4")
     half = {"w": ("bfloat16", np.array([0x3F80, 0x4000], "u2"))}  # 1, 2
     other = {"w": ("bfloat16", np.array([0x3F80, 0x4040], "u2"))}  # 1, 3
     typed(tmp_path, 1, {"same": ("float32", a), "x": ("float32", a), **half, "old": ("uint8", np.zeros(3, "u1"))})
     changed = {"x": ("float32", b), **other, "old": ("int8", np.zeros(3, "i1")), "new": ("uint8", np.zeros(1, "u1"))}
     typed(tmp_path, 2, {"same": ("float32", a), **changed}, values={"lr": {"!tuple": [0.5, {"!float": "inf"}]}})
-    code, told = asked("diff", tmp_path, 1, 2)
-    rows = {row["name"]: row for row in told["tensors"]}
-    assert code == 7 and not told["same"]
+    code, document = call_json("diff", tmp_path, 1, 2)
+    rows = {row["name"]: row for row in document["tensors"]}
+    assert code == 7 and not document["same"]
     assert {name: row["status"] for name, row in rows.items()} == {
         "same": "same", "x": "differs", "w": "differs", "old": "other type or shape", "new": "only in the second",
     }  # fmt: skip
     assert (rows["x"]["differing"], rows["x"]["elements"], rows["x"]["max_abs"]) == (1, 4, 0.5)
     assert rows["x"]["relative_l2"] == pytest.approx(0.5 / np.sqrt(26))
     assert (rows["w"]["differing"], rows["w"]["max_abs"]) == (1, 1.0)
-    assert told["values"] == [{"path": "lr.0", "second": 0.5}, {"path": "lr.1", "second": {"!float": "inf"}}]
+    assert document["values"] == [{"path": "lr.0", "second": 0.5}, {"path": "lr.1", "second": {"!float": "inf"}}]
 
 
 def test_diff_of_equal_generations_reads_no_tensor(run: Path, call: Call) -> None:
-    """Equal content digests are equal tensors: so a step is compared with itself even where its bytes are damaged."""
+    """Tensors with equal content digests are equal: a step compares as equal to itself even where its bytes are
+    damaged."""
     newest = RunReader(access.for_reading(run)).generation()
-    flip(home(run, newest) / "r00000.safetensors", 5000)
+    flip(folder(run, newest) / "r00000.safetensors", 5000)
     assert call("diff", run, 30, 30)[0] == 0
     code, out, _ = call("diff", run, 20, 30)
     assert code == 7 and "4 tensors: 3 same, 1 differ" in out
 
 
-def test_diff_reports_damaged_bytes_as_damage_and_not_as_a_difference(run: Path, asked: Any) -> None:
+def test_diff_reports_damaged_bytes_as_damage_and_not_as_a_difference(run: Path, call_json: Any) -> None:
     newest = RunReader(access.for_reading(run)).generation()
-    flip(home(run, newest) / "r00000.safetensors", 4096)
-    code, told = asked("diff", run, 20, 30)
-    assert code == 4 and told["error"] == "SumMismatch" and "counter" in told["message"]
+    flip(folder(run, newest) / "r00000.safetensors", 4096)
+    code, document = call_json("diff", run, 20, 30)
+    assert code == 4 and document["error"] == "SumMismatch" and "counter" in document["message"]
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
@@ -301,79 +303,84 @@ def steps(root: Path) -> list[int]:
     return [one.step for one in RunReader(access.for_reading(root)).generations()]
 
 
-def test_gc_deletes_litter_and_half_deleted_folders_but_no_generation(troubled: Path, asked: Any) -> None:
+def test_gc_deletes_litter_and_half_deleted_folders_but_no_generation(troubled: Path, call_json: Any) -> None:
     going = troubled / "gen" / f"{5:012d}-{'0' * 8}"
     going.mkdir()
     (going / layout.GOING).write_bytes(b"{}")
     for name in ("LASTGOOD.json.tmp", "incarnations/000009-00000000.json.tmp", ".probe-77"):
         (troubled / name).write_bytes(b"half")
     lines, before = steps(troubled), contents(troubled)
-    dry = asked("gc", troubled, "--dry-run")
+    dry = call_json("gc", troubled, "--dry-run")
     assert contents(troubled) == before
-    code, told = asked("gc", troubled)
-    assert code == 0 and {**dry[1], "dry_run": False} == told
-    assert [(one["step"], one["why"]) for one in told["deleted"]] == [
+    code, document = call_json("gc", troubled)
+    assert code == 0 and {**dry[1], "dry_run": False} == document
+    assert [(one["step"], one["why"]) for one in document["deleted"]] == [
         (5, "an unfinished deletion"),
         (27, "never committed"),
     ]
-    gone = before.keys() - contents(troubled).keys()
+    deleted_paths = before.keys() - contents(troubled).keys()
     assert {
         "LASTGOOD.json.tmp",
         "incarnations/000009-00000000.json.tmp",
         ".probe-77",
         str(going.relative_to(troubled)),
-    } < gone
-    assert all("000000000027-" in name or "000000000005-" in name or "tmp" in name or "probe" in name for name in gone)
+    } < deleted_paths
+    assert all(
+        "000000000027-" in name or "000000000005-" in name or "tmp" in name or "probe" in name for name in deleted_paths
+    )
     assert steps(troubled) == lines
 
 
-def test_gc_follows_the_retention_policy_and_its_dry_run_lists_the_same(tmp_path: Path, asked: Any) -> None:
+def test_gc_follows_the_retention_policy_and_its_dry_run_lists_the_same(tmp_path: Path, call_json: Any) -> None:
     writing(tmp_path, 10, 20, 30, 40, 50)
     options = ("--keep-last", 2, "--keep-every", 20)
-    would = asked("gc", tmp_path, *options, "--dry-run")[1]["deleted"]
+    would = call_json("gc", tmp_path, *options, "--dry-run")[1]["deleted"]
     assert steps(tmp_path) == [10, 20, 30, 40, 50]
-    _, told = asked("gc", tmp_path, *options)
-    assert told["deleted"] == would and [one["step"] for one in would] == [10, 30]
+    _, document = call_json("gc", tmp_path, *options)
+    assert document["deleted"] == would and [one["step"] for one in would] == [10, 30]
     assert steps(tmp_path) == [20, 40, 50]
 
 
 @pytest.mark.parametrize("dry", [True, False])
-def test_gc_verifies_the_newest_generation_before_it_relies_on_it(run: Path, asked: Any, dry: bool) -> None:
-    """Kept were the last one: had the damaged 40 counted, no good generation would be left."""
+def test_gc_verifies_the_newest_generation_before_it_relies_on_it(run: Path, call_json: Any, dry: bool) -> None:
+    """Retention kept only the newest generation: if the damaged 40 had counted, no good generation would have been
+    left."""
     (bad,) = writing(run, 40, verified=False)
-    flip(home(run, bad) / "r00000.safetensors", 5000)
-    code, told = asked("gc", run, "--keep-last", 1, *["--dry-run"] * dry)
-    assert code == 4 and [one["step"] for one in told["damaged"]] == [40]
-    assert [one["step"] for one in told["deleted"]] == [10, 20]
+    flip(folder(run, bad) / "r00000.safetensors", 5000)
+    code, document = call_json("gc", run, "--keep-last", 1, *["--dry-run"] * dry)
+    assert code == 4 and [one["step"] for one in document["damaged"]] == [40]
+    assert [one["step"] for one in document["deleted"]] == [10, 20]
     assert steps(run) == ([10, 20, 30, 40] if dry else [30, 40])
-    assert (home(run, bad) / layout.DAMAGED).exists() is not dry
+    assert (folder(run, bad) / layout.DAMAGED).exists() is not dry
 
 
-def test_gc_deletes_damaged_generations_only_on_request_and_never_all(run: Path, asked: Any, troubled: Path) -> None:
-    code, told = asked("gc", troubled, "--damaged")
-    assert code == 0 and {(one["step"], one["why"]) for one in told["deleted"]} >= {(26, "lost"), (25, "damaged")}
-    assert [row["state"] for row in asked("ls", troubled)[1]["generations"]] == [
+def test_gc_deletes_damaged_generations_only_on_request_and_never_all(
+    run: Path, call_json: Any, troubled: Path
+) -> None:
+    code, document = call_json("gc", troubled, "--damaged")
+    assert code == 0 and {(one["step"], one["why"]) for one in document["deleted"]} >= {(26, "lost"), (25, "damaged")}
+    assert [row["state"] for row in call_json("ls", troubled)[1]["generations"]] == [
         "verified",
         *["abandoned"] * 2,
         *["verified"] * 2,
     ]
     for one in RunReader(access.for_reading(run)).generations():
-        flip(home(run, one) / layout.COMMIT, 100)
-    code, told = asked("gc", run, "--damaged")
-    assert (code, told["error"]) == (4, "NothingGood") and len(list((run / "gen").iterdir())) == 3
+        flip(folder(run, one) / layout.COMMIT, 100)
+    code, document = call_json("gc", run, "--damaged")
+    assert (code, document["error"]) == (4, "NothingGood") and len(list((run / "gen").iterdir())) == 3
 
 
-def test_gc_is_refused_while_a_writer_holds_the_run(run: Path, asked: Any) -> None:
+def test_gc_is_refused_while_a_writer_holds_the_run(run: Path, call_json: Any) -> None:
     with access.for_writing(run, "atomic_dirsync"):
-        code, told = asked("gc", run)
-        assert (code, told["error"]) == (3, "RunLocked")
-        assert asked("gc", run, "--dry-run")[0] == 0
+        code, document = call_json("gc", run)
+        assert (code, document["error"]) == (3, "RunLocked")
+        assert call_json("gc", run, "--dry-run")[0] == 0
 
 
 # ---- export ------------------------------------------------------------------------------------------------------
 
 
-def test_safetensors_reads_an_export_with_the_prefix_removed(tmp_path: Path, asked: Any) -> None:
+def test_safetensors_reads_an_export_with_the_prefix_removed(tmp_path: Path, call_json: Any) -> None:
     from safetensors.numpy import load_file
 
     arrays = {
@@ -382,9 +389,9 @@ def test_safetensors_reads_an_export_with_the_prefix_removed(tmp_path: Path, ask
         "opt.m": ("uint8", np.ones(2, "u1")),
     }
     typed(tmp_path / "run", 1, arrays, aliases={"model.tied": "model.w"})
-    code, told = asked("export", tmp_path / "run", 1, "--to", tmp_path / "m.safetensors", "--only", "model")
+    code, document = call_json("export", tmp_path / "run", 1, "--to", tmp_path / "m.safetensors", "--only", "model")
     found = load_file(tmp_path / "m.safetensors")
-    assert code == 0 and told["tensors"] == 3 and told["as_bytes"] == {}
+    assert code == 0 and document["tensors"] == 3 and document["as_bytes"] == {}
     assert {name: found[name].tolist() for name in found} == {
         "w": [0, 1, 2, 3, 4],
         "tied": [0, 1, 2, 3, 4],
@@ -410,35 +417,35 @@ def test_an_export_to_pt_keeps_types_and_ties_and_loads_without_code(tmp_path: P
     assert code == 0 and "a: complex128, written as its bytes (U8)" in out
 
 
-def test_a_sharded_export_has_the_layout_of_hugging_face(tmp_path: Path, asked: Any) -> None:
+def test_a_sharded_export_has_the_layout_of_hugging_face(tmp_path: Path, call_json: Any) -> None:
     from safetensors.numpy import load_file
 
     arrays = {f"layer.{n}.w": ("float32", np.full(100, n, "f4")) for n in range(5)}
     typed(tmp_path / "run", 1, arrays)
-    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", "800")[0] == 0
+    assert call_json("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--shard", "800")[0] == 0
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 2000}
     assert sorted(os.listdir(tmp_path / "hf")) == [*sorted(set(index["weight_map"].values())), exporting.HF_INDEX]
     assert set(index["weight_map"].values()) == {f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3)}
     for name, file in index["weight_map"].items():
         assert np.array_equal(load_file(tmp_path / "hf" / file)[name], arrays[name][1])
-    assert asked("export", tmp_path / "run", "--to", f"{tmp_path}/small/")[0] == 0
-    assert os.listdir(tmp_path / "small") == ["model.safetensors"], "what fits into one file needs no index"
-    code, told = asked("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--force")
-    assert (code, told["error"]) == (3, "Refused") and len(os.listdir(tmp_path / "hf")) == 4
+    assert call_json("export", tmp_path / "run", "--to", f"{tmp_path}/small/")[0] == 0
+    assert os.listdir(tmp_path / "small") == ["model.safetensors"], "tensors that fit into one file need no index"
+    code, document = call_json("export", tmp_path / "run", "--to", f"{tmp_path}/hf/", "--force")
+    assert (code, document["error"]) == (3, "Refused") and len(os.listdir(tmp_path / "hf")) == 4
 
 
-def test_a_failed_export_of_damaged_bytes_leaves_no_file(run: Path, asked: Any, tmp_path: Path) -> None:
+def test_a_failed_export_of_damaged_bytes_leaves_no_file(run: Path, call_json: Any, tmp_path: Path) -> None:
     newest = RunReader(access.for_reading(run)).generation()
-    flip(home(run, newest) / "r00000.safetensors", 5000)
+    flip(folder(run, newest) / "r00000.safetensors", 5000)
     for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
-        code, told = asked("export", run, 30, "--to", f"{tmp_path}/{name}")
-        assert (code, told["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
+        code, document = call_json("export", run, 30, "--to", f"{tmp_path}/{name}")
+        assert (code, document["error"]) == (4, "SumMismatch") and os.listdir(tmp_path) == ["run"]
 
 
 @pytest.mark.slow
 def test_an_export_onto_a_full_disk_is_an_error_and_leaves_no_file(run: Path, tmp_path: Path) -> None:
-    """torch.save hid the disk's error behind its own about the archive that it then could not close."""
+    """torch.save replaced the disk's error by its own error about the archive that it could not close."""
     (tmp_path / "full").mkdir()
     code = f"""
 import resource, signal
@@ -453,12 +460,12 @@ for name in ("m.safetensors", "m.pt", "m.dcp", "m/"):
     assert os.listdir(tmp_path / "full") == []
 
 
-def test_an_export_replaces_an_existing_file_only_with_force(run: Path, asked: Any, tmp_path: Path) -> None:
+def test_an_export_replaces_an_existing_file_only_with_force(run: Path, call_json: Any, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     target.write_bytes(b"mine")
-    code, told = asked("export", run, 10, "--to", target)
-    assert (code, told["error"]) == (3, "Refused") and target.read_bytes() == b"mine"
-    assert asked("export", run, 10, "--to", target, "--force")[0] == 0
+    code, document = call_json("export", run, 10, "--to", target)
+    assert (code, document["error"]) == (3, "Refused") and target.read_bytes() == b"mine"
+    assert call_json("export", run, 10, "--to", target, "--force")[0] == 0
     assert target.stat().st_size > 18000
 
 
@@ -476,27 +483,27 @@ def test_an_impossible_export_is_refused_before_anything_is_written(
 # ---- import ------------------------------------------------------------------------------------------------------
 
 
-def test_an_imported_generation_is_verified_and_equal_to_the_file(run: Path, asked: Any, tmp_path: Path) -> None:
+def test_an_imported_generation_is_verified_and_equal_to_the_file(run: Path, call_json: Any, tmp_path: Path) -> None:
     file, link = tmp_path / "m.safetensors", tmp_path / "link.safetensors"
-    asked("export", run, 20, "--to", file, "--only", "model")
-    link.symlink_to(file)  # as model caches hold them
-    code, told = asked("import", link, tmp_path / "new", "--under", "model", "--step", 7)
-    assert code == 0 and told["verified"] and (told["step"], told["tensors"]) == (7, 2)
+    call_json("export", run, 20, "--to", file, "--only", "model")
+    link.symlink_to(file)  # model caches hold files as symbolic links
+    code, document = call_json("import", link, tmp_path / "new", "--under", "model", "--step", 7)
+    assert code == 0 and document["verified"] and (document["step"], document["tensors"]) == (7, 2)
     reader = RunReader(access.for_reading(tmp_path / "new"))
     assert reader.generation().verified and reader.bytes_of("model.h.0.weight")[1] == STATE["model.h.0.weight"]
-    assert asked("verify", tmp_path / "new")[0] == 0
+    assert call_json("verify", tmp_path / "new")[0] == 0
 
 
-def test_an_import_never_hides_a_newer_state(run: Path, asked: Any, tmp_path: Path) -> None:
-    """At step 0 of a newer incarnation, a restore would have taken it in place of step 30."""
-    asked("export", run, 20, "--to", tmp_path / "m.safetensors")
-    code, told = asked("import", tmp_path / "m.safetensors", run)
-    assert (code, told["error"]) == (3, "StepTaken") and "--step 31" in told["todo"]
-    assert asked("import", tmp_path / "m.safetensors", run, "--step", 31)[0] == 0
-    assert [row["step"] for row in asked("ls", run)[1]["generations"]] == [31, 30, 20, 10]
+def test_an_import_never_hides_a_newer_state(run: Path, call_json: Any, tmp_path: Path) -> None:
+    """The import was step 0 of a newer incarnation, so a restore would have loaded it in place of step 30."""
+    call_json("export", run, 20, "--to", tmp_path / "m.safetensors")
+    code, document = call_json("import", tmp_path / "m.safetensors", run)
+    assert (code, document["error"]) == (3, "StepTaken") and "--step 31" in document["todo"]
+    assert call_json("import", tmp_path / "m.safetensors", run, "--step", 31)[0] == 0
+    assert [row["step"] for row in call_json("ls", run)[1]["generations"]] == [31, 30, 20, 10]
 
 
-def test_imported_weights_load_into_a_module(tmp_path: Path, asked: Any) -> None:
+def test_imported_weights_load_into_a_module(tmp_path: Path, call_json: Any) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -504,49 +511,54 @@ def test_imported_weights_load_into_a_module(tmp_path: Path, asked: Any) -> None
 
     source, module = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     save_file(source.state_dict(), tmp_path / "m.safetensors")
-    assert asked("import", tmp_path / "m.safetensors", tmp_path / "new", "--under", "model")[0] == 0
+    assert call_json("import", tmp_path / "m.safetensors", tmp_path / "new", "--under", "model")[0] == 0
     lastgood.load(tmp_path / "new", {"model": module})
     assert torch.equal(module.weight, source.weight) and torch.equal(module.bias, source.bias)
 
 
-def test_a_pt_with_a_value_named_rng_is_refused_with_the_remedy(tmp_path: Path, asked: Any) -> None:
-    """The refusal spoke of "the key 'rng' of the state" and said "Use another key": the user had only a file."""
+def test_a_pt_with_a_value_named_rng_is_refused_with_the_remedy(tmp_path: Path, call_json: Any) -> None:
+    """The error named "the key 'rng' of the state" and said "Use another key", although the user had only a file."""
     import torch
 
     torch.save({"model": {"w": torch.ones(2)}, "rng": {"python": [1, 2]}}, tmp_path / "a.pt")
-    code, told = asked("import", tmp_path / "a.pt", tmp_path / "new")
-    assert code == 3 and "'rng'" in told["message"] and "--under" in told["todo"] and not (tmp_path / "new").exists()
-    assert asked("import", tmp_path / "a.pt", tmp_path / "new", "--under", "old")[1]["values"] == 2
+    code, document = call_json("import", tmp_path / "a.pt", tmp_path / "new")
+    assert (
+        code == 3
+        and "'rng'" in document["message"]
+        and "--under" in document["todo"]
+        and not (tmp_path / "new").exists()
+    )
+    assert call_json("import", tmp_path / "a.pt", tmp_path / "new", "--under", "old")[1]["values"] == 2
 
 
 @pytest.mark.parametrize("same", [{1: 5, "1": 6}, {"1": 6, 1: "a tensor"}])
-def test_names_of_a_pt_that_become_equal_are_refused(tmp_path: Path, asked: Any, same: dict[Any, Any]) -> None:
-    """A .pt had {1: 5, "1": 6} among its values: the import kept one of them, and did not mention the other."""
+def test_names_of_a_pt_that_become_equal_are_refused(tmp_path: Path, call_json: Any, same: dict[Any, Any]) -> None:
+    """A .pt had {1: 5, "1": 6} among its values: the import kept one of them, and did not report the other."""
     import torch
 
     part = {key: torch.ones(1) if value == "a tensor" else value for key, value in same.items()}
     torch.save({"w": torch.ones(2), "part": part | {"t": torch.ones(2)}}, tmp_path / "a.pt")
-    code, told = asked("import", tmp_path / "a.pt", tmp_path / "new")
-    assert code == 3 and told["message"].endswith("'part.1' occurs twice") and not (tmp_path / "new").exists()
+    code, document = call_json("import", tmp_path / "a.pt", tmp_path / "new")
+    assert code == 3 and document["message"].endswith("'part.1' occurs twice") and not (tmp_path / "new").exists()
 
 
-def test_a_pt_with_a_container_inside_itself_is_refused(tmp_path: Path, asked: Any) -> None:
+def test_a_pt_with_a_container_inside_itself_is_refused(tmp_path: Path, call_json: Any) -> None:
     """The import ended in a RecursionError with its traceback."""
     import torch
 
     part: list[Any] = [torch.ones(1)]
     part.append(part)
     torch.save({"part": part}, tmp_path / "a.pt")
-    code, told = asked("import", tmp_path / "a.pt", tmp_path / "new")
-    assert code == 3 and "contains itself" in told["message"] and not (tmp_path / "new").exists()
+    code, document = call_json("import", tmp_path / "a.pt", tmp_path / "new")
+    assert code == 3 and "contains itself" in document["message"] and not (tmp_path / "new").exists()
 
 
-def test_import_names_what_a_folder_lacks(tmp_path: Path, asked: Any) -> None:
-    """A folder of no known format was answered with "give a name that ends in .safetensors"."""
-    code, told = asked("import", tmp_path, tmp_path / "new")
-    assert code == 2 and ".metadata" in told["message"] and "model.safetensors" in told["message"]
-    code, told = asked("import", tmp_path / "hf", tmp_path / "new")
-    assert code == 2 and "there is nothing at" in told["message"]
+def test_import_names_what_a_folder_lacks(tmp_path: Path, call_json: Any) -> None:
+    """For a folder of no known format, the error was "give a name that ends in .safetensors"."""
+    code, document = call_json("import", tmp_path, tmp_path / "new")
+    assert code == 2 and ".metadata" in document["message"] and "model.safetensors" in document["message"]
+    code, document = call_json("import", tmp_path / "hf", tmp_path / "new")
+    assert code == 2 and "there is nothing at" in document["message"]
 
 
 def header(text: str, data: bytes = b"") -> bytes:
@@ -577,10 +589,10 @@ def entry(dtype: str = "U8", shape: str = "[2]", span: str = "[0,2]") -> str:
         pytest.param(header(f'{{"":{entry()}}}', b"12"), id="no name"),
     ],
 )
-def test_import_refuses_a_malformed_file_before_it_creates_a_run(tmp_path: Path, asked: Any, data: bytes) -> None:
+def test_import_refuses_a_malformed_file_before_it_creates_a_run(tmp_path: Path, call_json: Any, data: bytes) -> None:
     (tmp_path / "m.safetensors").write_bytes(data)
-    code, told = asked("import", tmp_path / "m.safetensors", tmp_path / "new")
-    assert code in (3, 4) and told["error"] in ("ManifestInvalid", "Unstorable") and not (tmp_path / "new").exists()
+    code, document = call_json("import", tmp_path / "m.safetensors", tmp_path / "new")
+    assert code in (3, 4) and document["error"] in ("ManifestInvalid", "Unstorable") and not (tmp_path / "new").exists()
 
 
 class Evil:
@@ -589,14 +601,14 @@ class Evil:
 
 
 def test_importing_a_pt_file_runs_no_code_and_flattens_its_dicts(
-    tmp_path: Path, asked: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call_json: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
 
     monkeypatch.setenv("EVIL", str(tmp_path / "ran"))
     torch.save({"w": torch.zeros(2), "x": Evil()}, tmp_path / "evil.pt")
-    code, told = asked("import", tmp_path / "evil.pt", tmp_path / "new")
-    assert (code, told["error"]) == (3, "Unstorable") and os.listdir(tmp_path) == ["evil.pt"]
+    code, document = call_json("import", tmp_path / "evil.pt", tmp_path / "new")
+    assert (code, document["error"]) == (3, "Unstorable") and os.listdir(tmp_path) == ["evil.pt"]
 
     weight = torch.arange(6.0).reshape(2, 3)
     tree = {
@@ -606,22 +618,22 @@ def test_importing_a_pt_file_runs_no_code_and_flattens_its_dicts(
     }
     for name, options in (("zip.pt", {}), ("legacy.pth", {"_use_new_zipfile_serialization": False})):
         torch.save(tree, tmp_path / name, **options)
-        assert asked("import", tmp_path / name, tmp_path / name[:3])[0] == 0
-        told = asked("show", tmp_path / name[:3])[1]
-        assert [(row["name"], row["shape"]) for row in told["tensors"]] == [
+        assert call_json("import", tmp_path / name, tmp_path / name[:3])[0] == 0
+        document = call_json("show", tmp_path / name[:3])[1]
+        assert [(row["name"], row["shape"]) for row in document["tensors"]] == [
             ("model.h.0.weight", [3, 2]),
             ("model.tied", [2, 3]),
         ]
-        assert told["aliases"] == {"model.again": "model.tied"}
-        assert told["values"] == {"rng": {}, "epoch": 3, "opt": {"groups": [{"lr": 0.1}]}}
+        assert document["aliases"] == {"model.again": "model.tied"}
+        assert document["values"] == {"rng": {}, "epoch": 3, "opt": {"groups": [{"lr": 0.1}]}}
         stored = RunReader(access.for_reading(tmp_path / name[:3])).bytes_of("model.h.0.weight")[1]
         assert np.frombuffer(stored, "f4").tolist() == weight.T.flatten().tolist()
 
 
-def test_a_file_that_is_no_pt_archive_is_refused(tmp_path: Path, asked: Any) -> None:
+def test_a_file_that_is_no_pt_archive_is_refused(tmp_path: Path, call_json: Any) -> None:
     (tmp_path / "m.pt").write_bytes(b"hello")
-    assert asked("import", tmp_path / "m.pt", tmp_path / "new")[0] in (3, 4)
-    assert asked("import", tmp_path / "absent.pt", tmp_path / "new")[0] == 3
+    assert call_json("import", tmp_path / "m.pt", tmp_path / "new")[0] in (3, 4)
+    assert call_json("import", tmp_path / "absent.pt", tmp_path / "new")[0] == 3
     assert not (tmp_path / "new").exists()
 
 
@@ -649,14 +661,14 @@ print(codes, "torch" in sys.modules)
 
 
 def test_the_package_runs_as_the_command_with_its_exit_codes(tmp_path: Path) -> None:
-    """`python -m lastgood`: "No module named lastgood.__main__", where the command is not on the PATH."""
+    """`python -m lastgood`, for users whose PATH lacks the command, failed with "No module named lastgood.__main__"."""
     done = python("-m", "lastgood", "ls", tmp_path, capture_output=True)
     assert done.returncode == 3 and done.stderr.startswith("lastgood: ") and "is not a run" in done.stderr
 
 
 @pytest.mark.slow
 def test_a_closed_output_pipe_ends_the_command_without_a_traceback(run: Path) -> None:
-    """`lastgood show RUN | head -1`"""
+    """As in `lastgood show RUN | head -1`."""
     for command in (["show", run], ["ls", run, "--json"]):
         near, far = os.pipe()
         os.close(near)
@@ -674,8 +686,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_colour_is_used_only_on_terminals_that_support_it(run: Path, call: Call, terminal: pytest.MonkeyPatch) -> None:
-    assert "\x1b[" not in call("ls", run)[1]  # a pipe
-    terminal.setenv("FORCE_COLOR", "1")  # stands for a terminal
+    assert "\x1b[" not in call("ls", run)[1]  # the output is a pipe
+    terminal.setenv("FORCE_COLOR", "1")  # the output is treated as a terminal
     assert "\x1b[" in call("ls", run)[1]
     terminal.setenv("NO_COLOR", "1")
     assert "\x1b[" not in call("ls", run)[1]
@@ -707,20 +719,20 @@ def test_a_progress_bar_is_drawn_on_a_terminal_only_and_on_stderr(
     ],
 )
 def test_a_usage_error_exits_with_two_and_prints_json_when_asked(
-    run: Path, call: Call, asked: Any, args: list[str]
+    run: Path, call: Call, call_json: Any, args: list[str]
 ) -> None:
     args = [one.format(run=run) for one in args]
     code, out, err = call(*args)
     assert code == 2 and out == "" and "Traceback" not in err and err
-    code, told = asked(*args)
-    assert code == 2 and told["error"] == "Usage" and told["message"]
+    code, document = call_json(*args)
+    assert code == 2 and document["error"] == "Usage" and document["message"]
 
 
-def test_an_error_prints_one_message_with_what_is_safe_and_what_to_do(run: Path, call: Call, asked: Any) -> None:
+def test_an_error_prints_one_message_with_what_is_safe_and_what_to_do(run: Path, call: Call, call_json: Any) -> None:
     with access.for_writing(run, "atomic_dirsync"):
         code, out, err = call("gc", run)
         assert code == 3 and out == "" and len(err.splitlines()) == 3 and err.startswith("lastgood: ")
-        assert asked("gc", run)[1].keys() == {"error", "message", "safe", "todo"}
+        assert call_json("gc", run)[1].keys() == {"error", "message", "safe", "todo"}
 
 
 def test_names_that_the_terminal_cannot_encode_are_escaped(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`lastgood scrub` and `lastgood repair`: their output, their exit codes, and what they leave unchanged."""
+"""`lastgood scrub` and `lastgood repair`: their output, their exit codes, and the files they leave unchanged."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lastgood.testing import Fault
 NAN = b"\x00\x00\xc0\x7f"
 
 
-def test_scrub_reads_every_generation_rebuilds_damage_and_reports_it(run, asked):
+def test_scrub_reads_every_generation_rebuilds_damage_and_reports_it(run, call_json):
     before = contents(run)
     flip(at(run, 2) / DATA, 9000)
     (at(run, 1) / DATA).unlink()
-    code, told = asked("scrub", run)
-    states = {row["step"]: (row["state"], row["repaired"]) for row in told["generations"]}
-    assert code == 4 and not told["intact"]
+    code, document = call_json("scrub", run)
+    states = {row["step"]: (row["state"], row["repaired"]) for row in document["generations"]}
+    assert code == 4 and not document["intact"]
     assert states == {1: ("damaged", []), 2: ("repaired", [DATA]), 3: ("good", []), 4: ("not good", [])}
     after = contents(run)
     mine = [name for name in before if "000000000002-" in name]
@@ -29,15 +29,15 @@ def test_scrub_reads_every_generation_rebuilds_damage_and_reports_it(run, asked)
     assert (at(run, 1) / layout.DAMAGED).exists() and (at(run, 4) / layout.UNFIT).exists()
 
 
-def test_scrub_deletes_nothing_under_any_retention_policy(run, asked):
-    """It once cleaned up by the default of Keep, which knew nothing of the trainer's."""
+def test_scrub_deletes_nothing_under_any_retention_policy(run, call_json):
+    """The scrub once deleted generations by the default of Keep, which is not the retention of the trainer."""
     with access.for_writing(run, "atomic_dirsync") as tier:
         writer = RunWriter(tier, Inline(), keep=Keep(last=99))
         writer.begin(max(writer.survey.generations))
         for step in (5, 6, 7, 8):
             save(writer, step, {"weight": b"more"}, chunk_bytes=8192)
             writer.verify(Arena(1 << 16, 8192))
-    assert asked("scrub", run)[0] == 8
+    assert call_json("scrub", run)[0] == 8
     assert len(list(run.glob("gen/*/COMMIT.json"))) == 8
 
 
@@ -48,14 +48,14 @@ def test_scrub_and_verify_exit_with_their_own_code_for_unfit_generations(run, ca
     assert call("verify", run, 4, "--without", "finesse")[0] == 2
 
 
-def test_repair_rebuilds_marked_generations_and_the_requested_step(run, asked):
+def test_repair_rebuilds_marked_generations_and_the_requested_step(run, call_json):
     before = contents(run)
     flip(at(run, 3) / layout.COMMIT, 100)
-    code, told = asked("repair", run)
-    assert code == 0 and [(row["step"], row["repaired"]) for row in told["generations"]] == [(3, [layout.COMMIT])]
+    code, document = call_json("repair", run)
+    assert code == 0 and [(row["step"], row["repaired"]) for row in document["generations"]] == [(3, [layout.COMMIT])]
     flip(at(run, 2) / DATA, 9000)  # damage that no mark records yet
-    assert asked("repair", run, "--known")[1]["generations"] == []
-    assert asked("repair", run, 2)[1]["generations"][0]["repaired"] == [DATA]
+    assert call_json("repair", run, "--known")[1]["generations"] == []
+    assert call_json("repair", run, 2)[1]["generations"][0]["repaired"] == [DATA]
     assert contents(run) == before
 
 
@@ -65,18 +65,18 @@ def test_repair_refuses_an_empty_step(run, call):
 
 
 def test_repair_of_all_separates_a_failing_disk_from_too_much_damage(run, call, faulty_files):
-    """Files that could not be written back were shown as BEYOND REPAIR, with exit code 4."""
+    """Files that could not be written back were listed as BEYOND REPAIR, with exit code 4."""
     flip(at(run, 2) / DATA, 9000)
     faulty_files.inject(Fault("sync", f"*{layout.blob_name(0)}*"))
     code, out, _ = call("repair", run)
     assert code == 5 and "NOT REPAIRED" in out and "BEYOND REPAIR" not in out
 
 
-def test_repair_reports_irreparable_damage_and_leaves_it_unchanged(run, asked, call):
+def test_repair_reports_irreparable_damage_and_leaves_it_unchanged(run, call_json, call):
     (at(run, 2) / DATA).unlink()
     before = contents(run)
-    code, told = asked("repair", run, 2)
-    assert code == 4 and told["error"] == "BeyondRepair" and "too many" in told["message"]
+    code, document = call_json("repair", run, 2)
+    assert code == 4 and document["error"] == "BeyondRepair" and "too many" in document["message"]
     after, marks = contents(run), (layout.VERIFIED, layout.DAMAGED)
     assert all(after.get(name) == data for name, data in before.items() if not name.endswith(marks))
     assert (at(run, 2) / layout.DAMAGED).exists()

@@ -1,4 +1,4 @@
-"""The drop-in for torch.distributed.checkpoint: the documented usage patterns of DCP on this storage."""
+"""The DCP storage (lastgood.dcp): the usage patterns that torch.distributed.checkpoint documents, on this storage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_nested_states_round_trip_and_each_save_is_a_generation(tmp_path):
 
 
 class Counter:
-    """Stateful, as torch knows it."""
+    """A Stateful object in torch's sense."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -121,7 +121,7 @@ def test_an_unstorable_value_is_refused_by_name_and_the_old_save_stays(tmp_path,
     load(state, tmp_path)
     assert torch.equal(state["w"], torch.ones(3))
     save({"w": torch.zeros(3)}, tmp_path)
-    assert [one.step for one in lastgood.open(tmp_path).lineage()] == [1, 0], "and the next save works"
+    assert [one.step for one in lastgood.open(tmp_path).lineage()] == [1, 0], "the next save succeeds"
 
 
 def test_damage_is_never_loaded(tmp_path):
@@ -161,7 +161,7 @@ def test_states_of_the_torch_helpers_load_in_any_world_size(tmp_path, saver, loa
     assert lastgood.open(tmp_path).verify(2).good
 
 
-# ---- folders that torch's own writer made -----------------------------------------------------------------------
+# ---- folders that torch's own writer has written ----------------------------------------------------------------
 
 
 NESTED = {
@@ -198,7 +198,7 @@ def test_a_dcp_folder_converts_into_a_run_and_back_unchanged(tmp_path):
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "back.dcp"), no_dist=True)
     assert same(state, NESTED)
     ours, theirs = (dcp.FileSystemReader(tmp_path / one).read_metadata().planner_data for one in ("back.dcp", "theirs"))
-    assert ours == theirs, "where each lies in nested dicts is kept too"
+    assert ours == theirs, "the paths in nested dicts are kept as well"
 
 
 def test_a_dcp_folder_of_several_ranks_is_merged(tmp_path):
@@ -268,7 +268,7 @@ def _no_pickle(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "message"),
     [
         (_evil_metadata, "no class of metadata"),
         (_evil_value, "odd is no plain value"),
@@ -281,11 +281,11 @@ def _no_pickle(folder: Path) -> None:
         (_no_pickle, "cannot be read"),
     ],
 )
-def test_a_malformed_dcp_folder_is_refused_and_runs_no_code(tmp_path, capsys, spoil, told):
+def test_a_malformed_dcp_folder_is_refused_and_runs_no_code(tmp_path, capsys, spoil, message):
     dcp.save({"w": torch.ones(5), "n": 1}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
     spoil(tmp_path / "theirs")
     capsys.readouterr()
     assert app.main(["import", str(tmp_path / "theirs"), str(tmp_path / "run")]) in (3, 4)
     out, err = capsys.readouterr()
-    assert re.search(told, err) and "run\n" not in out
+    assert re.search(message, err) and "run\n" not in out
     assert not (tmp_path / "run").exists() or not lastgood.open(tmp_path / "run").generations()

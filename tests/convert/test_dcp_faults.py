@@ -1,4 +1,4 @@
-"""States, plans and values that torch's own storage accepts and that the drop-in once refused or lost."""
+"""States, plans and values that torch's own storage accepts, and that the DCP storage once refused or lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_state_without_tensors_is_saved_and_restored(tmp_path):
-    """A state of values alone, with exclude=["rng"], raised ValueError at the first save."""
+    """A state without tensors, with exclude=["rng"], raised ValueError at the first save."""
     state: dict[str, Any] = {"n": 7, "empty": torch.zeros(0, 3)}
     for root, kept in ((tmp_path / "none", {"n": 7}), (tmp_path / "empty", state)):
         with lastgood.Checkpointer(root, dict(kept), exclude=["rng"]) as ckpt:
@@ -58,24 +58,26 @@ def test_a_rank_with_nothing_to_write_does_not_fail_a_save(tmp_path):
 
 @pytest.mark.parametrize("way", [uneven_through_dcp, uneven_through_a_checkpointer])
 def test_a_shard_without_elements_is_saved_and_loaded(tmp_path, way):
-    """Five rows over four ranks, as FSDP2 spreads them, failed every commit: a rank's shard "is no part of" it."""
+    """With five rows over four ranks, as FSDP2 shards them, every commit failed: a rank's shard "is no part of" the
+    tensor."""
     rows = {"rows": [[1.0, 2.0], [3.0, 4.0]], "none": (0, 6), "no rows": (0, 6), "no copies": (3, 0), "n": 1}
     assert world(3, way, tmp_path) == [rows] * 3
     assert lastgood.open(tmp_path).verify(lastgood.open(tmp_path).generations()[0].step).good
 
 
-# ---- plans that torch keeps ----------------------------------------------------------------------------------------
+# ---- plans that torch caches ---------------------------------------------------------------------------------------
 
 
 def test_plans_cached_by_torch_serve_every_save_of_two_runs(tmp_path):
-    """With enable_plan_caching only the first save worked, and a second run ended in a bare AssertionError."""
+    """With enable_plan_caching, only the first save worked, and a second run ended in a bare AssertionError."""
     a = [[2, 20.0, 2.0, "a"], [1, 10.0, 1.0, "a"], [0, 0.0, 0.0, "a"]]
     b = [[10, 20.0, 2.0, "b"], [5, 10.0, 1.0, "b"], [0, 0.0, 0.0, "b"]]
     assert world(2, with_kept_plans, tmp_path) == [{"differs": ["StepDiffers"], "a": a, "b": b}] * 2
 
 
 def test_a_plan_cached_for_another_storage_is_refused_by_name(tmp_path):
-    """torch caches plans by the class of the planner, also across storages; such a plan names no generation."""
+    """torch caches plans by the class of the planner, even across storages; such a plan names no generation of this
+    storage."""
 
     class Planner(dcp.DefaultSavePlanner):
         pass
@@ -85,11 +87,11 @@ def test_a_plan_cached_for_another_storage_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointException, match="reuses this plan from a save to another storage"):
         save(state, tmp_path / "run", planner=planner)
     save(state, tmp_path / "run")
-    assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [0], "and the next save works"
+    assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [0], "the next save succeeds"
 
 
 class Forgetful(dcp.DefaultSavePlanner):
-    """Plans an entry, and then hands the storage a plan without it."""
+    """A planner that plans an entry, and then gives the storage a plan without it."""
 
     def finish_plan(self, new_plan: Any) -> Any:
         new_plan.items.pop()
@@ -97,7 +99,7 @@ class Forgetful(dcp.DefaultSavePlanner):
 
 
 def test_an_entry_that_was_planned_and_not_written_is_never_committed(tmp_path):
-    """What a rank's plan left out was committed as if it were whole, and missing at the first load."""
+    """An entry that a rank's plan omitted was committed as if it were complete, and was missing at the first load."""
     with pytest.raises(CheckpointException, match="n is in the plan of this save, but no rank has written it"):
         save({"w": torch.ones(2), "n": 1}, tmp_path, planner=Forgetful())
     assert lastgood.open(tmp_path).generations() == []
@@ -107,7 +109,8 @@ def test_an_entry_that_was_planned_and_not_written_is_never_committed(tmp_path):
     "use_collectives" not in inspect.signature(dcp.save).parameters, reason="this version of torch has no such save"
 )
 def test_a_save_without_collectives_is_refused(tmp_path):
-    """It was taken: every rank then began a generation of its own, because torch never passed the option on."""
+    """The save was accepted, and every rank began a generation of its own, because torch does not pass the option to
+    the storage."""
     with pytest.raises(Refused, match="without collectives"):
         save({"w": torch.ones(2)}, tmp_path, use_collectives=False)
     assert list(tmp_path.iterdir()) == []
@@ -117,7 +120,7 @@ def test_a_save_without_collectives_is_refused(tmp_path):
 
 
 def plain(value: Any) -> Any:
-    """Something to compare by: its type and all that it holds."""
+    """A comparable form of a value: its type and everything in it."""
     if isinstance(value, io.BytesIO):
         return type(value), value.getvalue(), value.tell()
     if isinstance(value, (np.ndarray, torch.Tensor)):
@@ -147,14 +150,15 @@ VALUES: dict[str, Any] = {
 
 
 class Casting(dcp.DefaultSavePlanner):
-    """A planner that makes the bytes itself: the storage sees no objects."""
+    """A planner that serialises by itself: the storage receives bytes and no objects."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         return super().transform_object(write_item, object)
 
 
 def test_values_accepted_by_the_torch_writer_round_trip(tmp_path):
-    """A trainer's io.BytesIO, numpy arrays, torch.Size and torch.dtype were refused; DCP's own writer takes them."""
+    """A trainer's io.BytesIO, numpy arrays, torch.Size and torch.dtype were refused, although DCP's own writer
+    accepts them."""
     save(VALUES | {"w": torch.ones(2)}, tmp_path)
     state = dict.fromkeys(VALUES)
     load(state, tmp_path)
@@ -195,17 +199,17 @@ def test_a_malformed_value_is_damage_and_nothing_else(tree):
         dcp_values.decoded(tree)
 
 
-# ---- what is known of a save and of a load -------------------------------------------------------------------------
+# ---- metadata of a save and of a load ------------------------------------------------------------------------------
 
 
 def test_a_load_reports_the_ids_of_the_save_and_its_own(tmp_path):
-    """storage_meta was there on save and missing on load, where torch's reader gives it."""
+    """storage_meta was present after a save and missing after a load, where torch's reader provides it."""
     writer, reader = lastgood.dcp.Writer(tmp_path), lastgood.dcp.Reader(tmp_path)
     saved = [dcp.save({"n": n}, storage_writer=writer, no_dist=True).storage_meta for n in range(2)]
     assert saved[0].save_id != saved[1].save_id == writer.save_id
     metadata = reader.read_metadata()
     theirs = getattr(filesystem, "CURRENT_DCP_VERSION", None)  # from torch 2.9 on
-    assert metadata.version == theirs, "as torch's own reader gives it"
+    assert metadata.version == theirs, "torch's own reader returns the same version"
     found = metadata.storage_meta
     assert (
         (found.checkpoint_id, found.save_id)

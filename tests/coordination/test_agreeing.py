@@ -37,11 +37,12 @@ from lastgood.testing import Clock
 
 
 class Board:
-    """`ports.Store` in one process. A missing key times out at once; while the store is `down` each call fails."""
+    """`ports.Store` in one process. A read of a missing key times out at once; while the store is `down`, each call
+    fails."""
 
     def __init__(self):
         self.posts: dict[str, bytes] = {}
-        self.down, self.asked = False, 0
+        self.down, self.calls = False, 0
 
     def set(self, values):
         self._answer()
@@ -55,7 +56,7 @@ class Board:
         self._answer()
         if not self.posts.keys() >= set(keys):
             cancelled()
-            raise TimedOut("nobody else is here")
+            raise TimedOut("no other rank posts")
         return [self.posts[key] for key in keys]
 
     def delete(self, keys):
@@ -63,13 +64,13 @@ class Board:
             self.posts.pop(key, None)
 
     def _answer(self):
-        self.asked += 1
+        self.calls += 1
         if self.down:
             raise TierDown("the board is gone")
 
 
 class ThreadedBoard(Board):
-    """A board on which other threads post. Waiting for a key that no rank will post times out at once."""
+    """A board on which other threads post. A wait for a key that no rank will post times out at once."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +96,7 @@ def two_on(board):
 
 
 def rendezvous_results(board, ranks, size, timeout_seconds=6.0):
-    """The result of the rendezvous for each of these ranks."""
+    """Run the rendezvous in one thread for each of these ranks, and return each rank's result."""
 
     def joined(rank):
         try:
@@ -108,18 +109,18 @@ def rendezvous_results(board, ranks, size, timeout_seconds=6.0):
 
 
 def test_restarted_ranks_find_each_other_beside_keys_of_dead_processes():
-    """torchrun restarts workers with the same store. Each worker counted its openings of the run there: after one had
-    died between two openings, the ranks never completed a rendezvous again."""
+    """torchrun restarts workers with the same store. Each worker counted in it how often it had opened the run: once
+    a worker had died between two openings, the ranks never completed a rendezvous again."""
     board = ThreadedBoard()
     board.set({"run/joining/1": b'"of a dead one"', "run/joining/2": b'"of another"'})
     with ThreadPoolExecutor(1) as pool:
         leading = pool.submit(rendezvous_results, board, [0], 3)
-        with board.news:  # the others join after it has polled for them several times
-            assert board.news.wait_for(lambda: board.asked >= 12, 20.0)
+        with board.news:  # the other ranks join after rank 0 has polled for them several times
+            assert board.news.wait_for(lambda: board.calls >= 12, 20.0)
         first = {*rendezvous_results(board, [1, 2], 3), *leading.result()}
     second = set(rendezvous_results(board, range(3), 3))
     assert len(first) == len(second) == 1 and first != second
-    assert len(board.posts) == 4  # the answers to the dead, and two ends
+    assert len(board.posts) == 4  # the two answers to dead processes, and one end of each rendezvous
 
 
 def test_a_rendezvous_timeout_names_the_missing_ranks():
@@ -138,8 +139,8 @@ def test_a_rank_that_died_after_it_joined_is_named():
 
 @pytest.mark.slow
 def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
-    """In a group with a FileStore, a timeout was reported as a lost store: no missing rank was named, and a rank
-    that replaced a dead one was not found."""
+    """In a group with a FileStore, a timeout was reported as a lost store: the error named no missing rank, and a
+    rank that replaced a dead one was not found."""
     store = GroupStore(Clients(dist.FileStore(str(tmp_path / "store"), 3).clone), 20.0)
     assert rendezvous_results(store, [0, 2], 3, 3.0) == ["rank 1 has not opened the run within 3 s"] * 2
 
@@ -148,7 +149,8 @@ def test_a_timeout_through_a_file_store_is_reported_as_a_timeout(tmp_path):
 
 
 def test_a_rank_that_skips_a_step_is_named_and_the_next_step_succeeds():
-    """Saves were matched by their number: after a skipped one, each save was matched with another step and failed."""
+    """Saves were matched by their number: after a rank had skipped one, each save was matched with another step and
+    failed."""
     first, second = two_on(Board())
     later = second.step_topic("save", 3)
     with pytest.raises(RankFailed, match="rank 0 published no verdict"):
@@ -169,7 +171,8 @@ def test_a_step_that_rank_0_skipped_fails_at_once_on_the_others():
 def test_the_ranks_wait_for_a_late_rank():
     first, second = two_on(Board())
     with pytest.raises(RankFailed):
-        second.step_topic("save", 1).agree("of 1", len)  # it is there, and may come to 2
+        # Rank 1 has reached step 1 already, and may still go on to step 2.
+        second.step_topic("save", 1).agree("of 1", len)
     with pytest.raises(TimedOut, match="rank 1: posted nothing within 120 s"):
         first.step_topic("save", 2).agree("of 2", len)
 
@@ -184,7 +187,7 @@ def test_messages_from_before_a_rewind_are_ignored_after_it():
 
 
 def test_a_failed_verdict_ends_the_wait_of_every_rank():
-    """When the coordinator had no memory or a bug, the other ranks waited for twice their timeout."""
+    """When the coordinator ran out of memory or met a bug, the other ranks waited for twice their timeout."""
     board = Board()
     first, second = two_on(board)
 
@@ -204,7 +207,8 @@ def test_a_failed_verdict_ends_the_wait_of_every_rank():
 
 @pytest.mark.parametrize(("step_seconds", "ahead"), [(1 / 128, 257), (1.0, 3), (16.0, 1)])
 def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
-    """Of steps that take seconds three were waited for: the grace of a preemption was over before them."""
+    """The lead was three steps even where a step takes seconds: the grace period of a preemption expired before the
+    announced step."""
     board, clock = Board(), Clock()
     leading, asking = (Announcements(one, clock) for one in two_on(board))
     n = 0
@@ -227,7 +231,7 @@ def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
 
 
 def test_the_end_is_posted_again_after_pauses_that_double():
-    """Rank 0, which asks for the end itself, waited four times as long after each failed call of the store."""
+    """Rank 0, which requests the end itself, waited four times as long after each failed call of the store."""
     board, clock = Board(), Clock()
     coordinator, _ = (Announcements(one, clock) for one in two_on(board))
     coordinator.poll(1)
@@ -255,8 +259,8 @@ def test_a_request_during_a_store_outage_is_repeated_afterwards():
                 one.poll(n, request_end=one is asking)
             except TierDown:
                 failed += 1
-    assert 5 <= failed <= 20, "announced each time, and asked ever more rarely"
-    assert board.asked == failed
+    assert 5 <= failed <= 20, "each call fails, at growing intervals"
+    assert board.calls == failed
     board.down = False
     for n in range(601, 3000):
         clock.advance(0.1)
@@ -266,18 +270,18 @@ def test_a_request_during_a_store_outage_is_repeated_afterwards():
 
 
 def test_a_post_of_unknown_outcome_is_published_unchanged():
-    """A repeated post named another step under the same number: rank 0 used one, and the other ranks the other."""
+    """A repeated post named another step under the same number: rank 0 used one step, and the other ranks the other."""
     board, clock = Board(), Clock()
     first, second = two_on(board)
     leading, following = Announcements(first, clock), Announcements(second, clock)
     leading.poll(1)
     real = board.set
 
-    def lost(posts):
+    def post_then_fail(posts):
         real(posts)
-        raise TierDown("its answer was lost")
+        raise TierDown("the answer was lost")
 
-    board.set = lost
+    board.set = post_then_fail
     with pytest.raises(TierDown):
         leading.announce(1, "save")
     board.set = real
@@ -285,13 +289,13 @@ def test_a_post_of_unknown_outcome_is_published_unchanged():
         clock.advance(1)
         leading.poll(n)
         following.poll(n)
-    assert not leading.announce(12, "ended", 5), "first what was begun"
+    assert not leading.announce(12, "ended", 5), "the announcement that was begun must be published first"
     assert leading.pending == following.pending and leading.pending[0].kind == "save"
     assert leading.announce(12, "ended", 5)
 
 
 def test_an_explicitly_saved_step_is_not_saved_again_when_announced():
-    """It was refused as taken, out of the loop."""
+    """The announced save of such a step raised StepTaken inside the training loop."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(seconds=20.0)) for one in two_on(board))
     n = 0
@@ -306,11 +310,11 @@ def test_an_explicitly_saved_step_is_not_saved_again_when_announced():
     assert not first.saved + second.saved
 
 
-# ---- at which steps --------------------------------------------------------------------------------------------
+# ---- the steps at which ranks save -----------------------------------------------------------------------------
 
 
 class Rank:
-    """A loop of one rank, as far as it is about when to save: at which steps it did, did not, or came too late."""
+    """The loop of one rank, reduced to its schedule: it records the steps it saved, failed and skipped."""
 
     def __init__(self, ranks, clock, cadence, in_flight=None):
         self.ahead = Announcements(ranks, clock)
@@ -344,7 +348,7 @@ class Rank:
 
 
 class AnnouncedPace(Pace):
-    """A cadence owner interval a test changes."""
+    """A cadence whose interval a test changes."""
 
     def __init__(self, changes):
         super().__init__(Auto())
@@ -364,7 +368,7 @@ def run(ranks, clock, steps, save_seconds=0.0, first=1, stride=1):
     for n in range(first, first + steps):
         clock.advance(0.1)
         for number, one in enumerate(ranks):
-            clock.advance(0.01 * number)  # one is always a little later
+            clock.advance(0.01 * number)  # the second rank is always a little later
             one.step(n * stride, save_seconds)
 
 
@@ -377,7 +381,8 @@ def test_a_cadence_in_seconds_is_due_at_one_step_on_every_rank():
 
 @pytest.mark.parametrize("cadence", [Every(seconds=20.0), Every(steps=100_000)])
 def test_steps_that_count_tokens_are_due_at_one_step_on_every_rank(cadence):
-    """The loop never called the announced step, so each save due by time was announced too late on all ranks."""
+    """The loop's own step counts tokens and never equalled the announced step, so each save due by time was
+    announced too late on all ranks."""
     clock = Clock()
     first, second = (Rank(one, clock, cadence) for one in two_on(Board()))
     run((first, second), clock, 1000, stride=4097)
@@ -420,7 +425,7 @@ def test_a_rank_with_a_late_interval_fails_its_missed_saves_and_recovers():
 
 
 def test_a_step_is_skipped_on_all_ranks_or_on_none():
-    """Each rank checked by itself for a free lane: one found a free lane and another did not."""
+    """Each rank checked by itself for a free lane: one rank found a free lane and another did not."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
     run((first, second), clock, 1000, save_seconds=3.0)
@@ -430,7 +435,8 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none():
 
 
 def test_a_rank_fails_the_saves_it_left_out_before_it_knew_of_a_place():
-    """It skipped a step that the other rank saved, and did not fail it: the other rank waited for its timeout."""
+    """A rank skipped a step that the other rank saved, and did not fail the save of that step: the other rank waited
+    until its timeout."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
     run((first, second), clock, 100, save_seconds=3.0)
@@ -444,7 +450,8 @@ def test_a_rank_fails_the_saves_it_left_out_before_it_knew_of_a_place():
 
 
 def test_a_save_that_only_a_late_rank_made_does_not_keep_its_place():
-    """Nothing announced its end, so that rank had one place less than the others for ever."""
+    """The end of such a save was never announced, so that rank had one place in flight less than the others for
+    ever."""
     board, clock = Board(), Clock()
     first, second = (Rank(one, clock, Every(steps=10), in_flight=2) for one in two_on(board))
     second.timing.admitted(5)
@@ -453,7 +460,7 @@ def test_a_save_that_only_a_late_rank_made_does_not_keep_its_place():
 
 
 def test_a_measured_interval_is_announced_further_ahead_after_a_late_one():
-    """Only a cadence in seconds did so."""
+    """The lead grew only for a cadence in seconds."""
     leads = []
     for error in (Overtaken(""), HeardLate("")):
         clock = Clock()
@@ -464,10 +471,12 @@ def test_a_measured_interval_is_announced_further_ahead_after_a_late_one():
         failed.note_outcome(None, error)
         run((leader,), clock, 40, first=61)
         leads += [one.step - 100 for one in leader.ahead.pending if one.kind == "every"]
-    assert leads[1] == pytest.approx(2 * leads[0], abs=2), "each lead is rounded up to a step, and one is added"
+    assert leads[1] == pytest.approx(2 * leads[0], abs=2), (
+        "each lead is rounded up to a whole step, and one step is added"
+    )
 
 
-# ---- what was saved is read again by those who have written it ----------------------------------------------------
+# ---- each rank verifies the files that it has written -------------------------------------------------------------
 
 
 def test_posted_keys_do_not_accumulate():
@@ -495,7 +504,7 @@ class Reading(Disk):
 
 @pytest.fixture
 def both(tmp_path):
-    """A leader and a follower that have saved step 1 together, and the file of each."""
+    """A leader and a follower that have both saved step 1, and the file of each."""
     board = ThreadedBoard()
     first, second = two_on(board)
     clock = Clock()
@@ -509,10 +518,10 @@ def both(tmp_path):
         return save(run, 1, {f"w{run.rank}": bytes(20_000)}, topic=ranks.step_topic("save", 1))
 
     with ThreadPoolExecutor(2) as pool:
-        first_seen, second_seen = pool.map(saved, (leader, follower))
-    assert first_seen == second_seen
-    home = tmp_path / layout.folder(first_seen.id)
-    return leader, follower, [home / layout.blob_name(rank) for rank in (0, 1)]
+        first_generation, second_generation = pool.map(saved, (leader, follower))
+    assert first_generation == second_generation
+    folder = tmp_path / layout.folder(first_generation.id)
+    return leader, follower, [folder / layout.blob_name(rank) for rank in (0, 1)]
 
 
 def verify(run):
@@ -520,7 +529,7 @@ def verify(run):
 
 
 def test_each_rank_verifies_its_own_files_and_rank_0_marks_them(both):
-    """Rank 0 read the files of all ranks: of a thousand it would never have been done."""
+    """Rank 0 read the files of all ranks; with a thousand ranks it would never have finished."""
     leader, follower, _ = both
     verify(follower)
     verify(leader)
@@ -563,7 +572,7 @@ def test_rank_0_verifies_the_files_of_a_rank_that_does_not_answer(both, broken):
 
 
 class VerdictLosingBoard(Board):
-    """A board that answers reads and loses every verdict."""
+    """A board that answers reads, and loses every verdict that is posted to it."""
 
     def set(self, values):
         if any(key.endswith("verdict") for key in values):
@@ -572,7 +581,8 @@ class VerdictLosingBoard(Board):
 
 
 def test_a_commit_stays_although_its_verdict_could_not_be_published(tmp_path):
-    """Rank 0 took a verdict that it could not post for a save that had failed, and removed what it had committed."""
+    """When rank 0 could not post a verdict, it treated the save as failed and removed the generation that it had
+    committed."""
     disk = Disk(PosixFiles(), str(tmp_path))
     writer = RunWriter(disk, Inline(), ranks=RankGroup(0, 1, Board(), "run"))
     writer.begin(None)

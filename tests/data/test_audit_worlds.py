@@ -1,4 +1,4 @@
-"""The audit in the state lists every sample once, whatever world sizes have trained the run."""
+"""The audit in the state lists every sample once, in whatever world sizes the run was trained."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lastgood.policy.merge_values import merged
 from lastgood.state.rules import capture
 from lastgood_lab.worlds import world
 
-SIZE, BATCH = 64, 12  # five windows an epoch, and 1, 2, 3, 4, 6 or 12 ranks
+SIZE, BATCH = 64, 12  # five windows per epoch, for 1, 2, 3, 4, 6 or 12 ranks
 
 
 def made(rank: int, ranks: int) -> dict[str, Any]:
-    """The state of a rank, with the audit in a list, where a state may hold it too."""
+    """The state of a rank, with the audit inside a list, where a state may contain it too."""
     return {"sampler": ResumableSampler(SIZE, BATCH, 7, rank, ranks), "kept": [{"audit": Audit()}, 1]}
 
 
@@ -39,7 +39,7 @@ def report(states: Sequence[dict[str, Any]]) -> lastgood.data.audit.AuditReport:
 
 
 def reloaded(states: Sequence[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """What a generation of these ranks gives to as many new ones."""
+    """The states of `size` new ranks after they have restored a generation of these ranks."""
     manifests = [SimpleNamespace(values=capture(state).values) for state in states]
     new = [made(rank, ranks) for rank in range(ranks)]
     for rank, state in enumerate(new):
@@ -56,8 +56,8 @@ lives = st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 6]), st.integers(0, 7)),
 @settings(max_examples=50, deadline=None)
 @given(lives)
 def test_every_sample_is_audited_once_over_any_sequence_of_worlds(lives: list[tuple[int, int]]) -> None:
-    """After 2 -> 1 ranks 16 of 64 samples were called missing, after 1 -> 2 there were 32 duplicates; each sample had
-    been trained once."""
+    """After a change from 2 ranks to 1, 16 of 64 samples were reported as missing, and from 1 to 2 there were 32
+    duplicates, although each sample had been trained once."""
     states = [made(0, 1)]
     for ranks, steps in lives:
         states = reloaded(states, ranks)
@@ -69,7 +69,8 @@ def test_every_sample_is_audited_once_over_any_sequence_of_worlds(lives: list[tu
 
 
 def test_a_sample_trained_by_two_ranks_stays_a_duplicate_in_any_world() -> None:
-    """Two ranks that were given the shares of one: what an audit is there to find is not merged away."""
+    """Two ranks that were given the samples of one: the merge must not remove the duplicates that an audit exists to
+    find."""
     states = [made(0, 2), made(0, 2)]
     for state in states:
         train(state, 3)
@@ -107,7 +108,7 @@ def test_the_state_of_an_audit_of_an_earlier_version_is_loaded() -> None:
 
 
 def life(rank: int, ranks: int, root: Path, upto: int) -> dict[str, Any]:
-    """Restore on these ranks, train three steps, save; the audit's state on this rank."""
+    """Restore on these ranks, train three steps and save; returns the audit's state of this rank."""
     state = made(rank, ranks)
     with lastgood.Checkpointer(root, state) as ckpt:
         assert ckpt.restore().step == upto - 3
@@ -121,7 +122,8 @@ def life(rank: int, ranks: int, root: Path, upto: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_two_then_one_then_three_ranks_audit_every_sample_once(tmp_path: Path) -> None:
-    """The same with real ranks and real files; the audit had been saved in tensors, of which a rank took its own."""
+    """The same with real ranks and real files: the audit was saved in tensors, and each rank restored only its own
+    tensor."""
     for number, ranks in enumerate([2, 1, 3], 1):
         kept = world(ranks, life, tmp_path, 3 * number)
     state = made(0, 1)

@@ -1,4 +1,4 @@
-"""Promises of the resumable order, its loader and the exactly-once audit."""
+"""The promises of the resumable order, its loader and the exactly-once audit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lastgood.errors import Refused
 
 
 class Plain(Dataset):
-    """A sample is its id, and one draw of each global generator: what an augmentation would draw."""
+    """A sample is its id, and one draw of each global generator, as an augmentation would draw."""
 
     def __init__(self, size: int) -> None:
         self.size, self.offset = size, 0
@@ -32,7 +32,7 @@ class Plain(Dataset):
 
 
 class Batched(Plain):
-    """The same, fetched as Hugging Face datasets are: several ids in one call."""
+    """The same samples, fetched as Hugging Face datasets fetch them: several ids in one call."""
 
     __getitem__ = None
 
@@ -53,12 +53,12 @@ class StopsEarly(Plain):
 
 
 def offset_by_worker_seed(worker_id: int) -> None:
-    """A worker_init_fn in the manner of torch's documentation: it reaches the worker's copy of the dataset."""
+    """A worker_init_fn as in torch's documentation: it changes the worker's copy of the dataset."""
     get_worker_info().dataset.offset = get_worker_info().seed % 2**40
 
 
 def masking_collate(samples: list) -> list:
-    """A collate_fn that draws, as masked-language-model collators do."""
+    """A collate_fn that draws random numbers, as masked-language-model collators do."""
     return [*default_collate(samples), torch.rand(len(samples))]
 
 
@@ -67,7 +67,7 @@ def make(size: int = 40, batch: int = 4, seed: int = 7, **world) -> ResumableSam
 
 
 def resumed(sampler: ResumableSampler, **world) -> ResumableSampler:
-    """A new process: a sampler made with the same arguments, and the saved state."""
+    """The sampler of a new process: constructed with the same arguments, with the saved state loaded."""
     saved = sampler.state_dict()
     again = ResumableSampler(sampler.dataset_size, sampler.global_batch, saved["seed"], **world)
     again.load_state_dict(saved)
@@ -79,7 +79,7 @@ def ids_of(batches) -> list[list[int]]:
 
 
 def train(sampler: ResumableSampler, steps: int, loader) -> list:
-    """A loop of one batch per step over as many epochs as needed; it reports steps as a Checkpointer does."""
+    """Train one batch per step over as many epochs as needed, and report the steps as a Checkpointer does."""
     batches = []
     while True:
         for batch in loader:
@@ -90,7 +90,7 @@ def train(sampler: ResumableSampler, steps: int, loader) -> list:
 
 
 def windows(sampler: ResumableSampler, steps: int) -> list[list[int]]:
-    """The rank's shares of the next windows, read without any loader."""
+    """The rank's parts of the next windows, read without a loader."""
     return train(sampler, steps, sampler)
 
 
@@ -143,7 +143,7 @@ def test_the_order_depends_on_seed_and_epoch_only():
     assert np.array_equal(walked.order(3), reference)
     assert not np.array_equal(make(seed=8).order(3), reference)
     assert not np.array_equal(make().order(4), reference)
-    # (seed, epoch) is a pair and not a sum
+    # the generator is seeded with the pair (seed, epoch) and not with their sum
     assert not np.array_equal(make(seed=8).order(2), reference)
 
 
@@ -151,7 +151,7 @@ def test_the_order_of_a_seed_never_changes_between_releases():
     order = make(10, 5, 3).order(1)
     assert order.tolist() == [[2, 4, 0, 5, 8], [1, 3, 9, 7, 6]]
     with pytest.raises(ValueError, match="read-only"):
-        order[0, 0] = 3  # nor by a caller
+        order[0, 0] = 3  # nor can a caller change it
 
 
 def test_without_shuffle_samples_keep_the_dataset_order():
@@ -184,7 +184,7 @@ def test_gradient_accumulation_counts_every_batch_that_was_handed_out():
             assert sampler.position == (0, count)
         else:
             assert sampler.state_dict()["cursor_step"] == count // 3 * 3
-        if count == 8:  # killed with two batches whose gradients reached no weight
+        if count == 8:  # killed with two batches whose gradients had not reached a weight
             break
     again = resumed(sampler)
     assert again.remaining == 4
@@ -225,7 +225,7 @@ def test_a_loop_left_by_break_starts_again_at_the_cursor():
     sampler = make()
     loader = sampler.loader(Plain(40), num_workers=2, persistent_workers=True)
     for count, _ in enumerate(loader):
-        if count == 4:  # two batches were handed out whose step was not taken
+        if count == 4:  # two batches were returned whose step was not made
             break
         if count < 3:
             sampler.consumed()
@@ -248,7 +248,7 @@ def test_a_user_dataloader_advances_one_window_per_step(num_workers):
     assert first + ids_of(train(again, 14, loader)) == windows(make(), 20)
 
 
-# ---- iterations that are over -----------------------------------------------------------------------------------
+# ---- iterations that have ended ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
@@ -284,7 +284,8 @@ def test_a_user_dataloader_older_than_a_load_raises_and_moves_nothing():
 
 
 def test_a_second_iteration_ends_the_first_one():
-    """A batch is peeked at inside the loop: two counting iterations would each count half of the batches."""
+    """Peeking at a batch inside the loop is a second iteration: if both counted, each would count half of the
+    batches."""
     sampler = make()
     loader = sampler.loader(Plain(40))
     first = iter(loader)
@@ -296,7 +297,8 @@ def test_a_second_iteration_ends_the_first_one():
 
 
 def test_an_epoch_shortened_by_the_dataset_is_an_error():
-    """StopIteration out of `__getitem__` ends a plain DataLoader as if the epoch were over: samples lost in silence."""
+    """A StopIteration raised in `__getitem__` ends a plain DataLoader as if the epoch were over: samples are lost
+    without a report."""
     sampler = make(shuffle=False)
     loader = sampler.loader(StopsEarly(40))
     with pytest.raises(Refused, match="step 1 of epoch 0: a StopIteration"):
@@ -311,7 +313,7 @@ def test_an_epoch_shortened_by_the_dataset_is_an_error():
 @pytest.mark.parametrize("dataset", [Plain, Batched])
 def test_augmentation_is_equal_for_any_worker_count_and_after_a_resume(dataset):
     def batches(sampler, steps, **options):
-        random.seed(), np.random.seed(), torch.seed()  # what the loop's own generators hold must not matter
+        random.seed(), np.random.seed(), torch.seed()  # the state of the loop's own generators must not matter
         return train(sampler, steps, sampler.loader(dataset(40), collate_fn=masking_collate, **options))
 
     whole = batches(make(), 20)
@@ -323,7 +325,7 @@ def test_augmentation_is_equal_for_any_worker_count_and_after_a_resume(dataset):
 
     both = whole + batches(make(seed=8), 20)
     draws = torch.cat([torch.cat([batch[1].flatten(), batch[2].double()]) for batch in both])
-    assert len(draws.unique()) == len(draws)  # samples, epochs, seeds and generators do not share their numbers
+    assert len(draws.unique()) == len(draws)  # samples, epochs, seeds and generators all draw different numbers
 
 
 def test_augmentation_of_a_sample_is_equal_in_any_world_size():
@@ -337,8 +339,9 @@ def test_augmentation_of_a_sample_is_equal_in_any_world_size():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_sampler_never_draws_from_the_global_generators(num_workers):
-    """`iter(DataLoader)` draws a base seed from torch's global RNG, once an epoch. After a stop in mid-epoch there is
-    one iteration more than without it, so dropout differed from there on, with every state restored to the bit."""
+    """`iter(DataLoader)` draws a base seed from torch's global RNG once per epoch. After a stop in mid-epoch there
+    is one iteration more than without it, so dropout differed from there on, although every state was restored bit
+    for bit."""
 
     def states():
         return random.getstate(), np.random.get_state()[1].tolist(), np.random.get_state()[2:], torch.get_rng_state()
@@ -404,11 +407,11 @@ def test_worker_init_fn_gets_the_dataset_and_the_same_seed_after_a_resume():
     assert ids_of(again.loader(Plain(40), **workers))[0] != batches[0]
 
 
-# ---- what is refused --------------------------------------------------------------------------------------------
+# ---- refusals ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"dataset_size": 3}, "dataset_size 3 does not fill one global_batch of 4"),
         ({"dataset_size": 0}, r"dataset_size is 0, outside \[1,"),
@@ -424,13 +427,13 @@ def test_worker_init_fn_gets_the_dataset_and_the_same_seed_after_a_resume():
         ({"seed": None}, "seed is None"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_at_construction(arguments, told):
-    with pytest.raises(Refused, match=told):
+def test_arguments_that_do_not_fit_are_refused_at_construction(arguments, message):
+    with pytest.raises(Refused, match=message):
         ResumableSampler(**{"dataset_size": 40, "global_batch": 4, "seed": 7, **arguments})
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             {"cursor_step": 10},
@@ -443,12 +446,12 @@ def test_arguments_that_do_not_fit_are_refused_at_construction(arguments, told):
         (None, "this one is NoneType"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_and_nothing_moves(change, told):
+def test_a_state_that_does_not_fit_is_refused_and_nothing_moves(change, message):
     sampler = make()
     it = iter(sampler.loader(Plain(40)))
     next(it), sampler.consumed()
     good = {"epoch": 2, "cursor_step": 3, "seed": 7}
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(Refused, match=message):
         sampler.load_state_dict(None if change is None else {**good, **change})
     assert place(sampler) == (0, 1)
     next(it), sampler.consumed()
@@ -483,7 +486,7 @@ def test_datasets_that_cannot_follow_the_order_are_refused():
 
 
 def audited(world: int = 1, steps: int = 13) -> tuple[list[Audit], ResumableSampler]:
-    """A good run: one epoch of ten windows of four, and three windows of the next."""
+    """The audit of a good run: one epoch of ten windows of four, and three windows of the next epoch."""
     audits, sampler = [], make()
     for rank in range(world):
         sampler, audit = make(rank=rank, world_size=world), Audit()
@@ -492,7 +495,7 @@ def audited(world: int = 1, steps: int = 13) -> tuple[list[Audit], ResumableSamp
         while sampler.position != divmod(steps, 10):
             ids, _ = next(iter(loader))
             audit.observe(*sampler.position, ids)
-            ids.zero_()  # as a loader that reuses its buffers would
+            ids.zero_()  # as a loader that reuses its buffers would do
             sampler.consumed()
     return audits, sampler
 
@@ -514,7 +517,7 @@ def test_the_audit_misses_the_samples_of_ranks_that_were_not_merged():
 
 
 def altered(change) -> tuple[Audit, ResumableSampler]:
-    """The good run, with the ids of step 2 of epoch 1 changed."""
+    """The audit of the good run, with the ids of step 2 of epoch 1 changed."""
     audit, sampler = Audit(), audited()[1]
     for epoch, steps in ((0, 10), (1, 3)):
         for step, ids in reversed(list(enumerate(sampler.order(epoch)[:steps].tolist()))):

@@ -1,6 +1,6 @@
 """A sampler in the state, and loops that do not read from it as they should.
 
-Loops that only seem wrong are covered too: nothing is refused there.
+Loops that only look wrong are tested too: none of them is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def make(**options) -> ResumableSampler:
     return ResumableSampler(40, 4, **{"seed": 7, **options})
 
 
-# ---- wrong ----------------------------------------------------------------------------------------------------------
+# ---- loops that are refused or reported -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def make(**options) -> ResumableSampler:
     [(DataLoader, {}), (DataLoader, {"drop_last": True}), (DataLoader, {"num_workers": 1}), (StatefulDataLoader, {})],
 )
 def test_a_sampler_given_as_sampler_and_not_as_batch_sampler_is_refused(kind, options) -> None:
-    """DataLoader(dataset, sampler=sampler, batch_size=4) gave out four batches for each that was counted: after a
-    resume these samples were trained a second time."""
+    """DataLoader(dataset, sampler=sampler, batch_size=4) returned four batches for each one that was counted: after
+    a resume, these samples were trained a second time."""
     loader = kind(DATA, sampler=make(), batch_size=4, **options)
     with pytest.raises(Refused, match=r"as sampler=, with batch_size=4.*batch_sampler=sampler"):
         next(iter(loader))
@@ -57,8 +57,8 @@ def begun_and_left(sampler: ResumableSampler) -> DataLoader:
 
 @pytest.mark.parametrize("loader_of", [shuffled, of_another_sampler, begun_and_left])
 def test_a_loop_over_a_foreign_loader_is_reported_at_its_first_step(tmp_path: Path, loader_of, caplog, capsys) -> None:
-    """The cursor of a sampler from which nothing was read advanced with each step, in silence: a resume went on at a
-    place in the data that meant nothing."""
+    """The cursor of a sampler from which no batch was read advanced with each step without a report: a resume
+    continued at a meaningless position in the data."""
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(1), "sampler": sampler}) as ckpt:
         for n, _ in enumerate(loader_of(sampler), 1):
@@ -75,7 +75,7 @@ def test_an_idle_sampler_on_rank_0_of_a_data_group_is_reported_once(capsys, capl
     assert capsys.readouterr().err.count("no batch was read") == 1
 
 
-# ---- right ----------------------------------------------------------------------------------------------------------
+# ---- loops that are right -------------------------------------------------------------------------------------------
 
 
 def in_accelerates_wrappers(sampler: ResumableSampler) -> DataLoader:
@@ -83,7 +83,7 @@ def in_accelerates_wrappers(sampler: ResumableSampler) -> DataLoader:
 
 
 class Own(BatchSampler):
-    """Wraps a batch sampler, and calls no `super().__init__`."""
+    """A wrapper of a batch sampler that does not call `super().__init__`."""
 
     def __init__(self, wrapped: ResumableSampler) -> None:
         self.wrapped = wrapped
@@ -98,7 +98,7 @@ def in_a_wrapper_of_their_own(sampler: ResumableSampler) -> DataLoader:
 
 @pytest.mark.parametrize("loader_of", [in_accelerates_wrappers, in_a_wrapper_of_their_own])
 def test_a_batch_sampler_that_wraps_the_sampler_reads_from_it(tmp_path: Path, loader_of, caplog) -> None:
-    """Those that call no constructor of torch's ended in an AttributeError."""
+    """A wrapper that does not call torch's constructor ended in an AttributeError."""
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
         for n, _ in enumerate(loader_of(sampler), 1):
@@ -107,7 +107,7 @@ def test_a_batch_sampler_that_wraps_the_sampler_reads_from_it(tmp_path: Path, lo
 
 
 class Streamed(IterableDataset):
-    """Reads its windows from a sampler."""
+    """A dataset that reads its windows from a sampler."""
 
     def __init__(self, sampler: ResumableSampler) -> None:
         self.sampler = sampler
@@ -117,7 +117,7 @@ class Streamed(IterableDataset):
 
 
 def test_a_sampler_that_a_worker_process_reads_is_counted(tmp_path: Path) -> None:
-    """Nothing was read from it in the process that counts, and the first step was refused."""
+    """No batch was read from it in the process that counts, so the first step was refused."""
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
         for n, _ in zip((1, 2, 3), DataLoader(Streamed(sampler), batch_size=None, num_workers=1), strict=False):
@@ -127,7 +127,7 @@ def test_a_sampler_that_a_worker_process_reads_is_counted(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("batch_size", [None, 1])
 def test_a_loader_that_draws_single_batches_counts_each(tmp_path: Path, batch_size) -> None:
-    """`sampler=sampler, batch_size=None` hands each list of ids to the dataset, which makes a batch of it."""
+    """With `sampler=sampler, batch_size=None`, the dataset receives each list of ids and makes a batch of it."""
     sampler, seen = make(), list[list[int]]()
     with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
         for n, batch in enumerate(DataLoader(DATA, sampler=sampler, batch_size=batch_size), 1):
@@ -138,7 +138,7 @@ def test_a_loader_that_draws_single_batches_counts_each(tmp_path: Path, batch_si
 
 
 def test_an_evaluation_sampler_does_not_move_until_it_is_read(tmp_path: Path) -> None:
-    """Each training step moved it too: the first evaluation began in the middle of an epoch."""
+    """Each training step advanced the evaluation sampler too: the first evaluation began in the middle of an epoch."""
     train, evaluation = make(), make(seed=8)
     state = {"train": train, "evaluation": evaluation}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
@@ -170,7 +170,7 @@ def test_a_loop_that_reads_the_order_directly_is_counted(tmp_path: Path) -> None
 
 
 def test_a_restored_step_is_saved_into_a_second_run_without_reading(tmp_path: Path) -> None:
-    """To continue a run elsewhere: restore it there, and save the same step here."""
+    """To continue a run in a second one, a loop restores from the first and saves the same step into the second."""
     sampler = make()
     with lastgood.Checkpointer(tmp_path / "a", {"sampler": sampler}) as ckpt:
         for n, _ in zip((1, 2, 3), sampler.loader(DATA), strict=False):
@@ -183,7 +183,7 @@ def test_a_restored_step_is_saved_into_a_second_run_without_reading(tmp_path: Pa
 
 
 def test_ranks_that_receive_batches_from_another_rank_count_them(caplog) -> None:
-    """Tensor and pipeline parallelism: one rank reads, and hands out what it has read."""
+    """With tensor and pipeline parallelism, one rank reads the batches and distributes them."""
     sampler = make()
     for n in (1, 2, 3):
         count_step({"sampler": sampler}, n, n - 1, rank=1, ranks=2, first=n == 1)

@@ -1,4 +1,4 @@
-"""The sampler between sessions: which states it continues, and which batches a step has counted."""
+"""The sampler between sessions: the states that it continues, and the batches that a step has counted."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def make(size: int = 40, batch: int = 4, **options) -> ResumableSampler:
 
 
 def own_loader(sampler: ResumableSampler, num_workers: int = 0) -> DataLoader:
-    """A DataLoader as a user writes it. A sample is its id."""
+    """A DataLoader as a user constructs it. A sample is its id."""
     return DataLoader(range(sampler.dataset_size), batch_sampler=sampler, num_workers=num_workers)
 
 
 def scheduled(batches: int) -> list[list[int]]:
-    """The first batches of a run that nothing interrupts."""
+    """The first batches of a run without interruption."""
     sampler = make()
     return [ids for epoch in range(batches // 10 + 1) for ids in sampler.order(epoch).tolist()][:batches]
 
 
 def counted(steps: int, options: dict, **changes) -> tuple[ResumableSampler, ResumableSampler]:
-    """A sampler after so many steps, and one made anew with other arguments."""
+    """A sampler after this number of steps, and a new one made with the changed arguments."""
     sampler = make(**options)
     sampler.advance_to(steps)
     return sampler, make(**{**options, **changes})
 
 
-# ---- what a state has to agree with ----------------------------------------------------------------------------
+# ---- arguments that a state must agree with --------------------------------------------------------------------
 
 CHANGES = [{"batch": 8}, {"size": 50}, {"shuffle": False}, {"seed": 8}]
 NAMES = {"batch": "global_batch", "size": "dataset_size"}
@@ -46,7 +46,7 @@ NAMES = {"batch": "global_batch", "size": "dataset_size"}
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_another_order_in_mid_epoch_is_refused_before_anything_is_loaded(tmp_path: Path, change: dict) -> None:
-    """A batch size changed from 4 to 8 was accepted without a report: 200 of 800 samples were never trained."""
+    """A change of the batch size from 4 to 8 was accepted without a report: 200 of 800 samples were never trained."""
     (name,) = change
     sampler = make()
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3), "sampler": sampler}) as ckpt:
@@ -62,7 +62,8 @@ def test_another_order_in_mid_epoch_is_refused_before_anything_is_loaded(tmp_pat
 
 @pytest.mark.parametrize("change", CHANGES[:3])
 def test_another_order_may_begin_where_an_epoch_begins(change: dict) -> None:
-    """Refusing it there too would strand a run whose data has grown, or whose batch is to grow between two epochs."""
+    """A refusal there too would leave no way to resume a run whose data has grown, or whose batch size grows between
+    two epochs."""
     saved, again = counted(20, {}, **change)
     audit = Audit()
     for epoch in (0, 1):
@@ -74,13 +75,13 @@ def test_another_order_may_begin_where_an_epoch_begins(change: dict) -> None:
         audit.observe(*again.position, ids)
         again.consumed()
     assert audit.report(again).exact
-    later = make(**change)  # and what was changed once is known to the states that follow
+    later = make(**change)  # the states that follow contain the change as well
     later.load_state_dict(again.state_dict())
     assert audit.report(later).exact and place(later) == (3, 0)
 
 
 def test_another_seed_is_refused_where_an_epoch_begins_too() -> None:
-    """It is changed by mistake only, and the mistake would show or not show with the step of the save."""
+    """The seed is changed only by mistake, and whether the mistake shows would depend on the step of the save."""
     saved, again = counted(20, {}, seed=8)
     with pytest.raises(Refused, match="seed 7 in the state, 8 here"):
         again.load_state_dict(saved.state_dict())
@@ -94,7 +95,7 @@ def test_a_state_of_an_earlier_version_continues_and_its_seed_is_checked() -> No
     assert place(sampler) == (1, 3)
     with pytest.raises(Refused, match="seed 7 in the state, 8 here"):
         make(seed=8).load_state_dict(old)
-    sampler.advance_to(14)  # which step it was saved after is not in it: the next one counts as one
+    sampler.advance_to(14)  # the state does not contain the step number: the next step counts as one
     assert place(sampler) == (1, 4)
 
 
@@ -116,12 +117,12 @@ def test_a_sampler_state_of_unknown_form_is_refused(change: dict, shown: str) ->
     assert place(sampler) == (0, 0)
 
 
-# ---- what a step counts ----------------------------------------------------------------------------------------
+# ---- the batches that a step counts ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_steps_that_are_reported_every_fifth_time_count_five_batches(tmp_path: Path, num_workers: int) -> None:
-    """With a DataLoader of the user's own, ckpt.step(5) and step(10) left the cursor at 2 after ten batches."""
+    """With a user's own DataLoader, ckpt.step(5) and step(10) left the cursor at 2 after ten batches."""
     sampler = make(80)
     seen = []
     with lastgood.Checkpointer(tmp_path, {"sampler": sampler}) as ckpt:
@@ -145,7 +146,8 @@ def test_steps_that_are_reported_every_fifth_time_count_five_batches(tmp_path: P
 
 
 def test_two_checkpointers_on_one_sampler_count_each_step_once(tmp_path: Path) -> None:
-    """One to disk and one into slots: each of them moved the cursor, which ran twice as fast as the training."""
+    """Of two checkpointers, one to a directory and one to slots, each advanced the cursor, which moved twice as fast
+    as the training."""
     sampler = make()
     state = {"sampler": sampler}
     disk, slots = (lastgood.Checkpointer(path, state) for path in (tmp_path / "disk", f"slots://{tmp_path}/slots"))
@@ -156,7 +158,7 @@ def test_two_checkpointers_on_one_sampler_count_each_step_once(tmp_path: Path) -
             assert place(sampler) == divmod(n, 10)
             if n == 4:
                 disk.save(n).result()
-        slots.restore()  # it has saved nothing; the one that has comes last
+        slots.restore()  # the slots hold no generation; the restore that finds one comes last
         disk.restore()
         assert place(sampler) == (0, 4)
         for n, _ in enumerate(own_loader(sampler), 5):
@@ -166,7 +168,8 @@ def test_two_checkpointers_on_one_sampler_count_each_step_once(tmp_path: Path) -
 
 
 def test_a_second_empty_run_does_not_renumber_the_steps_of_the_first(tmp_path: Path) -> None:
-    """Its restore() found nothing and set the number to 0: the next step of the first run counted eleven batches."""
+    """Its restore() found no generation and set the step number to 0: the next step of the first run counted eleven
+    batches."""
     sampler = make()
     first, second = (lastgood.Checkpointer(tmp_path / name, {"sampler": sampler}) for name in ("first", "second"))
     with first, second:
@@ -203,8 +206,8 @@ def test_token_counts_are_accepted_with_the_loader_of_the_sampler() -> None:
 @settings(max_examples=60, deadline=None)
 @given(size=st.integers(4, 24), reports=st.sets(st.integers(1, 30)))
 def test_a_report_counts_exactly_the_trained_batches_or_is_refused(size: int, reports: set[int]) -> None:
-    """Whatever steps are reported, of a loop over many epochs. One that began an epoch before it had reported the last
-    steps of the one before was given these again, in silence."""
+    """This holds for any reported steps of a loop over many epochs. A loop that began an epoch before it had
+    reported the last steps of the previous one received those batches again without a report."""
     sampler = make(size, 4)
     loader, trained = own_loader(sampler), list[list[int]]()
     while len(trained) < 30:
@@ -232,7 +235,7 @@ def test_a_fetched_but_untrained_batch_is_not_counted(num_workers: int) -> None:
 
 
 def test_steps_across_two_iterations_are_refused_where_workers_fetch_ahead() -> None:
-    """A loop that leaves its iteration early gets the batches that were not counted again."""
+    """A loop that leaves its iteration early receives the batches that were not counted a second time."""
     sampler = make()
     loader = DataLoader(range(40), batch_sampler=sampler, num_workers=1, prefetch_factor=8)
     for trained in (3, 2):
@@ -244,7 +247,7 @@ def test_steps_across_two_iterations_are_refused_where_workers_fetch_ahead() -> 
 
 
 def test_a_counted_step_excludes_batches_fetched_after_it() -> None:
-    """A second Checkpointer that reports the step when the loop has the next batch in hand."""
+    """A second Checkpointer reports the step when the loop already holds the next batch."""
     sampler = make()
     batches = iter(sampler.loader(range(40)))
     next(batches)
@@ -254,7 +257,7 @@ def test_a_counted_step_excludes_batches_fetched_after_it() -> None:
     assert place(sampler) == (0, 1)
 
 
-# ---- under frameworks ------------------------------------------------------------------------------------------
+# ---- frameworks ------------------------------------------------------------------------------------------------
 
 
 def one_ahead(loader):
@@ -268,8 +271,8 @@ def one_ahead(loader):
 
 
 def framework_loop(sampler: ResumableSampler, first: int, last: int) -> list[list[int]]:
-    """Steps `first` to `last`, each of `batches_per_step` batches, with a step at the end of each epoch. What each step
-    was trained with; of the batches whose step was not taken nothing."""
+    """Steps `first` to `last`, each of `batches_per_step` batches, with a step at the end of each epoch. Returns the
+    batches that each step was trained with, without those whose step was not made."""
     loader, trained, n = sampler.loader(range(sampler.dataset_size)), list[list[int]](), first
     while True:
         gathered = list[list[int]]()
@@ -286,7 +289,8 @@ def framework_loop(sampler: ResumableSampler, first: int, last: int) -> list[lis
 @pytest.mark.parametrize("batches_per_step", [1, 3, 4, 12])
 @pytest.mark.parametrize("stop", [1, 2, 5])
 def test_batches_prefetched_by_a_framework_are_not_counted(stop: int, batches_per_step: int) -> None:
-    """Four samples had been trained, eight fetched, and the cursor was at eight; with accumulation at 12 for 8."""
+    """Four samples had been trained and eight fetched, and the cursor was at eight; with accumulation, it was at 12
+    in place of 8."""
     sampler = make(batches_per_step=batches_per_step)
     first = framework_loop(sampler, 1, stop)
     assert len(first) == place(sampler)[0] * 10 + place(sampler)[1]
@@ -297,8 +301,8 @@ def test_batches_prefetched_by_a_framework_are_not_counted(stop: int, batches_pe
 
 
 def test_an_epoch_that_ends_with_uncounted_batches_is_reported() -> None:
-    """Lightning, resumed without its own progress, took no step for the last batch of an epoch, and got it again in
-    every epoch that followed."""
+    """When Lightning resumed without its own progress, it made no step for the last batch of an epoch, and received
+    it again in every epoch that followed."""
     sampler = make(batches_per_step=3)
     loader = sampler.loader(range(40))
     for count, _ in enumerate(loader, 1):
@@ -313,7 +317,7 @@ def test_an_epoch_that_ends_with_uncounted_batches_is_reported() -> None:
 @pytest.mark.parametrize("each", [1, 3])
 @pytest.mark.parametrize("fetch", [one_ahead, lambda loader: ((batch, False) for batch in loader)])
 def test_a_loader_that_counts_batches_reports_prefetching(each: int, fetch, caplog) -> None:
-    """Without `batches_per_step` the cursor is one batch ahead then, and a resume leaves that one out."""
+    """Without `batches_per_step` the cursor is then one batch ahead, and a resume skips that batch."""
     sampler = make()
     loader, batches = sampler.loader(range(40)), 0
     for _ in range(3):  # epochs
@@ -325,7 +329,8 @@ def test_a_loader_that_counts_batches_reports_prefetching(each: int, fetch, capl
 
 
 def test_step_numbers_start_over_after_a_restore_that_found_nothing(tmp_path: Path) -> None:
-    """A sampler that is used again for the next run of a sweep: its cursor must not stand until n is at the old one."""
+    """A sampler may be used again for the next run of a sweep: its cursor must not wait until n reaches the earlier
+    run's step."""
     sampler = make()
     for run in ("first", "second"):
         with lastgood.Checkpointer(tmp_path / run, {"sampler": sampler}) as ckpt:
@@ -337,7 +342,7 @@ def test_step_numbers_start_over_after_a_restore_that_found_nothing(tmp_path: Pa
 
 
 def test_the_length_of_a_resumed_loader_is_that_of_an_epoch() -> None:
-    """Lightning took the five batches that were left for the length of every epoch, and ended at step 10 of 20."""
+    """Lightning used the five remaining batches as the length of every epoch, and ended at step 10 of 20."""
     saved, sampler = counted(15, {})
     loader = sampler.loader(range(40))
     sampler.load_state_dict(saved.state_dict())

@@ -33,7 +33,7 @@ DATA = "r00000.safetensors"
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
     save(run, 10, OTHER, chunk_bytes=CHUNK)
     save(run, 20, STATE, chunk_bytes=CHUNK)
@@ -42,32 +42,32 @@ def home(tmp_path: Path) -> Path:
 
 
 def put(data: bytes, at: int) -> Callable[[Path], object]:
-    def damage(home: Path) -> None:
-        with open(home / DATA, "r+b") as file:
+    def damage(folder: Path) -> None:
+        with open(folder / DATA, "r+b") as file:
             file.seek(at)
             file.write(data)
 
     return damage
 
 
-def older(home: Path) -> None:
-    (before,) = home.parent.glob("*10-*")
-    (home / DATA).write_bytes((before / DATA).read_bytes())
+def older(folder: Path) -> None:
+    (before,) = folder.parent.glob("*10-*")
+    (folder / DATA).write_bytes((before / DATA).read_bytes())
 
 
 def record(name: str, at: int) -> Callable[[Path], object]:
-    def damage(home: Path) -> None:
-        data = bytearray((home / name).read_bytes())
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
         data[at] ^= 1
-        (home / name).write_bytes(data)
+        (folder / name).write_bytes(data)
 
     return damage
 
 
 def resized(by: int) -> Callable[[Path], object]:
-    def damage(home: Path) -> None:
-        data = (home / DATA).read_bytes()
-        (home / DATA).write_bytes(data[:by] if by < 0 else data + bytes(by))
+    def damage(folder: Path) -> None:
+        data = (folder / DATA).read_bytes()
+        (folder / DATA).write_bytes(data[:by] if by < 0 else data + bytes(by))
 
     return damage
 
@@ -79,16 +79,16 @@ FOUND = {
     "an older version of the file": (older, {"agreement", "contents", "digests"}, "weight"),
     "a cut tail": (resized(-100), {"structure", "contents", "digests"}, "weight"),
     "an appended tail": (resized(5), {"structure", "digests"}, ""),
-    "a lost file": (lambda home: (home / DATA).unlink(), {"structure"}, ""),
+    "a lost file": (lambda folder: (folder / DATA).unlink(), {"structure"}, ""),
     "a digit of the manifest's digests": (record("r00000.manifest.json", 150), {"digests"}, ""),
     "the form of the manifest": (record("r00000.manifest.json", -3), {"structure", "digests"}, ""),
-    "a lost manifest": (lambda home: (home / "r00000.manifest.json").unlink(), {"structure"}, ""),
+    "a lost manifest": (lambda folder: (folder / "r00000.manifest.json").unlink(), {"structure"}, ""),
 }
 
 
 @pytest.mark.parametrize(("damage", "layers", "tensor"), FOUND.values(), ids=FOUND.keys())
-def test_each_layer_finds_its_damage_alone_and_names_the_tensor(home, tmp_path, damage, layers, tensor):
-    damage(home)
+def test_each_layer_finds_its_damage_alone_and_names_the_tensor(folder, tmp_path, damage, layers, tensor):
+    damage(folder)
     reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
     verdict = reader.verify(20)
     assert not verdict.intact and {one.layer for one in verdict.findings} >= layers
@@ -98,15 +98,16 @@ def test_each_layer_finds_its_damage_alone_and_names_the_tensor(home, tmp_path, 
         assert alone == ({layer} & {one.layer for one in verdict.findings})
 
 
-def test_a_good_generation_has_no_findings(home, tmp_path):
+def test_a_good_generation_has_no_findings(folder, tmp_path):
     verdict = RunReader(Disk(PosixFiles(), str(tmp_path))).verify(20)
     assert verdict.good and verdict.intact and verdict.layers == list(LAYERS)
 
 
-def test_memory_corruption_is_distinguished_from_disk_corruption(home, tmp_path):
-    """Only the content digest, which is computed while staging, detects it: the file holds what was written."""
+def test_memory_corruption_is_distinguished_from_disk_corruption(folder, tmp_path):
+    """Only the content digest, which is computed during staging, detects it: the file holds exactly the bytes that
+    were written."""
     reader = RunReader(Disk(PosixFiles(), str(tmp_path)))
-    put(b"\xff", 9000)(home)
+    put(b"\xff", 9000)(folder)
     assert not any("memory changed it" in one.what for one in reader.verify(20).findings)
 
 
@@ -121,14 +122,14 @@ FLOATS = {name for name, one in TORCH_DTYPES.items() if one.is_floating_point or
 def test_nonfinite_values_are_found_in_every_dtype_at_every_position(name):
     dtype = TORCH_DTYPES[name]
     if name == "float4_e2m1fn_x2":
-        assert not not_finite(name, memoryview(bytes(range(256))))  # it has neither
+        assert not not_finite(name, memoryview(bytes(range(256))))  # the bytes contain neither
         return
     bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
     if dtype.itemsize == 1:
         patterns = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     elif dtype.itemsize == 2:
         patterns = bits
-    else:  # the upper half of a real number decides, but for the last bit of a NaN
+    else:  # the upper half of a real number decides, except for the last bit of a NaN
         half = torch.zeros(1 << 16, dtype.itemsize // (2 if dtype.is_complex else 1) // 2, dtype=torch.int32)
         half[:, -1] = torch.arange(1 << 16)
         patterns = half.to(torch.uint16).view(torch.uint8)
@@ -155,7 +156,7 @@ class Net(nn.Module):
 
 
 def trained(root: Path, poison: Callable[[nn.Module, torch.optim.Optimizer], object], **options: object) -> list[str]:
-    """Two good steps, one that is poisoned, and what was reported."""
+    """Save two good steps and one that is poisoned; returns the texts of the reports."""
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())
     with (
@@ -185,8 +186,8 @@ POISON = {
 
 @pytest.mark.parametrize("name", POISON)
 def test_a_nonfinite_state_is_intact_and_unfit(tmp_path, name):
-    told = trained(tmp_path, POISON[name])
-    assert any("step 3 is intact, and not good" in one and name in one for one in told)
+    warnings = trained(tmp_path, POISON[name])
+    assert any("step 3 is intact, and not good" in one and name in one for one in warnings)
     run = lastgood.open(tmp_path)
     verdict = run.verify(3)
     assert verdict.intact and not verdict.good and [one.tensor for one in verdict.findings] == [name]
@@ -196,9 +197,9 @@ def test_a_nonfinite_state_is_intact_and_unfit(tmp_path, name):
     with lastgood.Checkpointer(tmp_path, {"net": Net()}, include=["net"]) as ckpt:
         with reported("intact, and not good"):
             assert ckpt.restore(strict=False).step == 2
-        found = ckpt.restore(step=3, strict=False)  # it was asked for
+        found = ckpt.restore(step=3, strict=False)  # it was requested by number
         assert found.step == 3 and found.unfit == [name]
-    assert lastgood.open(tmp_path).generations()[-1].unfit, "and is no better for it"
+    assert lastgood.open(tmp_path).generations()[-1].unfit, "the restored step is still not good"
     assert (tmp_path / "latest_ok").resolve().name.startswith("000000000002-")
 
 
@@ -215,8 +216,8 @@ def test_one_nonfinite_value_is_found_at_every_position_of_a_file(tmp_path, elem
 
 def test_a_mask_of_minus_infinity_is_good_unless_required_to_be_finite(tmp_path):
     assert trained(tmp_path / "plain", lambda *_: None) == []
-    told = trained(tmp_path / "named", lambda *_: None, finite_also=["net.mask"])
-    assert any("net.mask" in one for one in told)
+    warnings = trained(tmp_path / "named", lambda *_: None, finite_also=["net.mask"])
+    assert any("net.mask" in one for one in warnings)
 
 
 def test_a_tensor_that_is_allowed_to_be_infinite_is_good(tmp_path):
@@ -225,7 +226,7 @@ def test_a_tensor_that_is_allowed_to_be_infinite_is_good(tmp_path):
 
 
 def test_an_unverified_nonfinite_state_is_not_restored(tmp_path):
-    """The process died before it verified its last save, and that save holds NaN."""
+    """The process died before it verified its last save, and that save contains NaN."""
     trained(tmp_path, POISON["net.layer.weight"])
     (mark,) = tmp_path.glob(f"gen/*/{layout.UNFIT}")
     mark.unlink()

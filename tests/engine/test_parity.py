@@ -1,4 +1,4 @@
-"""Parity rebuilds damage within its budget exactly; damage beyond the budget is refused and nothing is changed."""
+"""Parity rebuilds damage within its budget exactly; damage beyond the budget is refused, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def root(original: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(original, tmp_path / "run", symlinks=True))
 
 
-def home(root: Path, step: int = 20) -> Path:
+def generation_folder(root: Path, step: int = 20) -> Path:
     (path,) = root.glob(f"gen/{step:012d}-*")
     return path
 
@@ -95,7 +95,7 @@ def swap(data: bytearray) -> None:
     data[one], data[two] = data[two], data[one]
 
 
-def lost(*names: str) -> Callable[[Path], object]:
+def deleting(*names: str) -> Callable[[Path], object]:
     return lambda folder: [(folder / name).unlink() for name in names]
 
 
@@ -109,13 +109,13 @@ WITHIN: dict[str, Callable[[Path], object]] = {
     "an appended tail": changed(DATA, lambda data: data.extend(b"more")),
     "swapped blocks": changed(DATA, swap),
     "a flipped bit in the manifest": changed(MANIFEST, flip(200)),
-    "a lost manifest": lost(MANIFEST),
+    "a lost manifest": deleting(MANIFEST),
     "an empty manifest": changed(MANIFEST, lambda data: data.clear()),
     "a flipped bit in the commit": changed(COMMIT, flip(100)),
-    "a lost commit": lost(COMMIT),
-    "everything but the tensor file": lost(MANIFEST, COMMIT, "r00000.parity-0", "r00000.parity-0.json"),
+    "a lost commit": deleting(COMMIT),
+    "everything but the tensor file": deleting(MANIFEST, COMMIT, "r00000.parity-0", "r00000.parity-0.json"),
     "a parity file, and one cell": lambda folder: (
-        lost("r00000.parity-1", "r00000.parity-1.json")(folder),
+        deleting("r00000.parity-1", "r00000.parity-1.json")(folder),
         changed(DATA, flip(5))(folder),
     ),
     "a parity record, and one cell": lambda folder: (
@@ -127,19 +127,19 @@ WITHIN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", WITHIN.values(), ids=WITHIN.keys())
 def test_damage_within_the_budget_is_rebuilt_exactly_and_verified(root, damage):
-    before = contents(home(root))
-    damage(home(root))
-    run = opened(root, parity=None)  # the code that it was saved with is in its records
+    before = contents(generation_folder(root))
+    damage(generation_folder(root))
+    run = opened(root, parity=None)  # the code is read from the run's records
     (at,) = (one for one in (*run.survey.generations, *run.survey.broken, *run.survey.incomplete) if one.step == 20)
     run.mend(at, UPKEEP)
-    assert contents(home(root)) == before
+    assert contents(generation_folder(root)) == before
     found, state = load(run.tier)
     assert found.generation is not None and found.generation.step == 20 and state == STATE
 
 
 BEYOND: dict[str, Callable[[Path], object]] = {
     "three cells of one row": changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4, 7)]),
-    "a lost tensor file": lost(DATA),
+    "a lost tensor file": deleting(DATA),
     "two cells, and a cell of parity": lambda folder: (
         changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(folder),
         changed("r00000.parity-0", flip(0))(folder),
@@ -149,33 +149,36 @@ BEYOND: dict[str, Callable[[Path], object]] = {
     ],
     "all of the parity": lambda folder: (
         changed(DATA, flip(5))(folder),
-        lost("r00000.parity-0.json", "r00000.parity-1.json")(folder),
+        deleting("r00000.parity-0.json", "r00000.parity-1.json")(folder),
     ),
 }
 
 
-def mended_in_vain(root: Path, kind: type[LastgoodError]) -> tuple[RunWriter, dict[str, bytes], dict[str, bytes]]:
-    """Mending the newest ends in this error: the run, and what lay in its folder before and after."""
+def failed_mend(root: Path, kind: type[LastgoodError]) -> tuple[RunWriter, dict[str, bytes], dict[str, bytes]]:
+    """Mend the newest generation, which must fail with this error; returns the run, and the folder's content before
+    and after."""
     run = opened(root, parity=None)
     (at,) = (one for one in run.survey.generations if one.step == 20)
-    before = contents(home(root))
+    before = contents(generation_folder(root))
     with pytest.raises(kind):
         run.mend(at, UPKEEP)
-    return run, before, contents(home(root))
+    return run, before, contents(generation_folder(root))
 
 
 @pytest.mark.parametrize("damage", BEYOND.values(), ids=BEYOND.keys())
 def test_damage_beyond_the_budget_is_refused_and_nothing_is_changed(root, damage):
-    damage(home(root))
-    _, before, after = mended_in_vain(root, BeyondRepair)
-    if any(parity_layout.is_record(name) for name in before):  # else nobody has looked
-        assert layout.VERIFIED not in after and layout.DAMAGED in after, "it counts for nothing any more"
+    damage(generation_folder(root))
+    _, before, after = failed_mend(root, BeyondRepair)
+    if any(parity_layout.is_record(name) for name in before):  # otherwise no parity was read
+        assert layout.VERIFIED not in after and layout.DAMAGED in after, (
+            "the generation is marked as damaged and no longer as verified"
+        )
     marks = (layout.VERIFIED, layout.DAMAGED)
     assert all(after.get(name) == data for name, data in before.items() if name not in marks)
 
 
 def test_the_refusal_states_how_far_the_budget_is_exceeded(root):
-    BEYOND["three cells of one row"](home(root))
+    BEYOND["three cells of one row"](generation_folder(root))
     run = opened(root)
     with pytest.raises(BeyondRepair, match=r"1 of 3 rows .* row 0, lost 3 of 10 cells .* 2 of 2 .* left: 1 too many"):
         run.mend(max(run.survey.generations), UPKEEP)
@@ -185,28 +188,29 @@ def test_the_refusal_states_how_far_the_budget_is_exceeded(root):
     "length", [29 * CELL - 100, 27 * CELL], ids=["its last cell is short", "it has two cells less"]
 )
 def test_the_rest_of_a_short_row_is_zeros_and_not_stale_memory(tmp_path, length):
-    """There it had something when parity was made, and something else when it was used."""
+    """The memory behind a short row held other bytes when the parity was made than when it was used."""
     run = opened(tmp_path)
     save(run, 20, {"weight": random.Random(1).randbytes(length)}, chunk_bytes=CHUNK)
     run.verify(UPKEEP)
-    before = contents(home(tmp_path))
-    changed(DATA, flip(28 * CELL - 1))(home(tmp_path))  # of the first row, where the short one of the last row is read
-    changed(DATA, flip(2 * CELL))(home(tmp_path))  # of the last row
+    before = contents(generation_folder(tmp_path))
+    # In the first row, at the place where the short cell of the last row is read.
+    changed(DATA, flip(28 * CELL - 1))(generation_folder(tmp_path))
+    changed(DATA, flip(2 * CELL))(generation_folder(tmp_path))  # in the last row
     run.mend(next(iter(run.survey.generations)), UPKEEP)
-    assert contents(home(tmp_path)) == before
+    assert contents(generation_folder(tmp_path)) == before
 
 
 def test_a_lost_tensor_file_is_rebuilt_from_as_much_parity_as_data(tmp_path):
     run = opened(tmp_path, "2+2")
     save(run, 20, STATE, chunk_bytes=CHUNK)
     run.verify(UPKEEP)
-    before = contents(home(tmp_path))
-    lost(DATA)(home(tmp_path))
-    assert run.mend(max(run.survey.generations), UPKEEP) == [DATA] and contents(home(tmp_path)) == before
+    before = contents(generation_folder(tmp_path))
+    deleting(DATA)(generation_folder(tmp_path))
+    assert run.mend(max(run.survey.generations), UPKEEP) == [DATA] and contents(generation_folder(tmp_path)) == before
 
 
 def test_an_older_version_of_the_file_is_damage_like_any_other(root):
-    shutil.copy(home(root, 10) / DATA, home(root) / DATA)
+    shutil.copy(generation_folder(root, 10) / DATA, generation_folder(root) / DATA)
     run = opened(root)
     with pytest.raises(BeyondRepair):
         run.mend(max(run.survey.generations), UPKEEP)
@@ -214,22 +218,23 @@ def test_an_older_version_of_the_file_is_damage_like_any_other(root):
 
 
 def test_zeroing_a_range_that_was_zero_is_not_damage(tmp_path):
-    """The study counted one zeroed range in 400 as missed: nothing had changed, so there was nothing to find."""
+    """The study counted one zeroed range of 400 as missed, but the bytes there had been zero before, so nothing was
+    damaged."""
     run = opened(tmp_path)
     save(run, 20, {"weight": bytes(4 * CELL) + STATE["weight"]}, chunk_bytes=CHUNK)
     run.verify(UPKEEP)
-    before = contents(home(tmp_path))
-    changed(DATA, zeros(2 * CELL, CELL))(home(tmp_path))
-    assert contents(home(tmp_path)) == before and RunReader(run.tier).verify(20).good
+    before = contents(generation_folder(tmp_path))
+    changed(DATA, zeros(2 * CELL, CELL))(generation_folder(tmp_path))
+    assert contents(generation_folder(tmp_path)) == before and RunReader(run.tier).verify(20).good
 
 
 def test_parity_without_its_record_is_deleted_and_blocks_nothing(root):
-    lost("r00000.parity-0.json", "r00000.parity-1.json")(home(root))
+    deleting("r00000.parity-0.json", "r00000.parity-1.json")(generation_folder(root))
     run = opened(root)
-    assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
+    assert not [name for name in contents(generation_folder(root)) if parity_layout.is_parity(name)]
     newest = max(run.survey.generations.values(), key=lambda one: one.step)
     run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
-    assert len([name for name in contents(home(root)) if parity_layout.is_parity(name)]) == 4
+    assert len([name for name in contents(generation_folder(root)) if parity_layout.is_parity(name)]) == 4
 
 
 def the_newest(run: RunWriter) -> GenerationId:
@@ -237,8 +242,8 @@ def the_newest(run: RunWriter) -> GenerationId:
 
 
 def test_a_failed_repair_deletes_what_it_wrote(root, monkeypatch):
-    changed(DATA, flip(5))(home(root))
-    before, run = contents(home(root)), opened(root, parity=None)
+    changed(DATA, flip(5))(generation_folder(root))
+    before, run = contents(generation_folder(root)), opened(root, parity=None)
 
     def failing(*_: object) -> None:
         raise SumMismatch("it does not read back")
@@ -246,11 +251,11 @@ def test_a_failed_repair_deletes_what_it_wrote(root, monkeypatch):
     monkeypatch.setattr(parity, "_need_good", failing)
     with pytest.raises(SumMismatch):
         run.mend(the_newest(run), UPKEEP)
-    assert contents(home(root)) == before
+    assert contents(generation_folder(root)) == before
 
 
 def test_a_restore_loads_the_generation_it_has_repaired(root):
-    changed(COMMIT, flip(100))(home(root))
+    changed(COMMIT, flip(100))(generation_folder(root))
     run = opened(root)
     (at,) = run.survey.broken
     run.mend(at, UPKEEP)
@@ -258,11 +263,11 @@ def test_a_restore_loads_the_generation_it_has_repaired(root):
 
 
 def test_an_impossible_repair_is_reported_with_its_reason(root):
-    lost(DATA)(home(root))
-    told: list[Event] = []
-    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), environment=Environment(emit=told.append))
+    deleting(DATA)(generation_folder(root))
+    events: list[Event] = []
+    run = RunWriter(Disk(PosixFiles(), str(root)), Inline(), environment=Environment(emit=events.append))
     assert not run.mender.try_to_mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
-    assert [(one.kind, one.step, one.detail.partition(":")[0]) for one in told] == [
+    assert [(one.kind, one.step, one.detail.partition(":")[0]) for one in events] == [
         ("not_repaired", 20, "BeyondRepair")
     ]
 
@@ -270,13 +275,13 @@ def test_an_impossible_repair_is_reported_with_its_reason(root):
 def test_a_restore_repairs_nothing_older_than_the_loaded_generation(root):
     run = opened(root)
     older = next(one for one in run.survey.generations.values() if one.step == 10)
-    changed(DATA, flip(-1))(home(root, 10))
+    changed(DATA, flip(-1))(generation_folder(root, 10))
     run.conclude(older, read_all(run.tier, older, UPKEEP, Inline()))
-    before = contents(home(root, 10))
+    before = contents(generation_folder(root, 10))
     run.mender.mend_known(None, UPKEEP)
-    assert contents(home(root, 10)) == before
+    assert contents(generation_folder(root, 10)) == before
     run.mender.mend_known(10, UPKEEP)
-    assert contents(home(root, 10)) != before
+    assert contents(generation_folder(root, 10)) != before
 
 
 def test_a_rebuilt_commit_restores_the_incarnation_that_only_it_records(root):
@@ -286,7 +291,7 @@ def test_a_rebuilt_commit_restores_the_incarnation_that_only_it_records(root):
     run.verify(UPKEEP)
     (record,) = (root / "incarnations").glob("000002-*")
     record.unlink()
-    changed(COMMIT, flip(100))(home(root, 30))
+    changed(COMMIT, flip(100))(generation_folder(root, 30))
     run = opened(root)
     run.mender.mend_known(None, UPKEEP)
     assert [one.step for one in run.lineage()] == [30, 20, 10]
@@ -309,29 +314,31 @@ def test_an_unreadable_file_is_rebuilt_and_loaded(root):
 
 
 def test_the_remains_of_an_interrupted_repair_block_nothing(root):
-    before = contents(home(root))
-    changed(DATA, flip(5))(home(root))
-    lost(MANIFEST)(home(root))
+    before = contents(generation_folder(root))
+    changed(DATA, flip(5))(generation_folder(root))
+    deleting(MANIFEST)(generation_folder(root))
     run = opened(root)
-    for name in (DATA, MANIFEST):  # after the opening, which clears it too: a repair of this process failed
-        (home(root) / f"{name}{parity.REBUILT}").write_bytes(b"half")
+    # Written after the opening, which clears them too: they stand for a failed repair of this process.
+    for name in (DATA, MANIFEST):
+        (generation_folder(root) / f"{name}{parity.REBUILT}").write_bytes(b"half")
     run.mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
-    assert contents(home(root)) == before
+    assert contents(generation_folder(root)) == before
 
 
 def test_a_repair_cancelled_while_it_examines_changes_nothing(root):
-    changed(DATA, flip(5))(home(root))
-    before = contents(home(root))
+    changed(DATA, flip(5))(generation_folder(root))
+    before = contents(generation_folder(root))
     run = opened(root)
     with pytest.raises(Cancelled):
         run.mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP, stop=lambda: True)
-    assert contents(home(root)) == before
+    assert contents(generation_folder(root)) == before
 
 
 def test_a_repair_cancelled_while_it_writes_parity_anew_raises_cancelled(root):
-    """The cancellation was reported as parity that could not be written, and the repair went on to the next one."""
-    changed(DATA, flip(5))(home(root))
-    lost("r00000.parity-1", "r00000.parity-1.json")(home(root))
+    """The cancellation was reported as parity that could not be written, and the repair continued with the next
+    generation."""
+    changed(DATA, flip(5))(generation_folder(root))
+    deleting("r00000.parity-1", "r00000.parity-1.json")(generation_folder(root))
     run = opened(root, parity=None)
     at = next(at for at in run.survey.generations if at.step == 20)
     with pytest.raises(Cancelled):
@@ -340,7 +347,7 @@ def test_a_repair_cancelled_while_it_writes_parity_anew_raises_cancelled(root):
 
 
 def test_a_repair_writes_the_commit_last(root, monkeypatch):
-    lost(MANIFEST, COMMIT)(home(root))
+    deleting(MANIFEST, COMMIT)(generation_folder(root))
     run, put_back = opened(root, parity=None), parity._put_back
 
     def failing(tier: Disk, folder: str, name: str, data: bytes) -> None:
@@ -351,11 +358,11 @@ def test_a_repair_writes_the_commit_last(root, monkeypatch):
     monkeypatch.setattr(parity, "_put_back", failing)
     with pytest.raises(TierDown):
         run.mend(the_newest(run), UPKEEP)
-    assert not (home(root) / COMMIT).exists()
+    assert not (generation_folder(root) / COMMIT).exists()
 
 
 def test_a_rebuilt_record_that_reads_back_wrong_is_not_installed(root, monkeypatch):
-    lost(MANIFEST)(home(root))
+    deleting(MANIFEST)(generation_folder(root))
     run, some = opened(root, parity=None), parity.read_file.some
 
     def misread(tier: Disk, name: str, *rest: int) -> bytearray:
@@ -364,14 +371,14 @@ def test_a_rebuilt_record_that_reads_back_wrong_is_not_installed(root, monkeypat
     monkeypatch.setattr(parity.read_file, "some", misread)
     with pytest.raises(LastgoodError, match="does not read back"):
         run.mend(the_newest(run), UPKEEP)
-    assert not [name for name in contents(home(root)) if name.startswith(MANIFEST)]
+    assert not [name for name in contents(generation_folder(root)) if name.startswith(MANIFEST)]
 
 
 def test_parity_records_are_deleted_before_their_cells(root, monkeypatch):
-    run, gone, delete = opened(root), list[str](), Disk.delete
-    monkeypatch.setattr(Disk, "delete", lambda self, name: (gone.append(name), delete(self, name))[1])
-    parity.clear(run.tier, f"gen/{home(root).name}")
-    records = [name.endswith(".json") for name in gone]
+    run, deleted, delete = opened(root), list[str](), Disk.delete
+    monkeypatch.setattr(Disk, "delete", lambda self, name: (deleted.append(name), delete(self, name))[1])
+    parity.clear(run.tier, f"gen/{generation_folder(root).name}")
+    records = [name.endswith(".json") for name in deleted]
     assert records == [True, True, False, False]
 
 
@@ -384,10 +391,10 @@ def test_cancelled_parity_leaves_no_file(root):
     parity.clear(run.tier, layout.folder(generation.id))
     with pytest.raises(Cancelled):
         parity.protect(run.tier, generation, manifest, spare.code, cells, Inline(), lambda: True)
-    assert not [name for name in contents(home(root)) if parity_layout.is_parity(name)]
+    assert not [name for name in contents(generation_folder(root)) if parity_layout.is_parity(name)]
 
 
-# ---- records that were made to harm ------------------------------------------------------------------------------
+# ---- malicious records -------------------------------------------------------------------------------------------
 
 
 def forged(folder: Path, fields: Callable[[Parity], dict[str, object]], *indices: int) -> None:
@@ -425,28 +432,29 @@ FORGED: dict[str, Callable[[Parity], dict[str, object]]] = {
 
 @pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
 def test_forged_parity_repairs_nothing_and_verifies_nothing(root, fields):
-    changed(DATA, flip(5))(home(root))
-    forged(home(root), fields, 0, 1)
+    changed(DATA, flip(5))(generation_folder(root))
+    forged(generation_folder(root), fields, 0, 1)
     refused(root)
 
 
 def test_parity_computed_over_damage_repairs_and_verifies_nothing(root):
-    changed(DATA, flip(5))(home(root))
-    data = (home(root) / DATA).read_bytes()
+    changed(DATA, flip(5))(generation_folder(root))
+    data = (generation_folder(root) / DATA).read_bytes()
 
     def cells(record: Parity) -> dict[str, object]:
         return {"cells": [digest(record.digest, data[at : at + CELL]) for at in range(0, len(data), CELL)]}
 
-    forged(home(root), cells, 0, 1)
+    forged(generation_folder(root), cells, 0, 1)
     refused(root)
 
 
 def refused(root: Path) -> None:
-    """Mending ends in an error, no file is another one, and a restore goes to the older generation."""
-    run, before, after = mended_in_vain(root, LastgoodError)
-    for there in (before, after):
+    """Require that mending fails with an error, that no file is changed, and that a restore loads the older
+    generation."""
+    run, before, after = failed_mend(root, LastgoodError)
+    for content in (before, after):
         for mark in (layout.VERIFIED, layout.DAMAGED):
-            there.pop(mark, None)
+            content.pop(mark, None)
     assert after == before
     found, _ = load(run.tier)
     assert found.generation is not None and found.generation.step == 10
@@ -454,41 +462,41 @@ def refused(root: Path) -> None:
 
 @pytest.mark.parametrize("fields", FORGED.values(), ids=FORGED.keys())
 def test_beside_a_forged_record_only_the_valid_one_repairs(root, fields):
-    whole = (home(root) / DATA).read_bytes()
-    changed(DATA, flip(5))(home(root))
-    damaged = (home(root) / DATA).read_bytes()
-    forged(home(root), fields, 0)
+    whole = (generation_folder(root) / DATA).read_bytes()
+    changed(DATA, flip(5))(generation_folder(root))
+    damaged = (generation_folder(root) / DATA).read_bytes()
+    forged(generation_folder(root), fields, 0)
     run = opened(root, parity=None)
     (at,) = (one for one in run.survey.generations if one.step == 20)
     try:
         run.mend(at, UPKEEP)
     except LastgoodError:
-        assert (home(root) / DATA).read_bytes() == damaged
+        assert (generation_folder(root) / DATA).read_bytes() == damaged
     else:
-        assert (home(root) / DATA).read_bytes() == whole
+        assert (generation_folder(root) / DATA).read_bytes() == whole
 
 
 def test_a_record_naming_another_commit_rebuilds_no_lost_commit(root):
-    forged(home(root), FORGED["the root of another"], 0, 1)
-    lost(COMMIT)(home(root))
+    forged(generation_folder(root), FORGED["the root of another"], 0, 1)
+    deleting(COMMIT)(generation_folder(root))
     run = opened(root, parity=None)
     with pytest.raises(BeyondRepair, match="no parity that can be read"):
         run.mend(next(at for at in run.survey.incomplete if at.step == 20), UPKEEP)
 
 
 def test_an_existing_commit_decides_which_parity_is_valid(root):
-    before = contents(home(root))
-    changed(DATA, flip(5))(home(root))
+    before = contents(generation_folder(root))
+    changed(DATA, flip(5))(generation_folder(root))
 
     def of_another(record: Parity) -> dict[str, object]:
-        told = layout.decode(record.commit.encode(), Commit, "")
-        text = layout.encode(structs.replace(told, created=told.created + 1), "xxh3_128")
+        original = layout.decode(record.commit.encode(), Commit, "")
+        text = layout.encode(structs.replace(original, created=original.created + 1), "xxh3_128")
         return {"commit": text.decode(), "root": layout.root_of(text)}
 
-    forged(home(root), of_another, 0)
+    forged(generation_folder(root), of_another, 0)
     run = opened(root)
     run.mend(next(at for at in run.survey.generations if at.step == 20), UPKEEP)
-    assert contents(home(root)) == before
+    assert contents(generation_folder(root)) == before
 
 
 def test_parity_of_another_code_is_ignored(root, tmp_path):
@@ -497,19 +505,19 @@ def test_parity_of_another_code_is_ignored(root, tmp_path):
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
     run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
     for name in ("r00000.parity-1", "r00000.parity-1.json"):
-        shutil.copy(home(other) / name, home(root) / name)
-    changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(home(root))
+        shutil.copy(generation_folder(other) / name, generation_folder(root) / name)
+    changed(DATA, lambda data: [flip(row * 3 * CELL)(data) for row in (1, 4)])(generation_folder(root))
     run = opened(root, parity=None)
     with pytest.raises(BeyondRepair, match="1 too many"):
         run.mend(newest.id, UPKEEP)
 
 
 def test_complete_parity_is_not_written_again(root):
-    inodes = {path.name: path.stat().st_ino for path in home(root).iterdir()}
+    inodes = {path.name: path.stat().st_ino for path in generation_folder(root).iterdir()}
     run = opened(root)
     newest = next(one for one in run.survey.generations.values() if one.step == 20)
     run.mender.read_again(newest, UPKEEP, run.mender.reading(newest, UPKEEP))
-    assert {path.name: path.stat().st_ino for path in home(root).iterdir()} == inodes
+    assert {path.name: path.stat().st_ino for path in generation_folder(root).iterdir()} == inodes
 
 
 @pytest.fixture(params=["isal", "zfec"])
@@ -523,7 +531,7 @@ def engine(request, monkeypatch):
 
 @pytest.mark.parametrize(("data", "parity"), [(1, 1), (2, 2), (4, 2), (10, 2), (16, 4), (250, 6)])
 def test_isal_and_zfec_compute_the_same_parity(data, parity, monkeypatch):
-    """Parity that one machine wrote with zfec must repair on another that has ISA-L, and the other way."""
+    """Parity that one machine wrote with zfec must repair on another that has ISA-L, and vice versa."""
     if isal.library() is None:
         pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
     cells = [memoryview(random.Random(number).randbytes(1000)) for number in range(data)]
@@ -536,14 +544,14 @@ def test_isal_and_zfec_compute_the_same_parity(data, parity, monkeypatch):
 def test_any_set_of_cells_as_large_as_the_parity_can_be_lost(data, parity, engine):
     chance, code = random.Random(data), Code(data, parity)
     cells = [chance.randbytes(64) for _ in range(data)]
-    word = [*cells, *code.encode([memoryview(cell) for cell in cells])]
-    for gone in itertools.combinations(range(data + parity), parity):
-        left = {number: memoryview(cell) for number, cell in enumerate(word) if number not in gone}
-        assert list(map(bytes, code.decode(left))) == cells, gone
+    code_word = [*cells, *code.encode([memoryview(cell) for cell in cells])]
+    for missing in itertools.combinations(range(data + parity), parity):
+        remaining = {number: memoryview(cell) for number, cell in enumerate(code_word) if number not in missing}
+        assert list(map(bytes, code.decode(remaining))) == cells, missing
 
 
 def test_decoding_from_too_few_cells_is_refused_by_their_number(engine):
-    """The decoder ended in a bare StopIteration, which ended the generator around it as if it were complete."""
+    """The decoder ended with a bare StopIteration, which ended the surrounding generator as if it were complete."""
     code, cells = Code(3, 2), {number: memoryview(bytes(64)) for number in (0, 4)}
     with pytest.raises(BeyondRepair, match="2 cells of a code word are left, and 3 are needed"):
         code.decode(cells)
@@ -564,7 +572,7 @@ def test_cells_that_do_not_fit_the_code_are_refused(count, short):
 
 
 def test_a_cell_longer_than_isal_can_count_is_refused(monkeypatch):
-    """ISA-L takes the length as a signed int of 32 bits: a cell of 2 GiB had a negative one."""
+    """ISA-L takes the length as a signed 32-bit int: the length of a cell of 2 GiB became negative."""
     if isal.library() is None:
         pytest.skip('ISA-L is not installed: pip install pyeclib, or "apt-get install libisal2"')
     monkeypatch.setattr(isal, "ISAL_CELL_LIMIT_BYTES", 64)

@@ -1,4 +1,4 @@
-"""The mover that writes a file from chunks: the order of its calls, and what remains when one of them fails."""
+"""The mover that writes a file from chunks: the order of its calls, and the state after one of them fails."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ IMAGE = layout.images([layout.Tensor("w", "uint8", (10 * CHUNK_BYTES - 100,))])[
 
 
 class Upload:
-    """Records the calls to it. The write number `fails` fails, and the others end only after it has failed."""
+    """Records the calls to it. The write numbered `fails` fails, and the other writes end only after that."""
 
-    def __init__(self, said: list[str], fails: int = -1) -> None:
-        self.said, self.fails, self.failed = said, fails, threading.Event()
+    def __init__(self, operations: list[str], fails: int = -1) -> None:
+        self.operations, self.fails, self.failed = operations, fails, threading.Event()
         self.written: dict[int, bytes] = {}
 
     def write_at(self, mv: memoryview, offset: int) -> None:
@@ -35,34 +35,34 @@ class Upload:
             raise NoSpace("full")
         if self.fails >= 0:
             assert self.failed.wait(60)
-        self.said.append("write")
+        self.operations.append("write")
 
     def finish(self) -> None:
-        self.said.append("finish")
+        self.operations.append("finish")
 
     def abort(self) -> None:
-        self.said.append("abort")
+        self.operations.append("abort")
 
 
 class Tier:
     def __init__(self, fails: int = -1, full: bool = False) -> None:
-        self.said: list[str] = []
+        self.operations: list[str] = []
         self.uploads: list[Upload] = []
         self._fails, self._full = fails, full
 
     def create(self, name: str, length: int) -> Upload:
-        self.said.append("create")
+        self.operations.append("create")
         if self._full:
             raise NoSpace("full")
-        self.uploads.append(Upload(self.said, self._fails))
+        self.uploads.append(Upload(self.operations, self._fails))
         return self.uploads[-1]
 
 
-def chunks(arena: Arena, said: list[str], breaks: int = -1) -> Iterator[write_file.Chunk]:
+def chunks(arena: Arena, operations: list[str], breaks: int = -1) -> Iterator[write_file.Chunk]:
     for number in range(100):
         if number == breaks:
             raise KeyError("the source broke")
-        said.append("chunk")
+        operations.append("chunk")
         lease = arena.take()
         assert lease is not None
         yield lease
@@ -74,7 +74,7 @@ def write(tier: Tier, arena: Arena, breaks: int = -1) -> None:
             tier,
             "home",
             IMAGE,
-            chunks(arena, tier.said, breaks),
+            chunks(arena, tier.operations, breaks),
             chunk_bytes=CHUNK_BYTES,
             algorithm="xxh3_128",
             writers=writers,
@@ -82,7 +82,7 @@ def write(tier: Tier, arena: Arena, breaks: int = -1) -> None:
 
 
 class Later(Executor):
-    """Does a job when it is asked for its result, and not before."""
+    """An executor that runs a job only when its result is requested."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         job: Future[Any] = Future()
@@ -98,15 +98,15 @@ def test_space_is_reserved_before_the_first_chunk_is_requested():
     tier = Tier(full=True)
     with pytest.raises(NoSpace):
         write(tier, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
-    assert tier.said == ["create"]
+    assert tier.operations == ["create"]
 
 
 def test_every_chunk_is_written_before_the_file_is_finished():
     tier, arena = Tier(), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
-    source = chunks(arena, tier.said)
+    source = chunks(arena, tier.operations)
     write_file.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=Later())
-    assert tier.said.count("write") == tier.said.count("chunk") == 11
-    assert tier.said[-1] == "finish" and arena.idle
+    assert tier.operations.count("write") == tier.operations.count("chunk") == 11
+    assert tier.operations[-1] == "finish" and arena.idle
 
 
 @pytest.mark.parametrize("fails", [0, 2])
@@ -114,25 +114,26 @@ def test_a_failed_write_aborts_after_all_other_writers_have_released(fails):
     tier, arena = Tier(fails), Arena(11 * CHUNK_BYTES, CHUNK_BYTES)
     with pytest.raises(NoSpace):
         write(tier, arena)
-    assert tier.said[-1] == "abort" and tier.said.count("abort") == 1
-    assert arena.idle, "every chunk that was handed over came back"
+    assert tier.operations[-1] == "abort" and tier.operations.count("abort") == 1
+    assert arena.idle, "every chunk was released to the arena"
 
 
 def test_a_failing_source_aborts_and_releases_every_chunk():
     tier, arena = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES)
     with pytest.raises(KeyError, match="the source broke"):
         write(tier, arena, breaks=5)
-    assert tier.said[-1] == "abort" and "finish" not in tier.said and arena.idle
+    assert tier.operations[-1] == "abort" and "finish" not in tier.operations and arena.idle
 
 
 def test_a_chunk_that_no_writer_received_is_released():
-    """At the end of the interpreter a pool takes no more jobs: the chunk in hand was lost to the arena for good."""
+    """When the interpreter ends, a pool accepts no more jobs: the chunk being submitted was never released to the
+    arena."""
     tier, arena, writers = Tier(), Arena(4 * CHUNK_BYTES, CHUNK_BYTES), ThreadPoolExecutor(1)
     writers.shutdown()
-    source = chunks(arena, tier.said)
+    source = chunks(arena, tier.operations)
     with pytest.raises(RuntimeError):
         write_file.write(tier, "home", IMAGE, source, chunk_bytes=CHUNK_BYTES, algorithm="xxh3_128", writers=writers)
-    assert tier.said[-1] == "abort" and arena.idle
+    assert tier.operations[-1] == "abort" and arena.idle
 
 
 def test_the_last_page_is_padded_with_zeros_and_not_with_memory():
@@ -148,8 +149,8 @@ def test_the_last_page_is_padded_with_zeros_and_not_with_memory():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems share the pages with a fork")
 def test_a_forked_process_inherits_no_pages_of_an_arena():
-    """A fork did not have the addresses either, mapped something else there, and lost it again as it dropped the arena
-    that it had inherited: savers that were forked ended by SIGSEGV."""
+    """A fork did not inherit the addresses either, mapped other memory there, and unmapped it when it dropped the
+    inherited arena: forked savers ended by SIGSEGV."""
     arena = Arena(CHUNK_BYTES, CHUNK_BYTES)
     arena.memory()[0] = 7
     child = os.fork()

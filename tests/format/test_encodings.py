@@ -30,7 +30,7 @@ from matching import Fed, match
 
 
 def resumed(path, saved, live):
-    """`live` after it was restored from a generation of `saved`."""
+    """`live`, restored from a generation of `saved`."""
     lastgood.save(path, saved)
     lastgood.load(path, live)
     return live
@@ -104,7 +104,7 @@ def test_a_deque_gets_the_bound_of_the_generation(tmp_path):
 
 
 def test_the_state_of_an_optimizer_may_hold_a_deque(tmp_path):
-    """AdaShift of pytorch_optimizer keeps its last gradients in a deque: every save of it was refused."""
+    """AdaShift of pytorch_optimizer keeps its last gradients in a deque, and every save of it was refused."""
 
     class Shifted(torch.optim.SGD):
         pass
@@ -162,7 +162,7 @@ def test_masked_arrays_restore_mask_fill_value_and_hardness(tmp_path, mask):
 
 
 def test_a_masked_array_over_read_only_memory_is_replaced(tmp_path):
-    """Its mask was restored and its data was not: the load reported success over the old numbers."""
+    """Its mask was restored and its data was not: the load reported success with the old numbers."""
     data = np.zeros(3)
     data.flags.writeable = False
     live = {"a": np.ma.array(data, mask=[False] * 3, copy=False)}
@@ -170,7 +170,7 @@ def test_a_masked_array_over_read_only_memory_is_replaced(tmp_path):
     assert live["a"].data.tolist() == [1, 2, 3] and live["a"].mask.tolist() == [False, True, False]
 
 
-# ---- instances of the program's classes --------------------------------------------------------------------------
+# ---- instances of the program's own classes ----------------------------------------------------------------------
 
 
 class Phase(enum.Enum):
@@ -236,7 +236,7 @@ class Slotted:
 
 @dataclasses.dataclass
 class Delegating:
-    """Answers for every attribute that it lacks, and has a slot that is not set."""
+    """A class that answers for every attribute that it lacks, and has an unset slot."""
 
     __slots__ = ("low", "parent")
     low: float
@@ -317,7 +317,7 @@ INSTANCES = [
 
 @pytest.mark.parametrize("value", INSTANCES, ids=repr)
 def test_an_instance_of_an_imported_class_restores_without_its_code(value, tmp_path):
-    """A config dataclass, an Enum (SCION of pytorch_optimizer keeps one) or a namedtuple in the state was refused."""
+    """A config dataclass, an Enum (as in SCION of pytorch_optimizer) or a namedtuple in the state was refused."""
     lastgood.save(tmp_path, {"x": [value]})
     live = {"x": []}
     raised.clear()
@@ -341,7 +341,7 @@ def test_a_live_dataclass_restores_in_place_and_a_frozen_one_is_replaced(tmp_pat
 def test_a_slot_that_is_not_set_is_left_out_despite_a_getattr(tmp_path):
     """A dataclass delegated unknown attributes with `__getattr__`: each save ended with a plain AttributeError.
 
-    hasattr() ran the `__getattr__`, so a slot that was not set was taken for one that was.
+    hasattr() calls `__getattr__`, so an unset slot appeared to be set.
     """
     live = Delegating(0.0)
     state = resumed(tmp_path, {"x": Delegating(2.5)}, {"x": live})
@@ -377,7 +377,7 @@ def test_an_objects_own_state_dict_may_hold_instances(tmp_path):
 
 @pytest.fixture
 def of_a_class_elsewhere(tmp_path, monkeypatch):
-    """A run that holds a namedtuple of a class whose module is not imported any more."""
+    """A run that contains a namedtuple of a class whose module is no longer imported."""
     elsewhere = types.ModuleType("elsewhere")
     elsewhere.Pair = collections.namedtuple("Pair", "one two", module="elsewhere")
     monkeypatch.setitem(sys.modules, "elsewhere", elsewhere)
@@ -467,7 +467,7 @@ def test_patterns_match_the_fields_of_a_dataclass(tmp_path):
 
 
 class Trap(types.ModuleType):
-    """A module, a class and a metaclass that notice when anything but their dictionaries is read."""
+    """A module, a class and a metaclass that record any access beyond their dictionaries."""
 
     def __getattribute__(self, name):
         raised.append(name)
@@ -565,7 +565,7 @@ def test_encoding_a_flag_never_calls_its_bool():
 
 
 def test_fields_are_not_set_around_the_load_state_dict_of_a_live_object():
-    """A forged file could set every field of a dataclass that has a load_state_dict, without calling that."""
+    """A forged file could set every field of a dataclass that has a load_state_dict, without calling that method."""
     live = {"x": Resumable()}
     forged = {"!dataclass": {"class": f"{__name__}:Resumable", "parts": {"path": "/etc", "place": 3}}}
     with pytest.raises(StateMismatch, match="x: data in the generation, Resumable here"):
@@ -574,7 +574,7 @@ def test_fields_are_not_set_around_the_load_state_dict_of_a_live_object():
 
 @pytest.mark.parametrize("forged", [{"torch": 5}, {"torch": {"!tensor": "w"}}, {"cuda": [1]}, {"cuda": 1}], ids=repr)
 def test_malformed_generator_states_are_refused_before_any_change(forged):
-    """The TypeError of torch came out of the restore when the model had been overwritten."""
+    """torch's TypeError was raised by the restore after the model had been overwritten."""
     captured = capture({"w": torch.ones(2)})
     entries = dict(captured.values["rng"]["!dict"]) | forged
     values = captured.values | {"rng": {"!dict": [list(one) for one in entries.items()]}}

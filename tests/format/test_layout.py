@@ -1,4 +1,4 @@
-"""The layout: every byte of an image has one place, any safetensors reader opens it, records round-trip."""
+"""The layout: every byte of an image has one place, any safetensors reader opens it, and records round-trip."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 
 
 def tensors_of(dtypes: list[str]) -> st.SearchStrategy[Tensor]:
-    """Whole ones."""
+    """Whole tensors as the pieces of an image."""
     whole = st.just(())
     return st.builds(Tensor, names, st.sampled_from(dtypes), shapes, st.booleans(), whole, whole, st.just(False))
 
@@ -134,17 +134,17 @@ def test_every_byte_of_an_image_is_covered_exactly_once(tensors, chunk_bytes):
 @given(tensor_lists, st.integers(1, 5000))
 def test_tensors_are_emitted_in_order_and_an_empty_one_once(tensors, chunk_bytes):
     image = whole(tensors)
-    seen: dict[int, int] = {}
+    ends: dict[int, int] = {}
     order = []
     for parts in layout.segments(image, chunk_bytes):
         for place, start, _, length in parts:
-            assert start == seen.get(place, 0), "a hole, or a second visit"
-            assert place not in seen or length > 0
-            seen[place] = start + length
+            assert start == ends.get(place, 0), "a byte was left out, or written twice"
+            assert place not in ends or length > 0
+            ends[place] = start + length
             order.append(place)
     assert order == sorted(order)
-    assert seen.keys() == {-1, *range(len(image.tensors))}
-    assert all(seen[place] == tensor.length for place, (tensor, _) in enumerate(image.tensors))
+    assert ends.keys() == {-1, *range(len(image.tensors))}
+    assert all(ends[place] == tensor.length for place, (tensor, _) in enumerate(image.tensors))
 
 
 @given(tensor_lists, st.booleans(), st.integers(0, 3 * PAGE_BYTES), st.integers(1, 3))
@@ -343,8 +343,8 @@ records = st.one_of(
 def test_every_record_round_trips_unchanged(record, algorithm):
     data = layout.encode(record, algorithm)
     assert layout.decode(data, type(record), "here") == record
-    assert layout.encode(record, algorithm) == data, "equal records are equal bytes: a commit is found again by them"
-    envelope = json.loads(data)  # any JSON reader sees the same
+    assert layout.encode(record, algorithm) == data, "equal records must be encoded as equal bytes"
+    envelope = json.loads(data)  # any JSON reader decodes the same
     assert envelope["digest"] == layout.root_of(data) and envelope["record"]["format"] == 1
 
 
@@ -364,7 +364,7 @@ def test_an_altered_record_is_never_accepted(record, data):
 
 
 def sealed(body: bytes) -> bytes:
-    """A body in an envelope that is right, whatever the body is."""
+    """An envelope with a correct digest around any body."""
     return b'{"digest":"xxh3_128:%s","record":%s}\n' % (digest("xxh3_128", body).encode(), body)
 
 
@@ -431,8 +431,8 @@ def test_folder_names_sort_like_their_steps(pair):
     ],
 )
 def test_other_spellings_are_not_parsed_as_generations(name):
-    """The digits of other scripts once named a generation too: an empty folder so called made the next writer delete
-    the real one, which it took for a save that was not finished."""
+    """The digits of other scripts were once parsed as well: an empty folder with such a name made the next writer
+    delete the real generation, which it took for an unfinished save."""
     assert layout.parse_folder(name) is None
 
 
@@ -451,7 +451,7 @@ def test_other_spellings_are_not_parsed_as_incarnations(name):
     assert layout.parse_incarnation(name) is None
 
 
-# ---- old formats: a run that version 1 wrote opens for ever ----------------------------------------------------
+# ---- old formats: a run that version 1 wrote can be opened for ever --------------------------------------------
 
 V1 = Path(__file__).parents[1] / "golden" / "v1"
 V1_ROOTS = {
@@ -463,7 +463,7 @@ V1_ROOTS = {
 
 
 def v1_tensors(step: int) -> dict[str, tuple[str, list[int], str]]:
-    """What the run holds, written down here and not asked of the code that wrote it: dtype, shape, bytes in hex."""
+    """The content of the run as literals, independent of the code that wrote it: dtype, shape, and bytes in hex."""
     last = f"{step:02x}"
     ramp = "".join(f"{n:02x}" for n in range(250))
     return {
@@ -503,7 +503,7 @@ def v1_values(step: int) -> dict:
 
 @pytest.fixture
 def v1(tmp_path) -> Disk:
-    """A copy, so that nothing can happen to the kept one."""
+    """A copy of the run, so that a test cannot change the original."""
     shutil.copytree(V1, tmp_path / "v1", symlinks=True)
     return Disk(PosixFiles(), str(tmp_path / "v1"))
 

@@ -1,4 +1,4 @@
-"""Values round-trip through JSON, and decoding JSON never creates or runs code."""
+"""Values round-trip through JSON, and decoding JSON never creates an object of a user's class or runs code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bits(number):
 
 
 def same(one, other):
-    """Equal in type, bits and order, at any depth."""
+    """Whether two values are equal in type, bits and order, at any depth."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.generic):
@@ -94,7 +94,7 @@ trees = st.recursive(
 
 
 def has_clash(obj):
-    """Whether two keys of a dict in here have one name, as 1 and "1" have."""
+    """Whether two keys of a dict inside this value have the same name, like 1 and "1"."""
     if isinstance(obj, (list, tuple)):
         return any(map(has_clash, obj))
     if not isinstance(obj, dict):
@@ -122,7 +122,7 @@ def test_plain_data_is_written_as_plain_json():
     assert encode(plain_tree, "it") == plain_tree
 
 
-# ---- hostile input ---------------------------------------------------------------------------------------------
+# ---- malicious input -------------------------------------------------------------------------------------------
 
 TAGS = """int float complex str bytes bytearray tuple set frozenset dict OrderedDict Counter np.scalar np.dtype excluded
 deque defaultdict"""
@@ -190,7 +190,7 @@ def parts(obj):
 def test_malformed_json_is_refused_and_creates_no_other_type(tree):
     try:
         found = decode(tree)
-    except (ManifestInvalid, Refused):  # a time zone of another machine
+    except (ManifestInvalid, Refused):  # a time zone that this machine lacks
         return
     for part in parts(found):
         known = type(part) in (*TABLE, *ENCODINGS, OrderedDict, Counter, deque, defaultdict) or part is LEFT_OUT
@@ -392,7 +392,7 @@ TREE = {"a": {"lora_x": 1, "w": 2}, "b": [10, 20, 30], "lora": 3, "c": {"deep": 
 
 
 @pytest.mark.parametrize(
-    ("include", "exclude", "left"),
+    ("include", "exclude", "remaining"),
     [
         ([], ["it.a"], {"b": [10, 20, 30], "lora": 3, "c": {"deep": {"w": 4}}}),
         ([], ["*.w"], {"a": {"lora_x": 1}, "b": [10, 20, 30], "lora": 3, "c": {"deep": {}}}),
@@ -403,8 +403,8 @@ TREE = {"a": {"lora_x": 1, "w": 2}, "b": [10, 20, 30], "lora": 3, "c": {"deep": 
         (["it.b.2"], [], {"b": [LEFT_OUT, LEFT_OUT, 30]}),
     ],
 )
-def test_a_pattern_matches_names_and_everything_below_them(include, exclude, left):
-    assert decode(encode(TREE, "it", names=Filter(include, exclude))) == left
+def test_a_pattern_matches_names_and_everything_below_them(include, exclude, remaining):
+    assert decode(encode(TREE, "it", names=Filter(include, exclude))) == remaining
 
 
 def test_values_that_no_pattern_can_match_are_not_visited():

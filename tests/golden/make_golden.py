@@ -1,4 +1,4 @@
-"""Made {slots,parity,ranks}: kept runs of format version 1 beside `v1`. Not run again: they stay as written.
+"""The script that made {slots,parity,ranks}: golden runs of format version 1 beside `v1`. It is never run again.
 
     PYTHONPATH=src:tests/support python tests/golden/make_golden.py tests/golden
 

@@ -1,4 +1,4 @@
-"""Made tests/golden/v1, the kept run of format version 1. Not run again: what a released version wrote is kept.
+"""The script that made tests/golden/v1, a golden run of format version 1 as then released. It is never run again.
 
     PYTHONPATH=src:tests/support python tests/golden/make_v1.py tests/golden/v1
 

@@ -1,4 +1,4 @@
-"""The documents state about campaigns, promises and events what the reports and the code show."""
+"""The statements of the documents about campaigns, promises and events agree with the reports and the code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLDER = "older code"
 
 
 def campaign_of(stem: str) -> str:
-    """The campaign whose report this is: `syscalls` of `syscalls-slots`."""
+    """The campaign of this report: `syscalls` for `syscalls-slots`."""
     return next(name for name in sorted(reports.PROVED, key=len, reverse=True) if stem.startswith(name))
 
 
@@ -32,7 +32,8 @@ def is_of_this_code(stem: str) -> bool:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_cites_a_campaign_with_its_commit_and_its_age(page: Path) -> None:
-    """Reports of older code were cited undated, as if the code of today had been tried. The log is dated by itself."""
+    """Reports of older code were cited without a date, as if today's code had been tested. The log is exempt: its
+    entries have dates."""
     if page.name == "log.md":
         return
     for line in page.read_text().splitlines():
@@ -65,11 +66,11 @@ def test_a_changed_source_changes_the_digest_that_reports_carry(
     (room / "writer.py").write_text("one = 2\n")
     assert provenance.digest(["run"]) != before
     (room / "writer.py").write_text('"""Text."""\n\none = 1  # a comment\n"""what it is"""\n')
-    assert provenance.digest(["run"]) == before, "texts are no code"
+    assert provenance.digest(["run"]) == before, "a report's digest does not cover docstrings and comments"
 
 
 def test_how_we_know_numbers_the_promises_as_the_readme_does() -> None:
-    """Promise 5 was "exact resume" in one page and "one consistent cut" in the other."""
+    """Promise 5 was "exact resume" on one page and "one consistent cut" on the other."""
     readme = re.findall(r"^(\d)\. \*\*([\w ]+?)\.?\*\*", (ROOT / "README.md").read_text(), re.M)
     known = re.findall(r"^\| (\d)\. ([\w ]+?) \|", (ROOT / "docs" / "how-we-know.md").read_text(), re.M)
     assert len(readme) == 9

@@ -18,7 +18,7 @@ COLUMN = re.compile(r"^\| `(\w+)` \| `(\w+)` \| [^|]+ \|([^|]*)\|([^|]*)\|([^|]*
 
 
 def test_every_kind_has_one_class_and_the_page_lists_them_in_order() -> None:
-    """`Event.kind` named 7 kinds of 18."""
+    """`Event.kind` documented 7 kinds of 18."""
     assert list(events.EVENTS) == list(get_args(events.EventKind))
     rows = COLUMN.findall((ROOT / "docs" / "events.md").read_text())
     assert [(kind, name) for kind, name, *_ in rows] == [(kind, one.__name__) for kind, one in events.EVENTS.items()]
@@ -33,7 +33,7 @@ def test_the_page_and_the_docstrings_give_meaning_to_the_same_fields() -> None:
 
 
 def test_every_kind_is_emitted_somewhere() -> None:
-    """Emitted is a kind whose name or class stands in the rooms that emit events."""
+    """A kind counts as emitted if its name or its class occurs in the rooms that emit events."""
     named: set[str] = set()
     for room in ("run", "loop"):
         for path in (ROOT / "src/lastgood" / room).glob("*.py"):

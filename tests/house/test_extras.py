@@ -42,7 +42,7 @@ def without(packages: set[str], program: str, *args: object) -> subprocess.Compl
 
 
 def lastgood_without(packages: set[str], *args: object) -> subprocess.CompletedProcess[str]:
-    """Run the command `lastgood` in such a Python."""
+    """Run the command `lastgood` in a Python in which these packages cannot be imported."""
     return without(packages, "from lastgood.__main__ import main\nsys.exit(main())", *args)
 
 
@@ -162,9 +162,9 @@ def test_the_commands_that_need_torch_are_refused_by_name_without_it(tmp_path: P
 
 
 @pytest.mark.parametrize("args", [["bench", "durable", "--out", "x"], ["lab"], ["report", "a", "b"], ["bench", "-h"]])
-def test_a_command_of_the_lab_is_refused_by_name_without_the_lab(args, asked, monkeypatch) -> None:
+def test_a_command_of_the_lab_is_refused_by_name_without_the_lab(args, call_json, monkeypatch) -> None:
     registered(monkeypatch, {})
-    code, answer = asked(*args)
+    code, answer = call_json(*args)
     assert code == 3 and answer["error"] == "NotInstalled"
     assert answer["message"] == f"`lastgood {args[0]}` needs the package lastgood-lab, which is not installed"
     assert answer["todo"] == "Install it: pip install lastgood-lab"
@@ -199,7 +199,7 @@ def test_a_tensor_is_read_as_an_array_unless_numpy_lacks_its_dtype(tmp_path: Pat
 def test_an_error_of_a_missing_package_names_it_and_the_command() -> None:
     error = NotInstalled("lastgood.load", "torch", "pip install 'lastgood[torch]'")
     assert (error.package, error.command) == ("torch", "pip install 'lastgood[torch]'")
-    assert isinstance(error, ImportError), "`except ImportError` around an optional import goes on working"
+    assert isinstance(error, ImportError), "`except ImportError` around an optional import must continue to work"
 
 
 def test_the_packages_that_are_always_installed_are_four() -> None:

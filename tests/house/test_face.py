@@ -1,4 +1,4 @@
-"""The public names and the tree of errors are fixed: each change here is a change for every user."""
+"""The public names and the tree of errors are fixed: each change to them affects every user."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_every_error_states_its_retry_rule_and_exit_code(kind: type) -> None:
 
 
 def test_each_field_of_tuning_and_ranks_is_a_keyword_of_its_own(tmp_path) -> None:
-    """Loops of version 0.1.0 give `in_flight=3`, not `tuning=Tuning(in_flight=3)`."""
+    """Scripts written for version 0.1.0 pass `in_flight=3`, not `tuning=Tuning(in_flight=3)`."""
     grouped = [one.name for group in (lastgood.Tuning, lastgood.Ranks) for one in dataclasses.fields(group)]
     assert grouped == list(EarlierKeywords.__annotations__)
     options = Options().with_keywords({"in_flight": 3, "patience": 7.0})

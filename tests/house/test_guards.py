@@ -68,7 +68,7 @@ def test_each_mutant_changes_its_file_into_other_valid_python() -> None:
     for one in MUTANTS:
         mutated = one.apply(text_of[one.guard])
         assert mutated != text_of[one.guard], one.name
-        if isinstance(one.change, (Swap, Instead)):  # the other changes cannot make it invalid
+        if isinstance(one.change, (Swap, Instead)):  # the other kinds of change cannot make it invalid
             ast.parse(mutated)
 
 

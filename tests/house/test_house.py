@@ -1,6 +1,6 @@
 """The layout of the package: ARCHITECTURE.md is its map, and no file or function exceeds its limit.
 
-The names of the tests are held here too: they are short and in plain English.
+The names of tests are checked too: they are short and in plain English.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-HOME = Path(__file__).resolve().parents[2]
-SOURCE, LAB = HOME / "src/lastgood", HOME / "lab/src/lastgood_lab"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SOURCE, LAB = REPOSITORY / "src/lastgood", REPOSITORY / "lab/src/lastgood_lab"
 TEST_NAME = 70
 PRIVATE_LANGUAGE = (
     "tell|tells|told|telling|hear|hears|heard|hearing|say|says|said|saying|word|homeless|whoever|patience|gone|let_go"
@@ -31,19 +31,19 @@ EXCEPTIONS = json.loads((Path(__file__).parent / "exceptions.json").read_text())
 
 
 def test_the_map_names_every_file_and_no_other() -> None:
-    page = (HOME / "ARCHITECTURE.md").read_text().partition("src/lastgood/\n")[2].partition("```")[0]
+    page = (REPOSITORY / "ARCHITECTURE.md").read_text().partition("src/lastgood/\n")[2].partition("```")[0]
     named, folder = set(), ""
     for line in page.splitlines():
         if found := re.match(r"  (\w+)/  ", line):
             folder = f"{found[1]}/"
         elif found := re.match(r"( +)((?:\w+\.py ?)+)", line):
             named |= {(folder if len(found[1]) == 4 else "") + name for name in found[2].split()}
-    there = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")}
-    assert named == {name for name in there if not name.endswith("/__init__.py")}
+    files = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py")}
+    assert named == {name for name in files if not name.endswith("/__init__.py")}
 
 
 def test_the_map_names_every_file_of_the_lab_and_no_other() -> None:
-    page = (HOME / "ARCHITECTURE.md").read_text().partition("src/lastgood_lab/\n")[2].partition("  tests/")[0]
+    page = (REPOSITORY / "ARCHITECTURE.md").read_text().partition("src/lastgood_lab/\n")[2].partition("  tests/")[0]
     named = re.findall(r"^ {4}(\w+\.py) +\S", page, re.MULTILINE)
     assert sorted(named) == sorted(path.name for path in LAB.glob("*.py") if path.name != "__init__.py")
 
@@ -53,7 +53,7 @@ def sources() -> list[Path]:
 
 
 def short(path: Path) -> str:
-    """A file by its room; one of the lab begins with `lastgood_lab/`."""
+    """The path of a file, relative to its package; a path in the lab begins with `lastgood_lab/`."""
     return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else LAB.parent))
 
 
@@ -73,7 +73,7 @@ def functions_over() -> dict[str, int]:
     return found
 
 
-def has_word(name: str, words: str) -> bool:
+def contains_word(name: str, words: str) -> bool:
     """Whether an identifier, split at underscores and capitals, contains one of these words."""
     parts = re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name)
     return bool(re.search(f"_({words})_", f"_{'_'.join(parts).lower()}_"))
@@ -97,7 +97,9 @@ def private_identifiers() -> dict[str, int]:
     found = Counter[str]()
     for path in SOURCE.rglob("*.py"):
         names = [name for node in ast.walk(ast.parse(path.read_text())) for name in identifiers(node)]
-        found.update(f"{path.relative_to(SOURCE)}: {name}" for name in names if has_word(name, PRIVATE_IN_IDENTIFIERS))
+        found.update(
+            f"{path.relative_to(SOURCE)}: {name}" for name in names if contains_word(name, PRIVATE_IN_IDENTIFIERS)
+        )
     return dict(found)
 
 
@@ -141,7 +143,9 @@ def test_only_listed_exceptions_exceed_their_limit(kind: str, over) -> None:
 
 def names_of_tests() -> list[str]:
     trees = [
-        ast.parse(path.read_text()) for root in ("tests", "lab/tests") for path in (HOME / root).rglob("test_*.py")
+        ast.parse(path.read_text())
+        for root in ("tests", "lab/tests")
+        for path in (REPOSITORY / root).rglob("test_*.py")
     ]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return [one.name for one in functions if one.name.startswith("test_")]
@@ -152,5 +156,5 @@ def test_names_of_tests_are_short_and_in_plain_english() -> None:
     assert len(names) > 1000, "the search does not find the tests"
     long = [name for name in names if len(name) > TEST_NAME]
     assert not long, f"longer than {TEST_NAME} characters: {long}"
-    private = [name for name in names if has_word(name, PRIVATE_LANGUAGE)]
+    private = [name for name in names if contains_word(name, PRIVATE_LANGUAGE)]
     assert not private, f"not in plain English: {private}"

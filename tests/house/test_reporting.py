@@ -26,13 +26,13 @@ def stderr_of(*lines: str) -> str:
 
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_warning_reaches_stderr_once_under_any_configuration(setup: str) -> None:
-    """29 saves in a row failed and a script that filters warnings printed nothing, exit code 0."""
-    told = stderr_of(SETUPS[setup], "from lastgood import reporting", "reporting.threat('29 saves failed')")
-    assert told.count("29 saves failed") == 1
+    """29 saves in a row failed, and a script that filters warnings printed nothing and ended with exit code 0."""
+    output = stderr_of(SETUPS[setup], "from lastgood import reporting", "reporting.threat('29 saves failed')")
+    assert output.count("29 saves failed") == 1
 
 
 def test_information_is_shown_by_default_and_can_be_silenced() -> None:
-    """The bound of the disk was printed by every run, and nothing could turn it off."""
+    """Every run printed the bound of the disk, and nothing could turn it off."""
     silence = "import logging; logging.getLogger('lastgood').setLevel(logging.WARNING)"
     report = ("from lastgood import reporting", "reporting.info('at most 3 GB')")
     assert stderr_of(*report) == "lastgood: at most 3 GB\n"

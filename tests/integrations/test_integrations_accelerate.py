@@ -30,7 +30,7 @@ def test_the_example_on_two_ranks_killed_resumes_exactly(zygote, tmp_path):
 
 
 class Job:
-    """A training of 12 samples: what a script makes before its loop."""
+    """A training of 12 samples: the objects that a script makes before its loop."""
 
     def __init__(self, batch=2, seed=0):
         torch.manual_seed(seed)
@@ -42,7 +42,7 @@ class Job:
         self.net, self.optimizer, self.loader = prepared
 
     def train(self, path, stop_at=24, epochs=4, **options):
-        """The samples that were trained, of the steps up to `stop_at`."""
+        """Train up to step `stop_at`; returns the samples that were trained."""
         seen = []
         with Checkpointer(self.accelerator, path, **{"every_steps": 1} | options) as ckpt:
             step = ckpt.restore().step
@@ -61,15 +61,16 @@ class Job:
 
 @pytest.mark.parametrize("stop_at", [5, 6, 7, 10, 11, 12])
 def test_a_batch_fetched_ahead_is_not_counted_as_consumed(tmp_path, stop_at):
-    """accelerate fetches one batch ahead: a count of what the loader handed out leaves one batch out after a resume."""
+    """accelerate fetches one batch ahead: a count of the batches that the loader returned skips one batch after a
+    resume."""
     whole = Job().train(tmp_path / "whole")
     first = Job().train(tmp_path / "run", stop_at=stop_at)
-    rest = Job(seed=1).train(tmp_path / "run")  # the order is that of the run, whatever the script seeds later
+    rest = Job(seed=1).train(tmp_path / "run")  # the order is that of the run, whatever seed the script sets later
     assert first + rest == whole and sorted(whole) == sorted([float(n) for n in range(12)] * 4)
 
 
 def evaluate_often(path, every_steps, stop_at=8):
-    """The samples of the first two batches of an evaluation loader, for each step up to `stop_at`."""
+    """Evaluate the first two batches of an evaluation loader at each step up to `stop_at`; returns their samples."""
     accelerator, net = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     training = torch.utils.data.DataLoader(torch.zeros(8, 2), batch_size=2)
     evaluation = torch.utils.data.DataLoader(torch.arange(12.0), batch_size=2)
@@ -98,14 +99,14 @@ def evaluate_often(path, every_steps, stop_at=8):
 
 @pytest.mark.parametrize("every_steps", [1, 100], ids=["saved in step()", "saved on exit"])
 def test_an_evaluation_left_by_break_starts_at_its_first_batch_again(tmp_path, every_steps):
-    """After a resume, an evaluation of the first two batches evaluated the third and the fourth."""
+    """After a resume, an evaluation of the first two batches evaluated the third and fourth batch."""
     assert evaluate_often(tmp_path / "run", every_steps, stop_at=3) == [[0, 1, 2, 3]] * 6
     assert evaluate_often(tmp_path / "run", every_steps) == [[0, 1, 2, 3]] * 10
 
 
 @pytest.mark.parametrize("stop_at", [1, 7])
 def test_a_training_loop_left_early_continues_after_the_step_saved_on_exit(tmp_path, stop_at):
-    """The last save comes after the loop is left, and still holds the place that the loop was left at."""
+    """The last save is made after the loop was left, and still holds the position at which it was left."""
     whole = Job().train(tmp_path / "whole")
     first = Job().train(tmp_path / "run", stop_at=stop_at, every_steps=5)
     assert first + Job(seed=1).train(tmp_path / "run") == whole

@@ -30,7 +30,8 @@ def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_pa
 
 
 def test_validation_schedules_means_and_callbacks_resume_exactly(zygote, tmp_path):
-    """Lightning's own resume in mid-epoch skips validation, starts means anew and gives the first samples again."""
+    """Lightning's own resume in mid-epoch skips the validation, restarts the means and returns the first samples
+    again."""
     kill_and_compare(zygote, VALIDATING, tmp_path, f"[{DIGEST}, model.average, stopping.state_dict()]", kills=12)
 
 
@@ -57,7 +58,7 @@ class StopAt(lightning.Callback):
 
 
 def fit(*callbacks, batch=2, ckpt_path=None, **options):
-    """A training of 12 samples; returns the module."""
+    """Train on 12 samples; returns the module."""
     torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(12, 2), torch.arange(12.0))
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}

@@ -12,7 +12,7 @@ from lastgood.integrations.order import OrderedLoader
 
 
 class Noisy(Dataset):
-    """20 samples, each with a draw from every global generator."""
+    """A dataset of 20 samples, each with a draw from every global generator."""
 
     def __len__(self):
         return 20
@@ -49,7 +49,7 @@ def test_an_epoch_continues_after_any_batch_despite_earlier_draws(kind):
     for first in range(len(whole)):
         torch.rand(first + 1)
         assert same(epoch_of(other, 2, first), whole[first:])
-    assert len(other) == len(whole)  # frameworks take it for the length of the epoch
+    assert len(other) == len(whole)  # frameworks use it as the length of the epoch
     assert not same(epoch_of(other, 3), whole)
 
 
@@ -106,7 +106,8 @@ def test_loaders_whose_order_cannot_be_continued_are_refused():
 
 
 def test_ranks_draw_different_numbers_for_indices_of_numpy():
-    """A sampler over np.random.permutation gave every rank the same augmentation: its indices were not counted."""
+    """With a sampler over np.random.permutation, every rank drew the same augmentation: its indices were not
+    counted."""
 
     def draws(indices):
         loader = OrderedLoader(DataLoader(Noisy(), batch_sampler=[list(np.array(indices))]), 7)

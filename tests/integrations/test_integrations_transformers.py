@@ -31,7 +31,7 @@ def test_the_example_killed_20_times_has_equal_losses_and_weights(zygote, tmp_pa
 
 
 def test_random_collators_running_losses_and_callbacks_resume_exactly(zygote, tmp_path):
-    """A Trainer's own resume sets the random numbers back after the first batches were collated with others."""
+    """A Trainer's own resume restores the random numbers only after the first batches were collated with other ones."""
     kill_and_compare(zygote, MASKING, tmp_path, DIGEST, kills=8)
 
 
@@ -73,7 +73,7 @@ def trainer(tmp_path, *callbacks, kind=Resuming, batch=2, **options):
 
 
 def test_a_finished_training_is_saved_and_not_trained_again(tmp_path):
-    """With every_steps=5 the last of 12 steps was not due, and the finished model was not in the run."""
+    """With every_steps=5, the last of 12 steps was not due, so the finished model was not in the run."""
     first = trainer(tmp_path, LastgoodCallback(tmp_path / "run", every_steps=5))
     first.train()
     assert max(one.step for one in lastgood.open(tmp_path / "run").generations()) == 12
@@ -152,7 +152,8 @@ class Other(Counter):
 
 
 def test_a_callback_is_restored_beside_a_new_one(tmp_path, caplog):
-    """A callback was added before an EarlyStoppingCallback: its patience began again at 0, and nothing reported it."""
+    """After a callback was added before an EarlyStoppingCallback, its patience began again at 0, and nothing
+    reported it."""
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), Counter()).train()
     added, kept = Other(), Counter()
     trainer(tmp_path, LastgoodCallback(tmp_path / "run"), added, kept).train()

@@ -1,4 +1,4 @@
-"""PEFT: models with adapters resume exactly; state that their weights do not show is stored or refused by name."""
+"""PEFT: models with adapters resume exactly; state that the weights do not contain is stored or refused by name."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def base(tied=False):
 
 
 def job(config=None, tied=False, seed=0, second=False, adapters=False):
-    """The state of a new fine-tuning. Another seed stands for another process: all of it must come from the run."""
+    """The state of a new fine-tuning. A different seed stands for a new process: everything must come from the run."""
     torch.manual_seed(seed)
     model = peft.get_peft_model(base(tied), config or lora())
     if second:
@@ -44,7 +44,7 @@ def job(config=None, tied=False, seed=0, second=False, adapters=False):
 
 
 def train(state, steps, ckpt=None, after=lambda step, model: None):
-    """The losses of these steps, each on a batch that its number decides."""
+    """Train these steps, each on a batch that its number determines; returns the losses."""
     losses = []
     for step in steps:
         tokens = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(step))
@@ -64,7 +64,8 @@ def opened(path, state, **options):
 
 
 def resumed(path, build, **options):
-    """The losses of 8 steps in two lives, and those of 8 steps in one. `options`: for `build` and the training."""
+    """The losses of 8 steps with an interruption, and those of 8 steps without. `options`: for `build` and the
+    training."""
     after = options.pop("after", lambda step, model: None)
     losses = []
     for seed, steps in ((0, range(4)), (3, range(4, 8))):
@@ -123,11 +124,12 @@ def test_a_pattern_without_a_match_is_refused_with_the_adapter_pattern(tmp_path)
         train(state, range(1), ckpt)
 
 
-# ---- what the weights do not show -------------------------------------------------------------------------------
+# ---- state that the weights do not contain ----------------------------------------------------------------------
 
 
 def test_a_model_with_merged_adapters_is_not_saved(tmp_path):
-    """Saved after merge_adapter() and restored, the adapters were applied twice: the base held them already."""
+    """After a save that followed merge_adapter(), and a restore, the adapters were applied twice, because the base
+    contained them already."""
     state = job()
     with opened(tmp_path / "run", state) as ckpt:
         ckpt.restore()
@@ -140,7 +142,7 @@ def test_a_model_with_merged_adapters_is_not_saved(tmp_path):
 
 
 def test_nothing_is_loaded_into_a_model_with_merged_adapters(tmp_path):
-    """The next unmerge_adapter() subtracted the restored adapters from a base that they were never added to."""
+    """The next unmerge_adapter() subtracted the restored adapters from a base to which they had never been added."""
     state = job()
     with opened(tmp_path / "run", state) as ckpt:
         ckpt.restore()
@@ -168,7 +170,8 @@ def switch(step, model):
 
 
 def test_an_adapter_activated_during_training_is_active_after_a_restore(tmp_path):
-    """After set_adapter() at step 2 and a restore of step 4, training continued with the first adapter unreported."""
+    """After set_adapter() at step 2 and a restore of step 4, training continued with the first adapter, and nothing
+    reported it."""
     build = lambda seed: job(second=True, adapters=True, seed=seed)  # noqa: E731
     losses, uninterrupted = resumed(tmp_path / "run", build, after=switch)
     assert losses == uninterrupted
@@ -206,7 +209,7 @@ def allocate(step, model):
 
 
 def test_adalora_resumes_exactly_with_its_rank_importance(tmp_path):
-    """The averages that decide which ranks are pruned began at 0 after a restore, and others were pruned."""
+    """The averages that decide which ranks are pruned started at 0 after a restore, so other ranks were pruned."""
     build = lambda seed: job(adalora(), adapters=True, seed=seed)  # noqa: E731
     losses, uninterrupted = resumed(tmp_path / "run", build, after=allocate)
     assert losses == uninterrupted
@@ -220,7 +223,7 @@ def test_adalora_without_its_rank_importance_is_refused(tmp_path):
 
 
 class Interrupted(TrainerCallback):
-    """Gives AdaLoRA its budget, and in the first life interrupts the training after step 5."""
+    """A callback that gives AdaLoRA its budget, and interrupts the first training after step 5."""
 
     def __init__(self, first):
         self.first = first

@@ -23,7 +23,7 @@ class Kernel:
         self.quotas = quotas
 
     def __call__(self, fd: int, command: int, ident: int, answer: Quota) -> int:
-        os.fstat(fd)  # it is open
+        os.fstat(fd)  # raises if the file is not open
         assert command & ~0xFF == GETQUOTA
         found = self.quotas.get((command & 0xFF, ident))
         if found is None:
@@ -51,12 +51,12 @@ def as_user(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_free_space_respects_user_and_group_quotas(
     tmp_path: Path, as_user: None, quotas: dict, free: list[int]
 ) -> None:
-    """None, no limit, a limit, more used than allowed, and those of other ids."""
+    """No quota, a quota without a limit, a limit, more used than allowed, and quotas of other ids."""
     assert quota.free_bytes(str(tmp_path), Kernel(quotas)) == free
 
 
 def test_the_quota_of_the_group_of_a_setgid_folder_counts(tmp_path: Path, as_user: None) -> None:
-    """A folder with the setgid bit gives its own group to new files: on clusters that group has the quota."""
+    """A folder with the setgid bit passes its own group to new files, and on clusters that group has the quota."""
     os.chown(tmp_path, -1, TEAM_ID) if os.getuid() == 0 else pytest.skip("needs root to give a folder to a group")
     os.chmod(tmp_path, 0o2775)
     assert quota.free_bytes(str(tmp_path), Kernel({(GROUP, TEAM_ID): (1, 24), (GROUP, GROUP_ID): (9, 0)})) == [1000]
@@ -76,7 +76,7 @@ def test_free_space_is_the_minimum_of_disk_and_quotas(tmp_path: Path, monkeypatc
 
 @pytest.fixture
 def disk_with_quotas(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 that enforces quotas."""
+    """An ext4 file system that enforces quotas."""
     image, mount = tmp_path / "image", tmp_path / "mounted"
     image.write_bytes(b"")
     os.truncate(image, 64 << 20)
@@ -115,5 +115,5 @@ def test_a_real_quota_is_read_from_the_kernel(disk_with_quotas: Path) -> None:
     os.close(writing)
     os.waitpid(child, 0)
     with os.fdopen(reading) as answer:
-        (left,) = json.load(answer)
-    assert 10_000 * 1024 - (2 << 20) < left < 10_000 * 1024 - (1 << 20)
+        (free_bytes,) = json.load(answer)
+    assert 10_000 * 1024 - (2 << 20) < free_bytes < 10_000 * 1024 - (1 << 20)

@@ -30,7 +30,7 @@ URLS = ["s3://bucket/run", "gs://b/run", "hdfs://n/run", "https://h/run", "file:
 
 @pytest.mark.parametrize("path", [*URLS, Path("s3://bucket/run"), None, b"run", "", 5, "a\0b"])
 def test_every_entry_point_refuses_a_path_that_is_no_directory(tmp_path: Path, monkeypatch, path: object) -> None:
-    """s3://bucket/run made a folder `s3:` beside the script, on a disk that went away with the machine."""
+    """s3://bucket/run created a folder `s3:` beside the script, on a disk that was deleted with the machine."""
     monkeypatch.chdir(tmp_path)
     ways = [
         lambda: lastgood.Checkpointer(path, {}),
@@ -57,7 +57,7 @@ def test_the_command_line_refuses_urls(tmp_path: Path, monkeypatch, capsys, comm
 
 
 def test_a_tilde_expands_to_the_home_directory(tmp_path: Path, monkeypatch) -> None:
-    """~/run made a folder named `~`."""
+    """~/run created a folder named `~`."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     lastgood.save("~/run", {"n": 1})
@@ -96,7 +96,7 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_an_option_of_the_wrong_kind_is_refused_by_name(tmp_path: Path, wrong: dict) -> None:
-    """retention=3 was an AttributeError at the first save, memory="1GB" a TypeError."""
+    """retention=3 raised AttributeError at the first save, and memory="1GB" raised TypeError."""
     with pytest.raises(errors.Refused, match=next(iter(wrong))):
         lastgood.Checkpointer(tmp_path / "run", {}, **wrong)
     assert not (tmp_path / "run").exists()
@@ -120,14 +120,14 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("kind", "wrong"), NUMBERS, ids=str)
 def test_a_number_of_the_wrong_type_is_refused_by_name_and_value(kind: type, wrong: dict) -> None:
-    """Keep(last="3") "keeps nothing"; Preemption(grace_seconds="30") was a TypeError."""
+    """Keep(last="3") was refused with "keeps nothing", and Preemption(grace_seconds="30") raised TypeError."""
     ((name, value),) = wrong.items()
     with pytest.raises(errors.Refused, match=re.escape(f"{kind.__name__}({name}={value!r})")):
         kind(**wrong)
 
 
 def test_invalid_options_are_refused_at_construction_by_name(tmp_path: Path) -> None:
-    """rename=[("a", "b")] was an AttributeError, wait("5") a TypeError, and strict="no" counted as True."""
+    """rename=[("a", "b")] raised AttributeError, wait("5") raised TypeError, and strict="no" counted as True."""
     lastgood.save(tmp_path / "run", {"n": 1})
     with pytest.raises(errors.Refused, match="step=10000000000000"):
         lastgood.save(tmp_path / "run", {"n": 1}, step=10**13)
@@ -150,7 +150,7 @@ def test_invalid_options_are_refused_at_construction_by_name(tmp_path: Path) -> 
                 with pytest.raises(errors.Refused, match=f"timeout={timeout!r}"):
                     call(timeout)
     with pytest.raises(errors.Refused, match="closed"), ckpt:
-        raise AssertionError("the body of a second `with` over a closed run was run")
+        raise AssertionError("the body of a second `with` statement ran on a closed checkpointer")
 
 
 @pytest.mark.parametrize("layers", [["digest"], [], "digests"])
@@ -172,7 +172,7 @@ def test_a_restart_time_must_be_a_number(capsys) -> None:
 
 
 def test_a_loss_that_requires_grad_is_accepted_as_a_metric(tmp_path: Path) -> None:
-    """metrics={"loss": loss}, which everybody types, made torch warn of a conversion."""
+    """metrics={"loss": loss}, a common call, made torch warn about a conversion."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert numbers({"loss": torch.ones((), requires_grad=True) * 2}) == {"loss": 2.0}
@@ -218,14 +218,14 @@ def test_a_meaningless_retention_policy_is_refused(wrong: dict) -> None:
 
 
 def test_tune_refuses_an_overhead_that_is_no_fraction(tmp_path: Path, capsys) -> None:
-    """--overhead 2 was taken for 200 %."""
+    """--overhead 2 was read as 200 %."""
     command = ["tune", str(tmp_path / "run"), "--state-bytes", "1MB", "--step-seconds", "1", "--overhead", "2"]
     assert app.main(command) == 2
     assert "fraction" in capsys.readouterr().err
 
 
 def test_running_a_notebook_cell_twice_gives_a_helpful_error(tmp_path: Path) -> None:
-    """It was asked to end another process, which was itself."""
+    """The error advised the user to end another process, which was the user's own process."""
     with (
         lastgood.Checkpointer(tmp_path, {}),
         pytest.raises(errors.RunLocked, match=r"in this process already.*close\(\)"),
@@ -246,7 +246,8 @@ def test_the_error_names_the_process_that_holds_the_lock(tmp_path: Path) -> None
 
 
 def test_a_rank_without_a_process_group_is_refused(tmp_path: Path, monkeypatch) -> None:
-    """Under torchrun without init_process_group, rank 0 was asked to end rank 1: following it made two half runs."""
+    """Under torchrun without init_process_group, rank 0's error advised the user to end rank 1; following that
+    advice produced two half runs."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(errors.Refused, match=r"rank 1 of 2 .*init_process_group\(\) before opening"):
@@ -256,7 +257,7 @@ def test_a_rank_without_a_process_group_is_refused(tmp_path: Path, monkeypatch) 
 
 
 def test_a_checkpointer_older_than_the_process_group_is_refused(tmp_path, monkeypatch) -> None:
-    """It went on as a world of one: each rank would have saved the whole run for itself."""
+    """The checkpointer continued as a world of one: each rank would have saved the whole run by itself."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         monkeypatch.setattr(checkpointer, "world_size", lambda: 2)
         for call in (lambda: ckpt.step(1), lambda: ckpt.save(1), ckpt.restore):
@@ -266,7 +267,7 @@ def test_a_checkpointer_older_than_the_process_group_is_refused(tmp_path, monkey
 
 
 def test_errors_name_a_dangling_link_and_a_folder_of_other_files(tmp_path: Path) -> None:
-    """A dangling link was called a file; a folder with a .gitignore was refused without a way out."""
+    """A dangling link was called a file, and a folder with a .gitignore was refused without a way out."""
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     with pytest.raises(errors.NotARun, match=r"a link to .*nowhere, which is not a directory"):
         lastgood.Checkpointer(tmp_path / "link", {})

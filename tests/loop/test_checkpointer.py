@@ -1,4 +1,4 @@
-"""The checkpointer: promises 3 to 7 and 9 of a training loop on one process."""
+"""The checkpointer keeps promises 3 to 7 and 9 for a training loop on one process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def train_one_step(state: dict) -> None:
 
 
 def run_to(path: Path, total: int, state: dict, **options: object) -> dict:
-    # One in flight: each save that is due ends as a generation, and none is overtaken.
+    # With one save in flight, each save that is due ends as a generation, and none is overtaken.
     options = {"cadence": lastgood.Every(steps=3), "in_flight": 1, **options}
     with lastgood.Checkpointer(path, state, **options) as ckpt:
         for step in range(ckpt.restore().step, total):
@@ -64,7 +64,7 @@ def newest_blob(path: Path) -> Path:
 def test_a_stopped_run_continues_bit_for_bit(tmp_path: Path) -> None:
     whole = run_to(tmp_path / "whole", 20, build())
     run_to(tmp_path / "parts", 7, build())
-    torch.manual_seed(99)  # a new process starts with any state of the generators
+    torch.manual_seed(99)  # a new process may start with any state of its generators
     torch.rand(5)
     parts = run_to(tmp_path / "parts", 20, build(seed=5))
     assert same_bits(whole, parts)
@@ -93,7 +93,7 @@ def test_after_a_rewind_restore_never_selects_an_abandoned_step(tmp_path: Path) 
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore(step=6).step == 6
         assert ckpt.latest() == 6
-        ckpt.save(9).result()  # the number 9 is taken in the abandoned lineage, and free in this one
+        ckpt.save(9).result()  # step 9 is taken in the abandoned lineage, and free in this one
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore().step == 9
     assert lastgood.load(tmp_path, state).step == 9
@@ -133,8 +133,8 @@ def restored(path: Path, state: dict) -> lastgood.Restored:
 
 def test_a_failed_save_is_reported_in_the_loop_and_the_next_one_succeeds(tmp_path: Path, faulty_files) -> None:
     state = build()
-    heard: list[lastgood.Event] = []
-    with lastgood.Checkpointer(tmp_path, state, on_event=heard.append) as ckpt:
+    events: list[lastgood.Event] = []
+    with lastgood.Checkpointer(tmp_path, state, on_event=events.append) as ckpt:
         ckpt.save(1)
         ckpt.wait()
         faulty_files.inject(Fault("sync", "*.safetensors"))
@@ -148,7 +148,7 @@ def test_a_failed_save_is_reported_in_the_loop_and_the_next_one_succeeds(tmp_pat
         ckpt.wait()
         assert ckpt.latest() == 2
     assert sorted(p.name[:12] for p in (tmp_path / "gen").iterdir()) == ["000000000001", "000000000002"]
-    assert [event.step for event in heard if event.kind == "verified"] == [1, 2]
+    assert [event.step for event in events if event.kind == "verified"] == [1, 2]
 
 
 def test_with_on_error_raise_the_failure_stops_the_loop(tmp_path: Path, faulty_files) -> None:
@@ -174,7 +174,7 @@ def test_an_arena_smaller_than_the_state_saves_and_restores_exactly(tmp_path: Pa
 
 
 def test_a_write_error_while_the_arena_is_full_does_not_block_the_loop(tmp_path: Path, faulty_files) -> None:
-    """The copy waits for chunks that only the writer can release, so a failure of the writer must end this wait."""
+    """The copy waits for chunks that only the writer can release, so a failure of the writer must end that wait."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.randn(3_000_000)}, memory=1 << 20) as ckpt:
         faulty_files.inject(Fault("write", "*.safetensors"))
         save = ckpt.save(1)
@@ -315,7 +315,8 @@ def test_a_thousand_saves_leak_no_memory_threads_or_files(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("last", [1, 5])
 def test_a_burst_of_saves_is_durable_and_disk_use_stays_bounded(tmp_path: Path, last: int) -> None:
-    """The bound once grew with the backlog that was allowed: eleven generations where eight were promised."""
+    """The bound once grew with the backlog that was allowed: there were eleven generations where eight were
+    promised."""
     state = {"w": torch.zeros(100_000)}
     most = 0
     with lastgood.Checkpointer(tmp_path, state, retention=lastgood.Keep(last=last), in_flight=1) as ckpt:
@@ -341,7 +342,7 @@ def test_save_returns_when_the_copy_is_complete(tmp_path: Path, monkeypatch) -> 
         monkeypatch.setattr(PosixFile, "sync", sync)
         save = ckpt.save(1)
         assert save.staged() and not save.durable()
-        state["w"].fill_(7)  # the loop goes on, and what is saved is the state of the call
+        state["w"].fill_(7)  # the loop continues, but the save contains the state at the time of the call
         with pytest.raises(errors.TimedOut):
             save.result(timeout=0)
         gate.set()
@@ -358,14 +359,14 @@ def test_a_step_is_not_saved_twice(tmp_path: Path) -> None:
 
 
 def test_events_report_each_stage_of_a_save(tmp_path: Path) -> None:
-    heard: list[lastgood.Event] = []
+    events: list[lastgood.Event] = []
     keep = lastgood.Keep(last=1)
-    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=keep, on_event=heard.append) as ckpt:
+    with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=keep, on_event=events.append) as ckpt:
         ckpt.save(1)
         ckpt.wait()
         ckpt.save(2)
         ckpt.wait()
-    assert [(event.kind, event.step) for event in heard] == [
+    assert [(event.kind, event.step) for event in events] == [
         ("staged", 1),
         ("written", 1),
         ("durable", 1),
@@ -421,7 +422,8 @@ def test_a_forked_trainer_cannot_write_and_does_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_transient_system_error_never_skips_the_newest_generation(tmp_path: Path, faulty_files) -> None:
-    """Too many open files at the wrong moment once made the run go on from an older step; retention did the rest."""
+    """A moment with too many open files once made the run continue from an older step, and retention deleted the
+    newer one."""
     state = run_to(tmp_path, 6, build())
     faulty_files.inject(Fault("open read", "*/000000000006-*.safetensors", errno.EMFILE))
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
@@ -432,7 +434,7 @@ def test_a_transient_system_error_never_skips_the_newest_generation(tmp_path: Pa
 
 
 def test_a_bit_flip_in_a_single_read_is_not_damage(tmp_path: Path, monkeypatch) -> None:
-    """A fault of memory or cable in one read once marked an intact generation as damaged for good."""
+    """A fault of memory or cable in a single read once marked an intact generation as damaged for ever."""
     state = run_to(tmp_path, 6, build())
     real = PosixFile.read_into
     faults = iter([True])
@@ -450,7 +452,7 @@ def test_a_bit_flip_in_a_single_read_is_not_damage(tmp_path: Path, monkeypatch) 
 
 
 def test_an_unreadable_generation_is_skipped_and_not_marked(tmp_path: Path, faulty_files) -> None:
-    """One EIO while verifying once marked an acknowledged generation as damaged for good."""
+    """One EIO during the verification once marked an acknowledged generation as damaged for ever."""
     state = run_to(tmp_path, 6, build())
     faulty_files.inject(Fault("read", "*/000000000006-*.safetensors"))
     with reported("step 6: .*cannot be read"):
@@ -476,7 +478,7 @@ def test_a_damaged_requested_step_is_never_replaced_by_an_abandoned_one(tmp_path
 
 
 def test_every_sampler_advances_once_per_step(tmp_path: Path) -> None:
-    """A sampler in a nested dict, or a loop that calls save and not step, once kept its cursor at zero."""
+    """The cursor of a sampler in a nested dict, or in a loop that calls save() and not step(), once stayed at zero."""
     first, second = (lastgood.ResumableSampler(100, 10, seed=1) for _ in range(2))
     state = {"data": {"order": first, "again": first}, "other": [second]}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
@@ -506,7 +508,7 @@ def test_a_resume_past_damage_works_on_a_full_disk(tmp_path: Path, faulty_files)
 
 @pytest.mark.slow
 def test_a_script_that_never_closes_saves_and_reports_failures(tmp_path: Path) -> None:
-    """Saves that were queued when a script ended were lost without a report."""
+    """Saves that were still queued when a script ended were lost without a report."""
     program = f"""
         import lastgood, torch
         ckpt = lastgood.Checkpointer({str(tmp_path / "run")!r}, {{"w": torch.zeros(2_000_000)}})
@@ -528,28 +530,28 @@ def test_a_script_that_never_closes_saves_and_reports_failures(tmp_path: Path) -
 
 
 def test_a_save_from_a_signal_handler_during_a_copy_is_refused(tmp_path: Path) -> None:
-    heard: list[str] = []
+    refusals: list[str] = []
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3_000_000)}, memory=1 << 20) as ckpt:
 
         def handler(*_: object) -> None:
             try:
                 ckpt.save(2)
             except errors.Refused as error:
-                heard.append(error.what)
+                refusals.append(error.what)
 
         before = signal.signal(signal.SIGALRM, handler)
         try:
-            take = ckpt._pipeline.start
+            begin = ckpt._pipeline.start
 
             def start(*args: object) -> None:
-                take(*args)
+                begin(*args)
                 signal.raise_signal(signal.SIGALRM)
 
             ckpt._pipeline.start = start  # type: ignore[method-assign]
             ckpt.save(1).result(timeout=30)
         finally:
             signal.signal(signal.SIGALRM, before)
-    assert heard == ["a save was asked for while the state is copied"]
+    assert refusals == ["a save was asked for while the state is copied"]
 
 
 def test_a_failing_event_callback_masks_no_exception(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ def trained(path: Path, total: int, **options: object) -> torch.Tensor:
 
 
 def test_a_run_shorter_than_its_cadence_keeps_its_last_state(tmp_path: Path) -> None:
-    """280 steps under the default cadence of 300 s saved nothing, and nothing reported it."""
+    """280 steps under the default cadence of 300 s saved nothing, and nothing was reported."""
     trained(tmp_path, 280)
     assert steps(tmp_path) == [280]
-    assert trained(tmp_path, 280).tolist() == [280] * 3, "nothing was stepped: nothing more is saved"
+    assert trained(tmp_path, 280).tolist() == [280] * 3, "no step was made, so nothing more is saved"
     assert steps(tmp_path) == [280]
 
 
@@ -49,7 +49,7 @@ def test_without_a_save_on_exit_the_summary_names_the_unsaved_steps(tmp_path: Pa
 
 
 def test_an_exception_saves_nothing_and_the_summary_names_the_durable_step(tmp_path: Path) -> None:
-    """The state of an exception may be half of a step."""
+    """The state at the time of an exception may be in the middle of a step."""
     with (
         reported("newest durable step 10 of 15"),
         pytest.raises(KeyboardInterrupt),
@@ -62,7 +62,7 @@ def test_an_exception_saves_nothing_and_the_summary_names_the_durable_step(tmp_p
 
 
 def test_close_saves_nothing_and_reports_it(tmp_path: Path) -> None:
-    """It stands in `finally:` clauses too, where the state may be half of a step."""
+    """close() is also called in `finally:` clauses, where the state may be in the middle of a step."""
     ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
     ckpt.save(1)
     ckpt.step(2)
@@ -99,12 +99,13 @@ def test_a_save_at_exit_waits_for_a_lane_under_every_when_full_option(tmp_path: 
 def test_a_state_that_was_not_restored_is_not_saved_at_exit(tmp_path: Path) -> None:
     trained(tmp_path, 3)
     with lastgood.Checkpointer(tmp_path, {"w": torch.ones(3)}, cadence=Every(steps=100)) as ckpt:
-        ckpt._progress.step = 5  # stepped, before anything could be known
+        ckpt._progress.step = 5  # the loop has stepped before the checkpointer could compare any state
     assert steps(tmp_path) == [3]
 
 
 def test_a_step_after_the_with_block_is_refused(tmp_path: Path) -> None:
-    """Because of a wrong indentation 99 steps ran after the `with` block, unreported until a save was due."""
+    """Because of a wrong indentation, 99 steps ran after the `with` block, and nothing was reported until a save was
+    due."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=100)) as ckpt:
         ckpt.step(1)
     with pytest.raises(errors.Refused, match="closed"):
@@ -121,7 +122,7 @@ def test_a_step_after_the_with_block_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_save_is_due_when_a_multiple_of_the_interval_was_passed(tmp_path, every, numbers, saved) -> None:
-    """Every(steps=10) with steps 5, 15, 25, ... never saved; nor did most counts of tokens or samples."""
+    """Every(steps=10) with steps 5, 15, 25, ... never saved, and neither did most counts of tokens or samples."""
     options = {"cadence": Every(steps=every), "save_on_exit": False, "retention": lastgood.Keep(last=9)}
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
         for n in numbers:
@@ -143,7 +144,8 @@ def test_a_multiple_that_was_saved_by_hand_or_restored_is_not_due_again(tmp_path
 
 
 def test_decreasing_step_numbers_are_refused_at_once(tmp_path: Path) -> None:
-    """A loop that counts anew in each epoch was stopped by the first save that was due in the second."""
+    """A loop that counted its steps from 1 in each epoch was stopped only by the first save that was due in the
+    second epoch."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1000)) as ckpt:
         ckpt.step(100)
         with pytest.raises(errors.StepTaken, match=r"step 1 cannot follow step 100.*over all epochs"):
@@ -157,7 +159,7 @@ def test_a_cadence_of_another_type_is_refused_by_name(given: dict) -> None:
 
 
 def test_an_unknown_outcome_of_the_last_save_ends_the_run_normally(tmp_path: Path, monkeypatch) -> None:
-    """The exit saved the same step again, which may be there: StepTaken, exit code 1."""
+    """The exit saved the same step again, although its generation may exist: StepTaken, exit code 1."""
     publish = RunWriter.publish
 
     def unknown(self: RunWriter, at: GenerationId, *args: object) -> object:
@@ -198,7 +200,7 @@ def train(state: dict) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_loop_that_never_calls_step_is_reported_at_the_exit(tmp_path: Path, fused: bool) -> None:
-    """A training without a single step() or save() ended in silence, with nothing on the disk."""
+    """A training without a single step() or save() ended without a report, and with nothing on the disk."""
     state = build(fused=fused)
     with reported(f"{UNUSED}, and the parameters have changed"), lastgood.Checkpointer(tmp_path, state) as ckpt:
         ckpt.restore()
@@ -215,7 +217,7 @@ def test_an_opening_without_any_step_is_reported_neutrally(tmp_path: Path) -> No
     with reported(f"{UNUSED}$"), lastgood.Checkpointer(tmp_path, build()):
         pass
     with reported(f"{UNUSED}$"), lastgood.Checkpointer(tmp_path, build()) as ckpt:
-        assert ckpt.restore().generation is None, "an evaluation of a run that is not there"
+        assert ckpt.restore().generation is None, "an evaluation of a run that does not exist"
 
 
 def test_a_restore_for_evaluation_reports_no_summary(tmp_path: Path) -> None:
@@ -238,20 +240,22 @@ def test_an_exception_before_the_first_step_reports_no_summary(tmp_path: Path) -
 
 @pytest.mark.parametrize(("saved", "line"), [(0, "nothing is durable of 3 steps"), (2, "newest durable step 2 of 3")])
 def test_an_unclosed_run_reports_its_summary_at_interpreter_exit(tmp_path: Path, saved: int, line: str) -> None:
-    """In a notebook or a script without `with`, 280 steps under the default cadence saved nothing, unreported."""
+    """In a notebook or a script without `with`, 280 steps under the default cadence saved nothing, and nothing was
+    reported."""
     ckpt = lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)})
     for n in range(1, 4):
         ckpt.step(n)
         if n == saved:
             ckpt.save(n).result(60)
     with reports(logging.WARNING) as texts:
-        ckpt._pipeline._unreported()  # as the end of the process does
+        ckpt._pipeline._unreported()  # the end of the process makes the same call
     assert "was never closed" in texts[0] and line in texts[-1]
     ckpt.close()
 
 
 def test_an_interrupt_while_a_save_starts_ends_the_process(tmp_path: Path, monkeypatch) -> None:
-    """Between the start of the writing thread and that of the copy it left a thread that waited for ever."""
+    """An interrupt between the start of the writing thread and the start of the copy left a thread that waited for
+    ever."""
     with (
         pytest.raises(KeyboardInterrupt),
         lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1)) as ckpt,
@@ -270,7 +274,7 @@ def test_an_interrupt_while_a_save_starts_ends_the_process(tmp_path: Path, monke
 
 
 def test_a_half_loaded_state_cannot_start_over(tmp_path: Path) -> None:
-    """restore(step=0) took the half of another step for a fresh start, and saved it as a new lineage."""
+    """restore(step=0) treated a state that was half of another step as a fresh start, and saved it as a new lineage."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         ckpt.restore()
         ckpt._saver.half_loaded = True

@@ -27,7 +27,7 @@ Tree = dict[str, object]
 
 
 def equal(one: object, other: object) -> bool:
-    """To the bit, with equal types."""
+    """Whether two values are equal bit for bit, and of equal types."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -44,7 +44,7 @@ def equal(one: object, other: object) -> bool:
 def build(seed: int = 0) -> Tree:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4))
-    model[3].weight = model[2].weight  # tied
+    model[3].weight = model[2].weight  # a tied weight
     groups = [{"params": [model[3].bias, model[2].weight], "lr": 0.2}, {"params": model[:2].parameters()}]
     optimizer = optim.AdamW(groups, lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -79,7 +79,8 @@ def run(tmp_path: Path) -> tuple[Path, Tree]:
 
 
 def test_load_once_reads_only_the_model_of_a_training_run(run) -> None:
-    """It was refused for the optimizer that was not asked for, with the advice of strict=False, which hides holes."""
+    """The load was refused because the optimizer was not requested, with the advice to pass strict=False, which
+    hides missing entries."""
     path, state = run
     model = build(seed=1)["model"]
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
@@ -224,13 +225,13 @@ class Pair(typing.NamedTuple):
 
 
 def test_modules_in_deques_and_instances_are_in_the_dict_once(tmp_path: Path) -> None:
-    """Their tensors were there twice: in their place, and as further entries under their dotted names."""
+    """Their tensors appeared twice: at their place, and as further entries under their dotted names."""
     nets = [nn.Linear(1, 1) for _ in range(3)]
     lastgood.save(tmp_path, {"d": collections.deque([nets[0]]), "h": Holder(nets[1]), "p": Pair(nets[2], 1)})
     found = lastgood.load(tmp_path)
     assert set(found) == {"d", "h", "p", "rng"}
-    held = [found["d"][0], found["h"]["net"], found["p"]["net"]]
-    assert all(equal(dict(net.state_dict()), one) for net, one in zip(nets, held, strict=True))
+    entries = [found["d"][0], found["h"]["net"], found["p"]["net"]]
+    assert all(equal(dict(net.state_dict()), one) for net, one in zip(nets, entries, strict=True))
 
 
 def test_an_empty_state_is_refused_and_not_loaded_with_nothing(run) -> None:
@@ -255,7 +256,7 @@ def test_a_run_in_slots_loads_as_a_dict(tmp_path: Path) -> None:
 
 
 def test_tensors_without_an_owner_are_in_the_dict_by_name(tmp_path: Path) -> None:
-    """Of an imported file, and of a state that torch.distributed.checkpoint wrote, the dict was empty."""
+    """The dict was empty for an imported file, and for a state that torch.distributed.checkpoint wrote."""
     weights = {"model.0.weight": torch.arange(4.0), "model.0.bias": torch.ones(2), "alone": torch.zeros(1)}
     safetensors.torch.save_file(weights, tmp_path / "x.safetensors")
     assert app.main(["import", str(tmp_path / "x.safetensors"), str(tmp_path / "imported")]) == 0
@@ -295,7 +296,7 @@ def test_every_line_of_the_reading_page_works(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_result_of_restore_serves_as_an_integer_step(tmp_path: Path) -> None:
-    """`range(ckpt.restore(), total)` was a TypeError."""
+    """`range(ckpt.restore(), total)` raised TypeError."""
     lastgood.save(tmp_path, {"w": torch.zeros(1)}, step=4)
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(1)}) as ckpt:
         assert list(range(ckpt.restore(), 7)) == [4, 5, 6]

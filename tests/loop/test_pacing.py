@@ -1,4 +1,4 @@
-"""cadence="auto": the interval follows the measurements of the loop. Time is passed in; no test waits."""
+"""With cadence="auto" the interval follows the measurements of the loop. Time is passed in; no test waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lastgood.policy.tune import Auto
 
 
 class Flown:
-    """A save whose end a test determines."""
+    """A save whose end is set by a test."""
 
     def __init__(self) -> None:
         self.seconds, self.good, self.over = 0.0, True, False
@@ -25,7 +25,8 @@ class Flown:
 
 
 class Loop:
-    """Steps of `t` seconds; a save takes `tw` seconds, and costs the steps beside it `c` seconds in all."""
+    """A simulated loop with steps of `t` seconds. A save takes `tw` seconds, and slows the steps beside it by `c`
+    seconds in total."""
 
     def __init__(self, t: float, tw: float, c: float, overhead: float = 0.1) -> None:
         self.t, self.tw, self.c, self.now, self.n, self.last = t, tw, c, 0.0, 0, 0
@@ -55,7 +56,7 @@ class Loop:
 def test_the_interval_converges_to_what_the_copy_budget_allows():
     loop = Loop(t=1.0, tw=2.0, c=0.5, overhead=0.01)
     loop.run(1000)
-    assert 40 <= loop.pace.auto.interval_steps <= 70, "0.5 s a save at 1 % of 1 s a step: 50 steps"
+    assert 40 <= loop.pace.auto.interval_steps <= 70, "0.5 s per save, 1 % of 1 s per step: 50 steps"
     assert loop.reasons and "lost to copying" in loop.reasons[-1]
 
 
@@ -80,16 +81,16 @@ def test_a_failed_save_does_not_count_as_a_measurement():
 
 
 def test_training_adapts_its_interval_and_reports_the_reason(tmp_path):
-    heard: list[lastgood.Event] = []
+    events: list[lastgood.Event] = []
     state = {"w": torch.zeros(100_000)}
-    with lastgood.Checkpointer(tmp_path, state, cadence="auto", overhead=0.05, on_event=heard.append) as ckpt:
+    with lastgood.Checkpointer(tmp_path, state, cadence="auto", overhead=0.05, on_event=events.append) as ckpt:
         ckpt.restore()
         for n in range(1, 200):
             state["w"] @ state["w"]
             ckpt.step(n)
         ckpt.wait()
-    told = [one for one in heard if one.kind == "tuned"]
-    assert told and all("a save every" in one.detail and "allowed" in one.detail for one in told)
+    tuned = [one for one in events if one.kind == "tuned"]
+    assert tuned and all("a save every" in one.detail and "allowed" in one.detail for one in tuned)
 
 
 @pytest.mark.parametrize("options", [{"cadence": "always"}, {"overhead": 0.1}, {"cadence": "auto", "overhead": 0.0}])

@@ -1,4 +1,4 @@
-"""Preemption: a signal ends a run at its next step, which is made durable within the grace period."""
+"""Preemption: a signal ends a run at its next step, and that step is made durable within the grace period."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """A run that ends by a signal keeps its handlers."""
+    """Restores the handlers that a run installs and keeps when a signal has ended it."""
     before = {one: signal.getsignal(one) for one in Preemption().signals}
     yield
     for one, handler in before.items():
@@ -40,22 +40,22 @@ net = torch.nn.Linear(4, 4)
 wish = lastgood.Preemption(grace_seconds=60)
 with lastgood.Checkpointer(root, {"net": net}, cadence=lastgood.Every(steps=10**6), preemption=wish) as ckpt:
     step = ckpt.restore().step
-    told = False
+    reported = False
     while True:
-        if ckpt.preempted and not told:
-            print("asked", flush=True)
-            told = True
+        if ckpt.preempted and not reported:
+            print("requested", flush=True)
+            reported = True
         if not stuck:
             step += 1
             torch.nn.init.constant_(net.weight, step)
             ckpt.step(step)
-        if step == 3 or stuck and not told:
+        if step == 3 or stuck and not reported:
             print("going", flush=True)
 """
 
 
 def trained(root: Path, how: str = "steps") -> subprocess.Popen[str]:
-    """A training loop in a process of its own, under way."""
+    """A training loop that runs in a process of its own."""
     process = subprocess.Popen(
         [sys.executable, "-c", LOOP, str(root), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -68,10 +68,10 @@ def trained(root: Path, how: str = "steps") -> subprocess.Popen[str]:
 def test_a_preempted_run_saves_its_next_step_and_exits_as_documented(tmp_path, number):
     process = trained(tmp_path / "run")
     process.send_signal(number)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == EXIT_CODE == 75, told
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE == 75, output
     newest = lastgood.open(tmp_path / "run").generations()[-1]
-    assert newest.step > 3 and f"step {newest.step} is durable, exit 75" in told
+    assert newest.step > 3 and f"step {newest.step} is durable, exit 75" in output
     net = torch.nn.Linear(4, 4)
     assert lastgood.load(tmp_path / "run", {"net": net}).step == newest.step
     assert torch.equal(net.weight, torch.full((4, 4), float(newest.step)))
@@ -81,51 +81,52 @@ def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(tmp_path):
     process = trained(tmp_path / "run", "stuck")
     process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
-    while process.stdout.readline() != "asked\n":
+    while process.stdout.readline() != "requested\n":
         pass
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == EXIT_CODE and "a second signal" in told
+    _, output = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE and "a second signal" in output
 
 
 def test_repeated_preemption_requests_keep_the_first_deadline():
     clock = Clock(100.0)
-    asked = EndRequest(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
+    request = EndRequest(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
     try:
-        assert asked.at is None and asked.left_seconds == 30
+        assert request.at is None and request.left_seconds == 30
         os.kill(os.getpid(), signal.SIGUSR1)
-        clock.advance(0.9)  # a launcher passes on what the whole process group had
+        clock.advance(0.9)  # a launcher forwards a signal that the whole process group had received already
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert asked.at == 100.0 and asked.left_seconds == pytest.approx(29.1)
+        assert request.at == 100.0 and request.left_seconds == pytest.approx(29.1)
         clock.advance(100)
-        assert asked.left_seconds == 0
+        assert request.left_seconds == 0
     finally:
-        asked.close()
+        request.close()
 
 
 def test_a_previously_installed_handler_is_called_once():
-    """A scheduler's or logger's own SIGTERM handler was replaced, and never ran."""
+    """The SIGTERM handler of a scheduler or logger was replaced, and was never called."""
     calls: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: calls.append(number))
     clock = Clock(100.0)
-    asked = EndRequest(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
+    request = EndRequest(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
     try:
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert calls == [signal.SIGUSR1] and asked.at == 100.0
+        assert calls == [signal.SIGUSR1] and request.at == 100.0
     finally:
-        asked.close()
-    asked = EndRequest(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
+        request.close()
+    request = EndRequest(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
     try:
-        os.kill(os.getpid(), signal.SIGINT)  # raises no KeyboardInterrupt
-        assert asked.at == 100.0
+        os.kill(os.getpid(), signal.SIGINT)  # this raises no KeyboardInterrupt
+        assert request.at == 100.0
     finally:
-        asked.close()
+        request.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_the_last_save_survives_a_handler_that_ends_the_process(tmp_path, capfd):
-    """The usual `signal.signal(SIGTERM, lambda *_: sys.exit(0))` ended the loop unsaved, and with exit code 0."""
+    """The usual `signal.signal(SIGTERM, lambda *_: sys.exit(0))` ended the loop without a save, and with exit code
+    0."""
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))
     state = {"w": torch.zeros(3)}
     with (
@@ -141,18 +142,18 @@ def test_the_last_save_survives_a_handler_that_ends_the_process(tmp_path, capfd)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, -signal.SIGTERM), (signal.SIGUSR1, 7)])
 def test_a_forked_worker_dies_of_sigterm_and_of_no_other_handled_signal(number, code):
-    """Stories: data loaders end their workers with SIGTERM; one that only took note of it would hang for ever. And a
-    SIGUSR1 to the whole group killed the workers, whose death ended the loop before its last save."""
-    asked = EndRequest(Preemption())
+    """Data loaders end their workers with SIGTERM: a worker that only recorded the signal hung for ever. A SIGUSR1
+    to the whole process group killed the workers, and their death ended the loop before its last save."""
+    request = EndRequest(Preemption())
     try:
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), number)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
-        assert asked.at is None
+        assert request.at is None
     finally:
-        asked.close()
+        request.close()
 
 
 def test_a_handler_installed_later_is_left_in_place(tmp_path):
@@ -199,7 +200,7 @@ def opened(root: Path, grace_seconds: float = 60.0, **options) -> lastgood.Check
     return lastgood.Checkpointer(root, {"w": torch.zeros(2)}, cadence=cadence, preemption=wish, **options)
 
 
-def ask(ckpt: lastgood.Checkpointer) -> None:
+def request_end(ckpt: lastgood.Checkpointer) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert ckpt.preempted
 
@@ -207,7 +208,7 @@ def ask(ckpt: lastgood.Checkpointer) -> None:
 def test_preemption_waits_for_a_running_save_of_the_same_step(tmp_path):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
         ckpt.save(1)
-        ask(ckpt)
+        request_end(ckpt)
         ckpt.step(1)
     assert ended.value.durable == 1 and [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
@@ -216,8 +217,8 @@ def test_preemption_starts_no_save_that_cannot_be_durable_in_time(tmp_path):
     with pytest.raises(Preempted) as ended, opened(tmp_path / "run") as ckpt:
         save = ckpt.save(1)
         save.result()
-        save._begun -= 1000.0  # it took that long
-        ask(ckpt)
+        save._begun -= 1000.0  # the save has taken that long
+        request_end(ckpt)
         ckpt.step(2)
     assert ended.value.durable == 1 and [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1]
 
@@ -242,7 +243,8 @@ ckpt.step(3)
 @pytest.mark.parametrize("where", ["sync", "write", "commit"])
 @pytest.mark.parametrize(("when_full", "in_flight"), [("wait", 1), ("skip", 1), ("raise", 1), ("wait", 2)])
 def test_a_hanging_disk_delays_the_exit_no_longer_than_the_grace_period(tmp_path, where, when_full, in_flight):
-    """Story: the last save waited for the memory of one that hung, and the end for the lock of a commit that hung."""
+    """The last save waited for memory that a hanging save held, and the exit waited for the lock of a hanging
+    commit."""
     arguments = [str(tmp_path / "run"), where, when_full, str(in_flight)]
     done = subprocess.run([sys.executable, "-c", HANGS, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == EXIT_CODE and "the grace period is over: the process ends at once" in done.stderr
@@ -259,7 +261,7 @@ def test_a_torn_last_save_is_repeated(tmp_path, monkeypatch):
             return real(*arguments, **options)
 
         monkeypatch.setattr(ckpt._saver, "save", failing)
-        ask(ckpt)
+        request_end(ckpt)
         ckpt.step(1)
     assert ended.value.durable == 1
 
@@ -273,17 +275,17 @@ def test_an_impossible_last_save_is_reported_and_the_process_still_ends(tmp_path
     ):
         ckpt.save(1).result()
         state["odd"] = object()
-        ask(ckpt)
+        request_end(ckpt)
         ckpt.step(2)
     assert ended.value.durable == 1 and ended.value.code == EXIT_CODE
     assert "step 1 is durable, exit 75. Unstorable: " in capsys.readouterr().err
 
 
 def test_a_repeated_signal_during_the_exit_changes_nothing(tmp_path):
-    """Story: the handlers were given back before the last save had ended, and a launcher's second SIGTERM killed it."""
+    """The previous handlers were restored before the last save had ended, and a launcher's second SIGTERM killed it."""
     before = signal.getsignal(signal.SIGUSR1)
     with pytest.raises(Preempted), opened(tmp_path / "run") as ckpt:
-        ask(ckpt)
+        request_end(ckpt)
         ckpt.step(1)
     assert signal.getsignal(signal.SIGUSR1) is not before
     os.kill(os.getpid(), signal.SIGUSR1)

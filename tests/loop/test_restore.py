@@ -1,4 +1,4 @@
-"""Restore applies verified bytes only, directly in place, and a half-applied state is never used as a state.
+"""A restore applies only verified bytes, in place; a partly restored state is never used as a state.
 
 The state `w` here is 16 chunks of 256 KiB. `bare` makes a generation look as if its save had crashed before it was
 verified.
@@ -85,7 +85,7 @@ def is_of(state: dict, step: int) -> bool:
     return bool(state["w"].eq(step).all()) and state["epoch"] == step
 
 
-# ---- what is not verified is nowhere ---------------------------------------------------------------------------
+# ---- no byte that is not verified reaches the state ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16])
@@ -105,7 +105,7 @@ def test_a_damaged_chunk_is_never_copied_and_all_others_are_exact(tmp_path: Path
 
 
 def test_the_content_digest_finds_a_bit_flip_in_memory_after_the_read(tmp_path: Path, monkeypatch) -> None:
-    """What is written between content digest and chunk digest is wrong with every chunk digest right."""
+    """Memory that changes between the content digest and the chunk digest leaves every chunk digest right."""
     real = read_file.Contents.see
 
     def flipping(self: read_file.Contents, buffer: memoryview) -> None:
@@ -128,7 +128,7 @@ def test_the_content_digest_finds_a_bit_flip_in_memory_after_the_read(tmp_path: 
 
 
 def test_nothing_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path) -> None:
-    """A reader that is behind must not put its chunk over what the next attempt has loaded."""
+    """A reader that is late must not overwrite what the next attempt has loaded with its chunk."""
     disk = Disk(PosixFiles(), str(tmp_path))
     run = RunWriter(disk, Inline())
     run.begin(None)
@@ -137,28 +137,28 @@ def test_nothing_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path
     data = bytearray(path.read_bytes())
     data[4096] ^= 1
     path.write_bytes(data)
-    asked = threading.Event()
+    continued = threading.Event()
     begun, ended = [], []
 
     class Late:
         def put(self, name: str, start: int, data: memoryview) -> None:
             begun.append(start)
-            asked.wait(30)
+            continued.wait(30)
             ended.append(start)
 
         def done(self, name: str) -> None:
             raise AssertionError
 
-    class Waited(Future):
-        """The first question for the outcome of a job that is not needed any more lets the jobs go on."""
+    class ReleasingFuture(Future):
+        """A future whose first call of exception() lets the delayed jobs continue."""
 
         def exception(self, timeout: float | None = None) -> BaseException | None:
-            asked.set()
+            continued.set()
             return super().exception(timeout)
 
     class Pool(Executor):
         def submit(self, job: Callable, /, *args: object) -> Future:
-            future = Waited()
+            future = ReleasingFuture()
 
             def run() -> None:
                 try:
@@ -176,13 +176,13 @@ def test_nothing_writes_into_the_state_after_a_restore_has_raised(tmp_path: Path
                 files = read_file.RankFiles(disk, layout.folder(generation.id), manifest)
                 with read_file.borrowed(Arena(4 * 4096, 4096), 4096) as buffers:
                     read_file.stream(files, buffers, Pool(), Late())
-            assert asked.is_set() and sorted(begun) == sorted(ended)
+            assert continued.is_set() and sorted(begun) == sorted(ended)
     finally:
-        asked.set()
+        continued.set()
 
 
 def test_a_contradictory_header_is_found_before_a_byte_is_applied(tmp_path: Path) -> None:
-    """Its chunk digests are right, its content digests too: only the header speaks of other tensors."""
+    """The chunk digests and the content digests are right; only the header describes other tensors."""
     disk = Disk(PosixFiles(), str(tmp_path))
     run = RunWriter(disk, Inline())
     run.begin(None)
@@ -199,27 +199,29 @@ def test_a_contradictory_header_is_found_before_a_byte_is_applied(tmp_path: Path
             values={"w": {"!tensor": "w"}},
         )
     )
-    run.conclude(generation, [])  # marked as verified, although nothing verified it
+    run.conclude(generation, [])  # marked as verified without a verification
     state = {"w": torch.zeros(COUNT)}
     with pytest.raises(errors.NothingGood, match="header does not agree"):
         loaded(disk, state)
     assert state["w"].eq(0).all()
 
 
-def loaded(disk: Disk, state: dict, asked: list[tuple[int, int]] | None = None, **options: object) -> lastgood.Restored:
+def loaded(
+    disk: Disk, state: dict, arenas: list[tuple[int, int]] | None = None, **options: object
+) -> lastgood.Restored:
     with ThreadPoolExecutor(3) as workers:
 
         class Lending(ReadOnlyRun):
             def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
-                if asked is not None:
-                    asked.append((total_bytes, chunk_bytes))
+                if arenas is not None:
+                    arenas.append((total_bytes, chunk_bytes))
                 return super().arena(total_bytes, chunk_bytes)
 
         request = LoadRequest(state, exclude=("rng",), **options)
         return load(request, Lending(disk, commit.survey(disk), workers), SingleRank())
 
 
-# ---- a fault half way ------------------------------------------------------------------------------------------
+# ---- a fault in the middle of a restore ------------------------------------------------------------------------
 
 
 def test_a_half_applied_generation_is_overwritten_by_the_next_older_one(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_half_loaded_state_without_a_good_generation_is_never_saved(tmp_path: 
         with pytest.raises(errors.Refused, match="half of another step"):
             ckpt.save(7)
         for step in (3, 6):
-            flip(tmp_path, step)  # back
+            flip(tmp_path, step)  # the bit is flipped back
             (blob(tmp_path, step).parent / "DAMAGED.json").unlink()
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         assert ckpt.restore().step == 6
@@ -277,7 +279,7 @@ def test_a_requested_step_is_verified_once_before_a_byte_is_applied(tmp_path: Pa
 
 
 def test_damage_in_the_first_chunks_leaves_the_state_unchanged(tmp_path: Path) -> None:
-    """A state of one chunk is all or nothing however it is read."""
+    """A state of one chunk is applied as a whole or not at all, however it is read."""
     state = {"w": torch.ones(100)}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         ckpt.save(1).result()
@@ -291,7 +293,7 @@ def test_damage_in_the_first_chunks_leaves_the_state_unchanged(tmp_path: Path) -
 
 
 def test_with_strict_false_all_is_verified_before_a_byte_is_applied(tmp_path: Path) -> None:
-    """What the older generation lacks would stay as the damaged one has left it."""
+    """An entry that the older generation lacks would keep the value that the damaged generation has left in it."""
     saved(tmp_path, 3, 6)
     flip(tmp_path, 6)
     state = blank() | {"more": torch.zeros(3)}
@@ -368,7 +370,7 @@ def test_a_fallback_that_does_not_fit_is_a_half_load_with_both_errors(tmp_path: 
 
 
 def test_an_interrupted_restore_is_never_saved(tmp_path: Path, monkeypatch) -> None:
-    """In a notebook the next cell would have continued and saved a half-loaded state as a good one."""
+    """In a notebook, the next cell would have continued with a partly loaded state and saved it as a good one."""
     saved(tmp_path, 3)
     state = blank() | {"w": torch.zeros(COUNT)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
@@ -398,7 +400,8 @@ def test_generators_and_values_are_applied_after_the_last_tensor(tmp_path: Path)
 
 
 def test_a_bad_expanded_tensor_is_refused_before_a_byte_is_applied(tmp_path: Path) -> None:
-    """Only the content shows the mismatch, so all of it is read before the first byte is applied, verified or not."""
+    """Only the content shows the mismatch, so all of it is read before the first byte is applied, whether the
+    generation is verified or not."""
     state = {"a": torch.ones(COUNT), "b": torch.arange(3.0).reshape(3, 1) * torch.ones(1, 4)}
     with lastgood.Checkpointer(tmp_path, state, memory=1 << 20) as ckpt:
         ckpt.save(1).result()
@@ -408,11 +411,11 @@ def test_a_bad_expanded_tensor_is_refused_before_a_byte_is_applied(tmp_path: Pat
     assert live["a"].eq(0).all() and live["b"].eq(0).all()
 
 
-# ---- every form of a tensor ------------------------------------------------------------------------------------
+# ---- tensors of every form -------------------------------------------------------------------------------------
 
 
 def forms(fill: Callable[[int], torch.Tensor]) -> dict[str, object]:
-    """Tensors of all forms, each over several chunks; `fill(count)` makes the content."""
+    """Tensors of all forms, each longer than several chunks; `fill(count)` makes the content."""
     many = 300_000
     with torch.inference_mode():
         inference = fill(many)
@@ -473,7 +476,8 @@ def test_new_tensors_are_read_directly_into_their_own_memory(tmp_path: Path) -> 
 
 
 def test_a_restore_increments_the_version_counters_of_autograd(tmp_path: Path) -> None:
-    """Bytes that are copied behind torch's back would let a backward pass go on with weights of another step."""
+    """Bytes that are copied without torch's knowledge would let a backward pass continue with weights of another
+    step."""
     weight = torch.ones(5, requires_grad=True)
     lastgood.save(tmp_path, {"w": weight})
     loss = weight.square().sum()
@@ -485,7 +489,7 @@ def test_a_restore_increments_the_version_counters_of_autograd(tmp_path: Path) -
 def test_memory_that_numpy_cannot_write_is_written_through_torch() -> None:
     live = torch.zeros(5)
     place = Place(live)
-    place._array = None  # as on any other device
+    place._array = None  # as on a device other than the CPU
     place.put(4, memoryview(bytearray(torch.tensor([3.0, 4.0]).numpy().tobytes())))
     place.done()
     assert live.tolist() == [0, 3, 4, 0, 0]
@@ -495,19 +499,19 @@ def test_memory_that_numpy_cannot_write_is_written_through_torch() -> None:
 
 
 def test_a_restore_of_a_single_rank_encodes_no_survey(tmp_path: Path, monkeypatch) -> None:
-    """A world of one encoded everything it knew of its run, for no other rank."""
+    """A world of one encoded all records of its run, although no other rank receives them."""
     lastgood.save(tmp_path, {"w": torch.ones(3)}, step=1)
-    monkeypatch.setattr(RunWriter, "shared_survey", lambda _: pytest.fail("nobody receives it"))
+    monkeypatch.setattr(RunWriter, "shared_survey", lambda _: pytest.fail("no other rank receives it"))
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt:
         assert ckpt.restore().step == 1
 
 
 def test_a_restore_allocates_only_its_buffers(tmp_path: Path) -> None:
     saved(tmp_path, 3)
-    asked: list[tuple[int, int]] = []
+    arenas: list[tuple[int, int]] = []
     state = blank()
-    loaded(Disk(PosixFiles(), str(tmp_path)), state, asked)
-    assert asked == [(read_file.BUFFERS * CHUNK_BYTES, CHUNK_BYTES)] and is_of(state, 3)
+    loaded(Disk(PosixFiles(), str(tmp_path)), state, arenas)
+    assert arenas == [(read_file.BUFFERS * CHUNK_BYTES, CHUNK_BYTES)] and is_of(state, 3)
 
 
 def test_only_noncontiguous_tensors_are_gathered_and_one_at_a_time() -> None:
@@ -515,14 +519,14 @@ def test_only_noncontiguous_tensors_are_gathered_and_one_at_a_time() -> None:
     live = {name: torch.zeros(2000)[::2] for name in "ab"} | {"c": torch.zeros(1000)}
     assert [Place.of(one) is None for one in live.values()] == [True, True, False]
     sink = TensorSink(shape, {"c": [Place(live["c"])]}, {name: [live[name].copy_] for name in "ab"}, {})
-    held = []
+    gathered_bytes = []
     for name in "abc":
         data = torch.full((1000,), 7.0).numpy().tobytes()
         for start in (2000, 0):
             sink.put(name, start, memoryview(data)[start : start + 2000])
-        held.append(sum(one.nbytes for one in sink._gathered.values()))
+        gathered_bytes.append(sum(one.nbytes for one in sink._gathered.values()))
         sink.done(name)
-    assert held == [4000, 4000, 0]
+    assert gathered_bytes == [4000, 4000, 0]
     assert all(one.eq(7)[:500].all() for one in live.values())
 
 
@@ -530,7 +534,7 @@ def test_only_noncontiguous_tensors_are_gathered_and_one_at_a_time() -> None:
 
 
 def test_a_manifest_of_exactly_whole_pages_can_be_read(tmp_path: Path) -> None:
-    """One generation in 4096 could not be: its record was read with direct I/O into memory that is not aligned."""
+    """One generation in 4096 could not be read: its record was read with direct I/O into memory that is not aligned."""
     state = {"w": torch.zeros(3), "note": ""}
     lengths = []
     for step in (1, 2):

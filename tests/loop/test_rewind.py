@@ -16,7 +16,7 @@ from lastgood.testing import Fault
 
 
 def trained(path: Path) -> dict[str, torch.Tensor]:
-    """Steps 1 to 5, each of them verified."""
+    """Steps 1 to 5, each verified."""
     state = {"w": torch.zeros(3)}
     with lastgood.Checkpointer(path, state, retention=Keep(last=9)) as ckpt:
         for n in range(1, 6):
@@ -35,12 +35,13 @@ def newest(path: Path) -> int:
 
 
 def test_restoring_an_old_step_without_saving_leaves_the_run_unchanged(tmp_path: Path) -> None:
-    """restore(step=2) to evaluate, nothing saved: the next session resumed at 2, and 3 to 5 were deleted later."""
+    """After restore(step=2) for an evaluation that saved nothing, the next session resumed at 2, and 3 to 5 were
+    deleted later."""
     state = trained(tmp_path)
     before = contents(tmp_path)
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore(step=2).step == 2 and state["w"].tolist() == [2, 2, 2]
-        assert ckpt.latest() == 2, "this process goes on from there"
+        assert ckpt.latest() == 2, "this process continues from step 2"
         assert ckpt.restore().step == 2
     assert contents(tmp_path) == before
     assert newest(tmp_path) == 5
@@ -57,16 +58,16 @@ def test_the_first_save_after_a_rewind_makes_it_durable(tmp_path: Path) -> None:
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         assert ckpt.restore().step == 3
         steps = [one.step for one in ckpt._pipeline.run.lineage()]
-    assert steps == [3, 2, 1], "what came after step 2 is abandoned"
+    assert steps == [3, 2, 1], "the steps after step 2 are abandoned"
 
 
-@pytest.mark.parametrize("what", [".safetensors", "COMMIT"])
-def test_an_uncommitted_first_save_leaves_the_old_lineage(tmp_path, faulty_files, what) -> None:
-    """The rewind is all or nothing with the COMMIT of that save."""
+@pytest.mark.parametrize("blob", [".safetensors", "COMMIT"])
+def test_an_uncommitted_first_save_leaves_the_old_lineage(tmp_path, faulty_files, blob) -> None:
+    """The rewind takes effect with the COMMIT of that save, or not at all."""
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, save_on_exit=False) as ckpt:
         ckpt.restore(step=2)
-        faulty_files.inject(Fault("write", f"*{what}*"))
+        faulty_files.inject(Fault("write", f"*{blob}*"))
         with pytest.raises(errors.TierDown):
             ckpt.save(3).result()
         faulty_files.clear()
@@ -74,7 +75,7 @@ def test_an_uncommitted_first_save_leaves_the_old_lineage(tmp_path, faulty_files
 
 
 def test_a_rewind_without_its_record_is_durable_with_its_first_save(tmp_path: Path, faulty_files) -> None:
-    """Its COMMIT names the generation that it continues; the next save or session writes the record."""
+    """The COMMIT of that save names the generation that it continues; the next save or session writes the record."""
     state = trained(tmp_path)
     with lastgood.Checkpointer(tmp_path, state, retention=Keep(last=9)) as ckpt:
         ckpt.restore(step=2)
@@ -109,7 +110,8 @@ def test_nothing_is_deleted_for_a_rewind_that_is_not_durable(tmp_path: Path) -> 
 
 
 def test_lineages_stay_distinct_after_their_commits_are_deleted(tmp_path: Path) -> None:
-    """Each session saves once: the records of the sessions in between link the newest generation to the oldest."""
+    """Each session saves once, so the newest generation is linked to the oldest only through the records of the
+    sessions in between."""
     state = trained(tmp_path)
     keep = Keep(last=1, milestones=(1,))
     for n in (6, 7, 8):
@@ -122,7 +124,8 @@ def test_lineages_stay_distinct_after_their_commits_are_deleted(tmp_path: Path) 
 
 
 def test_a_commit_is_kept_while_its_incarnation_record_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
-    """The record is a hint; a NotWritable from it deleted the COMMIT that had just been made, and blamed the disk."""
+    """The record is a hint. A NotWritable from writing it deleted the COMMIT that had just been made, and blamed the
+    disk."""
     put_new = Disk.put_new
 
     def refused(self: Disk, name: str, data: bytes) -> None:

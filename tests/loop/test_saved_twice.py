@@ -27,7 +27,7 @@ from lastgood.run.writer import RunWriter
 
 
 def test_a_milestone_is_added_to_the_generation_of_the_cadence(tmp_path: Path) -> None:
-    """save(n, milestone=True) after step(n) had saved n raised StepTaken, and ended the training."""
+    """A save(n, milestone=True) after step(n) had saved step n raised StepTaken, and ended the training."""
     options = {"cadence": Every(steps=1), "retention": Keep(last=1)}
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
         for n in range(1, 7):
@@ -41,11 +41,11 @@ def test_a_milestone_is_added_to_the_generation_of_the_cadence(tmp_path: Path) -
         ckpt.restore()
         ckpt.save(7).result()
         ckpt.wait()
-    assert steps(tmp_path) == [3, 6, 7], "the next session knows it too"
+    assert steps(tmp_path) == [3, 6, 7], "the next session reads the label"
 
 
 def test_metrics_after_an_evaluation_feed_keep_best(tmp_path: Path) -> None:
-    """step() took no metrics, so Keep(best=...) had nothing to go by in a loop with a cadence."""
+    """step() accepted no metrics, so Keep(best=...) had no metric to rank by in a loop with a cadence."""
     options = {"cadence": Every(steps=1), "retention": Keep(last=1, best=("loss", "min", 1))}
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, **options) as ckpt:
         ckpt.step(1, metrics={"loss": 5.0})
@@ -66,9 +66,11 @@ def test_labels_accumulate_and_damaged_or_foreign_ones_are_ignored(tmp_path: Pat
         ckpt.save(1, metrics={"b": 3.0})
         ckpt.save(1, milestone=True)
         ckpt.wait()
-    (home,) = (tmp_path / "gen").iterdir()
-    labels = sorted(one for one in home.iterdir() if label_number(one.name))
-    assert [one.name for one in labels] == ["LABEL-1.json", "LABEL-2.json"], "what is known is not written again"
+    (folder,) = (tmp_path / "gen").iterdir()
+    labels = sorted(one for one in folder.iterdir() if label_number(one.name))
+    assert [one.name for one in labels] == ["LABEL-1.json", "LABEL-2.json"], (
+        "a label that changes nothing is not written"
+    )
     found = lastgood.open(tmp_path).generation(1)
     assert (found.commit.metrics, found.commit.milestone) == ({"a": 2.0, "b": 3.0}, True) and found.good
     labels[0].write_bytes(labels[0].read_bytes().replace(b"3.0", b"4.0"))
@@ -81,7 +83,7 @@ def test_labels_accumulate_and_damaged_or_foreign_ones_are_ignored(tmp_path: Pat
 
 
 def test_a_diverged_loss_is_left_out_of_the_saved_metrics(tmp_path: Path) -> None:
-    """metrics={"loss": nan} raised, and ended the loop at the very moment it should not."""
+    """metrics={"loss": nan} raised an error, and ended the loop when the loss diverged."""
     with (
         reported("metrics left out: loss is nan, top1 is nan", logging.INFO),
         lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}) as ckpt,
@@ -99,32 +101,32 @@ def test_a_metric_that_is_no_number_is_refused_by_name(value: object) -> None:
 
 
 def test_explicit_saves_are_never_overtaken(tmp_path: Path) -> None:
-    """Of 300 saves by hand 30 were dropped for newer ones, without a warning."""
+    """Of 300 explicit saves, 30 were dropped for newer ones without a warning."""
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, retention=Keep(last=100), in_flight=4) as ckpt:
         saves = [ckpt.save(n) for n in range(1, 41)]
     assert all(one.durable() for one in saves) and steps(tmp_path) == list(range(1, 41))
 
 
 def test_a_due_save_that_is_then_requested_is_not_overtaken(tmp_path: Path, monkeypatch) -> None:
-    held, sync = threading.Event(), PosixFile.sync
+    release, sync = threading.Event(), PosixFile.sync
 
     def waiting(self: PosixFile) -> None:
         if "000000000001-" in self._path and self._path.endswith(".safetensors"):
-            assert held.wait(60)
+            assert release.wait(60)
         sync(self)
 
     monkeypatch.setattr(PosixFile, "sync", waiting)
-    monkeypatch.setattr(Saver, "_require_same_state", lambda *_: None)  # it would wait for step 1
+    monkeypatch.setattr(Saver, "_require_same_state", lambda *_: None)  # the comparison would wait for step 1
     with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=1), in_flight=2) as ckpt:
         older = ckpt.step(1)
         assert ckpt.save(1) is older
         ckpt.step(2).result(60)
-        held.set()
+        release.set()
         assert older.result(60).step == 1
 
 
 def test_rerunning_a_finished_script_deletes_no_older_step(tmp_path: Path) -> None:
-    """Each rerun ended with save(total): three of them had pushed all other steps out of Keep(last=3)."""
+    """Each rerun ended with save(total): after three reruns, Keep(last=3) had deleted all other steps."""
     for _ in range(4):
         with lastgood.Checkpointer(tmp_path, {"w": torch.zeros(3)}, cadence=Every(steps=10)) as ckpt:
             for n in range(ckpt.restore().step + 1, 41):
@@ -136,12 +138,13 @@ def test_rerunning_a_finished_script_deletes_no_older_step(tmp_path: Path) -> No
 
 
 def test_an_older_explicit_save_never_replaces_a_newer_one_in_slots(tmp_path: Path, monkeypatch) -> None:
-    """Slots keep the newest only: a slow save(5), committed after save(6), took the place of an acknowledged step 6."""
-    held, publish = threading.Event(), RunWriter.publish
+    """Slots keep the newest generation only: a slow save(5), committed after save(6), replaced the acknowledged step
+    6."""
+    release, publish = threading.Event(), RunWriter.publish
 
     def slow(self: RunWriter, at: GenerationId, *args: object) -> object:
         if at.step == 5:
-            assert held.wait(60)
+            assert release.wait(60)
         return publish(self, at, *args)
 
     monkeypatch.setattr(RunWriter, "publish", slow)
@@ -150,7 +153,7 @@ def test_an_older_explicit_save_never_replaces_a_newer_one_in_slots(tmp_path: Pa
         ckpt.wait()
         older, newer = ckpt.save(5), ckpt.save(6)
         assert newer.result(60).step == 6
-        held.set()
+        release.set()
         older.wait_ended()
         assert isinstance(older.error(), errors.Overtaken)
         ckpt.wait()
@@ -158,7 +161,7 @@ def test_an_older_explicit_save_never_replaces_a_newer_one_in_slots(tmp_path: Pa
 
 
 def test_an_acknowledged_milestone_is_durable(tmp_path: Path, monkeypatch) -> None:
-    """save(10, milestone=True).result() returned the save of the cadence, before the milestone was on the disk."""
+    """save(10, milestone=True).result() returned the generation of the cadence before the milestone was on the disk."""
 
     def refused(*_: object) -> None:
         raise errors.TierDown("the disk is gone")
@@ -178,7 +181,7 @@ def test_an_acknowledged_milestone_is_durable(tmp_path: Path, monkeypatch) -> No
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_saving_a_step_twice_requires_the_same_state(tmp_path: Path, fused: bool) -> None:
-    """save(3) after an update that was no step of its own returned the old save of step 3 as a success."""
+    """A save(3) after an update outside of any step returned the earlier save of step 3 as a success."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}, cadence=Every(steps=1)) as ckpt:
@@ -195,7 +198,8 @@ def test_saving_a_step_twice_requires_the_same_state(tmp_path: Path, fused: bool
 
 @pytest.mark.parametrize("training", [True, False])
 def test_saving_a_step_twice_compares_the_optimizer_state(tmp_path: Path, training: bool) -> None:
-    """A warm-up begins with a rate of 0: a step changed AdamW's moments only, and save(1) returned the old save."""
+    """A warm-up begins with a learning rate of 0: a step changed only AdamW's moments, and save(1) returned the
+    earlier save."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
@@ -211,7 +215,7 @@ def test_saving_a_step_twice_compares_the_optimizer_state(tmp_path: Path, traini
 
 
 def trained_state() -> dict:
-    """Model, optimizer and values of a loop that has made one step; bit for bit the same each time."""
+    """The model, optimizer and values of a loop that has made one step; bit for bit the same each time."""
     torch.manual_seed(1)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -221,7 +225,7 @@ def trained_state() -> dict:
 
 
 def test_a_restored_step_gets_its_milestone_without_a_second_write(tmp_path: Path) -> None:
-    """An evaluation script: restore(), then save(n, metrics=...) wrote all of the state a second time."""
+    """In an evaluation script, restore() and then save(n, metrics=...) wrote all of the state a second time."""
     with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
         first = ckpt.save(3).result()
     with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
@@ -233,7 +237,7 @@ def test_a_restored_step_gets_its_milestone_without_a_second_write(tmp_path: Pat
     assert found.id == first.id and found.commit.milestone and found.commit.metrics == {"loss": 1.0}
     with lastgood.Checkpointer(tmp_path, trained_state()) as ckpt:
         ckpt.restore()
-        assert ckpt.save(4).result().step == 4, "training goes on from it as ever"
+        assert ckpt.save(4).result().step == 4, "training continues from the restored step"
 
 
 def updated(state: dict) -> None:
@@ -268,7 +272,8 @@ def test_saving_a_changed_state_at_the_restored_step_writes_it(tmp_path: Path, c
 
 
 def test_a_rewind_saved_at_once_is_durable(tmp_path: Path) -> None:
-    """restore(step=2), save(2): the generation of step 2 is there already, but the next process would resume at 3."""
+    """After restore(step=2), save(2), the generation of step 2 exists already, but the next process would have
+    resumed at 3."""
     state = {"w": torch.zeros(3)}
     with lastgood.Checkpointer(tmp_path, state) as ckpt:
         ckpt.save(2)

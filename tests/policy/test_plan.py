@@ -1,4 +1,5 @@
-"""The deciders: which generation is tried, which may be deleted, when a save is due. No disk and no clock."""
+"""The policies: which generation a restore tries, which may be deleted, and when a save is due. No disk and no
+clock."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ DAMAGE = [Finding(kind="SumMismatch", what="chunk 3 differs")]
 
 @st.composite
 def histories(draw) -> History:
-    """Openings from scratch, continuations and rewinds; then some generations retired, some commits broken."""
+    """Histories of openings from scratch, continuations and rewinds, with some generations deleted and some commits
+    broken."""
     past = History()
     for _ in range(draw(st.integers(1, 6))):
         known = [None, *past.before]
@@ -74,7 +76,7 @@ def test_after_a_rewind_restore_never_selects_an_abandoned_step():
     again = past.open(at(2000, first))
     past.save(3000, again)
     assert choose(past.survey, None).candidates == [at(3000, again), at(2000, first), at(1000, first)]
-    assert choose(past.survey, 5000).candidates == [at(5000, first)], "by number it can still be had"
+    assert choose(past.survey, 5000).candidates == [at(5000, first)], "it can still be restored by its number"
 
 
 def test_starting_over_abandons_every_generation():
@@ -92,7 +94,7 @@ def test_the_same_step_in_two_incarnations_is_two_generations():
     second = past.open(at(10, first))
     past.save(20, second)
     assert choose(past.survey, None).candidates == [at(20, second), at(10, first)]
-    assert choose(past.survey, 20).candidates == [at(20, second)], "the abandoned one is never taken in its place"
+    assert choose(past.survey, 20).candidates == [at(20, second)], "the abandoned generation must not replace it"
 
 
 def test_a_lost_commit_is_reported_for_every_record_that_names_it():
@@ -101,22 +103,22 @@ def test_a_lost_commit_is_reported_for_every_record_that_names_it():
         "the next incarnation": [],
         "the pointer": [],
     }
-    for who, generations in names.items():
+    for named_by, generations in names.items():
         survey = Survey(incomplete={at(20)})
         survey.generations = {one.id: one for one in [generation(10), *generations]}
         survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=None)}
-        if who == "the next incarnation":
+        if named_by == "the next incarnation":
             survey.incarnations["b"] = Incarnation(format=1, order=2, id="b", parent=at(20))
-        if who == "the pointer":
+        if named_by == "the pointer":
             survey.pointer = Pointer(format=1, step=20, incarnation="a", root="")
-        assert lineage(survey).lost == [at(20)], who
+        assert lineage(survey).lost == [at(20)], named_by
         candidates, passed_over = choose(survey, None)
-        assert passed_over == [(at(20), "its COMMIT is gone")], who
-        assert candidates == sorted(survey.generations, reverse=True), who
+        assert passed_over == [(at(20), "its COMMIT is gone")], named_by
+        assert candidates == sorted(survey.generations, reverse=True), named_by
 
 
 def test_deleted_and_unfinished_generations_are_not_reported_as_lost():
-    survey = Survey(going={at(10)}, incomplete={at(40)})  # step 20 is missing with its folder
+    survey = Survey(going={at(10)}, incomplete={at(40)})  # the folder of step 20 is missing too
     survey.generations = {at(30): generation(30, parent=at(20)), at(20, "x"): generation(20, "x")}
     survey.incarnations = {"a": Incarnation(format=1, order=1, id="a", parent=at(10))}
     assert lineage(survey).lost == []
@@ -144,7 +146,7 @@ def test_a_run_without_a_commit_has_no_candidates():
     assert choose(Survey(), None) == ([], [])
 
 
-# ---- a step by its number --------------------------------------------------------------------------------------
+# ---- a restore by step number ----------------------------------------------------------------------------------
 
 
 def test_a_requested_step_that_is_missing_is_refused_with_the_existing():
@@ -157,11 +159,11 @@ def test_a_requested_step_that_is_missing_is_refused_with_the_existing():
 
 @given(histories(), st.integers(0, 40))
 def test_a_step_number_selects_an_abandoned_generation_only_if_it_is_alone(past, step):
-    there = {one for one in past.survey.generations if one.step == step}
+    generations = {one for one in past.survey.generations if one.step == step}
     try:
         candidates, passed_over = choose(past.survey, step)
     except NoSuchStep:
-        assert not there
+        assert not generations
         return
     of_lineage = [one for one in lineage(past.survey).chain if one.step == step]
     assert passed_over == [] and (candidates == of_lineage or (not of_lineage and len(candidates) == 1))
@@ -182,7 +184,7 @@ losses = st.sampled_from([{}, {"loss": 1.0}, {"loss": 0.5}, {"loss": math.nan}, 
 
 @st.composite
 def chains(draw, incarnation: str = "a", order: int = 1) -> list[Generation]:
-    """Newest first."""
+    """Lineages, newest generation first."""
     steps = sorted(draw(st.sets(st.integers(1, 40), max_size=10)), reverse=True)
     return [
         generation(
@@ -205,15 +207,21 @@ def pinned(keep: Keep, one: Generation) -> bool:
 @given(keeps, chains("b", 2), chains("a", 1))
 def test_retention_keeps_every_generation_of_its_policy(keep, chain, abandoned):
     going = surplus(keep, chain, abandoned)
-    assert going == sorted(set(going)), "oldest first, each once"
+    assert going == sorted(set(going)), "generations are deleted oldest first, each once"
     good = [one for one in chain if one.verified and not one.damaged]
     kept = {one.id for one in (*chain, *abandoned)} - set(going)
-    assert all(one.id in kept for one in chain[:1]), "the newest committed"
-    assert all(one.id in kept for one in good[: keep.last]), "the newest verified ones"
-    assert all(one.id in kept for one in (*chain, *abandoned) if one.damaged), "damaged: evidence is never deleted"
-    assert all(one.id in kept for one in chain if pinned(keep, one)), "milestones and every n-th, read yet or not"
+    assert all(one.id in kept for one in chain[:1]), "the newest committed generation stays"
+    assert all(one.id in kept for one in good[: keep.last]), "the newest verified generations stay"
+    assert all(one.id in kept for one in (*chain, *abandoned) if one.damaged), (
+        "a damaged generation is evidence and is never deleted"
+    )
+    assert all(one.id in kept for one in chain if pinned(keep, one)), (
+        "milestones and every n-th stay, whether verified or not"
+    )
     assert all(one.id in kept for one in abandoned if pinned(keep, one))
-    assert all(one.id in kept for one in chain[: unverified_ahead(chain)]), "nothing newer than the newest verified"
+    assert all(one.id in kept for one in chain[: unverified_ahead(chain)]), (
+        "no generation newer than the newest verified one is deleted"
+    )
     if keep.best:
         sign = 1 if keep.best[1] == "min" else -1
         scored = sorted(sign * loss for one in good if math.isfinite(loss := one.commit.metrics.get("loss", math.nan)))
@@ -222,12 +230,12 @@ def test_retention_keeps_every_generation_of_its_policy(keep, chain, abandoned):
             for one in good
             if one.id in kept and math.isfinite(one.commit.metrics.get("loss", math.nan))
         )
-        assert held[: keep.best[2]] == scored[: keep.best[2]], "the best"
+        assert held[: keep.best[2]] == scored[: keep.best[2]], "the best generations stay"
 
 
 def test_an_explicit_save_stays_although_a_newer_one_is_verified():
-    """Found by the crash model: a power loss took the mark of a verified `every`-th step, which was then deleted as an
-    unverified one. Verification may also skip it by itself, where saves follow each other fast."""
+    """Found by the crash model: a power loss destroyed the mark of a verified `every`-th step, which was then
+    deleted as an unverified one. Verification may also skip such a step where saves follow each other fast."""
     newest = generation(30, verified=True, metrics={"loss": 9.0})
     row = [newest, generation(20, metrics={"loss": 1.0}), generation(10, milestone=True), generation(8)]
     assert surplus(Keep(last=1, every=20), row, []) == [at(8)]
@@ -246,9 +254,9 @@ def test_an_unverified_generation_causes_no_deletion(keep, chain, abandoned):
 @given(keeps, chains("b", 2), chains("a", 1))
 def test_retention_is_bounded_and_idempotent(keep, chain, abandoned):
     going = set(surplus(keep, chain, abandoned))
-    rest = [one for one in chain if one.id not in going]
-    assert surplus(keep, rest, [one for one in abandoned if one.id not in going]) == []
-    older = [one for one in rest[unverified_ahead(rest) :] if not one.damaged and not pinned(keep, one)]
+    remaining = [one for one in chain if one.id not in going]
+    assert surplus(keep, remaining, [one for one in abandoned if one.id not in going]) == []
+    older = [one for one in remaining[unverified_ahead(remaining) :] if not one.damaged and not pinned(keep, one)]
     assert len(older) <= keep.last + (2 * keep.best[2] if keep.best else 0)
 
 
@@ -261,12 +269,12 @@ def test_abandoned_generations_stay_until_the_new_lineage_has_enough(keep, chain
 
 
 def test_only_commits_after_a_rewind_count_against_abandoned_generations():
-    """Generations that both lineages share do not show whether the new lineage has enough of its own."""
+    """Generations that both lineages share do not show whether the new lineage has enough generations of its own."""
     shared = [generation(step, "a", 1, verified=True) for step in (20, 10)]
-    left = [generation(30, "a", 1, verified=True)]
+    abandoned = [generation(30, "a", 1, verified=True)]
     newer = [generation(25, "b", 2, verified=True)]
-    assert surplus(Keep(last=2), [*newer, *shared], left) == [at(10)]
-    assert surplus(Keep(last=1), [*newer, *shared], left) == [at(10), at(20), at(30)]
+    assert surplus(Keep(last=2), [*newer, *shared], abandoned) == [at(10)]
+    assert surplus(Keep(last=1), [*newer, *shared], abandoned) == [at(10), at(20), at(30)]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +287,7 @@ def test_a_policy_that_keeps_nothing_is_refused(bad):
 
 def test_the_backlog_counts_what_is_newer_than_the_newest_verified():
     rows = [generation(step, verified=step in (10, 20), damaged=DAMAGE if step == 20 else []) for step in (30, 20, 10)]
-    assert unverified_ahead(rows) == 2, "a damaged one is not verified any more"
+    assert unverified_ahead(rows) == 2, "a damaged generation no longer counts as verified"
     assert unverified_ahead(rows[:2]) == 2 and unverified_ahead([]) == 0
     assert unverified_ahead([generation(5, verified=True), *rows]) == 0
 
@@ -338,7 +346,7 @@ def test_a_save_is_due_after_the_configured_steps_or_seconds():
     ],
 )
 def test_a_meaningless_cadence_is_refused(nothing):
-    """Zero once passed, as if it had not been given: the first step divided by it."""
+    """Zero was once accepted, as if it had not been given: the first step divided by it."""
     with pytest.raises(Refused, match=rf"Every\({[*nothing][-1]}="):
         Every(**nothing)
     with pytest.raises(Refused, match=r"Every\(\) has neither"):

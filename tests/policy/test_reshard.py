@@ -1,4 +1,4 @@
-"""Boxes: pieces of any sharding fill any other sharding, each element once and from its own place."""
+"""Boxes: pieces of any sharding fill any other sharding; each element is filled once and from its own place."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ shapes = st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """A tensor cut into boxes: again and again one of them in two."""
+    """A tensor partitioned into boxes by splitting one of the boxes repeatedly."""
     boxes = [everything(shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -72,7 +72,7 @@ def slices(outer: Box, box: Box) -> tuple[slice, ...]:
 
 
 class Memory:
-    """`scatter.Targets` in arrays of their own; `open`: whether they may be written to directly."""
+    """`scatter.Targets` in arrays of their own. `open`: whether a reader may write to them directly."""
 
     def __init__(self, boxes: dict[str, Box], open_to_all: bool) -> None:
         self.boxes, self._open = boxes, open_to_all

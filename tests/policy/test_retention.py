@@ -9,7 +9,7 @@ from lastgood.records import Finding
 
 
 def test_the_newest_unverified_generations_fill_up_missing_verified_ones():
-    """Verification has not kept pace: one is known to be good, and three were promised."""
+    """Verification has fallen behind: one generation is verified, and three were promised."""
     row = [generation(50, verified=True), *(generation(step) for step in (40, 30, 20, 10))]
     assert surplus(Keep(last=3), row, []) == [at(10), at(20)]
     assert surplus(Keep(last=1), row, []) == [at(10), at(20), at(30), at(40)]
@@ -26,7 +26,7 @@ def test_the_best_verified_generation_stays_beside_a_better_unverified_one():
 
 
 def test_a_step_saved_again_by_a_rerun_counts_once():
-    """Each rerun of a finished script saved its last step again, and the older steps were deleted for it."""
+    """Each rerun of a finished script saved its last step again, and older steps were deleted for it."""
     again = [generation(30, incarnation, verified=True) for incarnation in "cba"]
     row = [*again, generation(20, verified=True), generation(10, verified=True)]
     assert surplus(Keep(last=2), row, []) == [at(10), at(30, "a"), at(30, "b")]
@@ -40,8 +40,8 @@ def test_the_newest_committed_generation_stays_although_it_is_unfit():
 
 
 def test_an_incarnation_without_saves_stays_while_a_kept_one_needs_it():
-    """Step 10 is a milestone of the first opening; all that the second one saved was deleted; the third continues it.
-    Without the record of the second one, no reader could trace the lineage from 30 back to 10."""
+    """Step 10 is a milestone of the first opening; everything that the second opening saved was deleted; the third
+    continues it. Without the record of the second opening, no reader could trace the lineage from 30 back to 10."""
     past = History()
     first = past.open(None)
     second = past.open(at(10, first))
@@ -53,7 +53,8 @@ def test_an_incarnation_without_saves_stays_while_a_kept_one_needs_it():
 
 
 def test_a_generation_that_lost_its_commit_is_not_litter():
-    """The folder is evidence, and other records name it; only a folder that no record names was never committed."""
+    """The folder is evidence, because other records name its generation; only a folder that no record names was
+    never committed."""
     past = History()
     only = past.open(None)
     past.survey.generations[at(30, only)] = generation(30, only, parent=at(20, only))

@@ -39,21 +39,21 @@ def test_a_30_s_save_and_failures_every_30_minutes_give_5_5_minutes():
 
 def test_the_example_cluster_fails_every_7593_s_and_saves_every_1350_s(capsys):
     assert CHAPTER.mtbf == pytest.approx(7593.75)
-    assert CHAPTER.young == pytest.approx(1350)  # printed: 1,351
+    assert CHAPTER.young == pytest.approx(1350)  # the design prints 1,351
     assert CHAPTER.wasted_first_order(1350) == pytest.approx(0.178, abs=5e-4)
     found = planned(capsys, "--device-days", "180", "--devices", "2048", "--stall-seconds", "120", "--run-days", "55")
-    assert found["failures"] == pytest.approx(625.8, abs=0.1)  # printed: 660
+    assert found["failures"] == pytest.approx(625.8, abs=0.1)  # the design prints 660
     assert found["young_seconds"] == pytest.approx(1350)
 
 
 @pytest.mark.parametrize(
     ("minutes", "wasted", "useful", "breaks_down"),
     [
-        (5, 0.4198, 0.6945, True),  # C is no small part of tau
-        (15, 0.1926, 0.8244, False),  # printed: another total
+        (5, 0.4198, 0.6945, True),  # C is not small against tau
+        (15, 0.1926, 0.8244, False),  # the design prints a different total
         (22.5, 0.1778, 0.8323, False),
         (60, 0.2704, 0.7500, False),
-        (240, 0.9565, 0.3288, True),  # printed: more than 100 %
+        (240, 0.9565, 0.3288, True),  # the design prints more than 100 %
     ],
 )
 def test_the_interval_table_marks_where_the_first_order_formula_fails(minutes, wasted, useful, breaks_down):

@@ -1,6 +1,6 @@
 """Promises 1 to 3 in every crash state: a part of the crash model, and the bugs that it has found.
 
-`python -m lastgood_lab.campaigns.crash_model` runs the same for hours.
+`python -m lastgood_lab.campaigns.crash_model` runs the same model for hours.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ def begun(links: bool = True, verified: bool = True) -> World:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL."""
+    """Raised in place of SIGKILL."""
 
 
 def killed_after(world: World, call: str, name: str, do: Callable[[], object]) -> World:
-    """The world that the next process finds when this one dies right after a call on a path that ends so."""
+    """The world that the next process finds when this process dies right after a call of this kind on a path with
+    this suffix."""
     reached: list[str] = []
 
-    def watch(what: str, path: str) -> None:
+    def watch(operation: str, path: str) -> None:
         if reached:
             raise Killed
-        world._watch(what, path)
-        if what == call and path.endswith(name):
+        world._watch(operation, path)
+        if operation == call and path.endswith(name):
             reached.append(path)
 
     world.disk.watch = watch
@@ -75,7 +76,7 @@ def killed_after(world: World, call: str, name: str, do: Callable[[], object]) -
     return World(world.disk.copied(), world.ledger.copied(), world.judge)
 
 
-def kept_only_what_was_synced(world: World) -> HostileDisk:
+def disk_with_synced_data_only(world: World) -> HostileDisk:
     return world.disk.crashed(lambda kind, ways: ways - 1)
 
 
@@ -85,21 +86,21 @@ def steps_on(disk: HostileDisk) -> list[int]:
 
 @pytest.mark.parametrize(("links", "call"), [(True, "link"), (False, "sync")])
 def test_a_commit_of_a_killed_process_is_durable_before_it_is_continued(links, call):
-    """Story: a process died between the link of COMMIT and the sync of its folder. The next one could see the
+    """A process died between the link of COMMIT and the sync of its folder. The next process could see the
     generation, continued it and named it as its parent; then the power failed, and a generation was lost for ever."""
     world = killed_after(before := begun(links), call, layout.COMMIT, lambda: before.save(3))
     world.start()
     found, _ = load(world.tier, workers=INLINE)
     assert found.generation and found.generation.step == 3
     world.begin(found.generation.id)
-    after, _ = load(Disk(kept_only_what_was_synced(world), ROOT), workers=INLINE)
+    after, _ = load(Disk(disk_with_synced_data_only(world), ROOT), workers=INLINE)
     assert after == found
 
 
-@pytest.mark.parametrize("verified", [True, False])  # else its mark would be the first to go, which harms nobody
+@pytest.mark.parametrize("verified", [True, False])  # otherwise the mark is deleted first, which does no harm
 def test_an_interrupted_deletion_resumes_after_the_commit_is_deleted(verified):
-    """Story: a process died between the removal of COMMIT and the sync of its folder. The next one found no COMMIT and
-    removed the tensors; then the power failed, and COMMIT was back beside nothing, with its mark of verification."""
+    """A process died between the removal of COMMIT and the sync of its folder. The next process found no COMMIT and
+    removed the tensors; then the power failed, and COMMIT was back without its files, with its mark of verification."""
     before = begun(verified=verified)
     before.run.verify(UPKEEP)
     before._note_verified()
@@ -110,8 +111,8 @@ def test_an_interrupted_deletion_resumes_after_the_commit_is_deleted(verified):
 
 
 def test_without_hard_links_an_interrupted_deletion_is_repeated():
-    """Story: GOING was created in place and the process died before its bytes. Every later deletion found the name
-    taken by other bytes and was refused; the disk filled up."""
+    """GOING was created in place, and the process died before its bytes were written. Every later deletion found the
+    name taken by other bytes and was refused; the disk filled up."""
     before = begun(links=False)
     before.run.verify(UPKEEP)
     before._note_verified()
@@ -122,8 +123,8 @@ def test_without_hard_links_an_interrupted_deletion_is_repeated():
 
 
 def test_the_empty_folder_of_a_deleted_generation_is_not_a_loss():
-    """Story: a process died between the last removal and that of the folder. The generation was named as a parent, so
-    its empty folder was reported as a lost COMMIT at every restore, and stayed."""
+    """A process died between the removal of the last file and the removal of the folder. A later generation named
+    this one as its parent, so its empty folder was reported as a lost COMMIT at every restore, and stayed."""
     before = begun()
     before.run.verify(UPKEEP)
     before._note_verified()
@@ -134,7 +135,7 @@ def test_the_empty_folder_of_a_deleted_generation_is_not_a_loss():
 
 
 class Job(Future):
-    """Goes on for one disk call at a time, in a thread of its own."""
+    """A job in a thread of its own, which continues by one disk call at a time."""
 
     def __init__(self, jobs: InTurns, do: Callable[[], object]) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class Job(Future):
             self.set_exception(error)
         self._resting.set()
 
-    def rest(self) -> None:
+    def wait_for_turn(self) -> None:
         self._going.clear()
         self._resting.set()
         self._going.wait()
@@ -168,20 +169,20 @@ class Job(Future):
 
 
 class InTurns(Executor):
-    """Runs its jobs side by side, and always in the same way: while a result is waited for, one disk call of each in
-    turn."""
+    """Runs its jobs concurrently and in a deterministic order: while a result is waited for, each job makes one disk
+    call in turn."""
 
     def __init__(self, disk: HostileDisk) -> None:
         self._jobs: list[Job] = []
         self.most, watch = 0, disk.watch
 
-        def rest_after(call: str, path: str) -> None:
+        def wait_after(call: str, path: str) -> None:
             watch(call, path)
             for job in self._jobs:
                 if job.thread is threading.current_thread():
-                    job.rest()
+                    job.wait_for_turn()
 
-        disk.watch = rest_after
+        disk.watch = wait_after
 
     def submit(self, fn: Callable[..., object], /, *args: object) -> Job:
         self._jobs.append(job := Job(self, partial(fn, *args)))
@@ -195,7 +196,7 @@ class InTurns(Executor):
 
 
 def test_concurrent_deletions_leave_no_partial_generation():
-    """Each deletion waited for the disk by itself: 400 of them took 22 s."""
+    """Each deletion waited for the disk separately: 400 of them took 22 s."""
     judge = Judge(random.Random(0), samples=8)
     world = World(HostileDisk(), Ledger(keep=Keep(last=6)), judge)
     world.open()
@@ -210,20 +211,20 @@ def test_concurrent_deletions_leave_no_partial_generation():
 
 @pytest.mark.parametrize(("links", "call"), [(True, "link"), (False, "sync")])
 def test_a_label_of_a_killed_process_is_durable_after_the_next_opening(links, call):
-    """Story: a process died between the link of a label and the sync of its folder. The next one read the label and
+    """A process died between the link of a label and the sync of its folder. The next process read the label and
     reported the same milestone as durable without writing it; then the power failed, and the milestone was lost."""
     before = begun(links)
     world = killed_after(before, call, layout.label_name(1), lambda: before.label(1, 0.5, milestone=True))
     world.start()
     assert world.label(1, 0.5, milestone=True)
-    generations = survey(Disk(kept_only_what_was_synced(world), ROOT)).generations
+    generations = survey(Disk(disk_with_synced_data_only(world), ROOT)).generations
     assert {at.step: one.commit.milestone for at, one in generations.items()} == {1: True, 2: False}
 
 
 @pytest.mark.parametrize("name", [layout.blob_name(0), layout.manifest_name(0), layout.COMMIT])
 def test_verification_reads_the_medium_and_not_the_page_cache(name):
-    """Story: tensors were read past the cache, the manifest through it and COMMIT not at all; a bit gone bad
-    in those was marked as verified, and retention deleted the generation before it."""
+    """Tensors were read past the page cache, but the manifest through it, and COMMIT not at all; a generation with a
+    bit flipped in one of those was marked as verified, and retention deleted the generation before it."""
     world = begun()
     world.rot(2, name, 60)
     world.upkeep()
@@ -243,10 +244,10 @@ def test_a_save_of_unknown_outcome_is_neither_repeated_nor_deleted():
     with pytest.raises(StepTaken):
         world.run.admit(3)
     assert not world.disk.root.names["gen"].names["000000000003-00000002"].names.keys() & {layout.COMMIT}
-    came_true = world.disk.crashed(lambda kind, ways: ways - 1 if kind == "data" else 0)
-    assert load(Disk(came_true, ROOT), workers=INLINE)[0].generation.step == 2
-    came_true.root.names["gen"].names["000000000003-00000002"].put(layout.COMMIT, _staged(came_true, 3))
-    found, state = load(Disk(came_true, ROOT), workers=INLINE)
+    crashed = world.disk.crashed(lambda kind, ways: ways - 1 if kind == "data" else 0)
+    assert load(Disk(crashed, ROOT), workers=INLINE)[0].generation.step == 2
+    crashed.root.names["gen"].names["000000000003-00000002"].put(layout.COMMIT, _staged(crashed, 3))
+    found, state = load(Disk(crashed, ROOT), workers=INLINE)
     assert found.generation.step == 3 and state == world.ledger.given[found.generation.id]
 
 
@@ -255,7 +256,7 @@ def _staged(disk: HostileDisk, step: int) -> Inode:
     return next(node for name, node in names.items() if name.startswith(f"{layout.COMMIT}."))
 
 
-# ---- the disk itself -----------------------------------------------------------------------------------------------
+# ---- the model of the disk -----------------------------------------------------------------------------------------
 
 
 def test_the_simulated_disk_keeps_exactly_what_was_synced():
@@ -268,19 +269,19 @@ def test_the_simulated_disk_keeps_exactly_what_was_synced():
         if name == "both":
             disk.sync_dir(ROOT)
     disk.root.was.pop("name")
-    seen: dict[str, set[bytes | None]] = {name: set() for name in ("both", "content", "name", "none")}
+    contents: dict[str, set[bytes | None]] = {name: set() for name in ("both", "content", "name", "none")}
     for state in disk.crashes(random.Random(0), 4000):
-        for name, found in seen.items():
+        for name, found in contents.items():
             node = state.root.names.get(name)
             found.add(None if node is None else bytes(node.data))
-    assert seen["both"] == {b"both"}
-    assert seen["content"] == {b"content", None}
-    assert {b"", b"name", bytes(4)} <= seen["name"] and None not in seen["name"]
-    assert {None, b"", b"none"} <= seen["none"]
+    assert contents["both"] == {b"both"}
+    assert contents["content"] == {b"content", None}
+    assert {b"", b"name", bytes(4)} <= contents["name"] and None not in contents["name"]
+    assert {None, b"", b"none"} <= contents["none"]
 
 
 def test_the_model_finds_a_rank_whose_file_names_are_not_durable(monkeypatch):
-    """That each rank's part is durable when it has sealed is its own doing: the first one cannot make up for it."""
+    """Each rank makes its own part durable before it seals; rank 0 cannot make up for a rank that does not."""
 
     def weak(tier, *arguments, **options):
         return share(Disk(tier._files, ROOT, mode="atomic_nodirsync"), *arguments, **options)
@@ -290,12 +291,13 @@ def test_the_model_finds_a_rank_whose_file_names_are_not_durable(monkeypatch):
         play(Scenario(saves_and_retention, ranks=3), Judge(random.Random(0)))
 
 
-# ---- all of it ----------------------------------------------------------------------------------------------------
+# ---- all scenarios ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
 def test_promises_1_to_3_hold_in_every_crash_state(scenario):
-    # A state of slots or of several ranks takes long to judge, and lives with labels have many; the campaign plays all.
+    # The states of slots or of several ranks take long to judge, and scenarios with labels have many states; the
+    # campaign plays all of them.
     slow = scenario.in_flight or scenario.ranks > 1
     judge = Judge(random.Random(0), samples=8 if slow else 16)
     for seed in range(1 if "labels" in scenario.name or slow else 3):

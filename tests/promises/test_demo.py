@@ -1,4 +1,4 @@
-"""A shortened demo: two epochs, two kills, both kinds of damage; and the demo detects a difference."""
+"""A shortened demo: two epochs, two kills and both kinds of damage. The demo itself detects a difference."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_the_demo_detects_a_run_that_is_one_save_behind(outcome, out):
     newest = max((out / "killed" / "gen").iterdir())
     shutil.move(newest, out / "taken-away")
     behind = run.Stored(out / "killed")
-    again = run.compare(run.Stored(out / "uninterrupted"), behind, outcome.peace, outcome.attempts, BLOWS)
-    assert [check.claim for check in again if check.holds] == [check.claim for check in outcome.checks[:3]]
+    checks = run.compare(run.Stored(out / "uninterrupted"), behind, outcome.peace, outcome.attempts, BLOWS)
+    assert [check.claim for check in checks if check.holds] == [check.claim for check in outcome.checks[:3]]

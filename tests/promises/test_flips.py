@@ -1,4 +1,5 @@
-"""A small run with every byte changed, every length truncated, every file deleted: no wrong load, no lost run.
+"""A small run with every byte changed, every file truncated at every length, and every file deleted: nothing wrong
+is loaded, and the run is never lost.
 
 Damage in the newest generation loses at most that generation. Damage in a hint loses nothing.
 """
@@ -37,7 +38,7 @@ FATAL = [f"{NEWEST}/{name}" for name in ("COMMIT.json", "r00000.manifest.json", 
 
 
 class Run:
-    """A run of two incarnations, one generation each, both verified; its files can be changed and put back."""
+    """A run of two incarnations with one generation each, both verified; its files can be changed and restored."""
 
     def __init__(self, root: Path) -> None:
         root.mkdir(exist_ok=True)
@@ -54,7 +55,7 @@ class Run:
         self.files = {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
     def write(self, name: str, data: bytes | None) -> None:
-        """None: the file goes."""
+        """Write the file, or delete it if `data` is None."""
         path = self.root / name
         if data is None:
             path.unlink()
@@ -62,19 +63,19 @@ class Run:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
 
-    def check(self, name: str, data: bytes | None, what: str) -> None:
-        """A file is replaced, and the run loads what it must."""
+    def check(self, name: str, data: bytes | None, change: str) -> None:
+        """Replace a file, and require that the run loads the right generation."""
         self.write(name, data)
         try:
             found, state = load(self.tier, workers=WORKERS)
         except LastgoodError as error:
-            raise AssertionError(f"{what}: the run is lost: {error}") from error
+            raise AssertionError(f"{change}: the run is lost: {error}") from error
         finally:
             self.write(name, self.files[name])
         step, expected = (10, OLD) if name in FATAL else (20, NEW)
-        assert state == expected, f"{what}: a wrong load"
-        assert found.generation is not None and found.generation.step == step, what
-        assert (20 in dict(found.stepped_over)) == (name in FATAL), what
+        assert state == expected, f"{change}: a wrong state was loaded"
+        assert found.generation is not None and found.generation.step == step, change
+        assert (20 in dict(found.stepped_over)) == (name in FATAL), change
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_the_damaged_run_contains_every_kind_of_file(run):
 
 
 def masks(name: str, chance: random.Random) -> list[int]:
-    """Bits to turn in a byte: each alone in the records that a restore believes, some of them elsewhere."""
+    """The bits to flip in a byte: each single bit in the records that a restore trusts, and random bits elsewhere."""
     if name.endswith(".json") and "00000011" not in name:
         return [1 << bit for bit in range(8)]
     return [chance.randrange(1, 256)]
@@ -140,9 +141,9 @@ def test_no_zeroed_or_misplaced_sector_is_ever_loaded_or_loses_the_run(run):
 
 def test_a_missing_or_exchanged_file_is_never_loaded_or_loses_the_run(run):
     for name, good in run.files.items():
-        for other in (None, *run.files.values()):
-            if other != good:
-                run.check(name, other, f"{name} replaced")
+        for replacement in (None, *run.files.values()):
+            if replacement != good:
+                run.check(name, replacement, f"{name} replaced")
 
 
 def test_a_damaged_requested_step_is_named_and_no_other_is_loaded(run):
@@ -154,7 +155,8 @@ def test_a_damaged_requested_step_is_named_and_no_other_is_loaded(run):
 
 
 def test_continuing_a_damaged_run_loses_no_good_generation(tmp_path):
-    """The next writer opens the damaged run, continues what loads, verifies, and deletes what retention lets go."""
+    """The next writer opens the damaged run, continues the generation that loads, verifies, and deletes what
+    retention does not keep."""
     chance = random.Random(SEED)
     names = Run(tmp_path / "names").files
     for turn, name in enumerate(sorted(names)):
@@ -177,12 +179,13 @@ def test_continuing_a_damaged_run_loses_no_good_generation(tmp_path):
 
 
 def test_a_rewind_before_its_first_save_survives_damage_to_its_record(tmp_path):
-    """Its record was once the only witness of a rewind: one bit of it, and the abandoned step was chosen again."""
+    """The record was once the only evidence of a rewind: after a flip of one bit in it, the abandoned step was
+    loaded again."""
     run = Run(tmp_path)
     old = next(at for at in survey(run.tier).generations if at.step == 10)
     writer = RunWriter(run.tier, WORKERS, environment=Environment(new_id=lambda: "00000030"))
     writer.begin(old)
-    writer.record_incarnation()  # as earlier versions did in begin
+    writer.record_incarnation()  # as earlier versions did in begin()
     record = next((tmp_path / "incarnations").glob("*-00000030-*"))
     good = record.read_bytes()
     flipped = (good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(len(good)))

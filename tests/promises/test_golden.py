@@ -1,6 +1,7 @@
-"""Golden runs stay readable: runs that earlier code wrote in slots, with parity and by several ranks, continue.
+"""Golden runs stay readable: runs that earlier code wrote in slots, with parity and by several ranks can be
+continued.
 
-The run of one process in a directory, `v1`, has its tests in test_layout.py and test_pointers.py.
+The run of one process in a directory, `v1`, is tested in test_layout.py and test_pointers.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ EXPECTED = json.loads((DATA / "golden.json").read_text())
 
 @pytest.fixture
 def copied(tmp_path: Path) -> Callable[[str], str]:
-    """The path of a copy of a golden run, so that nothing can happen to the kept one."""
+    """The path of a copy of a golden run, so that a test cannot change the original."""
 
     def copy(name: str) -> str:
         shutil.copytree(DATA / name, tmp_path / name)
@@ -72,7 +73,8 @@ def test_a_golden_run_of_two_ranks_is_read_by_one_process(copied) -> None:
 
 
 def test_a_run_of_two_ranks_is_verified_and_scrubbed_with_parity(copied) -> None:
-    """When one process went on with the run and asked for parity, both readings ended in `StopIteration`."""
+    """When one process continued the run and requested parity, both the verification and the scrub ended in
+    `StopIteration`."""
     path = Path(copied("ranks"))
     marks = [*path.glob("gen/*/VERIFIED.json")]
     run, arena = RunWriter(Disk(PosixFiles(), str(path)), Inline(), parity="2+1"), Arena(3 * 8192, 8192)

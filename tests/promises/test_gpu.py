@@ -48,7 +48,7 @@ def test_every_save_holds_the_state_at_its_step_while_training_continues(tmp_pat
 
 
 def test_the_host_does_not_wait_for_a_copy_that_fits_the_arena(tmp_path):
-    """The stream waits: when the step returns, the copy of the last chunk need not have ended."""
+    """The stream waits in place of the host: when the step returns, the copy of the last chunk need not have ended."""
     state = build(2048, 16)
     train(state)
     with lastgood.Checkpointer(tmp_path, state) as ckpt:

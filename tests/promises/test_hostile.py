@@ -1,8 +1,8 @@
 """Malicious files with correct digests, so that only validation can refuse them.
 
 Each case runs in a process of its own with little memory, little time, and a record of every path that it opens. The
-newest generation is refused by name, the older one is loaded, nothing large is reserved, nothing outside of the run is
-opened, and a writer that opens the run deletes nothing that is good.
+newest generation is refused by name, the older one is loaded, no large memory is reserved, no path outside of the
+run is opened, and a writer that opens the run deletes no good generation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.slow
 
 OLD: State = {"a": bytes(5000), "b": b"older" * 60, "c": b"old" * 100}
 NEW: State = {"a": bytes(range(250)) * 20, "b": b"newer" * 60, "c": b"new" * 100}
-HOME = "gen/000000000020-0a0a0a0a"
-COMMIT, MANIFEST, BLOB = (f"{HOME}/{name}" for name in ("COMMIT.json", "r00000.manifest.json", "r00000.safetensors"))
+FOLDER = "gen/000000000020-0a0a0a0a"
+COMMIT, MANIFEST, BLOB = (f"{FOLDER}/{name}" for name in ("COMMIT.json", "r00000.manifest.json", "r00000.safetensors"))
 SPARE_BYTES = 1 << 30
 """address space that a reader may take beyond what the process has: threads and their stacks, and what a claim of 2**40
 bytes does not fit into"""
@@ -52,7 +52,7 @@ SECONDS = 60
 
 
 class Hostile:
-    """A run of two good generations, and the means to forge the newer one."""
+    """A run of two good generations, with methods to forge the newer one."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.tier = root, Disk(PosixFiles(), str(root))
@@ -84,7 +84,7 @@ class Hostile:
         self.seal(msgspec.json.encode(record))
 
     def seal(self, body: bytes) -> None:
-        """A manifest of this body, with a commit that seals it."""
+        """Write a manifest with this body, and a commit that seals it."""
         data = self.put(MANIFEST, body)
         self.forge_commit(lambda one: one["seals"][0].update(length=len(data), digest=digest("xxh3_128", data)))
 
@@ -105,11 +105,11 @@ def run(tmp_path) -> Hostile:
     return Hostile(tmp_path / "run")
 
 
-# ---- trying it -------------------------------------------------------------------------------------------------
+# ---- attempts to load ------------------------------------------------------------------------------------------
 
 
 def restored(tier: Disk, step: int | None = None) -> tuple[int, State, dict[int, str]]:
-    """Step, state and what was stepped over, with an arena of 16 pages."""
+    """The step, the state and the skipped generations of a restore, with an arena of 16 pages."""
     candidates = Candidates(survey(tier), step)
     for generation in candidates:
         try:
@@ -123,7 +123,7 @@ def restored(tier: Disk, step: int | None = None) -> tuple[int, State, dict[int,
 
 
 def contained(root: Path, job: Callable[[], Any]) -> Any:
-    """What the job returns or raises, from a forked process with bounded memory and time.
+    """The result or the error of the job, from a forked process with bounded memory and time.
 
     Fails when the job opens, lists or changes any path outside of `root`.
     """
@@ -131,20 +131,20 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
     child = os.fork()
     if child == 0:
         outside: list[str] = []
-        home = os.path.realpath(root)
+        inside = os.path.realpath(root)
 
         def record_outside_paths(event: str, args: tuple) -> None:
             if event == "open" or event.startswith("os."):
-                # the target of a new symbolic link is only text and opens nothing
+                # The target of a new symbolic link is only text; nothing is opened.
                 for one in args[1:2] if event == "os.symlink" else args[:2]:
                     if isinstance(one, str | bytes) and (event != "open" or one is args[0]):
                         folder, name = os.path.split(os.path.abspath(os.fsdecode(one)))
                         full = os.path.join(os.path.realpath(folder), name)
-                        if full != home and not full.startswith(home + os.sep):
+                        if full != inside and not full.startswith(inside + os.sep):
                             outside.append(f"{event} {full}")
 
         try:
-            restored(Disk(PosixFiles(), "/nonexistent"))  # whatever is imported late is imported now
+            restored(Disk(PosixFiles(), "/nonexistent"))  # import now what is imported on first use
             if sys.platform == "linux":
                 pages = int(Path("/proc/self/statm").read_text().split()[0])
                 limit = pages * resource.getpagesize() + SPARE_BYTES
@@ -155,7 +155,7 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
             try:
                 result = job()
             except BaseException as error:
-                # As text: what it was made of stays in the child.
+                # The error is sent as text; the objects it refers to stay in the child.
                 result = Raised(type(error), str(error))
             signal.alarm(0)
             data = pickle.dumps((result, outside))
@@ -168,14 +168,14 @@ def contained(root: Path, job: Callable[[], Any]) -> Any:
     with os.fdopen(receive, "rb") as pipe:
         data = pipe.read()
     _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0, "it hung, or died"
+    assert os.waitstatus_to_exitcode(status) == 0, "the process hung, or died"
     result, outside = pickle.loads(data)
-    assert outside == [], "it left the run"
+    assert outside == [], "a path outside of the run was opened"
     return result
 
 
 class Raised(tuple):
-    """A kind of error and its text."""
+    """The kind of an error and its text."""
 
     def __new__(cls, *parts: Any) -> Raised:
         return super().__new__(cls, parts)
@@ -190,7 +190,7 @@ class Raised(tuple):
 
 
 def attempts(tier: Disk) -> dict[str, Any]:
-    """Every way into the newest generation."""
+    """The outcomes of every way to read the newest generation."""
 
     def outcome(call: Callable[[], Any]) -> Any:
         try:
@@ -209,10 +209,10 @@ def attempts(tier: Disk) -> dict[str, Any]:
 
 
 def written(tier: Disk) -> tuple[int, State, dict[int, str]]:
-    """What a restore finds after a writer has opened the run, read everything again and deleted what it may."""
+    """What a restore finds after a writer has opened the run, verified everything and applied retention."""
     writer = RunWriter(tier, Inline(), keep=Keep(last=1))
     writer.begin(GenerationId(step=10, incarnation="0a0a0a0a"))
-    writer.record_incarnation()  # as if it had saved and the save had been deleted
+    writer.record_incarnation()  # as if it had saved, and the save had been deleted
     writer.verify(Arena(3 * 4096, 4096))
     writer.clean()
     return restored(tier)
@@ -220,23 +220,23 @@ def written(tier: Disk) -> tuple[int, State, dict[int, str]]:
 
 def expect_refused(run: Hostile, reason: str) -> None:
     found = contained(run.root, lambda: attempts(run.tier))
-    assert not isinstance(found, Raised), f"no error of the tree: {tuple(found)}"
+    assert not isinstance(found, Raised), f"not a LastgoodError: {tuple(found)}"
     step, state, over = found["restore"]
     assert (step, state) == (10, OLD)
     assert reason in over[20]
-    kind, said = found["step"]
-    assert issubclass(kind, Damaged | TierDown) and reason in said
+    kind, text = found["step"]
+    assert issubclass(kind, Damaged | TierDown) and reason in text
     assert isinstance(found["piece"], Raised) or found["piece"] == NEW
-    assert found["verify"], "read through and nothing found"
+    assert found["verify"], "the verification found nothing"
     if found["verify"].__class__ is Raised:
         assert issubclass(found["verify"][0], TierDown)
     assert found["write"][:2] == (10, OLD)
 
 
 def expect_unharmed(run: Hostile, step: int = 20) -> dict[int, str]:
-    """The hostile thing is beside the point: it is ignored. Returns what was stepped over."""
+    """Require that the malicious file is ignored, because nothing depends on it; returns the skipped generations."""
     found = contained(run.root, lambda: attempts(run.tier))
-    assert not isinstance(found, Raised), f"no error of the tree: {tuple(found)}"
+    assert not isinstance(found, Raised), f"not a LastgoodError: {tuple(found)}"
     at, state, over = found["restore"]
     assert (at, state) == (step, NEW if step == 20 else OLD)
     assert found["write"][:2] == (10, OLD)
@@ -286,12 +286,12 @@ def all_of(*changes: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, 
 
 
 def renamed(name: str) -> Callable[[dict[str, Any]], object]:
-    """The blob, and every piece that rests in it."""
+    """Rename the blob, and let every piece in it refer to the new name."""
     return all_of(blob(name=name), *(piece(index, blob=name) for index in range(3)))
 
 
 def claims(length: int, chunk_bytes: int = 256 << 20) -> Callable[[dict[str, Any]], object]:
-    """All counts fit, and the last tensor is so long."""
+    """Give the last tensor this length, with all counts adjusted to it."""
 
     def change(record: dict[str, Any]) -> None:
         one, last = record["blobs"][0], record["pieces"][-1]
@@ -405,7 +405,7 @@ HEADERS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_forged_tensor_file_header_is_refused_with_correct_digests(run, case):
-    """The file is for other readers too, which believe its header and have no digest to hold against it."""
+    """Other programs read the tensor file too; they trust its header and have no digest to check it against."""
     good = run.path(BLOB).read_bytes()
     data = HEADERS[case](good)
     assert data != good and len(data) == len(good)
@@ -443,7 +443,7 @@ def test_a_manifest_that_is_malformed_json_is_refused(run, case):
     assert change(body) != body
     run.seal(change(body))
     found = contained(run.root, lambda: restored(run.tier))
-    assert not isinstance(found, Raised), f"no error of the tree: {tuple(found)}"
+    assert not isinstance(found, Raised), f"not a LastgoodError: {tuple(found)}"
     assert found[:2] == (10, OLD)
     assert reason.lower() in found[2][20].lower()
 
@@ -515,7 +515,7 @@ def test_an_oversized_commit_is_refused_without_reading_it(run, length):
 
 
 def test_a_manifest_length_is_bounded_whatever_its_seal_claims(run):
-    """A sparse file is as long as anybody likes, and a seal can agree with it."""
+    """A sparse file can have any length, and a seal can agree with it."""
     run.sparse(MANIFEST, 1 << 40)
     run.forge_commit(sealed(length=1 << 40))
     expect_refused(run, "as manifest of rank 0")
@@ -531,22 +531,23 @@ def test_a_commit_with_an_impossible_parent_still_loads(run, parent):
 # ---- newer versions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [MANIFEST, COMMIT, "lastgood.json", "POINTER.json", f"{HOME}/VERIFIED.json"])
+@pytest.mark.parametrize("name", [MANIFEST, COMMIT, "lastgood.json", "POINTER.json", f"{FOLDER}/VERIFIED.json"])
 def test_a_record_of_a_newer_version_is_refused_and_not_skipped(run, name):
-    """Stepping over would train on from an older state, beside a newer one that is good."""
+    """A restore that skipped such a generation would continue the training from an older state, although a newer
+    good one exists."""
     if name == MANIFEST:
         run.forge_manifest(top(format=2))
     else:
         run.put(name, b'{"format":2,"what":["nobody","knows"]}')
-    kind, said = contained(run.root, lambda: restored(run.tier))
-    assert kind is UnknownFormat and "Install a newer lastgood" in said
+    kind, text = contained(run.root, lambda: restored(run.tier))
+    assert kind is UnknownFormat and "Install a newer lastgood" in text
 
 
-# ---- things that are no files ----------------------------------------------------------------------------------
+# ---- names that are not regular files --------------------------------------------------------------------------
 
 
 def link_out(path: Path) -> None:
-    """To a file outside of the run with the very bytes that are wanted."""
+    """Replace the file by a link to a file outside of the run with the same bytes."""
     path.rename(path.parents[3] / "outside")
     path.symlink_to(path.parents[3] / "outside")
 
@@ -600,7 +601,7 @@ def test_a_special_file_in_place_of_a_file_is_refused_without_blocking(run, name
 
 
 @pytest.mark.parametrize(
-    "name", ["POINTER.json", "lastgood.json", "incarnations/000001-0a0a0a0a.json", f"{HOME}/VERIFIED.json"]
+    "name", ["POINTER.json", "lastgood.json", "incarnations/000001-0a0a0a0a.json", f"{FOLDER}/VERIFIED.json"]
 )
 @pytest.mark.parametrize("thing", THINGS)
 def test_a_special_file_in_place_of_a_hint_does_no_harm(run, name, thing):
@@ -615,20 +616,21 @@ def test_a_special_file_in_place_of_a_hint_does_no_harm(run, name, thing):
     found = contained(run.root, lambda: restored(run.tier))
     assert found == (20, NEW, {})
     found = contained(run.root, lambda: written(run.tier))
-    if isinstance(found, Raised):  # a folder with something in it is not removed, and a device cannot be
+    if isinstance(found, Raised):  # a folder that is not empty cannot be removed, and neither can a device
         assert issubclass(found[0], LastgoodError) and thing in (full_folder, folder)
     else:
         assert found[:2] == (10, OLD)
 
 
 def test_a_symlinked_generation_folder_is_ignored_and_its_target_unchanged(run):
-    """Without a COMMIT in it, it once was a save to be cleared away: the next writer emptied the folder it led to."""
+    """A generation's folder without a COMMIT was once treated as a save to be cleared away: through the link, the
+    next writer emptied the target folder."""
     theirs = run.root.parent / "theirs"
     theirs.mkdir()
     (theirs / "thesis.txt").write_bytes(b"years of work")
     run.path("gen/000000000030-0a0a0a0a").symlink_to(theirs)
     run.path("gen/000000000040-0a0a0a0a").symlink_to("../../theirs")
-    shutil.copytree(run.path(HOME), run.root.parent / "copy")
+    shutil.copytree(run.path(FOLDER), run.root.parent / "copy")
     run.path("gen/000000000050-0a0a0a0a").symlink_to(run.root.parent / "copy")
     expect_unharmed(run)
     assert (theirs / "thesis.txt").read_bytes() == b"years of work"
@@ -644,8 +646,8 @@ def test_a_folder_inside_an_unfinished_save_does_not_block_the_opening(run):
 
 
 def test_a_generation_moved_out_and_symlinked_is_not_read(run):
-    run.path(HOME).rename(run.root.parent / "moved")
-    run.path(HOME).symlink_to(run.root.parent / "moved")
+    run.path(FOLDER).rename(run.root.parent / "moved")
+    run.path(FOLDER).symlink_to(run.root.parent / "moved")
     expect_unharmed(run, step=10)
     assert len(os.listdir(run.root.parent / "moved")) == 4
 
@@ -672,15 +674,15 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("where", ["", "gen", "incarnations", HOME])
+@pytest.mark.parametrize("where", ["", "gen", "incarnations", FOLDER])
 @pytest.mark.parametrize("thing", ["file", "folder", "full folder", "pipe", "link"])
 def test_foreign_names_in_the_folders_of_a_run_hide_no_generation(run, where, thing):
-    """An empty folder named with the digits of another script once made the writer delete the generation of that step,
-    which it took for one that was never finished."""
+    """An empty folder named with digits of another script once made the writer delete the generation of that step,
+    which it took for one that had never been finished."""
     for name in NAMES:
         path = run.path(where) / name
         if os.path.lexists(path) or (where, thing, name) == ("incarnations", "file", "000007-0b0b0b0b.json"):
-            continue  # the one name here that is valid: a run that started over
+            continue  # the only valid name here: a run that started over
         if thing == "file":
             path.write_bytes(b"x")
         elif thing == "pipe":
@@ -712,12 +714,14 @@ def test_a_cycle_of_incarnation_parents_terminates(run):
 def test_an_incarnation_with_an_impossible_parent_is_harmless(run):
     claim = Incarnation(format=1, order=2, id="0b0b0b0b", parent=GenerationId(step=-1, incarnation="../../outside"))
     run.put("incarnations/000002-0b0b0b0b.json", msgspec.json.encode(claim))
-    assert contained(run.root, lambda: restored(run.tier)) == (20, NEW, {}), "it claims what its name does not"
+    assert contained(run.root, lambda: restored(run.tier)) == (20, NEW, {}), "its content contradicts its name"
     claim = Incarnation(format=1, order=3, id="0c0c0c0c", parent=GenerationId(step=99, incarnation="0d0d0d0d"))
     run.put(layout.incarnation_name(claim), msgspec.json.encode(claim))
     found = contained(run.root, lambda: restored(run.tier))
     assert found == (0, {}, {})
-    assert contained(run.root, lambda: restored(run.tier, 20))[:2] == (20, NEW), "by number it can still be had"
+    assert contained(run.root, lambda: restored(run.tier, 20))[:2] == (20, NEW), (
+        "its step can still be restored by number"
+    )
 
 
 def test_a_wrong_pointer_does_not_change_what_is_loaded(run):
@@ -728,7 +732,7 @@ def test_a_wrong_pointer_does_not_change_what_is_loaded(run):
     expect_unharmed(run)
 
 
-@pytest.mark.parametrize("name", ["POINTER.json", "lastgood.json", f"{HOME}/VERIFIED.json", f"{HOME}/DAMAGED.json"])
+@pytest.mark.parametrize("name", ["POINTER.json", "lastgood.json", f"{FOLDER}/VERIFIED.json", f"{FOLDER}/DAMAGED.json"])
 @pytest.mark.parametrize("length", [0, 64 << 20, 1 << 40])
 def test_a_hint_of_any_length_does_no_harm(run, name, length):
     run.sparse(name, length)

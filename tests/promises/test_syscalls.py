@@ -1,6 +1,6 @@
-"""Failing system calls, full disks, short writes and killed processes: a selection that a seed determines.
+"""Failing system calls, full disks, short writes and killed processes: a selection determined by a seed.
 
-The campaigns are syscalls.py and kills.py of lastgood_lab/campaigns; this is a part of each, chosen by a seed.
+The complete campaigns are syscalls.py and kills.py of lastgood_lab/campaigns.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def lived(run: Path, *options: str) -> tuple[int, list[str]]:
     return live([str(run), *options], lines.append), lines
 
 
-# ---- single calls ----------------------------------------------------------------------------------------------
+# ---- faults of single calls ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -55,46 +55,50 @@ def test_every_kind_of_system_call_may_fail_or_be_the_last(sweep: syscalls.Sweep
     assert wrong == []
 
 
-def the_fault(sweep: syscalls.Sweep, scenario: str, call: str, path: str, what: str, sticky: bool) -> syscalls.Result:
-    """The first such call."""
-    wanted = (scenario, call, what, sticky)
+def first_fault(
+    sweep: syscalls.Sweep, scenario: str, call: str, path: str, failure: str, sticky: bool
+) -> syscalls.Result:
+    """Inject the fault into the first such call on a path with this ending."""
+    wanted = (scenario, call, failure, sticky)
     found = [one for one in sweep.faults() if (one.scenario, one.call, one.what, one.sticky) == wanted]
     return sweep.trial(next(one for one in found if fnmatch(one.path, f"*{path}")))
 
 
 @pytest.mark.parametrize(
-    ("first", "told"), [("run/lastgood.json", "Unreadable"), ("/COMMIT.json", "NothingGood+unread")]
+    ("first", "outcome"), [("run/lastgood.json", "Unreadable"), ("/COMMIT.json", "NothingGood+unread")]
 )
-def test_a_temporarily_unreadable_run_is_not_started_over(sweep: syscalls.Sweep, first: str, told: str) -> None:
-    """Every read failed with EIO for the time of one opening. No commit and no incarnation could be read, so the run
-    looked as if nothing had ever been committed: it got a new name, which made every commit invalid, and training
-    started over at step 0."""
-    result = the_fault(sweep, "resume", "preadv2", first, "EIO", True)
-    assert (result.outcome, result.problems) == (told, [])
+def test_a_temporarily_unreadable_run_is_not_started_over(sweep: syscalls.Sweep, first: str, outcome: str) -> None:
+    """Every read failed with EIO during one opening. No commit and no incarnation could be read, so the run looked
+    as if nothing had ever been committed: it got a new name, which made every commit invalid, and training started
+    over at step 0."""
+    result = first_fault(sweep, "resume", "preadv2", first, "EIO", True)
+    assert (result.outcome, result.problems) == (outcome, [])
 
 
 def test_an_unreadable_directory_does_not_count_as_empty(sweep: syscalls.Sweep) -> None:
-    """os.path.lexists and isdir return False when stat fails: the owner of the folder was not checked, and the search
-    for the first existing folder never ended at the root."""
-    result = the_fault(sweep, "fresh", "newfstatat", "run", "EIO", True)
+    """os.path.lexists and isdir return False when stat fails: the owner of the folder was not checked, and the
+    search for the first existing parent folder never ended at the root."""
+    result = first_fault(sweep, "fresh", "newfstatat", "run", "EIO", True)
     assert (result.outcome, result.problems) == ("TierDown", [])
 
 
 def test_a_temporarily_unreadable_incarnation_keeps_its_number(sweep: syscalls.Sweep) -> None:
-    """The newest incarnation's record failed to read, once. The next one took the same order, and from then on their
-    names decided which of the two was the newest: what the later one had acknowledged was out of the lineage."""
-    result = the_fault(sweep, "recover", "preadv2", "1c9338eb-*.json", "EIO", False)
+    """The newest incarnation's record could not be read once. The next incarnation took the same order, and from
+    then on their names decided which of the two was the newest: generations acknowledged by the later one were out
+    of the lineage."""
+    result = first_fault(sweep, "recover", "preadv2", "1c9338eb-*.json", "EIO", False)
     assert (result.outcome, result.problems) == ("ignored", [])
 
 
 def test_a_commit_whose_link_failed_is_not_reported_as_lost(sweep: syscalls.Sweep) -> None:
-    """link(COMMIT) failed with EIO: CommitUnknown, rightly. But the next commit named that step as its parent, so every
-    later opening kept its folder and reported a lost generation that had never been acknowledged."""
-    result = the_fault(sweep, "fresh", "link", "/COMMIT.json", "EIO", False)
+    """link(COMMIT) failed with EIO, which correctly raised CommitUnknown. But the next commit named that step as its
+    parent, so every later opening kept its folder and reported the loss of a generation that had never been
+    acknowledged."""
+    result = first_fault(sweep, "fresh", "link", "/COMMIT.json", "EIO", False)
     assert (result.outcome, result.problems) == ("CommitUnknown", [])
 
 
-# ---- space -----------------------------------------------------------------------------------------------------
+# ---- full disks ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["ext4", "tmpfs"])
@@ -109,9 +113,9 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 @pytest.mark.root
 def test_a_full_disk_fails_only_the_save(small_disk: Path) -> None:
-    told = {free: full_disks.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
-    assert {free: problems for free, (_, problems) in told.items() if problems} == {}
-    assert told[0][0] == "NoSpace" and told[80_000][0] == ""
+    results = {free: full_disks.full_disk(small_disk, free) for free in (0, 1024, 5000, 40_000, 80_000)}
+    assert {free: problems for free, (_, problems) in results.items() if problems} == {}
+    assert results[0][0] == "NoSpace" and results[80_000][0] == ""
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 100, 700, 4096, 36_000])
@@ -136,4 +140,4 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, how: str) -> None:
 def test_a_run_killed_thirty_times_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
     result = kills.series(tmp_path, SEED, 30, kills.pause(tmp_path))
     assert result.problems == []
-    assert result.ends.total() - result.ends["done"] >= 20, "lives ended before they were killed"
+    assert result.ends.total() - result.ends["done"] >= 20, "too few processes were killed before they ended"

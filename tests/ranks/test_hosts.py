@@ -17,17 +17,17 @@ import lastgood
 
 pytestmark = pytest.mark.slow
 
-PATIENCE = 3.0
+TIMEOUT_SECONDS = 3.0
 PORT = 29411
 HOST = Path(__file__).parents[1] / "support" / "host.py"
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
 class Cable:
-    """Two hosts and what connects them."""
+    """Two network namespaces that stand for hosts, and the link between them."""
 
     def __init__(self) -> None:
         self.names = [f"lastgood-{os.getpid()}-{rank}" for rank in (0, 1)]
@@ -55,13 +55,13 @@ class Cable:
 
 
 class Rank:
-    """A process on one of the hosts."""
+    """A process on one of the hosts; it takes commands on its standard input."""
 
     def __init__(self, rank: int, cable: Cable, root: Path) -> None:
-        # Not `ip netns exec`: that makes a mount namespace too, which holds whatever other tests have mounted.
+        # `ip netns exec` is avoided: it also makes a mount namespace, which keeps the mounts of other tests busy.
         command = ["nsenter", f"--net=/run/netns/{cable.names[rank]}", sys.executable, str(HOST)]
         self._process = subprocess.Popen(
-            [*command, str(rank), "10.77.0.1", str(PORT), str(root), str(PATIENCE)],
+            [*command, str(rank), "10.77.0.1", str(PORT), str(root), str(TIMEOUT_SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -101,7 +101,7 @@ def cable() -> Iterator[Cable]:
 
 @pytest.fixture
 def ranks(cable: Cable, tmp_path: Path) -> Iterator[list[Rank]]:
-    """Both have the run open, and step 1 is durable."""
+    """Both ranks have the run open, and step 1 is durable."""
     found: list[Rank] = []
     try:
         found += [Rank(rank, cable, tmp_path / "run") for rank in (0, 1)]
@@ -126,8 +126,8 @@ def test_a_host_cut_off_in_a_save_fails_it_on_both_sides_in_bounded_time(cable, 
     cable.pull()
     ranks[1].send("on")
     near, far = (one.receive() for one in ranks)
-    assert near["result"].startswith("TimedOut: rank 1: ") and near["seconds"] < 2 * PATIENCE
-    assert far["result"].partition(":")[0] in ("RankFailed", "TierDown") and far["seconds"] < 4 * PATIENCE
+    assert near["result"].startswith("TimedOut: rank 1: ") and near["seconds"] < 2 * TIMEOUT_SECONDS
+    assert far["result"].partition(":")[0] in ("RankFailed", "TierDown") and far["seconds"] < 4 * TIMEOUT_SECONDS
     cable.plug()
     assert both(ranks, "save 3") == ["done", "done"]
     assert [one.step for one in lastgood.open(tmp_path / "run").generations()] == [1, 3]
@@ -148,8 +148,8 @@ def test_a_host_cut_off_in_a_restore_half_loads_no_state(cable, ranks):
     cable.pull()
     ranks[1].send("on")
     for one in ranks:
-        told = one.receive()
-        assert told["result"] != "done" and told["seconds"] < 4 * PATIENCE
+        answer = one.receive()
+        assert answer["result"] != "done" and answer["seconds"] < 4 * TIMEOUT_SECONDS
         assert one.receive() == {"result": "state", "first": -1.0, "alike": True}
     cable.plug()
     assert both(ranks, "restore") == ["done", "done"]

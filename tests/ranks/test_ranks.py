@@ -35,7 +35,7 @@ Factory = pytest.TempPathFactory
 
 
 def runs_of(worlds: dict[str, tuple[str, int]], paths: Factory) -> dict[str, Path]:
-    """A run of each world."""
+    """The run that each kind of world has saved, by the world's name."""
     runs = {name: paths.mktemp("runs") / kind.replace(" ", "-") for name, (kind, _) in worlds.items()}
     for name, (kind, size) in worlds.items():
         world(size, trained, kind, runs[name], STEPS)
@@ -46,8 +46,9 @@ def copied(root: Path, to: Path) -> Path:
     return Path(shutil.copytree(root, to, symlinks=True))
 
 
-def goes_on(kind: str, size: int, run: Path, at: Path) -> None:
-    """A run that was interrupted makes the very losses that it would have made."""
+def assert_continues(kind: str, size: int, run: Path, at: Path) -> None:
+    """Assert that an interrupted run continues with exactly the losses that it would have had without the
+    interruption."""
     straight = world(size, trained, kind, at / "straight", STEPS + 3)
     resumed = world(size, trained, kind, copied(run, at / "stopped"), STEPS + 3)
     assert resumed == [losses[STEPS:] for losses in straight]
@@ -64,15 +65,15 @@ def test_a_save_of_any_world_size_loads_exactly_in_any_other(saved, tmp_path, na
     roots = [copied(root, tmp_path / str(number)) for number, root in enumerate(saved.values())]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
-        before, after = whole(root, STEPS), whole(root, STEPS + 1)
-        assert before == after
-        assert {name.partition(".")[0] for name in before} == {"net", "optimizer"}
+        tensors_before, tensors_after = whole(root, STEPS), whole(root, STEPS + 1)
+        assert tensors_before == tensors_after
+        assert {name.partition(".")[0] for name in tensors_before} == {"net", "optimizer"}
         assert lastgood.open(root).verify(STEPS + 1).good
 
 
 @pytest.mark.parametrize("name", ["two of DDP", "two of FSDP2", "two of tensor parallel", "four of HSDP"])
 def test_an_interrupted_run_continues_like_an_uninterrupted_one(saved, tmp_path, name):
-    goes_on(*WORLDS[name], saved[name], tmp_path)
+    assert_continues(*WORLDS[name], saved[name], tmp_path)
 
 
 STAGED = {
@@ -95,7 +96,7 @@ def test_pipeline_stages_restore_into_any_other_and_continue_exactly(staged, tmp
     for root in roots:
         assert whole(root, STEPS) == whole(root, STEPS + 1)
         assert {one.partition(".")[0] for one in whole(root, STEPS)} == {"stage0", "stage1", "optimizer0", "optimizer1"}
-    goes_on(kind, size, staged[name], tmp_path)
+    assert_continues(kind, size, staged[name], tmp_path)
 
 
 def test_an_entry_of_another_rank_can_be_renamed_in_a_restore(staged):
@@ -138,14 +139,14 @@ def handed_out(tmp_path_factory: Factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", HANDED)
 def test_an_object_that_returns_shards_receives_them_in_any_world_size(handed_out, tmp_path, name):
-    """As torch's helpers for state dicts make them; those of FSDP1 are spread no other way. They came back as plain
-    tensors."""
+    """torch's helpers for state dicts return such objects, and shards of FSDP1 are described in no other way. They
+    were restored as plain tensors."""
     kind, size = HANDED[name]
     roots = [copied(root, tmp_path / root.name) for root in handed_out.values()]
     assert world(size, resaved, kind, roots) == [[STEPS] * len(roots)] * size
     for root in roots:
         assert whole(root, STEPS) == whole(root, STEPS + 1)
-    goes_on(kind, size, handed_out[name], tmp_path)
+    assert_continues(kind, size, handed_out[name], tmp_path)
 
 
 def test_flat_parameters_of_several_ranks_are_refused_with_the_remedy(tmp_path):
@@ -154,7 +155,8 @@ def test_flat_parameters_of_several_ranks_are_refused_with_the_remedy(tmp_path):
 
 
 def test_full_torn_checks_compare_the_parts_that_each_rank_writes(tmp_path):
-    """A tensor that several ranks write in parts was digested whole at the cut, and each of its parts then torn."""
+    """When the ranks write parts of one tensor, the digest at the start of the save covered the whole tensor, so
+    each part was reported as torn."""
     world(3, trained_in_parts, tmp_path, STEPS)
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [2, 4]
     assert world(2, resaved, "ddp", [tmp_path]) == [[STEPS]] * 2
@@ -174,12 +176,12 @@ def test_replicated_tensors_are_written_once(saved, name):
 
 def test_tensors_needed_by_all_ranks_of_a_host_are_read_once(tmp_path):
     """Each rank read all of a replicated state past the page cache."""
-    told = world(4, replicas, tmp_path / "run", 24)
-    assert {one["read"] for one in told} == {told[0]["read"]} and told[0]["read"] < 1.5 * told[0]["unique"]
+    results = world(4, replicas, tmp_path / "run", 24)
+    assert {one["read"] for one in results} == {results[0]["read"]} and results[0]["read"] < 1.5 * results[0]["unique"]
 
 
 def test_the_extra_state_of_a_module_belongs_to_each_rank():
-    """The last rank's went to all of them."""
+    """The extra state of the last rank was restored on all ranks."""
     manifests = [
         Manifest(
             format=1, step=1, incarnation="0" * 8, rank=rank, digest="xxh3_128", blobs=[], pieces=[], aliases={},

@@ -1,4 +1,4 @@
-"""Ranks that fail, die, differ, are late or are asked to end: a failure on one rank fails the save on all of them.
+"""Ranks that fail, die, differ, are late or receive a signal: a failure on one rank fails the save on all ranks.
 
 Each world consists of real processes.
 """
@@ -22,7 +22,7 @@ from ranked import (
     half_way,
     leaving_out,
     listing_less,
-    losing_homes,
+    losing_holders,
     losing_messages,
     paced,
     preempted,
@@ -50,51 +50,52 @@ def test_a_late_announcement_fails_one_save_and_extends_the_lead_time(tmp_path):
     assert min(first, key=lambda one: one[1])[0] == "failed"
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_signal_to_any_rank_ends_all_ranks_at_one_durable_step(tmp_path, who):
-    told = world(3, preempted, "ddp", tmp_path, who, False)
-    assert told[0] == told[1] == told[2] and told[0]["code"] == 75
-    assert told[0]["step"] == told[0]["durable"] > 5
-    assert lastgood.open(tmp_path).verify(told[0]["durable"]).good
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_signal_to_any_rank_ends_all_ranks_at_one_durable_step(tmp_path, faulty_rank):
+    results = world(3, preempted, "ddp", tmp_path, faulty_rank, False)
+    assert results[0] == results[1] == results[2] and results[0]["code"] == 75
+    assert results[0]["step"] == results[0]["durable"] > 5
+    assert lastgood.open(tmp_path).verify(results[0]["durable"]).good
 
 
 def test_a_rank_that_learns_of_the_end_late_still_ends(tmp_path):
-    told = world(2, preempted, "plain", tmp_path, 0, True)
-    assert [(one["code"], one["durable"]) for one in told] == [(75, 0), (75, 0)] and told[0]["step"] < told[1]["step"]
+    ends = world(2, preempted, "plain", tmp_path, 0, True)
+    assert [(one["code"], one["durable"]) for one in ends] == [(75, 0), (75, 0)] and ends[0]["step"] < ends[1]["step"]
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [0]
 
 
 def test_a_diverged_rank_fails_the_save_on_all_ranks_by_name(tmp_path):
-    for told in world(3, differing, tmp_path, "a weight"):
-        assert told["1"] == told["3"] == told["4"] == "durable"
-        assert told["2"].startswith("ReplicaDiffers: ") and "net.up.weight" in told["2"]
+    for outcomes in world(3, differing, tmp_path, "a weight"):
+        assert outcomes["1"] == outcomes["3"] == outcomes["4"] == "durable"
+        assert outcomes["2"].startswith("ReplicaDiffers: ") and "net.up.weight" in outcomes["2"]
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3, 4]
 
 
 def test_different_buffers_are_saved_per_rank_from_the_first_save_on(tmp_path):
-    told = world(3, differing, tmp_path, "a buffer")
-    for rank, one in enumerate(told):
+    results = world(3, differing, tmp_path, "a buffer")
+    for rank, one in enumerate(results):
         assert [one[str(n)] for n in (1, 2, 3, 4)] == ["durable"] * 4
         assert one["restored"] == 4 and one["seen"] == [float(rank)] * 3
     run = lastgood.open(tmp_path)
     assert run.verify(2).good and run.verify(4).good
-    beside = [len(list(tmp_path.glob(f"gen/{step:012}-*/*.1.safetensors"))) for step in (2, 3, 4)]
-    assert beside == [2, 0, 0]  # once it is known, it lies with the rest
-    before = [name for name in whole(tmp_path, 4) if name == "net.seen"]
-    assert before and world(4, resaved, "ddp", [tmp_path]) == [[4]] * 4
+    own_files = [len(list(tmp_path.glob(f"gen/{step:012}-*/*.1.safetensors"))) for step in (2, 3, 4)]
+    assert own_files == [2, 0, 0]  # once the partition knows of the buffer, rank 0 writes it with the other tensors
+    buffers = [name for name in whole(tmp_path, 4) if name == "net.seen"]
+    assert buffers and world(4, resaved, "ddp", [tmp_path]) == [[4]] * 4
 
 
 def test_a_plan_for_another_structure_is_never_used(tmp_path):
-    """The state of one rank has grown since the partition of the pieces was agreed on."""
-    told = world(2, differing, tmp_path, "what it is made of")
-    for one in told:
+    """The state of one rank has grown since the ranks agreed on the partition of the pieces."""
+    results = world(2, differing, tmp_path, "its structure")
+    for one in results:
         assert one["1"] == one["3"] == one["4"] == "durable"
         assert one["2"].startswith("StepDiffers: ")
-    assert told[1]["more"] == [1.0] * 5 and lastgood.open(tmp_path).verify(4).good
+    assert results[1]["more"] == [1.0] * 5 and lastgood.open(tmp_path).verify(4).good
 
 
 def test_a_stage_trained_later_than_the_others_fails_one_save_only(tmp_path):
-    """The ranks whose structure had changed asked those whose had not, on the training thread, in vain."""
+    """The ranks whose structure had changed waited, on the training thread, for an answer from ranks whose structure
+    had not."""
     for one in world(3, thawing, tmp_path):
         assert [one[str(n)] for n in (1, 2, 4, 5)] == ["durable"] * 4
         assert one["3"].startswith("StepDiffers: ")
@@ -102,20 +103,20 @@ def test_a_stage_trained_later_than_the_others_fails_one_save_only(tmp_path):
     assert lastgood.open(tmp_path).verify(5).good
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_skips_a_save_fails_it_and_the_next_one_succeeds(tmp_path, who):
-    for rank, one in enumerate(world(3, leaving_out, tmp_path, who)):
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_rank_that_skips_a_save_fails_it_and_the_next_one_succeeds(tmp_path, faulty_rank):
+    for rank, one in enumerate(world(3, leaving_out, tmp_path, faulty_rank)):
         assert one["1"] == one["3"] == one["4"] == "durable"
-        if rank != who:
-            assert one["2"].startswith("StepDiffers: ") and f"rank {who}" in one["2"]
+        if rank != faulty_rank:
+            assert one["2"].startswith("StepDiffers: ") and f"rank {faulty_rank}" in one["2"]
             assert one["2 seconds"] < PATIENCE
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3, 4]
 
 
 @pytest.mark.parametrize("where", ["cut", "seal"])
 def test_a_failed_save_can_be_repeated_at_once(tmp_path, where):
-    """Rank 0 was still deleting the files of the first attempt, and deleted those of the second with them after their
-    commit. And a rank whose folder had been deleted did not create it again."""
+    """Rank 0 was still deleting the files of the first attempt, and deleted the files of the second attempt after
+    its commit. A rank whose folder had been deleted did not create it again."""
     for one in world(2, retried, tmp_path, where):
         assert one[0].startswith(("Unstorable: ", "TierDown: ")) and one[1:] == ["step 2", "step "]
     assert lastgood.open(tmp_path).verify(2).good
@@ -126,8 +127,8 @@ def test_all_ranks_restore_the_choice_of_rank_0_despite_stale_listings(tmp_path)
 
 
 def test_ranks_that_ask_for_different_steps_load_nothing(tmp_path):
-    for told, total in world(2, asking_for, tmp_path):
-        assert told.startswith("StepDiffers: ranks were about to load different generations") and total == 7.0 * 400
+    for outcome, total in world(2, asking_for, tmp_path):
+        assert outcome.startswith("StepDiffers: ranks were about to load different generations") and total == 7.0 * 400
 
 
 @pytest.mark.parametrize(("placement", "past"), [("replicate", False), ("shard", True)])
@@ -140,35 +141,36 @@ def test_a_nonfinite_tensor_on_one_rank_is_unfit_on_every_rank(tmp_path):
 
 
 def test_a_rank_that_lost_a_message_agrees_again_in_the_next_restore(tmp_path):
-    """It counted its restores by itself, and every agreement after that was about something else."""
+    """The rank counted its restores by itself, so every later agreement was matched with another restore."""
     first, second = world(2, losing_messages, tmp_path)
     assert first[-1] == second[-1] == "step 5"
     assert second[0].startswith("TierDown: ") and second[-2] == first[-2] == "step 1"
 
 
 def test_ranks_with_different_knowledge_store_no_tensor_twice(tmp_path):
-    for one in world(3, losing_homes, tmp_path):
+    for one in world(3, losing_holders, tmp_path):
         assert one[2] == "step 4" and not {"step 2", "step 3"} & set(one[:2])
     assert lastgood.open(tmp_path).verify(4).good
 
 
 @pytest.mark.parametrize(
-    ("to", "told"),
+    ("to", "message"),
     [
         ("nothing", "b is float32 [400] on rank 1, and the same as a on rank 0"),
         ("another", "b is the same as c on rank 1, and the same as a on rank 0"),
     ],
 )
-def test_tensors_tied_on_only_one_rank_are_refused_by_name(tmp_path, to, told):
-    """Such saves succeeded, and none of them could be restored."""
+def test_tensors_tied_on_only_one_rank_are_refused_by_name(tmp_path, to, message):
+    """Such saves succeeded, but none of them could be restored."""
     for (one,) in world(2, tied, tmp_path, to):
-        assert one.startswith(f"StepDiffers: {told}")
+        assert one.startswith(f"StepDiffers: {message}")
 
 
 def test_an_aborted_load_is_not_mixed_with_an_older_step(tmp_path):
-    """With strict=False what the older one lacks stays: it was of another step."""
-    for told, values in world(2, half_way, tmp_path):
-        assert "damaged, and had been loaded in part" in told or told.startswith("HalfLoaded: ")
+    """With strict=False, an entry that the older generation lacks keeps its live value, which the aborted load had
+    already taken from another step."""
+    for outcome, values in world(2, half_way, tmp_path):
+        assert "damaged, and had been loaded in part" in outcome or outcome.startswith("HalfLoaded: ")
         assert len(set(values)) == 1
 
 
@@ -182,48 +184,48 @@ def test_measured_intervals_and_skipped_saves_agree_on_all_ranks(tmp_path, optio
     assert all(sorted(other) == sorted(first) for other in others)
 
 
-FAULTS = [("state", 0), ("state", 1), *((where, who) for where in STEPS_OF_A_SAVE for who in (0, 1))]
-FAULTS = [one for one in FAULTS if one not in (("commit", 1), ("after the commit", 1))]  # rank 0 alone commits
+FAULTS = [("state", 0), ("state", 1), *((where, faulty_rank) for where in STEPS_OF_A_SAVE for faulty_rank in (0, 1))]
+FAULTS = [one for one in FAULTS if one not in (("commit", 1), ("after the commit", 1))]  # only rank 0 commits
 
 
-@pytest.mark.parametrize(("where", "who"), [one for one in FAULTS if one[0] != "after the commit"])
-def test_a_failure_on_one_rank_fails_all_by_name_and_the_next_succeeds(tmp_path, where, who):
-    told = world(2, failing, tmp_path, who, where, "fails")
-    for rank, one in enumerate(told):
+@pytest.mark.parametrize(("where", "faulty_rank"), [one for one in FAULTS if one[0] != "after the commit"])
+def test_a_failure_on_one_rank_fails_all_by_name_and_the_next_succeeds(tmp_path, where, faulty_rank):
+    results = world(2, failing, tmp_path, faulty_rank, where, "fails")
+    for rank, one in enumerate(results):
         assert one["1"] == one["3"] == "durable"
         assert one["2"] != "durable" and one["2 seconds"] < PATIENCE
-        assert rank == who or f"rank {who}: " in one["2"] or who == 0
+        assert rank == faulty_rank or f"rank {faulty_rank}: " in one["2"] or faulty_rank == 0
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
     assert lastgood.open(tmp_path).verify(3).good
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_seal_of_unknown_outcome_fails_the_save_on_all_ranks_at_once(tmp_path, who):
-    """The others waited for it as long as for one that is dead."""
-    for one in world(2, failing, tmp_path, who, "seal", "cannot tell"):
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_seal_of_unknown_outcome_fails_the_save_on_all_ranks_at_once(tmp_path, faulty_rank):
+    """The other ranks waited for the seal as long as they wait for a dead rank."""
+    for one in world(2, failing, tmp_path, faulty_rank, "seal", "cannot tell"):
         assert one["1"] == one["3"] == "durable"
         assert one["2"].startswith("CommitUnknown: ") and one["2 seconds"] < PATIENCE
     assert [one.step for one in lastgood.open(tmp_path).generations()] == [1, 3]
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_dead_rank_fails_the_save_in_bounded_time_and_the_run_continues(tmp_path, who):
-    """A world for each step of a save at which the rank dies. Most of it is waiting, so several run at a time."""
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_dead_rank_fails_the_save_in_bounded_time_and_the_run_continues(tmp_path, faulty_rank):
+    """One world for each stage of a save at which the rank dies. The worlds mostly wait, so several run at a time."""
 
     def die(where: str) -> None:
         root = tmp_path / where.replace(" ", "-")
-        for rank, one in enumerate(world(3, failing, root, who, where, "dies", dies=(who,))):
-            if rank != who:
+        for rank, one in enumerate(world(3, failing, root, faulty_rank, where, "dies", dies=(faulty_rank,))):
+            if rank != faulty_rank:
                 assert one["1"] == "durable" and one["2"] != "durable", f"{where}: {one}"
                 assert one["2 seconds"] < 4 * PATIENCE, f"{where}: {one}"
         assert world(2, resaved, "ddp", [root]) == [[2 if where == "after the commit" else 1]] * 2, where
 
     with ThreadPoolExecutor(4) as worlds:
-        assert len(list(worlds.map(die, [where for where, rank in FAULTS if rank == who]))) >= 5
+        assert len(list(worlds.map(die, [where for where, rank in FAULTS if rank == faulty_rank]))) >= 5
 
 
 def test_a_random_selection_of_faults_on_one_rank_keeps_the_promises(tmp_path):
-    """All of them, and deaths among them: `python -m lastgood_lab.campaigns.ranks`."""
+    """`python -m lastgood_lab.campaigns.ranks` runs all faults, including the death of a rank."""
     expected, calls = faults.reference(tmp_path, "ddp")
     errnos = [one for one in faults.faults({"ddp": calls}) if one.what != "KILL"]
     chosen = random.Random(1).sample(errnos, 6)
@@ -232,10 +234,11 @@ def test_a_random_selection_of_faults_on_one_rank_keeps_the_promises(tmp_path):
         assert not faults.trial(tmp_path, {"ddp": expected}, one).problems
 
 
-@pytest.mark.parametrize(("kind", "who"), [("ddp", (0, 1)), ("fsdp", (1,))])
-def test_ranks_decide_alike_on_a_step_that_is_saved_twice(tmp_path, kind, who):
-    """With several ranks nothing was compared: save(n) after an update returned the old save of step n as a success."""
-    found = world(2, saved_again, kind, tmp_path, who)
+@pytest.mark.parametrize(("kind", "changed_ranks"), [("ddp", (0, 1)), ("fsdp", (1,))])
+def test_ranks_decide_alike_on_a_step_that_is_saved_twice(tmp_path, kind, changed_ranks):
+    """With several ranks nothing was compared: a save(n) after an update returned the earlier save of step n as a
+    success."""
+    found = world(2, saved_again, kind, tmp_path, changed_ranks)
     assert [same for same, _, _ in found] == [True, True]
     thirds = [third for _, third, _ in found]
     assert thirds[0] == thirds[1] and "step 1 is saved already, and the state has changed since: net." in thirds[0]

@@ -1,4 +1,4 @@
-"""The examples for several ranks under torchrun: unmodified, started again, and restarted after a kill."""
+"""The multi-rank examples under torchrun: unmodified, started a second time, and restarted after a kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def torchrun(processes, script, run, steps, *more, restarts=0):
     options = ["--standalone", "--nproc-per-node", str(processes), "--max-restarts", str(restarts)]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *options, script, run, "--steps", str(steps), *more],
-        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else gloo may ask for the dead (docs/ranks.md)
+        # Otherwise gloo may wait for dead ranks (docs/ranks.md).
+        env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
         timeout=120,

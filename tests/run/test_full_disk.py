@@ -37,9 +37,9 @@ def opened(root: Path, keep: Keep, states: float) -> RunWriter:
     return run
 
 
-def saved(run: RunWriter, step: int, *, look_after: bool = True, **options: object) -> None:
+def saved(run: RunWriter, step: int, *, verify: bool = True, **options: object) -> None:
     save(run, step, {"w": bytes([step]) * STATE_BYTES}, **options)
-    if look_after:
+    if verify:
         run.verify(Arena(3 * 8192, 8192))
         run.clean()
 
@@ -48,7 +48,7 @@ def steps_in(run: RunWriter) -> list[int]:
     return sorted(one.step for one in commit.survey(run.tier).generations)
 
 
-# ---- what may go ---------------------------------------------------------------------------------------------------
+# ---- generations that a full disk may cost -------------------------------------------------------------------------
 
 
 def test_a_full_disk_deletes_everything_older_than_the_newest_verified():
@@ -75,7 +75,7 @@ def test_a_full_disk_deletes_no_milestone_or_best_generation():
 
 
 def test_keep_three_on_a_disk_for_two_states_saves_every_step(tmp_path, caplog):
-    """Two of ten saves were durable, one warning was printed, and the run was stuck for ever."""
+    """Two of ten saves were durable, one warning was printed, and no later save succeeded."""
     run = opened(tmp_path, Keep(last=3), states=2.5)
     for step in range(1, 11):
         saved(run, step)
@@ -109,7 +109,7 @@ def test_a_full_disk_never_deletes_the_newest_verified_generation(tmp_path):
 def test_an_unverified_generation_replaces_no_older_verified_one(tmp_path):
     run = opened(tmp_path, Keep(last=3), states=2.5)
     saved(run, 1)
-    saved(run, 2, look_after=False)
+    saved(run, 2, verify=False)
     with pytest.raises(NoSpace):
         saved(run, 3)
     assert steps_in(run) == [1, 2]
@@ -132,7 +132,7 @@ def test_a_full_disk_deletes_only_as_much_as_the_save_needs(tmp_path):
 
 
 class OtherRankIsFull:
-    """`Topic` of a save in which another rank finds no space for its part."""
+    """The `Topic` of a save in which another rank finds no space for its part."""
 
     is_retry, failing = False, staticmethod(contextlib.nullcontext)
 
@@ -179,11 +179,11 @@ def test_training_on_a_disk_for_two_states_continues_and_reports_it(small_disk, 
     assert "has room for 2 states" in caplog.text and "retention=Keep(last=...)" in caplog.text
 
 
-# ---- what is reported before ---------------------------------------------------------------------------------------
+# ---- reports before the disk is full -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("held", "free", "level", "text"),
+    ("bound", "free", "level", "text"),
     [
         (0, 70 * MB, None, ""),
         (60 * MB, 10 * MB, None, ""),
@@ -192,15 +192,15 @@ def test_training_on_a_disk_for_two_states_continues_and_reports_it(small_disk, 
         (0, 19 * MB, "ERROR", "no save after the first can succeed"),
     ],
 )
-def test_the_disk_bound_is_compared_with_the_free_space(caplog, held, free, level, text):
-    """ "takes at most 35.1 MB" was printed with 12 MB of free space, and nothing compared the two."""
-    disk_space.compare("/run", 10 * MB, 7, held, free)
+def test_the_disk_bound_is_compared_with_the_free_space(caplog, bound, free, level, text):
+    """ "takes at most 35.1 MB" was printed with 12 MB of free space, and the two were never compared."""
+    disk_space.compare("/run", 10 * MB, 7, bound, free)
     assert [one.levelname for one in caplog.records] == ([level] if level else [])
     assert text in caplog.text
 
 
 def test_the_first_step_compares_the_disk_bound_with_the_free_space(tmp_path, monkeypatch, caplog) -> None:
-    """A disk that was too small was reported at the first save only: five minutes after the start, or hours."""
+    """A disk that was too small was reported only at the first save, five minutes or hours after the start."""
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 30_000)
     state = {"w": torch.zeros(2_500)}  # 10 kB, and a page for its header
     with lastgood.Checkpointer(tmp_path, state, exclude=["rng"], save_on_exit=False) as ckpt:
@@ -212,18 +212,19 @@ def test_the_first_step_compares_the_disk_bound_with_the_free_space(tmp_path, mo
 
 
 def test_a_save_that_can_never_fit_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that had grown beyond the disk cost all older generations, and was refused all the same."""
+    """For a state that had grown beyond the disk, all older generations were deleted, and the save was refused all
+    the same."""
     run = opened(tmp_path, Keep(last=5), 10)
     for step in range(1, 6):
         saved(run, step)
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 0)
     assert not run.retirement.relieve(100 * STATE_BYTES)
     assert sorted(one.step for one in run.survey.generations) == [1, 2, 3, 4, 5]
-    assert run.retirement.relieve(STATE_BYTES), "what may fit is made room for"
+    assert run.retirement.relieve(STATE_BYTES), "room is made for a save that may fit"
 
 
 def test_a_milestone_on_a_full_disk_makes_room_without_holding_the_run(tmp_path: Path, monkeypatch) -> None:
-    """Room was made under the lock of the run, while a save that verifies takes the two locks the other way round."""
+    """Room was made under the lock of the run, while a verifying save acquires the two locks in the opposite order."""
     full, label, free = [True], commit.label, []
 
     def one_refused(*args: object) -> object:

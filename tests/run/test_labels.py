@@ -26,7 +26,7 @@ def opened(path: Path, keep: Keep) -> RunWriter:
 
 
 def saved(run: RunWriter, *steps: int) -> list[GenerationId]:
-    """Each step saved and verified; nothing is deleted."""
+    """A run in which each step was saved and verified, and nothing was deleted."""
     found = []
     for step in steps:
         found.append(save(run, step, {"w": bytes(100)}).id)
@@ -39,7 +39,7 @@ def steps(run: RunWriter) -> list[int]:
 
 
 def test_a_milestone_on_a_full_disk_never_deletes_its_own_generation(tmp_path: Path, monkeypatch) -> None:
-    """The disk was full: the oldest generation was deleted to make room for the label that was to keep it."""
+    """On a full disk, the oldest generation was deleted to make room for the label that was to make it a milestone."""
     run, full, label = opened(tmp_path, Keep(last=3)), [True, True], commit.label
     oldest, _, _, _ = saved(run, 1, 2, 3, 4)
 
@@ -51,7 +51,7 @@ def test_a_milestone_on_a_full_disk_never_deletes_its_own_generation(tmp_path: P
 
     monkeypatch.setattr(commit, "label", refused_twice)
     assert run.label(oldest, True, {}).commit.milestone
-    assert steps(run) == [1, 4], "two were deleted: one did not make enough room"
+    assert steps(run) == [1, 4], "two generations were deleted, because one did not make enough room"
     full[:] = [True]
     with pytest.raises(NoSpace):
         run.label(oldest, False, {"loss": 1.0})
@@ -59,7 +59,8 @@ def test_a_milestone_on_a_full_disk_never_deletes_its_own_generation(tmp_path: P
 
 
 def test_a_generation_under_deletion_accepts_no_label(tmp_path: Path, monkeypatch) -> None:
-    """One thread made room on a full disk while another reported a milestone of that generation as durable."""
+    """One thread deleted a generation to make room on a full disk while another reported the same generation as a
+    durable milestone."""
     run, retire, deleted = opened(tmp_path, Keep(last=1)), commit.retire, []
     saved(run, 1, 2)
 
@@ -75,7 +76,8 @@ def test_a_generation_under_deletion_accepts_no_label(tmp_path: Path, monkeypatc
 
 
 def test_a_label_added_after_the_deletion_plan_keeps_its_generation(tmp_path: Path, monkeypatch) -> None:
-    """A milestone was reported as durable, and then deleted with those that had been decided on before."""
+    """A milestone was reported as durable, and then deleted with the generations whose deletion had been planned
+    before."""
     run, retire = opened(tmp_path, Keep(last=1)), commit.retire
     first, second, _ = saved(run, 1, 2, 3)
 
@@ -90,7 +92,7 @@ def test_a_label_added_after_the_deletion_plan_keeps_its_generation(tmp_path: Pa
 
 
 def test_a_generation_with_an_unreadable_label_is_kept_and_loads(tmp_path: Path) -> None:
-    """The label that made it a milestone was damaged: it counted for nothing, and the milestone was deleted."""
+    """The label that made a generation a milestone was damaged: it was ignored, and the milestone was deleted."""
     run = opened(tmp_path, Keep(last=1))
     for at in saved(run, 1, 2):
         run.label(at, True, {})

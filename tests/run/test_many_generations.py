@@ -31,7 +31,8 @@ def run_of_many(root: Path) -> None:
 
 
 def test_a_large_backlog_is_deleted_after_the_save_and_not_before_it(tmp_path):
-    """After 1,000 generations and a restart with Keep(last=3), the next save took 45 s: all deletions went first."""
+    """After 1,000 generations and a restart with Keep(last=3), the next save took 45 s, because all deletions were
+    made first."""
     run_of_many(tmp_path)
     events: list[lastgood.Event] = []
     state = {"w": torch.zeros(8, dtype=torch.uint8)}
@@ -47,7 +48,8 @@ def test_a_large_backlog_is_deleted_after_the_save_and_not_before_it(tmp_path):
 
 
 def test_each_save_deletes_more_of_a_backlog_than_it_adds(tmp_path):
-    """Else a run that saves so often that upkeep never has its turn would never come down to what it keeps."""
+    """Otherwise a run that saves so often that upkeep never runs would never come down to the number of generations
+    it keeps."""
     assert DELETIONS_AHEAD > 1
     run_of_many(tmp_path)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))
@@ -58,7 +60,7 @@ def test_each_save_deletes_more_of_a_backlog_than_it_adds(tmp_path):
 
 
 def test_a_large_backlog_is_reported_once_before_its_deletion(tmp_path):
-    """Leaving the `with` block waited 22 s for hundreds of deletions, without a line."""
+    """The end of the `with` block waited 22 s for hundreds of deletions, and nothing was reported."""
     run_of_many(tmp_path)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=Keep(last=3))
     with reports() as texts:

@@ -1,4 +1,4 @@
-"""A run whose folder is moved while it is open, and a run that several people of one group write in turn."""
+"""A run whose folder is moved while it is open, and a run that several users of one group write in turn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ STATE = {"w": bytes(20_000)}
 @pytest.mark.parametrize("name", ["", "gen"])
 @pytest.mark.parametrize("deleted", [False, True], ids=["moved", "deleted"])
 def test_a_moved_run_is_reported_and_saves_resume_once_it_is_back(tmp_path, name, deleted):
-    """Each save warned of a missing r00000.safetensors, without what is safe and what to do, until a restart."""
+    """Until a restart, each save warned of a missing r00000.safetensors, without a statement of what is safe and
+    what to do."""
     root = tmp_path / "run"
     with access.for_writing(root, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
@@ -46,7 +47,8 @@ def test_a_moved_run_is_reported_and_saves_resume_once_it_is_back(tmp_path, name
 
 @pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o002, 0o664, 0o775), (0o077, 0o600, 0o700)])
 def test_files_and_folders_have_the_permissions_of_the_umask(tmp_path, umask, file_mode, folder_mode):
-    """Files were 0644 in folders of 0775, `.lock` too: with umask 002 a colleague of the group could not resume."""
+    """Files, `.lock` among them, had the mode 0644 in folders of 0775: with umask 002, another user of the group
+    could not resume."""
     before = os.umask(umask)
     try:
         with access.for_writing(tmp_path / "run", "atomic_dirsync") as tier:

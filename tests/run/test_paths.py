@@ -1,4 +1,4 @@
-"""Paths as people type them: URLs, slots, `~` and `$HOME` are expanded or refused and never become folders."""
+"""Paths as users type them: URLs, slots, `~` and `$HOME` are expanded or refused, and never become folders."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MISTYPED = {
 
 @pytest.mark.parametrize("path", MISTYPED)
 def test_a_mistyped_path_is_refused_with_the_correct_spelling(tmp_path: Path, monkeypatch, path: str) -> None:
-    """A folder named `s3:`, `slots:run` or `$HOME` was made beside the script, and held the run."""
+    """A folder named `s3:`, `slots:run` or `$HOME` was created beside the script, and held the run."""
     monkeypatch.chdir(tmp_path)
     for way in (
         lambda: lastgood.Checkpointer(path, {}),
@@ -47,7 +47,7 @@ def test_a_slots_path_mangled_by_pathlib_is_refused_with_the_correct_one() -> No
 
 
 def test_an_existing_folder_with_a_dollar_in_its_name_still_opens(tmp_path: Path, monkeypatch) -> None:
-    """Runs of earlier versions may lie in a folder named `$HOME`."""
+    """Earlier versions may have created a run in a folder named `$HOME`."""
     monkeypatch.chdir(tmp_path)
     os.mkdir("$HOME")
     lastgood.save("$HOME/run", {"n": 1})
@@ -67,7 +67,7 @@ def test_names_with_colons_and_dollars_that_are_no_variables_are_accepted(
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Path:
-    """A run in the home directory, which is the working directory too."""
+    """A run in the home directory, which is the working directory as well."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)})
@@ -92,7 +92,7 @@ def test_every_command_refuses_an_unexpanded_variable(run: Path, capsys, command
 
 
 def test_a_tilde_is_the_home_directory_in_export_and_import(run: Path, capsys) -> None:
-    """bash leaves the tilde of `--to=~/model.pt` alone."""
+    """bash does not expand the tilde of `--to=~/model.pt`."""
     assert app.main(["export", "~/run", "--to=~/model.safetensors"]) == 0
     assert app.main(["import", "~/model.safetensors", "~/again", "--json"]) == 0
     assert f'"place": "{run.parent}/again"' in capsys.readouterr().out

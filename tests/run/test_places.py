@@ -51,7 +51,7 @@ def opening(path: Path, verb: str) -> None:
 
 
 def picture(path: Path) -> dict[str, tuple]:
-    """All that a careless opening could change, times of change included."""
+    """Everything that a careless opening could change, including the modification times."""
     found = {}
     for one in [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]:
         status = one.lstat()
@@ -61,7 +61,8 @@ def picture(path: Path) -> dict[str, tuple]:
 
 
 def in_child(job: Callable[[], None], uid: int = 0) -> None:
-    """Run it in a forked process, with the rights of another user if need be; its failure is the test's."""
+    """Run the function in a forked process, with another user's rights if `user` is given; its failure fails the
+    test."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -83,7 +84,7 @@ def in_child(job: Callable[[], None], uid: int = 0) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-# ---- what is no run --------------------------------------------------------------------------------------------
+# ---- paths that are no run -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
@@ -92,9 +93,9 @@ def test_opening_a_regular_file_as_a_run_is_refused(tmp_path, verb):
     path.write_bytes(b"somebody's weights")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    for one, what in ((path, "a file"), (tmp_path / "pipe", "a file"), (tmp_path / "nowhere", "a link to .*missing")):
+    for one, kind in ((path, "a file"), (tmp_path / "pipe", "a file"), (tmp_path / "nowhere", "a link to .*missing")):
         before = picture(tmp_path)
-        with pytest.raises(NotARun, match=f"is {what}"):
+        with pytest.raises(NotARun, match=f"is {kind}"):
             opening(one, verb)
         assert picture(tmp_path) == before
 
@@ -137,7 +138,7 @@ def test_a_run_with_symlinked_folders_is_refused_and_targets_are_unchanged(tmp_p
     assert picture(tmp_path) == before
 
 
-# ---- what is one -----------------------------------------------------------------------------------------------
+# ---- paths that are a run --------------------------------------------------------------------------------------
 
 
 def test_a_new_run_creates_its_parent_folders(tmp_path):
@@ -152,7 +153,9 @@ def test_the_names_of_a_new_run_and_its_parent_folders_are_durable(tmp_path, mon
         assert synced == [str(tmp_path), str(tmp_path / "deep")]
     synced.clear()
     with access.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
-        assert synced == [str(tmp_path / "deep")], "whoever made it may have died before its name was durable"
+        assert synced == [str(tmp_path / "deep")], (
+            "the process that created it may have died before its name was durable"
+        )
 
 
 def test_an_empty_directory_or_an_interrupted_first_opening_becomes_a_run(tmp_path):
@@ -193,9 +196,9 @@ def test_a_run_with_a_lost_or_damaged_header_opens_and_is_mended(tmp_path, harm)
     elif harm == "link":
         (tmp_path / "elsewhere").write_bytes(good)
         header.symlink_to("elsewhere")
-    assert read(tmp_path) == STATE, "reading needs no header, and mends nothing"
+    assert read(tmp_path) == STATE, "reading needs no header, and does not write one"
     write(tmp_path, 20, {"weight": b"second"})
-    assert header.read_bytes() == good and not header.is_symlink(), "the commits say which run it is"
+    assert header.read_bytes() == good and not header.is_symlink(), "the commits name the run"
     assert [one.step for one in RunReader(access.for_reading(tmp_path)).lineage()] == [20, 10]
 
 
@@ -226,7 +229,7 @@ def test_a_run_of_a_newer_version_is_refused_and_left_unchanged(tmp_path, name):
         with pytest.raises(UnknownFormat, match="newer lastgood"):
             attempt()
     after = picture(tmp_path)
-    assert {path: seen[3] for path, seen in after.items()} == {path: seen[3] for path, seen in before.items()}
+    assert {path: entry[3] for path, entry in after.items()} == {path: entry[3] for path, entry in before.items()}
 
 
 # ---- locks -----------------------------------------------------------------------------------------------------
@@ -263,7 +266,7 @@ def test_the_lock_is_released_when_its_process_dies(tmp_path):
 
 
 def test_a_forked_worker_that_outlives_the_writer_holds_no_lock(tmp_path):
-    """flock belongs to the open file, and a data-loader worker inherits it."""
+    """flock belongs to the open file, which a data-loader worker inherits."""
     ready, done = os.pipe(), os.pipe()
     with access.for_writing(tmp_path, "atomic_dirsync"):
         worker = os.fork()
@@ -294,7 +297,7 @@ def test_a_symlinked_lock_file_is_not_followed(tmp_path):
 
 @pytest.fixture
 def open_path(tmp_path) -> Iterator[Path]:
-    """pytest makes its folders for their owner alone; another user must get through to them."""
+    """A folder that other users can reach; pytest creates its folders for their owner alone."""
     above = [one for one in (tmp_path, *tmp_path.parents) if one != Path("/") and not one.stat().st_mode & 0o001]
     modes = {one: one.stat().st_mode for one in above}
     for one in above:
@@ -322,10 +325,10 @@ def test_a_run_of_another_user_can_be_read_and_refuses_a_writer(open_path):
 
 
 @root_only
-@pytest.mark.parametrize("what", ["run", "run/gen", "above"])
-def test_a_run_without_read_permission_is_reported_as_such(open_path, what):
+@pytest.mark.parametrize("folder", ["run", "run/gen", "above"])
+def test_a_run_without_read_permission_is_reported_as_such(open_path, folder):
     write(open_path / "above" / "run")
-    locked = open_path / "above" if what == "above" else open_path / "above" / what
+    locked = open_path / "above" if folder == "above" else open_path / "above" / folder
     locked.chmod(0o700)
 
     def job() -> None:
@@ -339,7 +342,7 @@ def test_a_run_without_read_permission_is_reported_as_such(open_path, what):
 
 @root_only
 def test_a_file_without_read_permission_is_not_reported_as_damage(open_path):
-    """Rights can be given back; a generation that was stepped over for them would be a run set back for nothing."""
+    """Rights can be restored; skipping a generation because of them would lose its progress without need."""
     write(open_path / "run")
     write(open_path / "run", 20, {"weight": b"second"})
     for name in ("COMMIT.json", "r00000.manifest.json", "r00000.safetensors"):
@@ -356,7 +359,7 @@ def test_a_file_without_read_permission_is_not_reported_as_damage(open_path):
 
 @contextlib.contextmanager
 def mounted(path: Path) -> Iterator[None]:
-    """`path`, mounted over itself and read-only."""
+    """`path`, bind-mounted over itself and read-only."""
     subprocess.run(["mount", "--bind", str(path), str(path)], check=True)
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
@@ -387,8 +390,8 @@ def test_reading_a_run_changes_nothing_on_disk(tmp_path):
     read(tmp_path)
     RunReader(access.for_reading(tmp_path)).verify()
     assert picture(tmp_path).keys() == before.keys()
-    assert {path: seen[3] for path, seen in picture(tmp_path).items()} == {
-        path: seen[3] for path, seen in before.items()
+    assert {path: entry[3] for path, entry in picture(tmp_path).items()} == {
+        path: entry[3] for path, entry in before.items()
     }
 
 
@@ -426,7 +429,7 @@ def test_a_run_with_generations_refuses_a_save_that_names_no_parent(tmp_path):
 
 
 def test_a_full_disk_deletes_a_generation_without_recording_the_reason(tmp_path, faulty_files):
-    """Else a disk that is full stays full."""
+    """Otherwise a full disk would stay full."""
     write(tmp_path, 10)
     write(tmp_path, 11)
     with access.for_writing(tmp_path, "atomic_dirsync") as tier:
@@ -448,8 +451,8 @@ with access.for_writing(sys.argv[1], "atomic_dirsync"):
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of tmp_path/run, and its forked child."""
+def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lock of tmp_path/run and has forked a child."""
     command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -462,7 +465,7 @@ def held(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_run_open_in_another_process_is_refused_and_left_unchanged(
-    held: subprocess.Popen[str], tmp_path: Path
+    lock_holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     before = PosixFiles().list(str(tmp_path / "run"))
     with (
@@ -474,23 +477,23 @@ def test_a_run_open_in_another_process_is_refused_and_left_unchanged(
 
 
 def test_the_lock_is_released_with_its_holder_while_a_forked_child_lives(
-    held: subprocess.Popen[str], tmp_path: Path
+    lock_holder: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     """Data-loader workers are forked while the run is open, and flock belongs to the open file that they inherit: a
     worker that outlived its killed trainer kept the run locked for ever."""
-    held.kill()
-    held.wait()
+    lock_holder.kill()
+    lock_holder.wait()
     write(tmp_path / "run")
 
 
 def test_a_child_process_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
-    """Between fork and exec a child of another thread has a copy of the lock's file, and no hook of Python runs in it:
-    a run that was closed and opened again in that instant was reported as open in another process."""
+    """Between fork and exec, a child that another thread starts has a copy of the lock's file, and no Python hook
+    runs in it: a run that was closed and opened again in that instant was reported as open in another process."""
     run = tmp_path / "run"
     with access.for_writing(run, "atomic_dirsync"):
         files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
-        (held,) = [int(one.name) for one in files if one.readlink() == run / ".lock"]
-        copy = os.dup(held)
+        (lock_fd,) = [int(one.name) for one in files if one.readlink() == run / ".lock"]
+        copy = os.dup(lock_fd)
     try:
         write(run)
     finally:

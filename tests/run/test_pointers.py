@@ -1,4 +1,5 @@
-"""`POINTER.json` and `latest_ok` are hints: with anything in their place, a run is restored, saved and cleaned."""
+"""`POINTER.json` and `latest_ok` are hints: whatever is found in their place, a run can be restored, saved and
+cleaned up."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def tier_of(root: Path, files: PosixFiles | None = None) -> Disk:
 
 
 def opened(tier: Disk) -> RunWriter:
-    """A run that is continued where it was."""
+    """A writer that continues the newest generation of a run."""
     Path(tier.place).mkdir(exist_ok=True)
     return continued(tier, Keep(last=1))
 
@@ -47,8 +48,8 @@ def steps_in(tier: Disk) -> list[int]:
 
 
 def test_a_run_copied_with_dereferenced_links_is_restored_and_cleaned_up(tmp_path, caplog):
-    """`cp -rL` made a folder of `latest_ok`: restore() raised MissingBlob about another file after it had loaded the
-    state, and nothing was ever deleted again."""
+    """`cp -rL` turned `latest_ok` into a folder: restore() raised MissingBlob about another file after it had loaded
+    the state, and nothing was ever deleted again."""
     saved(opened(tier_of(tmp_path / "run")), 1, 2)
     saved(opened(tier_of(tmp_path / "run")), 3, verify=False)  # the process died before it verified its last save
     shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
@@ -61,7 +62,7 @@ def test_a_run_copied_with_dereferenced_links_is_restored_and_cleaned_up(tmp_pat
     assert steps_in(tier) == [5]
     assert os.readlink(tmp_path / "copy" / layout.LINK) == layout.folder(run.lineage()[0].id)
     aside = tmp_path / "copy" / f"{layout.LINK}.copy-1"
-    assert (aside / layout.COMMIT).exists(), "nothing that somebody copied is deleted"
+    assert (aside / layout.COMMIT).exists(), "a folder that a user has copied is not deleted"
     assert caplog.text.count(str(aside)) == 1
 
 
@@ -81,8 +82,8 @@ def test_any_file_in_place_of_the_pointer_is_replaced(tmp_path, name, kind):
             (path / "kept").write_bytes(b"somebody's")
     tier = tier_of(tmp_path)
     saved(opened(tier), 2, 3)
-    seen = commit.survey(tier)
-    assert steps_in(tier) == [3] and seen.pointer is not None and seen.pointer.step == 3
+    survey = commit.survey(tier)
+    assert steps_in(tier) == [3] and survey.pointer is not None and survey.pointer.step == 3
     assert (tmp_path / layout.LINK).resolve().name.startswith("000000000003-")
     assert kind != "full folder" or (tmp_path / f"{name}.copy-1" / "kept").read_bytes() == b"somebody's"
 
@@ -96,7 +97,7 @@ def test_a_second_dereferenced_copy_is_kept_beside_the_first(tmp_path):
     assert {one.name for one in tmp_path.glob("latest_ok*")} == {"latest_ok", "latest_ok.copy-1", "latest_ok.copy-2"}
 
 
-# ---- one name, whatever its case ---------------------------------------------------------------------------------
+# ---- names that differ only in case ------------------------------------------------------------------------------
 
 
 def test_no_two_names_of_the_format_differ_only_in_case():
@@ -122,12 +123,12 @@ def test_a_run_with_the_old_pointer_name_continues_with_one_pointer(tmp_path):
 
 
 class CaseBlind(PosixFiles):
-    """A file system that preserves the case of names and ignores it in lookups, as APFS, SMB and exFAT do."""
+    """A file system that preserves the case of names and ignores it in lookups, like APFS, SMB and exFAT."""
 
     def _found(self, path: str) -> str:
         folder, name = os.path.split(path)
-        there = os.listdir(folder) if os.path.isdir(folder) else []
-        return os.path.join(folder, next((one for one in there if one.lower() == name.lower()), name))
+        names = os.listdir(folder) if os.path.isdir(folder) else []
+        return os.path.join(folder, next((one for one in names if one.lower() == name.lower()), name))
 
     def open(self, path: str, *args: Any, **options: Any) -> PosixFile:
         return super().open(self._found(path), *args, **options)
@@ -147,14 +148,14 @@ def test_header_and_pointer_stay_apart_where_names_ignore_case(tmp_path):
     saved(opened(tier), 1)
     run = opened(tier)
     saved(run, 2)
-    seen = commit.survey(tier)
-    assert seen.run == run.survey.generations[max(run.survey.generations)].commit.run
-    assert seen.pointer is not None and seen.pointer.step == 2
+    survey = commit.survey(tier)
+    assert survey.run == run.survey.generations[max(run.survey.generations)].commit.run
+    assert survey.pointer is not None and survey.pointer.step == 2
 
 
 @pytest.mark.parametrize("name", [layout.HEADER, layout.OLD_POINTER])
 def test_a_run_whose_old_pointer_replaced_its_header_still_opens(tmp_path, name):
-    """What the old names left on such a disk: one file, under either name, with the pointer in it."""
+    """Earlier versions left one file on such a disk, under either name, with the pointer in it."""
     shutil.copytree(V1, tmp_path / "run", symlinks=True)
     pointer = (tmp_path / "run" / layout.OLD_POINTER).read_bytes()
     for one in (layout.HEADER, layout.OLD_POINTER):
@@ -163,14 +164,14 @@ def test_a_run_whose_old_pointer_replaced_its_header_still_opens(tmp_path, name)
     tier = tier_of(tmp_path / "run", CaseBlind())
     run = opened(tier)
     run.marks.point()
-    seen = commit.survey(tier)
-    assert seen.run == run.lineage()[0].commit.run
-    assert seen.pointer is not None and seen.pointer.step == 20
+    survey = commit.survey(tier)
+    assert survey.run == run.lineage()[0].commit.run
+    assert survey.pointer is not None and survey.pointer.step == 20
 
 
 @pytest.fixture
 def case_blind_folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder of ext4 that ignores case, in a loop-mounted image."""
+    """An ext4 folder that ignores case, in a loop-mounted image."""
     image, mount = tmp_path / "image", tmp_path / "mounted"
     mount.mkdir()
     with image.open("wb") as file:
@@ -191,5 +192,5 @@ def case_blind_folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_run_works_on_a_file_system_that_ignores_case(case_blind_folder):
     with access.for_writing(case_blind_folder / "run", "atomic_dirsync") as tier:
         saved(opened(tier), 1, 2)
-        seen = commit.survey(tier)
-        assert seen.run is not None and seen.pointer is not None and seen.pointer.step == 2
+        survey = commit.survey(tier)
+        assert survey.run is not None and survey.pointer is not None and survey.pointer.step == 2

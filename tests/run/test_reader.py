@@ -1,4 +1,4 @@
-"""Reading part of a run: one tensor and nothing else of its generation."""
+"""Reading part of a run: one tensor, and nothing else of its generation."""
 
 from __future__ import annotations
 

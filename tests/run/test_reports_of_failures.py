@@ -39,7 +39,7 @@ def test_29_failed_saves_give_five_reports_and_a_closing_summary(tmp_path: Path,
 
 
 def test_overtaken_saves_are_counted_in_the_closing_summary() -> None:
-    """They appeared in on_event only: a run of 30 steps with 20 generations gave no reason."""
+    """They appeared in on_event only: a run of 30 steps with 20 generations did not report the reason."""
     outcomes = Outcomes("run")
     for step in (1, 2):
         outcomes.put(Overtaken(f"step 3 was committed before step {step}"), step)
@@ -47,7 +47,7 @@ def test_overtaken_saves_are_counted_in_the_closing_summary() -> None:
     with reports(logging.WARNING) as warnings, reports() as texts:
         assert outcomes.report(raises=True) is None
         outcomes.report_end(3, 3)
-    assert not warnings, "nothing is lost by it"
+    assert not warnings, "an overtaken save loses nothing"
     assert texts == ["run: newest durable step 3 of 3; 2 saves given up because a newer one was committed first"]
 
 
@@ -79,7 +79,7 @@ def test_failures_before_a_durable_save_do_not_count_after_it() -> None:
 
 
 def test_failed_upkeep_is_reported_at_growing_intervals_damage_each_time() -> None:
-    """A pointer that could not be written gave two warnings for each save: 77 in 41 saves."""
+    """A pointer that could not be written caused two warnings per save: 77 in 41 saves."""
     outcomes = Outcomes("run")
     with reports() as texts:
         for _ in range(20):
@@ -94,7 +94,7 @@ def test_failed_upkeep_is_reported_at_growing_intervals_damage_each_time() -> No
 
 
 def test_a_bug_in_a_background_thread_does_not_end_training(tmp_path: Path, monkeypatch) -> None:
-    """An unexpected error in the background was raised in the loop although on_error was "warn"."""
+    """An unexpected error in a background thread was raised in the loop, although on_error was "warn"."""
 
     def verify(*_: object) -> None:
         raise KeyError("a bug")
@@ -121,13 +121,13 @@ def test_a_bug_in_a_background_thread_is_raised_on_request(tmp_path: Path, monke
 
 
 def test_training_ends_when_no_save_is_durable_within_the_stated_time(tmp_path: Path, faulty_files) -> None:
-    """With on_error="warn" a run could go on for weeks without a single save."""
+    """With on_error="warn", a run could continue for weeks without a single durable save."""
     clock, cadence = Clock(1000.0), lastgood.Every(steps=1)
     state = {"w": torch.zeros(3)}
     options = {"cadence": cadence, "durable_within_seconds": 3600, "save_on_exit": False}
     with lastgood.Checkpointer(tmp_path, state, **options) as ckpt:
         ckpt._pipeline.outcomes._now = clock
-        for n in (1, 2):  # a durable save starts the time anew
+        for n in (1, 2):  # a durable save restarts the time limit
             clock.advance(3000)
             ckpt.step(n)
             ckpt.wait()
@@ -146,13 +146,13 @@ def test_training_ends_when_no_save_is_durable_within_the_stated_time(tmp_path: 
 
 @pytest.mark.parametrize("seconds", [0, -1, "60", True, float("nan"), 300])
 def test_an_impossible_time_limit_without_a_save_is_refused(tmp_path: Path, seconds: object) -> None:
-    """300 s are the default cadence: every wait for its next save would raise."""
+    """300 s is the default cadence: every wait for the next save would raise."""
     with pytest.raises(errors.Refused, match="durable_within_seconds"):
         lastgood.Checkpointer(tmp_path / "run", {}, durable_within_seconds=seconds)
 
 
 def test_the_disk_bound_is_reported_through_the_logger(tmp_path: Path, capfd) -> None:
-    """It was printed by every run, and nothing could silence it."""
+    """Every run printed it, and nothing could silence it."""
     before = logging.getLogger("lastgood").level
     logging.getLogger("lastgood").setLevel(logging.WARNING)
     try:
@@ -173,7 +173,7 @@ def test_an_error_outside_of_a_save_leaves_the_count_of_failed_saves() -> None:
 
 
 def test_a_second_divergence_is_reported_again() -> None:
-    """Four unfit saves of one week kept the unfit saves of the next from being reported."""
+    """Four unfit saves in one week suppressed the reports of unfit saves in the next week."""
     outcomes = Outcomes("run")
     unfit = errors.NotFinite("step 1 is intact, and not good")
     with reports() as texts:
@@ -182,7 +182,7 @@ def test_a_second_divergence_is_reported_again() -> None:
         outcomes.verified()
         outcomes.put(unfit)
         outcomes.report()
-    assert len(texts) == 4, "the 1st, 2nd and 4th of the first row, the 1st of the second"
+    assert len(texts) == 4, "the 1st, 2nd and 4th of the first series, the 1st of the second"
 
 
 def test_a_milestone_that_fails_is_reported_each_time() -> None:

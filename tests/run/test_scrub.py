@@ -1,4 +1,4 @@
-"""The scrub reads old generations again, most suspect first, within a bandwidth, and mends them where possible."""
+"""The scrub reads old generations again, the most suspect first, within a bandwidth, and mends them where possible."""
 
 from __future__ import annotations
 
@@ -63,20 +63,22 @@ def hit(root: Path, step: int, name: str = DATA) -> None:
 
 
 def test_the_scrub_reads_the_generation_unread_for_longest_next():
-    there = [generation(step, verified=True) for step in (10, 20, 30)]
-    assert next_to_read(there, {at(10): 5.0, at(20): 3.0, at(30): 4.0}, ()) == there[1]
-    assert next_to_read(there, {at(10): 5.0, at(20): 3.0}, ()) == there[2], "never read since this process began"
+    generations = [generation(step, verified=True) for step in (10, 20, 30)]
+    assert next_to_read(generations, {at(10): 5.0, at(20): 3.0, at(30): 4.0}, ()) == generations[1]
+    assert next_to_read(generations, {at(10): 5.0, at(20): 3.0}, ()) == generations[2], (
+        "one that this process has never read comes first"
+    )
     assert next_to_read([], {}, ()) is None
 
 
 def test_the_neighbours_of_a_damaged_generation_are_scrubbed_first():
-    there = [generation(step, verified=True) for step in (10, 20, 40, 50, 90)]
-    read_at = {one.id: float(one.step) for one in there}
-    assert next_to_read(there, read_at, {at(45)}) == there[2]
-    order, left = [], list(there)
-    while (one := next_to_read(left, read_at, {at(30), at(100)})) is not None:
+    generations = [generation(step, verified=True) for step in (10, 20, 40, 50, 90)]
+    read_at = {one.id: float(one.step) for one in generations}
+    assert next_to_read(generations, read_at, {at(45)}) == generations[2]
+    order, remaining = [], list(generations)
+    while (one := next_to_read(remaining, read_at, {at(30), at(100)})) is not None:
         order.append(one.step)
-        left.remove(one)
+        remaining.remove(one)
     assert order == [20, 40, 90, 10, 50]
 
 
@@ -85,12 +87,14 @@ def test_a_scrub_round_reads_each_generation_once_then_those_near_damage(tmp_pat
     hit(tmp_path, 1)
     hit(tmp_path, 5)
     rounds = scrubber(run, clock)
-    seen = [(one.generation.step, one.whole) for one in iter(rounds.scrub_next, None)]
-    assert seen == [(1, False), (2, True), (3, True), (4, True), (5, False), (6, True)]
+    reads = [(one.generation.step, one.whole) for one in iter(rounds.scrub_next, None)]
+    assert reads == [(1, False), (2, True), (3, True), (4, True), (5, False), (6, True)]
     assert [one.step for one in run.survey.generations.values() if one.damaged] == [1, 5]
     assert len(list(tmp_path.glob(f"gen/*/{layout.DAMAGED}"))) == 2
-    again = [one.generation.step for one in iter(rounds.scrub_next, None)]
-    assert again == [1, 2, 3, 4, 5, 6], "a new round: what is damaged may be whole again, and turns no order any more"
+    second_round = [one.generation.step for one in iter(rounds.scrub_next, None)]
+    assert second_round == [1, 2, 3, 4, 5, 6], (
+        "a new round reads damaged generations again, and known damage no longer changes the order"
+    )
 
 
 def test_damage_moves_the_scrub_order_towards_it(tmp_path):
@@ -120,8 +124,8 @@ def test_a_cancelled_scrub_of_a_generation_is_scheduled_again(tmp_path):
 
 
 def test_a_paused_scrub_resumes_where_it_stopped(tmp_path, monkeypatch):
-    """Story: beside frequent saves a large generation was begun anew each time, and never read to its end."""
-    run, asked, read = run_of(tmp_path, 1), itertools.count(), []
+    """Beside frequent saves, the scrub of a large generation was restarted each time, and never reached its end."""
+    run, polls, read = run_of(tmp_path, 1), itertools.count(), []
     read_into = run.tier.read_into
 
     def noted(extent, mv, **options):
@@ -133,7 +137,7 @@ def test_a_paused_scrub_resumes_where_it_stopped(tmp_path, monkeypatch):
     rounds, gave_way, one = scrubber(run, Clock()), 0, None
     while one is None:
         try:
-            one = rounds.scrub_next(stop=lambda: next(asked) % 2 == 1)
+            one = rounds.scrub_next(stop=lambda: next(polls) % 2 == 1)
         except Cancelled:
             gave_way += 1
     assert one.generation.step == 1 and one.whole and gave_way >= len(read) > 2
@@ -141,29 +145,29 @@ def test_a_paused_scrub_resumes_where_it_stopped(tmp_path, monkeypatch):
 
 
 def test_a_paused_scrub_restarts_if_its_generation_was_judged_meanwhile(tmp_path):
-    run, asked, clock = run_of(tmp_path, 3), itertools.count(), Clock(5.0)
+    run, polls, clock = run_of(tmp_path, 3), itertools.count(), Clock(5.0)
     rounds = scrubber(run, clock)
     with pytest.raises(Cancelled):
-        rounds.scrub_next(stop=lambda: next(asked) == 2)
+        rounds.scrub_next(stop=lambda: next(polls) == 2)
     first = run.survey.generations[min(run.survey.generations)]
-    run.conclude(first, [Finding(kind="SumMismatch", what="somebody says so", layer="digests")])
-    seen = [(one.generation.step, one.whole) for one in iter(rounds.scrub_next, None)]
-    assert seen == [(1, True), (2, True), (3, True)]
-    assert not run.survey.generations[first.id].damaged, "and its mark is news"
+    run.conclude(first, [Finding(kind="SumMismatch", what="on purpose", layer="digests")])
+    reads = [(one.generation.step, one.whole) for one in iter(rounds.scrub_next, None)]
+    assert reads == [(1, True), (2, True), (3, True)]
+    assert not run.survey.generations[first.id].damaged, "the mark is removed"
 
 
 def test_a_paused_scrub_of_a_deleted_generation_is_dropped_with_its_memory(tmp_path):
-    run, asked = run_of(tmp_path, 3), itertools.count()
+    run, polls = run_of(tmp_path, 3), itertools.count()
     arena = Arena(3 * CHUNK, CHUNK)
     rounds = Scrubber(run.known, run.mender, lambda: arena)
     with pytest.raises(Cancelled):
-        rounds.scrub_next(stop=lambda: next(asked) == 2)
+        rounds.scrub_next(stop=lambda: next(polls) == 2)
     assert not arena.idle
     commit.retire(run.tier, run.survey.generations.pop(min(run.survey.generations)).id)
     assert [one.generation.step for one in iter(rounds.scrub_next, None)] == [2, 3] and arena.idle
-    asked = itertools.count()
+    polls = itertools.count()
     with pytest.raises(Cancelled):
-        rounds.scrub_next(stop=lambda: next(asked) == 2)
+        rounds.scrub_next(stop=lambda: next(polls) == 2)
     rounds.close()
     assert arena.idle
 
@@ -182,14 +186,14 @@ def test_the_scrub_rebuilds_damage_from_parity_and_damaged_parity_itself(tmp_pat
 def test_training_scrubs_old_generations_beside_its_saves(tmp_path):
     events: list[lastgood.Event] = []
     scrub = Scrub(seconds=0.0, bytes_per_second=1e12)
-    told = looped(tmp_path, scrub, parity="10+2", on_event=events.append)
+    warnings = looped(tmp_path, scrub, parity="10+2", on_event=events.append)
     assert any(event.kind == "repaired" and event.step == 1 for event in events)
     assert lastgood.open(tmp_path).verify(1).good
-    assert not told
+    assert not warnings
 
 
 def looped(root: Path, scrub: Scrub, **options: object) -> list[str]:
-    """Eight saves, the first of which rots after the second; what was reported."""
+    """Make eight saves and damage the first after the second; returns the texts of the warnings."""
     net = nn.Linear(100, 100)
     with (
         reports(logging.WARNING) as texts,
@@ -198,16 +202,16 @@ def looped(root: Path, scrub: Scrub, **options: object) -> list[str]:
         ckpt.restore()
         for step in range(1, 9):
             ckpt.save(step).result()
-            ckpt._pipeline._upkeep_thread.submit(int).result()  # upkeep is done
-            ckpt._pipeline._upkeep_thread.submit(int).result()  # and what it began
+            ckpt._pipeline._upkeep_thread.submit(int).result()  # upkeep has ended
+            ckpt._pipeline._upkeep_thread.submit(int).result()  # so has the job that it submitted
             if step == 2:
                 hit(root, 1)
     return texts
 
 
 def test_damage_found_by_the_scrub_is_reported_in_the_training_loop(tmp_path):
-    told = looped(tmp_path, Scrub(seconds=0.0, bytes_per_second=1e12))
-    assert told and all("step 1 was good and does not read back any more" in one for one in told)
+    warnings = looped(tmp_path, Scrub(seconds=0.0, bytes_per_second=1e12))
+    assert warnings and all("step 1 was good and does not read back any more" in one for one in warnings)
 
 
 def test_the_scrub_reads_no_generation_before_its_interval_has_passed(tmp_path):
@@ -266,18 +270,18 @@ def test_senseless_scrub_options_are_refused(tmp_path):
 
 
 def test_an_unreadable_generation_does_not_stop_the_scrub_of_the_others(tmp_path):
-    """One unreadable sector kept the scrubber at the same generation for ever."""
+    """One unreadable sector kept the scrub at the same generation for ever."""
     files, clock = FaultyFiles(), Clock()
     run = run_of(tmp_path, 3, files=files)
     files.inject(Fault("read", f"*/000000000002-*/{DATA}"))
-    rounds, seen = scrubber(run, clock), []
+    rounds, reads = scrubber(run, clock), []
     for _ in range(3):
         try:
             one = rounds.scrub_next()
-            seen.append(one.generation.step if one else None)
+            reads.append(one.generation.step if one else None)
         except Unreadable:
-            seen.append("unreadable")
-    assert seen == [1, "unreadable", 3]
+            reads.append("unreadable")
+    assert reads == [1, "unreadable", 3]
 
 
 def test_an_unreadable_sector_is_rebuilt_from_parity(tmp_path):
@@ -311,20 +315,21 @@ def test_a_damaged_run_with_parity_is_restored_without_a_parity_library(tmp_path
 
 
 def test_a_generation_without_its_commit_is_kept_while_records_name_it(tmp_path):
-    """An abandoned one: no commit, incarnation or pointer names it, and the next opening deleted it, parity and all."""
+    """No commit, incarnation or pointer names an abandoned generation that lost its COMMIT: the next opening deleted
+    it together with its parity."""
     run = run_of(tmp_path, 3, parity="4+2")
     run.begin(min(run.survey.generations))
     save(run, 2, state(9), chunk_bytes=CHUNK)
     (path,) = tmp_path.glob(f"gen/{3:012d}-*/{layout.COMMIT}")
     before = path.read_bytes()
     path.unlink()
-    again = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
-    (at_three,) = (one for one in again.survey.witnessed if one.step == 3)
-    assert again.mend(at_three, Arena(3 * CHUNK, CHUNK)) == [layout.COMMIT] and path.read_bytes() == before
+    reopened = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline())
+    (at_three,) = (one for one in reopened.survey.witnessed if one.step == 3)
+    assert reopened.mend(at_three, Arena(3 * CHUNK, CHUNK)) == [layout.COMMIT] and path.read_bytes() == before
 
 
 def test_upkeep_adds_parity_to_a_newest_generation_verified_without_it(tmp_path):
     run_of(tmp_path, 2)
     run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), parity="4+2")
     run.verify(Arena(3 * CHUNK, CHUNK))
-    assert [len(list(home.glob("*parity*"))) for home in sorted(tmp_path.glob("gen/*"))] == [0, 4]
+    assert [len(list(folder.glob("*parity*"))) for folder in sorted(tmp_path.glob("gen/*"))] == [0, 4]

@@ -1,4 +1,5 @@
-"""The tuner: formulas against the paper and each other, an interval that does not oscillate, small real runs."""
+"""The tuner: formulas against the paper and each other, an interval that does not oscillate, and small real
+measurements."""
 
 from __future__ import annotations
 
@@ -39,13 +40,15 @@ MiB = 1 << 20
 
 
 def test_the_example_of_the_paper_saves_every_18_steps() -> None:
-    """PCcheck, OPT-1.3B: Tw 37 s, 2 s a step, one in flight, 3 %. With q = 0.03 in place of 1.03 it would be 617."""
+    """PCcheck, OPT-1.3B: Tw 37 s, 2 s per step, one save in flight, 3 %. With q = 0.03 in place of 1.03 the result
+    would be 617."""
     assert interval_steps(write_seconds=37, in_flight=1, overhead=0.03, step_seconds=2) == 18
     assert interval_steps(37, 2, 0.03, 2) == 9
 
 
 def test_only_copying_beyond_the_budget_lengthens_the_interval() -> None:
-    """0.5 s lost a save, 3 % of 2 s a step: 9 steps would do for copying, so writing rules; 3 s need 50."""
+    """0.5 s lost per save at 3 % of 2 s per step allows 9 steps, so writing decides (18); 3 s lost per save require
+    50."""
     assert interval_steps(37, 1, 0.03, 2, contention_seconds=0.5) == 18
     assert interval_steps(37, 1, 0.03, 2, contention_seconds=3.0) == 50
 
@@ -90,7 +93,7 @@ def test_an_infinite_interval_is_refused() -> None:
         interval_steps(1e308, 1, 1e-300, 1e-300, 1e308)
 
 
-# ---- what a crash costs ------------------------------------------------------------------------------------------
+# ---- the time that a crash costs ---------------------------------------------------------------------------------
 
 
 @given(st.floats(0, 1e3), st.integers(1, 1000), SECONDS, IN_FLIGHT, SECONDS)
@@ -107,12 +110,12 @@ def test_one_save_lasting_until_the_next_gives_the_bound_of_checkfreq() -> None:
     assert (
         tune.recovery_bound_seconds(5, 10, 2, 1, write_seconds=100) == 45 == tune.one_in_flight_bound_seconds(5, 10, 2)
     )
-    assert tune.recovery_bound_seconds(5, 10, 2, 3, write_seconds=4) == 29  # what was written in 4 s, not 3 intervals
+    assert tune.recovery_bound_seconds(5, 10, 2, 3, write_seconds=4) == 29  # the data written in 4 s, not 3 intervals
     with pytest.raises(Refused):
         tune.recovery_bound_seconds(-1, 10, 2, 1, 4)
 
 
-# ---- what is tried, and what is chosen ---------------------------------------------------------------------------
+# ---- candidates and the choice among them ------------------------------------------------------------------------
 
 
 @given(st.integers(1 << 20, 1 << 40), st.integers(1, 1 << 40), st.integers(1, 1 << 36))
@@ -189,19 +192,19 @@ def test_the_search_terminates_for_any_measurements(memory: int, times: int, ran
     assert len(searched(allowed, lambda _: random.uniform(1, 2))) <= 6 + tune.MOST_IN_FLIGHT
 
 
-# ---- while training runs -----------------------------------------------------------------------------------------
+# ---- during training ---------------------------------------------------------------------------------------------
 
 EDGES = st.sampled_from([0.9, 1.1]) | st.floats(0.9, 1.1)
 
 
 def played(auto: Auto, rounds: list[tuple[float, float, float]]) -> list[int]:
     """The interval after each round, without repetitions."""
-    seen = [auto.interval_steps]
+    intervals = [auto.interval_steps]
     for t, tw, c in rounds:
         auto = adapt(auto, t, tw, c)
-        if auto.interval_steps != seen[-1]:
-            seen.append(auto.interval_steps)
-    return seen
+        if auto.interval_steps != intervals[-1]:
+            intervals.append(auto.interval_steps)
+    return intervals
 
 
 @given(
@@ -216,13 +219,13 @@ def played(auto: Auto, rounds: list[tuple[float, float, float]]) -> list[int]:
 def test_noise_of_ten_percent_never_makes_the_interval_oscillate(
     t: float, wanted: float, copying: float, n: int, first: int, noise: list[tuple[float, float, float]]
 ) -> None:
-    """Whatever the order in which it comes: what has risen does not fall again, and it settles. Small intervals too:
-    between 1 and 2 steps a factor alone is no band."""
+    """In any order of the noise, an interval that has risen does not fall again, and it settles. This holds for small
+    intervals too: between 1 and 2 steps, a factor alone gives no hysteresis."""
     tw, c = wanted * 1.03 * t * n, wanted * copying * 0.03 * t
-    seen = played(Auto(0.03, n, first), [(t * x, tw * y, c * z) for x, y, z in noise])
-    rises = [b > a for a, b in itertools.pairwise(seen)]
-    assert False not in rises[1:], seen  # after the first change it only rises, so nothing comes twice
-    assert len(set(seen)) == len(seen)
+    intervals = played(Auto(0.03, n, first), [(t * x, tw * y, c * z) for x, y, z in noise])
+    rises = [b > a for a, b in itertools.pairwise(intervals)]
+    assert False not in rises[1:], intervals  # after the first change the interval only rises, so no value repeats
+    assert len(set(intervals)) == len(intervals)
 
 
 @given(st.floats(0.01, 10), st.floats(0.01, 1000), st.floats(0, 10), IN_FLIGHT, st.integers(1, 10000))
@@ -254,23 +257,24 @@ def test_the_interval_follows_a_disk_ten_times_slower_and_back() -> None:
 
 
 def test_the_interval_grows_until_some_step_has_no_save_in_flight() -> None:
-    """With interval 1 no step was ever free, the step time never known, and so the interval would have stayed."""
+    """With an interval of 1, a save was in flight at every step, so the step time was never measured and the
+    interval would never have changed."""
     auto = adapt(Auto(interval_steps=1), None, 37.0, None)
     assert auto.interval_steps == 2 and "free of a save" in auto.reason
     auto = adapt(auto, 2.0, 37.0, None)
     assert auto.interval_steps == 4
-    assert adapt(auto, None, 37.0, 0.0).interval_steps == 8  # the step time of before still counts
+    assert adapt(auto, None, 37.0, 0.0).interval_steps == 8  # the earlier step time still counts
 
 
 def test_an_announced_interval_takes_effect_at_one_step_on_every_rank() -> None:
     auto = adapt(Auto(interval_steps=10, ahead_steps=5), 0.1, 60.0, 0.0, step=12)
     assert (auto.interval_steps, auto.previous_steps, auto.holds_from) == (20, 10, 17)
-    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not received it yet
+    behind = Auto(interval_steps=10, ahead_steps=5)  # a rank that has not received the new interval yet
     assert all(auto.due(step, 5) == behind.due(step, 5) for step in range(12, 17))
     assert auto.due(16, 6) and not auto.due(17, 6) and not auto.due(25, 6) and auto.due(26, 6)
-    again = adapt(auto, 0.1, 60.0, 0.0, step=14)
-    assert again.interval_steps == 20 and again.holds_from == 17  # the announced one holds first
-    assert adapt(again, 0.1, 60.0, 0.0, step=17).interval_steps == 40
+    adapted = adapt(auto, 0.1, 60.0, 0.0, step=14)
+    assert adapted.interval_steps == 20 and adapted.holds_from == 17  # the announced interval holds first
+    assert adapt(adapted, 0.1, 60.0, 0.0, step=17).interval_steps == 40
 
 
 def test_a_shorter_interval_makes_a_save_due_at_once() -> None:
@@ -297,7 +301,7 @@ SMALL = ("--state-bytes", "2MB", "--step-seconds", "0.01", "--memory", "16MiB", 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """`lastgood tune` in this process, each figure taken once: exit code, stdout, stderr."""
+    """Run `lastgood tune` in this process with one measurement per figure; returns exit code, stdout and stderr."""
     monkeypatch.setattr(measure, "QUICK", EFFORT)
 
     def run_it(*args: object) -> tuple[int, str, str]:
@@ -309,45 +313,46 @@ def call(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
 
 def test_tune_measures_chooses_and_deletes_its_files(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "not" / "yet" / "run", *SMALL, "--json")
-    told = json.loads(out)
+    report = json.loads(out)
     assert code == 0 and os.listdir(tmp_path) == [] and "at most" in err
-    assert {one["in_flight"] for one in told["measured"]} <= {1, 2}  # S / m - 2
-    (chosen,) = [one for one in told["measured"] if one["chosen"]]
+    assert {one["in_flight"] for one in report["measured"]} <= {1, 2}  # S / m - 2
+    (chosen,) = [one for one in report["measured"] if one["chosen"]]
     for name in ("in_flight", "writers", "chunk_bytes"):
-        assert told[name] == chosen[name]
-    tw, c, n = told["write_seconds"], told["contention_seconds"], told["in_flight"]
-    assert told["interval_steps"] == interval_steps(tw, n, 0.03, 0.01, c)
-    assert 0 <= told["expected_overhead"] <= 0.03 and min(tw, told["load_seconds"], told["fixed_seconds"]) > 0
-    assert told["recovery_bound_seconds"] == tune.recovery_bound_seconds(
-        told["load_seconds"], told["interval_steps"], 0.01, n, tw
+        assert report[name] == chosen[name]
+    tw, c, n = report["write_seconds"], report["contention_seconds"], report["in_flight"]
+    assert report["interval_steps"] == interval_steps(tw, n, 0.03, 0.01, c)
+    assert 0 <= report["expected_overhead"] <= 0.03 and min(tw, report["load_seconds"], report["fixed_seconds"]) > 0
+    assert report["recovery_bound_seconds"] == tune.recovery_bound_seconds(
+        report["load_seconds"], report["interval_steps"], 0.01, n, tw
     )
 
 
 def test_the_line_to_paste_is_python_with_the_chosen_options(tmp_path: Path, call: Any) -> None:
-    """Names of directories may hold quotes, backslashes and letters of any script."""
+    """Directory names may contain quotes, backslashes and letters of any script."""
     run = tmp_path / 'a "b" \\ ü 𝛼'
-    told = json.loads(call(run, *SMALL, "--json")[1])
-    seen: dict[str, Any] = {}
+    report = json.loads(call(run, *SMALL, "--json")[1])
+    pasted: dict[str, Any] = {}
 
     class Face:
         Every = staticmethod(lambda steps: ("every", steps))
         Keep = staticmethod(lambda last: ("keep", last))
-        Checkpointer = staticmethod(lambda path, state, **options: seen.update(path=path, **options))
+        Checkpointer = staticmethod(lambda path, state, **options: pasted.update(path=path, **options))
 
-    eval(told["line"], {"lastgood": Face, "state": {}})
-    assert seen["path"] == str(run) and seen["cadence"] == ("every", told["interval_steps"])
-    assert [seen[name] for name in ("in_flight", "writers", "chunk", "memory")] == [
-        told["in_flight"], told["writers"], told["chunk_bytes"], 16 * MiB,
+    eval(report["line"], {"lastgood": Face, "state": {}})
+    assert pasted["path"] == str(run) and pasted["cadence"] == ("every", report["interval_steps"])
+    assert [pasted[name] for name in ("in_flight", "writers", "chunk", "memory")] == [
+        report["in_flight"], report["writers"], report["chunk_bytes"], 16 * MiB,
     ]  # fmt: skip
-    most = 4 - told["in_flight"] - 2  # generations: what the disk holds beside those in flight and the two that stay
-    assert seen.get("retention") == (("keep", most) if most else None) and told["notes"]
+    # Generations: those that fit on the disk, without those in flight and the two that stay.
+    most = 4 - report["in_flight"] - 2
+    assert pasted.get("retention") == (("keep", most) if most else None) and report["notes"]
 
 
 def test_tune_prints_for_people_without_colour_in_a_pipe(tmp_path: Path, call: Any) -> None:
     code, out, err = call(tmp_path / "run", *SMALL)
     assert code == 0 and "\x1b" not in out + err
-    for words in ("chosen", "save every", "expected overhead", "after a crash at most", "lastgood.Checkpointer("):
-        assert words in out
+    for phrase in ("chosen", "save every", "expected overhead", "after a crash at most", "lastgood.Checkpointer("):
+        assert phrase in out
 
 
 def test_tune_refuses_a_disk_too_small_for_a_save_before_it_writes(tmp_path: Path, call: Any) -> None:
@@ -388,24 +393,24 @@ def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
     assert tuning.bytes_of(text) == count
 
 
-# ---- what it must not do -----------------------------------------------------------------------------------------
+# ---- what a measurement must not do ------------------------------------------------------------------------------
 
 
 def figures(
     run: Path,
-    seen: Callable[[int], object] = lambda _: None,
+    count_bytes: Callable[[int], object] = lambda _: None,
     state: int = 2_000_000,
     effort: measure.Effort = EFFORT,
 ) -> measure.Figures:
     return measure.figures(
-        str(run), tune.candidates(1 << 25, 5 * state, state), state, 1 << 25, effort, count_bytes=seen
+        str(run), tune.candidates(1 << 25, 5 * state, state), state, 1 << 25, effort, count_bytes=count_bytes
     )
 
 
 def test_a_sample_of_one_page_stands_for_a_state_a_thousand_times_larger(
     tmp_path: Path,
 ) -> None:
-    """What one page costs was taken off; where that is all, by noise, 1 GiB came out as quick as 1 MiB."""
+    """The cost of one page was subtracted; where noise made that the whole figure, 1 GiB came out as fast as 1 MiB."""
     with scratch.opened(str(tmp_path / "run")) as tier:
         trials = TrialSaves(tier, 1 << 30, 1 << 25, lambda _: None, time.monotonic)
         trials.set_sample(1 << 20)
@@ -418,44 +423,44 @@ def test_a_sample_of_one_page_stands_for_a_state_a_thousand_times_larger(
 def test_tune_writes_no_more_than_it_announced(tmp_path: Path) -> None:
     counted, most = [0], [0]
 
-    def seen(count: int) -> None:
+    def count_bytes(count: int) -> None:
         counted[0] += count
         files = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
         most[0] = max(most[0], sum(files))
 
-    said = measure.bounds(tune.candidates(1 << 25, 10_000_000, 2_000_000), 2_000_000, EFFORT)
-    figures(tmp_path / "run", seen)
-    assert 0 < counted[0] <= said.written_bytes and 0 < most[0] <= said.at_once_bytes
+    bounds = measure.bounds(tune.candidates(1 << 25, 10_000_000, 2_000_000), 2_000_000, EFFORT)
+    figures(tmp_path / "run", count_bytes)
+    assert 0 < counted[0] <= bounds.written_bytes and 0 < most[0] <= bounds.at_once_bytes
 
 
 def test_a_search_out_of_time_chooses_from_its_measurements_and_reports_it(
     tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "QUICK", replace(EFFORT, limit_seconds=0.0))
-    told = json.loads(call(tmp_path / "run", *SMALL, "--json")[1])
-    assert len(told["measured"]) == 1 and "the time was up" in told["notes"][0]
+    report = json.loads(call(tmp_path / "run", *SMALL, "--json")[1])
+    assert len(report["measured"]) == 1 and "the time was up" in report["notes"][0]
 
 
 def test_scattered_measurements_are_reported(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine with a load of ten, three runs in a row chose 131, 6 and 54 steps without reporting the scatter."""
+    """At a machine load of ten, three runs in a row chose 131, 6 and 54 steps and did not report the scatter."""
     found = figures(tmp_path / "run")
-    for slowest, told in ((1.4, False), (1.6, True)):
+    for slowest, scattered in ((1.4, False), (1.6, True)):
         scattered = replace(found, write_seconds_range=(1.0, slowest))
         monkeypatch.setattr(measure, "figures", lambda *_, found=scattered: found)
-        assert ("something else" in call(tmp_path / "run", *SMALL)[1]) is told
+        assert ("something else" in call(tmp_path / "run", *SMALL)[1]) is scattered
 
 
 @pytest.mark.parametrize("at", [1, 8, 20])
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, at: int) -> None:
     calls = [0]
 
-    def seen(_: int) -> None:
+    def count_bytes(_: int) -> None:
         calls[0] += 1
         if calls[0] == at:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        figures(tmp_path / "run", seen)
+        figures(tmp_path / "run", count_bytes)
     assert os.listdir(tmp_path) == []
 
 
@@ -464,7 +469,7 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path, at: int) -> None:
 def test_a_disk_that_fails_ends_the_measurement_and_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: LastgoodError, after: int
 ) -> None:
-    """The copying thread waits for chunks that the failed save will never give back: it must be woken."""
+    """The copying thread waits for chunks that the failed save will never release, and must be woken."""
     writes, real = [0], DiskUpload.write_at
 
     def write_at(self: DiskUpload, mv: memoryview, offset: int) -> None:
@@ -483,12 +488,12 @@ def test_a_disk_that_fails_ends_the_measurement_and_leaves_nothing_behind(
 def test_a_save_waiting_for_chunks_ends_with_the_save_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The load beside them ran until all were durable, and the second one, copied by half, never was."""
+    """The load test ran until all saves were durable; the second save, copied by half, never became durable."""
     rounds, copied = iter(range(1_000_000)), [0]
     create, write_at = Disk.create, DiskUpload.write_at
     second_begun, loading = threading.Event(), threading.Event()
 
-    def seen(count: int) -> None:
+    def count_bytes(count: int) -> None:
         copied[0] += count
         if copied[0] > 2_500_000:
             second_begun.set()
@@ -513,7 +518,7 @@ def test_a_save_waiting_for_chunks_ends_with_the_save_that_failed(
     load = TrainingLoad(time.monotonic)
     monkeypatch.setattr(load, "run_until", until)
     with scratch.opened(str(tmp_path / "run")) as tier:
-        trials = TrialSaves(tier, 2_000_000, 1 << 25, seen, time.monotonic)
+        trials = TrialSaves(tier, 2_000_000, 1 << 25, count_bytes, time.monotonic)
         trials.set_sample(2_000_000)
         trials.make_arena(Setting(2, 1, 65536), 3_000_000)
         with pytest.raises(NoSpace):
@@ -525,19 +530,19 @@ def test_the_next_tune_deletes_the_scratch_directory_of_a_killed_one(tmp_path: P
 import os, pathlib, signal
 from lastgood.policy import tune
 from lastgood.run import measure
-def seen(_):
+def count_bytes(_):
     if any(pathlib.Path({str(tmp_path)!r}).rglob("*.safetensors")):
         os.kill(os.getpid(), signal.SIGKILL)
 allowed = tune.candidates(1 << 25, 10_000_000, 2_000_000)
-measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.QUICK, count_bytes=seen)
+measure.figures({str(tmp_path / "run")!r}, allowed, 2_000_000, 1 << 25, measure.QUICK, count_bytes=count_bytes)
 """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False, timeout=60).returncode == -9
-    (left,) = os.listdir(tmp_path)
-    assert left.startswith("run.tune-") and any((tmp_path / left).rglob("*.safetensors"))
-    (tmp_path / "running.tune-00000000").mkdir()  # of another run
+    (remnant,) = os.listdir(tmp_path)
+    assert remnant.startswith("run.tune-") and any((tmp_path / remnant).rglob("*.safetensors"))
+    (tmp_path / "running.tune-00000000").mkdir()  # the scratch directory of another run
     code, out, _ = call(tmp_path / "run", *SMALL)
-    assert code == 0 and os.listdir(tmp_path) == ["running.tune-00000000"] and f"removed {left}" in out
+    assert code == 0 and os.listdir(tmp_path) == ["running.tune-00000000"] and f"removed {remnant}" in out
 
 
 def test_tune_keeps_locked_scratch_and_folders_that_only_resemble_it(tmp_path: Path, call: Any) -> None:
@@ -559,7 +564,7 @@ def test_tune_does_not_change_an_existing_run(tmp_path: Path, call: Any) -> None
     with access.for_writing(run, "atomic_dirsync") as tier:
         tier.put_new("lastgood.json", b"{}")
         before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-        assert call(run, *SMALL)[0] == 0  # beside a trainer that has it open, too
+        assert call(run, *SMALL)[0] == 0  # beside a trainer that has the run open
         assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before and os.listdir(tmp_path) == ["run"]
 
 

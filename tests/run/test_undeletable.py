@@ -26,12 +26,12 @@ from lastgood.testing import Fault, FaultyFiles
 
 
 def sticky(path: str, number: int = errno.EPERM) -> FaultyFiles:
-    """A file system that refuses to remove what has this text in its path."""
+    """A file system that refuses to remove paths that contain this text."""
     return FaultyFiles(Fault("remove", f"*{path}*", number))
 
 
 class SilentlyRenamed(PosixFiles):
-    """An NFS client on which a process has the tensor files open: a removed file stays under another name."""
+    """An NFS client on which a process has the tensor files open: a removed file remains under another name."""
 
     def remove(self, path: str) -> None:
         if path.endswith(".safetensors"):
@@ -69,15 +69,15 @@ STUCK = [layout.COMMIT, layout.blob_name(0), layout.manifest_name(0), layout.VER
 
 @pytest.mark.parametrize("name", STUCK)
 def test_an_undeletable_generation_stops_no_other_deletion(run_of_three, caplog, name):
-    """Twelve generations lay there with Keep(last=3): the oldest was immutable, and nothing was deleted any more."""
+    """Twelve generations were left with Keep(last=3): the oldest was immutable, and nothing was deleted any more."""
     files = sticky(f"{one_folder(run_of_three, 1)}/{name}")
     run = opened(run_of_three, files)
     saved(run, 4, 5, 6)
     assert steps_in(run_of_three) == ([1, 6] if name == layout.COMMIT else [6])
-    assert caplog.text.count("could not be deleted") == 1, "it is reported once for each opening"
+    assert caplog.text.count("could not be deleted") == 1, "the file is reported once per opening"
     files.clear()
-    again = opened(run_of_three, PosixFiles())
-    again.clean()
+    reopened = opened(run_of_three, PosixFiles())
+    reopened.clean()
     assert [one.name[:12] for one in (run_of_three / "gen").iterdir()] == ["000000000006"]
 
 
@@ -90,17 +90,17 @@ def test_an_undeletable_file_keeps_no_other_file_of_its_generation(run_of_three)
     files = sticky(f"{one_folder(run_of_three, 1)}/{layout.manifest_name(0)}")
     run = opened(run_of_three, files)
     run.clean()
-    assert {one.step for one in run.survey.generations} == {3}, "it counts for nothing any more"
-    left = {one.name for one in (run_of_three / "gen" / one_folder(run_of_three, 1)).iterdir()}
-    assert left == {layout.manifest_name(0), layout.GOING}
+    assert {one.step for one in run.survey.generations} == {3}, "the generation no longer counts"
+    names = {one.name for one in (run_of_three / "gen" / one_folder(run_of_three, 1)).iterdir()}
+    assert names == {layout.manifest_name(0), layout.GOING}
 
 
 def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_three):
-    """Its COMMIT is deleted and a later commit names it: without GOING it would count as lost forever."""
+    """Its COMMIT is deleted and a later commit names it: without GOING it would count as lost for ever."""
     opened(run_of_three, sticky(one_folder(run_of_three, 1) + "/" + layout.blob_name(0))).clean()
-    seen = commit.survey(Disk(PosixFiles(), str(run_of_three)))
-    assert {at.step for at in seen.going} == {1} and not seen.broken and not seen.incomplete
-    assert restore.lineage(seen).lost == []
+    survey = commit.survey(Disk(PosixFiles(), str(run_of_three)))
+    assert {at.step for at in survey.going} == {1} and not survey.broken and not survey.incomplete
+    assert restore.lineage(survey).lost == []
     opened(run_of_three, PosixFiles())
     assert len([*(run_of_three / "gen").iterdir()]) == 1
 
@@ -108,9 +108,9 @@ def test_a_generation_that_is_half_deleted_is_neither_lost_nor_damaged(run_of_th
 def test_a_file_that_an_nfs_client_keeps_open_still_counts_as_deleted(run_of_three):
     run = opened(run_of_three, SilentlyRenamed())
     run.clean()
-    seen = commit.survey(run.tier)
-    assert {at.step for at in seen.going} == {1, 2} and restore.lineage(seen).lost == []
-    opened(run_of_three, SilentlyRenamed())  # its opening goes on too
+    survey = commit.survey(run.tier)
+    assert {at.step for at in survey.going} == {1, 2} and restore.lineage(survey).lost == []
+    opened(run_of_three, SilentlyRenamed())  # the opening succeeds as well
     opened(run_of_three, PosixFiles())
     assert len([*(run_of_three / "gen").iterdir()]) == 1
 
@@ -145,27 +145,27 @@ def test_a_failed_deletion_is_retried_after_some_cleanups(run_of_three):
 def test_gc_deletes_the_others_and_names_the_undeletable_one(run_of_three, capsys):
     name = one_folder(run_of_three, 1)
     with sticky(f"{name}/{layout.blob_name(0)}").installed():
-        for _ in range(2):  # the second time its COMMIT is already deleted
+        for _ in range(2):  # the second time, its COMMIT is already deleted
             assert app.main(["gc", str(run_of_three), "--keep-last", "1"]) == 5
             assert "step 1" in capsys.readouterr().out
     assert steps_in(run_of_three) == [3]
 
 
 def test_gc_does_not_count_an_undeleted_folder_as_deleted(run_of_three, capsys):
-    """Each call printed "deleted 2 generations" for a folder that a foreign subfolder keeps from being deleted."""
+    """Each call printed "deleted 2 generations" although a foreign subfolder kept one folder from being deleted."""
     (run_of_three / "gen" / one_folder(run_of_three, 1) / "plots").mkdir()
     for wanted in (["--keep-last", "1"], []):
         assert app.main(["gc", str(run_of_three), *wanted]) == 5
-        told = " ".join(capsys.readouterr().out.split())
-        assert f"deleted {len(wanted) // 2} generation" in told and "could not be deleted" in told
-        assert "its folder stays, with plots" in told and "crash" not in told
+        output = " ".join(capsys.readouterr().out.split())
+        assert f"deleted {len(wanted) // 2} generation" in output and "could not be deleted" in output
+        assert "its folder stays, with plots" in output and "crash" not in output
     assert app.main(["ls", str(run_of_three)]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "a deletion that did not end" in told and "crash" not in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "a deletion that did not end" in output and "crash" not in output
 
 
 def test_an_unwritable_mark_does_not_stop_a_restore(tmp_path):
-    """restore() raised NotWritable after it had loaded the state of a generation that root had saved."""
+    """After it had loaded the state of a generation that root had saved, restore() raised NotWritable."""
     lastgood.save(tmp_path / "run", {"w": torch.ones(4)}, 3)
     (mark,) = (tmp_path / "run").glob(f"gen/*/{layout.VERIFIED}")
     mark.unlink()
@@ -178,7 +178,7 @@ def test_an_unwritable_mark_does_not_stop_a_restore(tmp_path):
 
 @pytest.fixture
 def immutable(run_of_three: Path) -> Iterator[Path]:
-    """Step 1, none of whose files can be changed or removed, not even by root."""
+    """A run in which no file of step 1 can be changed or removed, not even by root."""
     folder = run_of_three / "gen" / one_folder(run_of_three, 1)
     paths = [str(one) for one in folder.iterdir()]
     try:

@@ -1,4 +1,5 @@
-"""Save, verify, point and clean, in this order: what each one finds, and how a failure of one affects the others."""
+"""Save, verify, point and clean, in this order: the state that each one finds, and how the failure of one affects
+the others."""
 
 from __future__ import annotations
 
@@ -43,15 +44,15 @@ def test_damage_is_raised_and_the_pointer_moves_to_the_verified_older_one(tmp_pa
     blob.write_bytes(blob.read_bytes()[:-1] + b"?")
     with pytest.raises(Damaged, match="step 3 was committed and does not read back"):
         verify(run)
-    seen = commit.survey(run.tier)
-    told = {at.step: (one.verified, bool(one.damaged)) for at, one in seen.generations.items()}
-    assert told == {1: (False, False), 2: (True, False), 3: (False, True)}
-    assert seen.pointer is not None and seen.pointer.step == 2
+    survey = commit.survey(run.tier)
+    marks = {at.step: (one.verified, bool(one.damaged)) for at, one in survey.generations.items()}
+    assert marks == {1: (False, False), 2: (True, False), 3: (False, True)}
+    assert survey.pointer is not None and survey.pointer.step == 2
 
 
 def test_damage_is_raised_even_if_its_mark_cannot_be_written(tmp_path, caplog):
     """The disk was full when a damaged generation was to be marked. Only NoSpace was raised, and every later attempt
-    passed over the generation: nobody learned that it was damaged."""
+    skipped the generation: its damage was never reported."""
     files = FaultyFiles(Fault("open new", f"*{layout.DAMAGED}*", errno.ENOSPC))
     run = writer(tmp_path, files)
     saved(run, 1, 2)
@@ -65,8 +66,8 @@ def test_damage_is_raised_even_if_its_mark_cannot_be_written(tmp_path, caplog):
 
 
 def test_an_opening_writes_missing_incarnation_records(tmp_path):
-    """A process died between its first COMMIT and the record of its incarnation. When that COMMIT was deleted, nothing
-    led from the newest step to those before it: they counted as abandoned, and the best of them was deleted."""
+    """A process died between its first COMMIT and the record of its incarnation. When that COMMIT was deleted, no
+    record linked the newest step to earlier steps: they counted as abandoned, and the best of them was deleted."""
     keep = Keep(last=1, best=("loss", "min", 1))
     for step, loss in (1, 0.1), (2, 0.5), (3, 0.5), (4, 0.5):
         run = RunWriter(Disk(PosixFiles(), str(tmp_path)), Inline(), keep=keep)
@@ -82,7 +83,7 @@ def test_an_opening_writes_missing_incarnation_records(tmp_path):
 
 
 def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
-    """restore(step=1), used to evaluate an old step, moved the pointer, and the next session resumed there."""
+    """restore(step=1), used to evaluate an old step, moved the pointer, and the next session resumed at step 1."""
     run = writer(tmp_path)
     for step in (1, 2):
         saved(run, step)
@@ -96,7 +97,7 @@ def test_a_rewind_moves_the_pointer_once_it_is_durable(tmp_path):
 
 
 def test_a_pointer_that_cannot_move_keeps_only_the_generation_it_names(tmp_path, caplog):
-    """It is a hint. It once stopped all deletion, and the disk ran full."""
+    """The pointer is a hint. A failure to move it once stopped all deletions, and the disk ran full."""
     run = writer(tmp_path, files := FaultyFiles())
     saved(run, 1)
     verify(run)
@@ -110,15 +111,17 @@ def test_a_pointer_that_cannot_move_keeps_only_the_generation_it_names(tmp_path,
     assert caplog.text.count("cannot be moved") == 1
     files.clear()
     run.clean()
-    seen = commit.survey(run.tier)
-    assert {at.step for at in seen.generations} == {3} and seen.pointer and seen.pointer.step == 3
+    survey = commit.survey(run.tier)
+    assert {at.step for at in survey.generations} == {3} and survey.pointer and survey.pointer.step == 3
 
 
 def test_an_older_save_is_dropped_once_a_newer_one_is_committed(tmp_path):
     run = writer(tmp_path)
     with pytest.raises(Overtaken):
         save(run, 1, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 2))
-    assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"], "nothing of it is left"
+    assert [one.name[:12] for one in (tmp_path / "gen").iterdir()] == ["000000000002"], (
+        "no file of the deleted generation is left"
+    )
 
 
 def test_an_older_save_that_retention_keeps_is_committed_with_its_parent(tmp_path):

@@ -1,4 +1,5 @@
-"""A save that is copied during the next forward and backward holds the state at its step, or is dropped with a report.
+"""A save that is copied during the next forward and backward holds the state of its step, or is dropped with a
+report.
 
 No test waits for time to pass: the copy is held at its start until the event that it must survive has happened.
 """
@@ -39,7 +40,7 @@ class Net(nn.Module):
 
 
 class Loop:
-    """A small training that keeps a copy of its state after each step."""
+    """A small training loop that keeps a copy of its state after each step."""
 
     def __init__(self, make: Callable[[list[nn.Parameter]], list[torch.optim.Optimizer]]) -> None:
         torch.manual_seed(7)
@@ -70,12 +71,12 @@ def same(run: Path, step: int, picture: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies begin only once it is set. The fence sets it too, because a wait there must end."""
+    """Copies begin only once this event is set. The fence sets it too, so that a wait there ends."""
     monkeypatch.setattr(save_planner, "SMALL_BYTES", 0)
     opened = threading.Event()
     fill, wait = staging.Snapshot.fill, staging.Snapshot.wait_for_copies
 
-    def held(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
+    def delayed_fill(self: staging.Snapshot, stop: Callable[[], bool] = lambda: False) -> Iterator[Any]:
         assert opened.wait(60)
         yield from fill(self, stop)
 
@@ -83,7 +84,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         opened.set()
         wait(self)
 
-    monkeypatch.setattr(staging.Snapshot, "fill", held)
+    monkeypatch.setattr(staging.Snapshot, "fill", delayed_fill)
     monkeypatch.setattr(staging.Snapshot, "wait_for_copies", arrived)
     yield opened
     opened.set()
@@ -101,8 +102,8 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_save_copied_after_the_next_backward_holds_its_own_step(tmp_path, gate, kind):
-    """The copy begins only when the next update already waits at the fence: forward has changed the buffers, the
-    random numbers and, through max_norm, nothing that is not told."""
+    """The copy begins only when the next update already waits at the fence. By then, forward has changed the buffers
+    and the random numbers; max_norm is off, because it would change the weight without notice."""
     loop = Loop(OPTIMIZERS[kind])
     loop.net.embed.max_norm = None
     pictures = {}
@@ -115,7 +116,7 @@ def test_a_save_copied_after_the_next_backward_holds_its_own_step(tmp_path, gate
             save = ckpt.save(n)
             assert not save.staged()
             loop.backward()
-            assert not save.staged(), "nothing but an update waits"
+            assert not save.staged(), "only an update waits for the copy"
             loop.update()
             ckpt.wait()
     for step in (3, 4, 5):
@@ -251,8 +252,8 @@ def test_a_state_that_changed_behind_the_fence_is_dropped_and_reported(tmp_path,
     loop = Loop(adamw(fused=True))
     loop.backward()
     loop.update()
-    heard: list[lastgood.Event] = []
-    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap", on_event=heard.append) as ckpt:
+    events: list[lastgood.Event] = []
+    with lastgood.Checkpointer(tmp_path, loop.state, staging="overlap", on_event=events.append) as ckpt:
         save = ckpt.save(1)
         tear(loop)
         gate.set()
@@ -263,15 +264,15 @@ def test_a_state_that_changed_behind_the_fence_is_dropped_and_reported(tmp_path,
             ckpt.wait()
         ckpt.save(2).result(60)
         ckpt.wait()
-    assert [(one.kind, one.step) for one in heard if one.kind in ("dropped", "durable")] == [
+    assert [(one.kind, one.step) for one in events if one.kind in ("dropped", "durable")] == [
         ("dropped", 1),
         ("durable", 2),
     ]
-    assert [one.step for one in lastgood.open(tmp_path).generations()] == [2], "nothing of the torn one is left"
+    assert [one.step for one in lastgood.open(tmp_path).generations()] == [2], "no file of the torn save remains"
 
 
 def test_weights_swapped_during_the_copy_and_swapped_back_are_detected(tmp_path, monkeypatch):
-    """Before and after the copy the weights are the same; only the copied bytes show the change."""
+    """The weights are the same before and after the copy; only the copied bytes show the change."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
@@ -301,11 +302,11 @@ def test_a_change_after_the_copy_and_before_the_last_check_is_reported(tmp_path,
     loop = Loop(adamw())
     loop.backward()
     loop.update()
-    weight, look = loop.net.two.weight, staging.Snapshot._observe_again
+    weight, observe_again = loop.net.two.weight, staging.Snapshot._observe_again
 
     def late(self: staging.Snapshot) -> set[str]:
         weight.data.view(-1)[0] += 1
-        return look(self)
+        return observe_again(self)
 
     monkeypatch.setattr(staging.Snapshot, "_observe_again", late)
     with (
@@ -317,22 +318,22 @@ def test_a_change_after_the_copy_and_before_the_last_check_is_reported(tmp_path,
 
 
 def test_state_replaced_only_during_the_copy_is_detected(tmp_path, gate, monkeypatch):
-    """What it holds there differs in one element that is no sample."""
+    """The state during the copy differs in one element, which is not among the samples."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
     moment = loop.optimizers[0].state[loop.net.two.weight]["exp_avg"]
-    home, look = moment.data, staging.Snapshot._observe_again
+    live_data, observe_again = moment.data, staging.Snapshot._observe_again
 
     def back(self: staging.Snapshot) -> set[str]:
-        moment.data = home
-        return look(self)
+        moment.data = live_data
+        return observe_again(self)
 
     monkeypatch.setattr(staging.Snapshot, "_observe_again", back)
     gate.clear()
     with lastgood.Checkpointer(tmp_path, loop.state, save_on_exit=False) as ckpt:
         ckpt.save(1)
-        moment.data = home.clone()
+        moment.data = live_data.clone()
         moment.data.view(-1)[1] += 1
         gate.set()
         with reported("TornSnapshot: .*two.weight.exp_avg"):
@@ -352,11 +353,11 @@ def test_after_two_torn_saves_the_loop_waits_for_the_copy(tmp_path, gate):
             gate.set()
             with pytest.raises(errors.TornSnapshot):
                 save.result(60)
-        with reports() as told:
+        with reports() as texts:
             ckpt.wait()
-        assert any("from now on the state is copied while the loop waits" in one for one in told)
+        assert any("from now on the state is copied while the loop waits" in one for one in texts)
         save = ckpt.save(3)
-        assert save.staged(), "when the call returns the state is free"
+        assert save.staged(), "when the call returns, the state may change again"
         picture = loop.picture()
         in_place(loop)
     assert same(tmp_path, 3, {name: one for name, one in picture.items() if name.startswith("net.two")})
@@ -379,7 +380,8 @@ def test_one_torn_save_between_good_ones_changes_nothing(tmp_path, gate):
 
 
 def test_only_the_full_check_detects_changes_between_two_samples(tmp_path, gate):
-    """The limit of the sampled check, as the docs name it: a writer that counts no version and misses every sample."""
+    """The limit of the sampled check, as documented: a writer that increments no version counter and misses every
+    sample."""
     for check, kept in (("sampled", [1]), ("full", [])):
         loop = Loop(adamw())
         loop.backward()
@@ -408,7 +410,7 @@ def test_the_version_counter_detects_an_in_place_change_between_samples(tmp_path
     assert lastgood.open(tmp_path).generations() == []
 
 
-# ---- what cannot wait at the fence -----------------------------------------------------------------------------
+# ---- tensors that cannot wait at the fence ---------------------------------------------------------------------
 
 
 def test_a_manual_weight_average_is_copied_at_once(tmp_path, gate):
@@ -472,7 +474,7 @@ class OwnOptimizer:
 
 
 @pytest.mark.parametrize(
-    "what",
+    "obstacle",
     [
         "no optimizer",
         "an optimizer of one's own",
@@ -481,21 +483,23 @@ class OwnOptimizer:
         "a large parameter that is kept twice",
     ],
 )
-def test_without_a_hookable_optimizer_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, what):
+def test_without_a_hookable_optimizer_the_loop_waits_for_the_copy(tmp_path, gate, monkeypatch, obstacle):
     loop = Loop(adamw())
-    if what == "no optimizer":
+    if obstacle == "no optimizer":
         del loop.state["opt0"]
-    elif what == "a large buffer":
+    elif obstacle == "a large buffer":
         monkeypatch.setattr(staging, "SIDE_BYTES", 1000)
-    elif what == "a small state":
+    elif obstacle == "a small state":
         monkeypatch.setattr(save_planner, "SMALL_BYTES", 1 << 20)
-    elif what == "a large parameter that is kept twice":
+    elif obstacle == "a large parameter that is kept twice":
         monkeypatch.setattr(staging, "SIDE_BYTES", 20_000)
         loop.state["weight"] = loop.net.one.weight.data  # user code may change it at any time
     else:
         loop.state["own"] = OwnOptimizer(loop.net)
     gate.set()
-    monkeypatch.setattr(save_planner.SavePlanner, "hold_updates", lambda *_: pytest.fail("it was left to the fence"))
+    monkeypatch.setattr(
+        save_planner.SavePlanner, "hold_updates", lambda *_: pytest.fail("the copy was left to the fence")
+    )
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         assert ckpt.save(1).staged()
 
@@ -517,14 +521,14 @@ def test_fsdp1_falls_back_to_waiting_for_the_copy_and_reports_it(tmp_path, gate,
 
 
 def test_removing_the_hooks_waits_for_an_older_copy(tmp_path, gate):
-    """From the second torn save on the loop waits for the copy and needs no hook. One that was still being copied lost
-    its hook with it: the next step wrote into what was read."""
+    """From the second torn save on, the loop waits for the copy and needs no hook. A save that was still being
+    copied lost its hook too: the next step overwrote the memory that was being read."""
     loop = Loop(adamw())
     loop.backward()
     loop.update()
     with lastgood.Checkpointer(tmp_path, loop.state) as ckpt:
         picture = loop.picture()
-        first = ckpt.save(1, milestone=True)  # so that the second does not overtake it
+        first = ckpt.save(1, milestone=True)  # a milestone, so that the second save does not overtake it
         ckpt._planner.stop_overlapping()
         ckpt.save(2)
         loop.backward()
@@ -586,7 +590,7 @@ def test_closing_the_checkpointer_removes_its_hooks(tmp_path):
 
 @pytest.mark.parametrize("how", ["overlap", "blocking"])
 def test_a_failed_copy_is_reported_and_blocks_no_update(tmp_path, monkeypatch, how):
-    """Nothing hangs: neither the fence, nor the next save, nor the end."""
+    """Neither the fence, nor the next save, nor the exit hangs."""
     loop = Loop(adamw())
     take = staging.Snapshot._copy
 
@@ -624,7 +628,7 @@ def test_an_interrupt_while_the_loop_waits_for_a_copy_is_raised_there(tmp_path, 
 
 
 def test_a_capture_plan_is_never_older_than_the_state(tmp_path):
-    """Weights that were moved, retyped or replaced between two saves are what the next one holds."""
+    """Weights that were moved, retyped or replaced between two saves are contained in the next save."""
     loop = Loop(adamw())
     changes: list[Callable[[], object]] = [
         lambda: setattr(loop.net.two.weight, "data", torch.randn(16, 300)),

@@ -1,7 +1,7 @@
-"""Capture with a cached plan names things faster and never returns objects of an earlier state.
+"""Capture with a cached plan names things faster, and never returns objects of an earlier state.
 
-Most tests change a state in one way between two saves, and compare what a `Capture` that has seen the state before
-takes with what one that has never seen it does.
+Most tests change a state in one way between two saves, and compare the result of a `Capture` that knows the earlier
+state with the result of a new one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def contents(captured, made_up=False):
 
 
 def agree(plan, state, made_up=False, **patterns):
-    """What the plan takes is what a first walk takes; returns it. `made_up`: some tensors are new at each asking."""
+    """Require that the cached plan captures the same as a first capture, and return it. `made_up`: some tensors are
+    made anew at each call."""
     taken = plan.take(state)
     assert contents(taken, made_up) == contents(capture(state, **patterns), made_up)
     return taken
@@ -91,11 +92,11 @@ def agree(plan, state, made_up=False, **patterns):
 
 @pytest.fixture
 def plan(state):
-    """A plan that has seen the state, and is good for it."""
+    """A capture plan that was made for this state, and is valid for it."""
     made = Capture()
     first = made.take(state)
     walks = made.walks
-    assert walks == 5, "model, optimizer, two containers of tensors and one in a mixed one"
+    assert walks == 5, "model, optimizer, two containers of tensors, and one container inside a mixed one"
     again = agree(made, state)
     assert made.walks == walks and again.key == first.key
     return made
@@ -112,7 +113,7 @@ def test_a_state_with_new_contents_only_is_not_walked_again(state, plan):
     assert options["lr"] == state["optimizer"].param_groups[0]["lr"] == pytest.approx(1e-4)
 
 
-# ---- a stale plan must be impossible -----------------------------------------------------------------------------
+# ---- a stale plan is never used ----------------------------------------------------------------------------------
 
 
 def with_grad(tensor):
@@ -120,7 +121,7 @@ def with_grad(tensor):
 
 
 class Own(optim.SGD):
-    """An optimizer whose state_dict only it knows."""
+    """An optimizer with a state_dict of its own, whose content torch does not know."""
 
     def state_dict(self):
         return {"own": super().state_dict()}
@@ -166,7 +167,7 @@ def rename_module(state):
 
 
 def own_parameters_elsewhere(state):
-    """The optimizer's parameters belong to no module any more: they are named by their place."""
+    """The optimizer's parameters no longer belong to a module, so they are named by their position."""
     state["model"].first = nn.Linear(3, 5)
 
 
@@ -224,7 +225,7 @@ SWAPS = {
     "weight norm": parametrized,
     "compiled": lambda s: s.update(model=torch.compile(s["model"])),
     "checkpointed": lambda s: s.update(model=checkpoint_wrapper(s["model"])),
-    # names of one memory
+    # aliases
     "tied": lambda s: setattr(s["model"].body[0], "weight", nn.Parameter(s["ema"]["body.0.weight"])),
     "untied": lambda s: setattr(s["model"], "again", nn.Linear(5, 5, bias=False)),
     "tied to a plain tensor": lambda s: s["ema"].update({"last.weight": s["model"].last.weight.data}),
@@ -273,10 +274,10 @@ SWAPS = {
 }
 
 
-@pytest.mark.parametrize("what", SWAPS)
-def test_every_change_of_structure_invalidates_the_capture_plan(state, plan, what):
+@pytest.mark.parametrize("swap", SWAPS)
+def test_every_change_of_structure_invalidates_the_capture_plan(state, plan, swap):
     """NeMo-RL#3312: a plan cached at the first save re-saved the first weights for ever."""
-    SWAPS[what](state)
+    SWAPS[swap](state)
     agree(plan, state)
     before = plan.walks
     agree(plan, state)
@@ -286,14 +287,14 @@ def test_every_change_of_structure_invalidates_the_capture_plan(state, plan, wha
     assert plan.walks >= before
 
 
-@pytest.mark.parametrize("what", SWAPS)
-def test_the_layout_key_changes_with_names_dtypes_and_shapes(state, plan, what):
+@pytest.mark.parametrize("swap", SWAPS)
+def test_the_layout_key_changes_with_names_dtypes_and_shapes(state, plan, swap):
     def layout(captured):
         return [(name, one.dtype, one.shape) for name, one in captured.tensors.items()]
 
     before = plan.take(state)
     laid_out = layout(before)
-    SWAPS[what](state)
+    SWAPS[swap](state)
     after = plan.take(state)
     assert (before.key == after.key) == (laid_out == layout(after))
     assert plan.take(state).key == after.key
@@ -302,18 +303,18 @@ def test_the_layout_key_changes_with_names_dtypes_and_shapes(state, plan, what):
 @pytest.mark.parametrize(
     "patterns", [{"include": ["model.*", "*exp_avg"]}, {"exclude": ["*.bias", "ema", "mixed.epoch"]}]
 )
-@pytest.mark.parametrize("what", SWAPS)
-def test_changes_of_structure_invalidate_a_plan_with_excluded_names(state, what, patterns):
+@pytest.mark.parametrize("swap", SWAPS)
+def test_changes_of_structure_invalidate_a_plan_with_excluded_names(state, swap, patterns):
     plan = Capture(**patterns)
     agree(plan, state, **patterns)
     agree(plan, state, **patterns)
-    SWAPS[what](state)
+    SWAPS[swap](state)
     agree(plan, state, **patterns)
     agree(plan, state, **patterns)
 
 
 def test_a_tied_weight_with_an_excluded_name_is_captured_after_untying(state):
-    """Tensors matched by memory alone would be matched to the wrong one of two tied names."""
+    """A match by memory alone could pick the wrong one of two tied names."""
     net = nn.Module()
     net.a, net.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
     net.b.weight = net.a.weight
@@ -372,14 +373,14 @@ def test_equal_keys_with_different_names_stay_distinct():
 
 
 def test_leaf_and_nonleaf_tensors_that_require_grad_are_distinguished():
-    """Only the former is made anew with its gradient where a restore finds nothing in its place."""
+    """Only a leaf is created anew with requires_grad where a restore finds no tensor in its place."""
     plan, live = Capture(), {"t": [with_grad(torch.ones(2))]}
     assert agree(plan, live).values["t"] == [{"!tensor": ["t.0", "cpu", False, True]}]
     live["t"][0] = live["t"][0] * 2
     assert agree(plan, live).values["t"] == [{"!tensor": "t.0"}]
 
 
-# ---- what only an object's own code knows is never remembered ----------------------------------------------------
+# ---- the content of objects with code of their own is never cached -----------------------------------------------
 
 
 class Extra(nn.Linear):
@@ -461,7 +462,7 @@ def test_state_code_added_to_a_class_later_is_called(state, plan, monkeypatch):
 
 
 def test_a_second_owner_of_a_parameter_renames_the_optimizer_state():
-    """Where one module owns all that an optimizer steps, their names go without its key."""
+    """When one module owns all parameters of an optimizer, their names are stored without the module's key."""
 
     def layer():
         return nn.ParameterDict({"x": nn.Parameter(torch.ones(1)), "y": nn.Parameter(torch.ones(1))})
@@ -488,18 +489,18 @@ def test_a_custom_state_dict_is_called_at_every_save():
     assert any(name.startswith("o.own.state.0") for name in agree(plan, state).tensors)
 
 
-# ---- a plan holds nothing ----------------------------------------------------------------------------------------
+# ---- a plan keeps nothing alive ----------------------------------------------------------------------------------
 
 
 def test_a_plan_keeps_no_tensor_module_or_optimizer_alive(state, plan):
     kept = [state["model"], state["model"].last.weight, state["optimizer"], state["ema"]["last.bias"]]
-    gone = [weakref.ref(one) for one in kept]
+    references = [weakref.ref(one) for one in kept]
     taken = plan.take(state)
     memory = weakref.ref(taken.tensors["model.last.weight"].untyped_storage())
     del taken, kept
     state.clear()
     gc.collect()
-    assert [one() for one in gone] == [None] * 4 and memory() is None
+    assert [one() for one in references] == [None] * 4 and memory() is None
     agree(plan, {"model": Net()})
 
 
@@ -511,7 +512,7 @@ def test_the_plan_forgets_objects_that_left_the_state(state, plan):
     assert plan.walks == walks + 5
 
 
-# ---- what staging is told ----------------------------------------------------------------------------------------
+# ---- the origins that staging receives ---------------------------------------------------------------------------
 
 
 def names_of(captured, origin):
@@ -519,7 +520,7 @@ def names_of(captured, origin):
 
 
 def test_every_tensor_records_its_origin(state, plan):
-    state["model"].body[0].weight.requires_grad_(False)  # in no group
+    state["model"].body[0].weight.requires_grad_(False)  # in no parameter group
     taken = plan.take(state)
     stepped = {f"model.{one}.{kind}" for one in ("first", "norm", "last") for kind in ("weight", "bias")}
     assert names_of(taken, Origin.STEPPED) == stepped
@@ -532,7 +533,7 @@ def test_every_tensor_records_its_origin(state, plan):
 
 
 def test_aliased_memory_has_the_origin_that_changes_it_first(state, plan):
-    """A parameter that a buffer, or a plain tensor, shares its memory with may change outside of the step."""
+    """A parameter that shares its memory with a buffer or a plain tensor may change outside of the optimizer's step."""
     state["model"].register_buffer("late", state["model"].last.bias.data)
     state["first"] = {"w": state["model"].last.weight.data}
     taken = agree(plan, state)
@@ -548,7 +549,7 @@ def test_a_tensor_option_of_an_optimizer_does_not_count_as_stepped(state):
 
 
 class Foreign:
-    """Like an optimizer, and none of torch."""
+    """An object that resembles an optimizer without being one of torch."""
 
     def __init__(self, parameters):
         self.param_groups = [{"params": list(parameters)}]
@@ -564,7 +565,7 @@ class Foreign:
 
 
 class Unhooked(optim.SGD):
-    """Its step is no longer the one that torch has put its hooks around."""
+    """An optimizer whose step was replaced after torch had put its hooks around it."""
 
 
 def test_an_unhookable_optimizer_is_reported_and_its_weights_not_stepped():

@@ -1,4 +1,5 @@
-"""NaN and infinity that do not show diverged training: in weights that do not train or held them from the start."""
+"""NaN and infinity that are no sign of diverged training: in weights that do not train, or that held them from the
+start."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ INFINITE = float("-inf")
 
 
 class Masked(nn.Module):
-    """A linear layer, and a mask of -inf that is a parameter."""
+    """A linear layer, and a parameter that is a mask of -inf."""
 
     def __init__(self, trains: bool = False) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class Masked(nn.Module):
 def trained(
     root: Path, model: nn.Module, steps: range, poison: int | None = None, to: float = float("nan"), **options: object
 ) -> None:
-    """Train on the layer alone, and save each step; at step `poison` its weight becomes NaN, or `to`."""
+    """Train only the layer, and save each step; at step `poison`, its weight becomes NaN, or the value `to`."""
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, momentum=0.9)
     with lastgood.Checkpointer(root, {"model": model, "optimizer": optimizer}, **options) as ckpt:
         ckpt.restore()
@@ -45,7 +46,7 @@ def good(root: Path) -> dict[int, bool]:
 
 @pytest.mark.parametrize("trains", [False, True], ids=["frozen", "not finite from the start"])
 def test_a_mask_that_is_a_parameter_does_not_make_a_save_unfit(tmp_path, trains):
-    """Every save of the run was "not good", older ones were deleted, and nothing could be restored."""
+    """Every save of the run was "not good", older ones were deleted, and no generation could be restored."""
     trained(tmp_path, Masked(trains), range(1, 4))
     assert good(tmp_path) == {1: True, 2: True, 3: True}
     trained(tmp_path, Masked(trains), range(4, 6))  # and in the next session
@@ -59,7 +60,7 @@ def test_weights_that_diverge_later_are_unfit_beside_an_exempt_mask(tmp_path):
 
 @pytest.mark.parametrize("to", [float("nan"), float("inf")])
 def test_a_restore_of_diverged_weights_does_not_exempt_them(tmp_path, to):
-    """Else the first save after restore(step=3) would call its own NaN, or infinity, good."""
+    """Otherwise the first save after restore(step=3) would accept the NaN or infinity that it restored as good."""
     trained(tmp_path, Masked(), range(1, 4), poison=3, to=to)
     model = Masked()
     optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1, momentum=0.9)
@@ -84,9 +85,9 @@ def test_a_tied_parameter_counts_as_trained_if_any_of_its_names_is(tmp_path):
 
 
 def test_weights_stepped_without_autograd_must_be_finite(tmp_path):
-    """They require no gradient, so that NaN in weights that were trained by hand would be taken for a mask."""
+    """Such weights require no gradient, so NaN in weights that are trained by hand would be accepted as a mask."""
     model = nn.Linear(3, 1).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps no state, which would be NaN too
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # this optimizer has no state, which would be NaN too
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
         for step, gradient in (1, 1.0), (2, float("nan")):
             for parameter in model.parameters():
@@ -112,13 +113,14 @@ def test_the_errors_name_the_exempting_pattern_and_the_step_to_request(tmp_path)
         lastgood.load(tmp_path / "run", {"model": Masked()})
     assert "restore(step=5)" in str(nothing.value)
     (mark,) = (tmp_path / "run").glob("gen/*/UNFIT.json")
-    mark.unlink()  # nobody has read it yet: what a restore finds itself says the same
+    mark.unlink()  # no process has read the mark yet; the restore finds the same by itself
     with pytest.raises(NothingGood, match=r'finite_except=\["model.layer.weight"\]'):
         lastgood.load(tmp_path / "run", {"model": Masked()})
 
 
 def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
-    """Without a restore() the first check came after the first update: a run that had diverged by then was "good"."""
+    """Without a restore(), the first check came after the first update, and called a run that had diverged by then
+    "good"."""
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with lastgood.Checkpointer(tmp_path, {"model": model, "optimizer": optimizer}) as ckpt:
@@ -130,7 +132,8 @@ def test_weights_that_are_nan_before_the_first_step_are_never_exempt(tmp_path):
 
 
 def test_a_parameter_that_begins_to_train_must_be_finite(tmp_path):
-    """What does not train was found out at the first save, and held for the run: frozen then, NaN later, "good"."""
+    """The parameters that do not train were determined at the first save and never again: one that was frozen then
+    could become NaN later and still be called "good"."""
     model = nn.Linear(3, 1).requires_grad_(False)
     with lastgood.Checkpointer(tmp_path, {"model": model}) as ckpt:
         ckpt.save(1).result()

@@ -1,7 +1,7 @@
-"""Memory layout: a restored tensor has the strides that it had, so training continues to the bit.
+"""A restored tensor has the strides that it had when it was saved, so that training continues bit for bit.
 
-A tensor's strides decide which elements a fused kernel pairs, and in which order a matrix product adds up. Torch keeps
-them in `torch.save`; so does a generation (docs/format.md, section 4).
+A tensor's strides decide which elements a fused kernel pairs, and in which order a matrix product adds. `torch.save`
+keeps them, and so does a generation (docs/format.md, section 4).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Convolutions(nn.Module):
-    """Weights that `memory_format=torch.channels_last` permutes, one of them with a kernel of one element."""
+    """Weights that `memory_format=torch.channels_last` permutes; the kernel of one of them has a single element."""
 
     shape = (2, 3, 5, 5)
 
@@ -100,7 +100,7 @@ def made(layout: str, kind: Callable[..., optim.Optimizer], options: dict[str, A
 
 
 def train(state: State, first: int, last: int) -> list[float]:
-    """The losses of these steps, each on a batch of its own."""
+    """Train these steps, each on a batch of its own; returns the losses."""
     losses = []
     model, optimizer = state["model"], state["optimizer"]
     for step in range(first, last + 1):
@@ -139,7 +139,8 @@ def contents(state: State) -> tuple[Any, ...]:
 def test_an_optimizer_resumes_exactly_in_every_memory_layout(
     tmp_path: Path, layout: str, kind: type[optim.Optimizer], options: dict[str, Any]
 ) -> None:
-    """A channels_last model with `AdamW(fused=True)`: the second loss after a restore was 0.0183, not 0.0153."""
+    """With a channels_last model and `AdamW(fused=True)`, the second loss after a restore was 0.0183 in place of
+    0.0153."""
     straight = made(layout, kind, options, seed=1)
     train(straight, 1, 3)
     save(tmp_path, straight)
@@ -150,7 +151,8 @@ def test_an_optimizer_resumes_exactly_in_every_memory_layout(
 
 
 class Rotated(optim.Optimizer):
-    """Keeps what `torch.linalg` returns: column-major matrices, and at each second step a row-major copy of them."""
+    """An optimizer that keeps the result of `torch.linalg`: column-major matrices, and at every second step a
+    row-major copy of them."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
@@ -176,7 +178,7 @@ def rotated(seed: int) -> State:
 
 
 def test_column_major_optimizer_state_resumes_exactly(tmp_path: Path) -> None:
-    """LoRA-RITE and SPlus keep eigenvectors: products of their row-major copies differed in the last bit."""
+    """LoRA-RITE and SPlus keep eigenvectors: products of row-major copies of them differed in the last bit."""
     straight = rotated(seed=1)
     train(straight, 1, 3)
     assert order(straight["optimizer"].state[straight["model"].matrix]["basis"]) == (1, 0)
@@ -189,7 +191,7 @@ def test_column_major_optimizer_state_resumes_exactly(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [rotated, lambda seed: made("channels_last", optim.AdamW, {"fused": True}, seed)])
 def test_a_rollback_in_the_same_session_restores_the_strides(tmp_path: Path, make: Callable[[int], State]) -> None:
-    """The live optimizer tensors had other strides by then, and were filled where they were."""
+    """The live optimizer tensors had other strides by then, and were written in place with those strides."""
     state = make(1)
     train(state, 1, 3)
     before = contents(state)
@@ -204,15 +206,15 @@ def test_a_rollback_in_the_same_session_restores_the_strides(tmp_path: Path, mak
 
 @pytest.mark.parametrize("saved_as", [torch.contiguous_format, torch.channels_last], ids=["plain", "channels_last"])
 def test_optimizer_state_follows_the_new_layout_of_its_parameter(tmp_path: Path, saved_as: torch.memory_format) -> None:
-    """A fused kernel would pair each weight with the moment of another one."""
-    here = torch.channels_last if saved_as is torch.contiguous_format else torch.contiguous_format
+    """Otherwise a fused kernel would pair each weight with the moment of a different weight."""
+    live_format = torch.channels_last if saved_as is torch.contiguous_format else torch.contiguous_format
 
     def build(layout: torch.memory_format, seed: int) -> State:
         torch.manual_seed(seed)
         model = Convolutions(layout)
         return {"model": model, "optimizer": optim.AdamW(model.parameters(), fused=True)}
 
-    straight, resumed = build(saved_as, 1), build(here, 2)
+    straight, resumed = build(saved_as, 1), build(live_format, 2)
     train(straight, 1, 3)
     save(tmp_path, straight)
     restore(tmp_path, resumed)
@@ -244,7 +246,7 @@ def test_optimizer_state_unlike_its_parameter_keeps_its_own_layout(tmp_path: Pat
 
 
 class Holder:
-    """An object that keeps the tensors it is handed."""
+    """An object that keeps the tensors that it receives."""
 
     def __init__(self, basis: torch.Tensor) -> None:
         self.basis = basis
@@ -282,7 +284,8 @@ def test_a_module_keeps_its_live_layout_and_loads_the_values(tmp_path: Path) -> 
 
 
 def test_a_row_major_state_stores_no_layout() -> None:
-    """So its files are those of every version: slices, expanded, single-element and sharing views included."""
+    """The files are then the same as those of every earlier version: for slices, expanded, single-element and
+    overlapping views too."""
     whole = torch.randn(6, 8)
     state = made("transposed", optim.AdamW, {}, 1)
     state["model"].matrix = nn.Parameter(torch.randn(5, 6))
@@ -298,7 +301,7 @@ def test_a_row_major_state_stores_no_layout() -> None:
 def test_diff_names_a_tensor_that_differs_only_in_memory_order(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Training goes on differently from each of the two, so they are not the same."""
+    """Training continues differently from each of the two, so they are not equal."""
     basis, rng = torch.arange(6.0).reshape(2, 3), torch.Generator()
     for step, form in ((1, basis.clone()), (2, basis.t().contiguous().t())):
         with lastgood.Checkpointer(tmp_path, {"basis": [form], "rng2": rng}, exclude=["rng"]) as ckpt:
@@ -332,7 +335,7 @@ def test_changed_strides_invalidate_a_cached_plan() -> None:
 
 
 def test_a_sharded_moment_has_the_layout_of_its_part(process_group: None) -> None:
-    """Each process restores its part of a DTensor as it had it."""
+    """Each process restores its part of a DTensor with the strides that it had."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -406,11 +409,11 @@ def test_a_malformed_memory_order_is_refused_before_any_change(body: Any) -> Non
         match({"x": torch.zeros(2, 3)}, Stored(1, shapes, {}, {"x": {"!permuted": body}, "rng": {}}))
 
 
-# ---- single elements, and every other stride ---------------------------------------------------------------------
+# ---- single elements, and all other strides ----------------------------------------------------------------------
 
 
 def test_views_of_one_element_are_restored(tmp_path: Path) -> None:
-    """`x[:, 3]` of one row and `x[::10]` of ten were saved, and a restore ended in a RuntimeError of `view`."""
+    """`x[:, 3]` of one row and `x[::10]` of ten were saved, but their restore ended in a RuntimeError of `view`."""
     pair = torch.tensor([[1 + 2j, 3 - 4j]])
 
     def build(scale: int) -> State:
@@ -432,7 +435,8 @@ def test_views_of_one_element_are_restored(tmp_path: Path) -> None:
 
 @st.composite
 def strided_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, bytes, bool]:
-    """A view with any strides, its content in row-major order, and whether no two elements overlap in memory."""
+    """A view with arbitrary strides, its content in row-major order, and whether no two of its elements overlap in
+    memory."""
     dtype = TORCH_DTYPES[draw(st.sampled_from(sorted(TORCH_DTYPES)))]
     shape = draw(st.lists(st.integers(0, 3), max_size=4))
     stride = draw(st.lists(st.integers(0, 11), min_size=len(shape), max_size=len(shape)))

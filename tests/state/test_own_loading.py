@@ -14,7 +14,8 @@ from lastgood.errors import HalfLoaded, LoadFailed, StateMismatch
 
 
 class Cloud(nn.Module):
-    """Points that grow in training, as in 3D Gaussian splatting; its own loading takes as many as there are."""
+    """Points whose number grows in training, as in 3D Gaussian splatting; its own loading accepts any number of
+    points."""
 
     def __init__(self, points):
         super().__init__()
@@ -57,7 +58,8 @@ def trained(state, steps):
 
 @pytest.mark.parametrize("points", [5, 9], ids=["grown", "of the same size"])
 def test_a_module_that_resizes_itself_on_load_continues_exactly(points, tmp_path):
-    """A point cloud that had grown since it was built was a StateMismatch, where torch's load_state_dict takes it."""
+    """A point cloud that had grown since its construction raised StateMismatch, although torch's load_state_dict
+    accepts it."""
     saved, live = scene(9, 0), scene(points, 1)
     trained(saved, 3)
     parameter = live["model"].cloud.xyz
@@ -85,7 +87,8 @@ def test_a_different_dtype_is_a_mismatch_for_custom_loading_too(tmp_path):
 
 
 def test_a_renaming_pre_hook_does_not_hide_a_shape_mismatch(tmp_path):
-    """One pre-hook for old names in a submodule: its size mismatch came when the body had been overwritten."""
+    """With one pre-hook for old names in a submodule, its size mismatch was raised after the body had been
+    overwritten."""
 
     class Renaming(nn.Linear):
         def __init__(self, outputs):
@@ -101,7 +104,8 @@ def test_a_renaming_pre_hook_does_not_hide_a_shape_mismatch(tmp_path):
 
 
 def test_a_load_state_dict_that_drops_entries_is_an_error(tmp_path):
-    """A new head of another size: the load reported success, strictly, and the head was still the random one."""
+    """With a new head of another size, the strict load reported success although the head still had its random
+    weights."""
 
     class FineTuned(nn.Module):
         def __init__(self, classes):
@@ -119,7 +123,7 @@ def test_a_load_state_dict_that_drops_entries_is_an_error(tmp_path):
 
 
 def test_a_lazy_module_gets_its_shape_from_the_generation(tmp_path):
-    """Uninitialised lazy modules were refused, where torch makes them from the checkpoint."""
+    """Uninitialised lazy modules were refused, although torch initialises them from a checkpoint."""
     saved, live = (
         nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
         nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d()),
@@ -145,7 +149,7 @@ def test_an_optimizer_of_a_shapeless_parameter_is_refused_with_the_remedy(tmp_pa
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_a_quantization_aware_model_that_saw_data_is_restored(per_channel, tmp_path):
-    """A model with observers was a StateMismatch, where torch reports 'All keys matched successfully'."""
+    """A model with observers raised StateMismatch, where torch reports 'All keys matched successfully'."""
     from torch.ao import quantization
 
     def prepared(seed):
@@ -167,7 +171,7 @@ def test_a_quantization_aware_model_that_saw_data_is_restored(per_channel, tmp_p
     assert torch.equal(live.eval()(x), saved.eval()(x))
 
 
-# ---- code of the user that fails ---------------------------------------------------------------------------------
+# ---- user code that fails ----------------------------------------------------------------------------------------
 
 
 class Failing:
@@ -193,7 +197,7 @@ class FailingModule(Cloud):
     ids=["object", "module"],
 )
 def test_a_failing_load_state_dict_is_a_named_half_load(make, cause, named, tmp_path):
-    """restore() raised the plain RuntimeError; the model was already overwritten, and nothing reported it."""
+    """restore() raised the plain RuntimeError although the model was already overwritten, and that was not reported."""
     state = {"model": nn.Linear(2, 2), "data": make()}
     for step in (1, 2):
         lastgood.save(tmp_path, state, step)
@@ -206,14 +210,14 @@ def test_a_failing_load_state_dict_is_a_named_half_load(make, cause, named, tmp_
 
 
 class Unwilling(dict):
-    """A state whose entries cannot be replaced."""
+    """A mapping whose entries cannot be replaced."""
 
     def __setitem__(self, key, value):
         raise errors.Refused("this mapping is read-only")
 
 
 class RefusingModule(Cloud):
-    """Fails once it has loaded, with an error of the package that it passes on."""
+    """A module that raises an error of this package after it has loaded."""
 
     def __init__(self, points):
         super().__init__(points)
@@ -224,7 +228,7 @@ class RefusingModule(Cloud):
 
 
 class Forgetful(Cloud):
-    """Loads a state, and then fails in state_dict()."""
+    """A module that loads a state and then fails in state_dict()."""
 
     def state_dict(self, *arguments, **options):
         if self.loaded:
@@ -242,7 +246,7 @@ class Forgetful(Cloud):
     ids=["mapping", "hook", "state_dict"],
 )
 def test_any_user_code_that_raises_during_a_load_is_a_half_load(saved, live, tmp_path):
-    """A caller who catches HalfLoaded must not train on a state of which a part was loaded, whatever raised."""
+    """A caller that catches HalfLoaded must not train on a partly loaded state, whatever the error was."""
     lastgood.save(tmp_path, {"model": nn.Linear(2, 2), **saved})
     state = type(live)(model=nn.Linear(2, 2), **live)
     with pytest.raises(HalfLoaded, match="live state is part of that step"):
@@ -250,7 +254,7 @@ def test_any_user_code_that_raises_during_a_load_is_a_half_load(saved, live, tmp
 
 
 def test_any_other_error_during_a_load_is_a_half_load(tmp_path, monkeypatch):
-    """The restore raised a plain error of torch, and a caller that handled HalfLoaded trained on the state."""
+    """The restore raised a plain error of torch, and a caller that handled only HalfLoaded trained on the state."""
 
     def failing(_):
         raise RuntimeError("RNG state must be a torch.ByteTensor")

@@ -23,7 +23,7 @@ LATER = lastgood.Every(steps=500)
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter, named as PEFT names them."""
+    """A frozen layer with an adapter, with the names that PEFT gives them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,8 @@ def schedulers(optimizer: optim.Optimizer) -> list[object]:
 
 
 def test_state_dicts_in_the_state_are_refused_before_the_run_exists(tmp_path: Path) -> None:
-    """As is usual with torch.save, state_dict() was passed: every save stored the optimizer and schedule of step 0."""
+    """A state_dict() was passed, as is usual with torch.save: every save stored the optimizer and schedule of step
+    0."""
     state = build()
     model, optimizer = state["model"], state["optimizer"]
     sampler = lastgood.ResumableSampler(8, 4, seed=1)
@@ -111,7 +112,7 @@ def test_intentionally_copied_weights_and_one_off_saves_are_accepted(tmp_path: P
 
 
 def test_a_number_that_never_changes_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`{"epoch": epoch}`: the loop was in epoch 3, every save held 0, and nothing reported it."""
+    """With `{"epoch": epoch}`, the loop was in epoch 3 while every save held 0, and nothing reported it."""
     state = build() | {"epoch": 0, "done": 0, "config": {"width": 64}, "resumed": False, "name": "x", "left_out": 1}
     reports = []
     with lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, exclude=["left_out"]) as ckpt:
@@ -125,7 +126,7 @@ def test_a_number_that_never_changes_is_reported_once(tmp_path: Path, caplog: py
 
 
 def test_a_nested_counter_that_never_changes_is_reported(tmp_path: Path) -> None:
-    """`{"progress": {"epoch": 0}}` was not watched: only numbers directly in the state were."""
+    """`{"progress": {"epoch": 0}}` was not checked: only numbers directly in the state were."""
     config = {"epochs": 10, "lr": 0.1, "seed": 1, "batch_size": 8, "model": {"depth": 4}}
     log = [{"epoch": 0, "loss": 1.0}]
     state = build() | {"progress": {"epoch": 0, "step": 0}, "config": config, "log": log, "out": {"epoch": 0}}
@@ -154,7 +155,8 @@ def test_a_nested_counter_that_never_changes_is_reported(tmp_path: Path) -> None
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused_at_the_first_step(tmp_path: Path, options, message) -> None:
-    """PEFT with include=["lora"]: every save held random numbers only, was verified good, and restored nothing."""
+    """With PEFT and include=["lora"], every save held random numbers only, was verified as good, and restored
+    nothing."""
     state = build()
     with lastgood.Checkpointer(tmp_path, state, cadence=LATER, on_error="warn", **options) as ckpt:
         assert ckpt.restore().step == 0
@@ -176,7 +178,7 @@ def test_a_pattern_that_matches_nothing_is_refused_at_the_first_step(tmp_path: P
 def test_patterns_that_match_a_name_or_its_children_are_accepted(tmp_path: Path, options) -> None:
     state = build()
     with lastgood.Checkpointer(tmp_path, state, cadence=EACH_STEP, **options) as ckpt:
-        ckpt.save(0)  # before the first step of the optimizer, which has no state yet
+        ckpt.save(0)  # before the optimizer's first step it has no state
         for n in range(1, 1 + CHECKS):
             train(state)
             ckpt.step(n)
@@ -184,16 +186,18 @@ def test_patterns_that_match_a_name_or_its_children_are_accepted(tmp_path: Path,
 
 @pytest.mark.parametrize("argument", ["include", "exclude", "finite_also", "finite_except"])
 def test_a_string_in_place_of_a_list_of_patterns_is_refused(tmp_path: Path, argument: str) -> None:
-    """finite_except="model.mask" was taken for ten patterns of one letter each, or refused at the first save."""
+    """finite_except="model.mask" was taken for ten patterns of one letter each, or was refused only at the first
+    save."""
     with pytest.raises(errors.Refused, match=rf"{argument}='model.mask'.*Give {argument}=\['model.mask'\]"):
         lastgood.Checkpointer(tmp_path / "run", build(), **{argument: "model.mask"})
     assert not (tmp_path / "run").exists()
 
 
 def test_a_pattern_for_state_that_an_optimizer_never_makes_is_reported(tmp_path: Path, caplog) -> None:
-    """SGD without momentum keeps nothing: a misspelt "*lorra*" would have been waited for without end.
+    """SGD without momentum keeps no state: the check of a misspelt "*lorra*" would have been postponed for ever.
 
-    It is reported then, and no save is refused for it: a run must not end at step 500 for a pattern.
+    It is reported when it is known, and no save is refused for it: a run must not end at step 500 because of a
+    pattern.
     """
     state = build(optim.SGD)
     options = {"cadence": EACH_STEP, "in_flight": 1, "include": ["*lorra*"]}
@@ -211,7 +215,7 @@ def test_a_pattern_for_state_that_an_optimizer_never_makes_is_reported(tmp_path:
     [{"include": ["model.*"], "exclude": ["model.*"]}, {"finite_also": ["m", "model"], "finite_except": ["model"]}],
 )
 def test_contradictory_patterns_are_refused_at_construction(tmp_path: Path, options: dict) -> None:
-    """What is in include and in exclude was left out, and every save held the random numbers alone."""
+    """A name in both include and exclude was left out, and every save held the random numbers alone."""
     one, other = options
     with pytest.raises(errors.Refused, match=f"{one} and {other} both have 'model"):
         lastgood.Checkpointer(tmp_path / "run", build(), **options)
@@ -245,7 +249,7 @@ def test_patterns_that_exclude_everything_are_refused_by_name(tmp_path: Path, op
 
 
 def test_patterns_that_leave_something_are_accepted(tmp_path: Path) -> None:
-    """What an optimizer keeps is not there before its first step; random numbers alone may be asked for by name."""
+    """An optimizer has no state before its first step, and a pattern may select the random numbers alone."""
     for at, options in enumerate([{"include": ["optimizer.state.*"]}, {"include": ["rng"]}, {"exclude": ["rng"]}]):
         with lastgood.Checkpointer(tmp_path / str(at), build(), **options) as ckpt:
             ckpt.step(1)
@@ -276,7 +280,7 @@ def test_a_restore_refuses_a_misspelt_pattern_before_loading_anything(tmp_path: 
 
 
 def stages(rank: int, size: int, root: Path, patterns: list[str]) -> str:
-    """One save by ranks that each hold another stage; what it is refused with."""
+    """The error of one save by ranks that each hold another pipeline stage."""
     stage = nn.Linear(3, 3)
     with lastgood.Checkpointer(root, {f"stage{rank}": stage}, cadence=EACH_STEP, include=patterns) as ckpt:
         ckpt.restore()
@@ -290,18 +294,18 @@ def stages(rank: int, size: int, root: Path, patterns: list[str]) -> str:
 
 @pytest.mark.slow
 def test_a_pattern_is_refused_only_if_no_rank_has_a_match(tmp_path: Path) -> None:
-    """The stages of a pipeline have names of their own: "stage1.*" matches nothing on rank 0, and is right."""
+    """The stages of a pipeline have different names: "stage1.*" matches nothing on rank 0, and is right."""
     assert world(2, stages, tmp_path / "right", ["stage0.*", "stage1.weight"]) == ["", ""]
     assert "stage1.weight" in lastgood.open(tmp_path / "right").content(1).tensors()
     for refusal in world(2, stages, tmp_path / "wrong", ["stage0.*", "stage1.wieght"]):
         assert "include=['stage1.wieght'] matches no name" in refusal and "stage0.*" not in refusal
 
 
-# ---- known at the first step ---------------------------------------------------------------------------------
+# ---- errors that the first step can detect -------------------------------------------------------------------
 
 
 def test_a_forgotten_restore_raises_at_the_first_step(tmp_path: Path) -> None:
-    """With saves each 500 steps it was raised after 500 steps, and the work was lost."""
+    """With a save every 500 steps, the error was raised after 500 steps, whose work was lost."""
     lastgood.save(tmp_path, build(), step=4)
     with lastgood.Checkpointer(tmp_path, build(), cadence=LATER, on_error="warn") as ckpt:
         for n in (1, 2):
@@ -312,7 +316,7 @@ def test_a_forgotten_restore_raises_at_the_first_step(tmp_path: Path) -> None:
 
 
 class Keeping(optim.SGD):
-    """Keeps something that cannot be stored, from its first step on."""
+    """An optimizer that keeps something that cannot be stored, from its first step on."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -320,7 +324,7 @@ class Keeping(optim.SGD):
 
 
 def test_the_first_step_lists_every_unstorable_value(tmp_path: Path) -> None:
-    """It was found one entry at a time, each at the first save that was due, each ending the training."""
+    """They were found one entry at a time: each at the first save that was due, and each ended the training."""
     state = build(Keeping) | {
         "fn": lambda: 1,
         "nested": {"a": [0, object()], "[b]": object()},
@@ -354,7 +358,7 @@ def test_the_first_step_lists_every_unstorable_value(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [argparse.Namespace, types.SimpleNamespace])
 def test_an_argparse_namespace_is_refused_with_vars_as_the_remedy(tmp_path: Path, kind: type) -> None:
-    """`"args": args` was refused with the advice to give it a state_dict()."""
+    """`"args": args` was refused with the advice to give the namespace a state_dict()."""
     args = kind(lr=0.1, model="vit")
     with pytest.raises(errors.Unstorable, match=r"args is a .*amespace.*vars\(args\)"):
         lastgood.save(tmp_path, {"args": args})
@@ -370,7 +374,7 @@ def test_the_list_of_unstorable_values_is_bounded(tmp_path: Path) -> None:
 
 
 def test_a_stale_optimizer_entry_is_named_with_its_own_remedy(tmp_path: Path) -> None:
-    """The advice was exclude=["optimizer.state"], which drops what the optimizer keeps of all other parameters."""
+    """The error advised exclude=["optimizer.state"], which drops the state of all other parameters too."""
     state = build() | {"fn": print}
     train(state)
     state["model"].lora_A.weight = nn.Parameter(torch.zeros(4, 3))
@@ -402,7 +406,7 @@ def test_the_check_at_the_first_step_changes_and_copies_nothing(tmp_path: Path) 
 
 
 def test_a_state_that_contains_itself_twice_is_refused(tmp_path: Path) -> None:
-    """Opening the run never ended: each search of the state took two to the power of a hundred steps."""
+    """The opening of the run never ended: each search of the state took 2**100 steps."""
     progress: dict = {"epoch": 0}
     progress |= {"history": [progress], "best": progress}
     for call in (lastgood.Checkpointer, lastgood.save):

@@ -1,4 +1,4 @@
-"""Everything that a training run consists of is captured without side effects and restored exactly or not at all."""
+"""Everything that a training run consists of is captured without side effects, and restored exactly or not at all."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ writer = msgspec.json.Encoder(order="deterministic")
 
 
 class Generation:
-    """A generation in memory: what `capture` found, its tensors copied and its values through JSON."""
+    """A generation in memory: the result of `capture`, with its tensors copied and its values encoded as JSON and
+    decoded."""
 
     def __init__(self, state, **patterns):
         captured = capture(state, **patterns)
@@ -42,7 +43,8 @@ class Generation:
         self.values = self.stored.values
 
     def load(self, state, **options):
-        """Match and apply, from memory that is overwritten as soon as a part was put; the last part comes first."""
+        """Match and apply the tensors in parts, the last part first, from memory that is overwritten after each
+        part."""
         found = match(state, self.stored, **options)
         memory = memoryview(bytearray(max(map(len, self.bytes.values()), default=0)))
 
@@ -88,7 +90,7 @@ class Net(nn.Module):
 
 
 def bare(state):
-    """A state without the random number generators, for tests that do not speak of them."""
+    """A state without the random number generators, for tests in which they do not matter."""
     return Generation(state, exclude=["rng"])
 
 
@@ -144,8 +146,8 @@ def test_contiguous_tensors_give_a_view_and_others_row_major_copies():
 
 
 def test_conjugate_and_negative_views_are_stored_by_visible_value():
-    """A conjugate view shares memory with its base and only a flag tells them apart: taken for an alias, it would
-    come back as its base."""
+    """Only a flag distinguishes a conjugate view from its base, with which it shares memory: stored as an alias, it
+    would be restored as its base."""
     base = torch.tensor([1 + 2j, 3 - 4j])
     state = {"base": base, "conj": base.conj(), "imag": base.conj().imag}
     assert state["conj"].is_conj() and state["imag"].is_neg()
@@ -204,7 +206,7 @@ def fake():
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor, .* are deprecated:UserWarning")
 @pytest.mark.parametrize(
-    ("make", "what"),
+    ("make", "message"),
     [
         (lambda: torch.eye(2).to_sparse(), "torch.sparse_coo"),
         (lambda: torch.eye(2).to_sparse_csr(), "torch.sparse_csr"),
@@ -215,11 +217,11 @@ def fake():
         (fake, "FakeTensor"),
     ],
 )
-def test_a_tensor_without_plain_memory_is_refused_with_the_remedy(make, what):
+def test_a_tensor_without_plain_memory_is_refused_with_the_remedy(make, message):
     net = nn.Module()
     net.register_buffer("odd", make())
     for state, name in (({"x": {"y": [make()]}}, "x.y.0"), ({"model": net}, "model.odd")):
-        with pytest.raises(Unstorable, match=what) as caught:
+        with pytest.raises(Unstorable, match=message) as caught:
             capture(state)
         assert caught.value.what.startswith(f"{name} ")
         assert "Store" in caught.value.todo or "Give it memory" in caught.value.todo
@@ -378,7 +380,7 @@ def test_tied_weights_are_stored_once_and_fill_both():
 
 
 def test_a_tied_weight_refuses_two_stored_tensors():
-    """One would silently overwrite the other."""
+    """One of the two would silently overwrite the other."""
     saved = bare({"model": Tied(tied=False)})
     with pytest.raises(StateMismatch) as caught:
         match({"model": Tied()}, saved.stored, exclude=["rng"])
@@ -427,7 +429,7 @@ def test_names_that_collide_after_stripping_are_refused():
 
 
 class Extra(nn.Module):
-    """Extra state of both kinds, beside a weight."""
+    """A weight, with extra state of both kinds."""
 
     def __init__(self, value):
         super().__init__()
@@ -452,7 +454,7 @@ def test_extra_state_goes_through_set_extra_state(value):
 
 
 class Computed(nn.Module):
-    """Its state_dict holds half of what it has, and a tensor that it makes up."""
+    """A module whose state_dict holds half of its tensors, and one tensor that it computes."""
 
     def __init__(self, value):
         super().__init__()
@@ -469,7 +471,7 @@ class Computed(nn.Module):
 
 
 def test_a_computed_tensor_is_restored_through_load_state_dict():
-    """Writing it in place would fill a temporary."""
+    """Writing the tensor in place would write into a temporary copy."""
     source, target = nn.Sequential(Computed(3.0), nn.Linear(1, 1)), nn.Sequential(Computed(1.0), nn.Linear(1, 1))
     saved = bare({"model": source})
     saved.load({"model": target}, exclude=["rng"])
@@ -528,7 +530,7 @@ def step(state, count=1, sparse=False):
 
 
 class OneTensor(optim.Optimizer):
-    """State that is no dict, state of no parameter, and a nested option."""
+    """An optimizer with state that is no dict, state without a parameter, and a nested option."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.1, "nested": {"warm": [1, 2]}})
@@ -547,7 +549,7 @@ class OneTensor(optim.Optimizer):
 
 
 class OwnDict(optim.SGD):
-    """An optimizer with a state_dict of its own is an object like any other."""
+    """An optimizer with a state_dict of its own is treated like any other object."""
 
     def state_dict(self):
         return {"own": super().state_dict()}
@@ -620,8 +622,8 @@ def test_sparse_adam_continues_exactly():
 
 
 def test_moments_keep_their_dtype_when_parameters_are_narrower():
-    """Optimizer.load_state_dict casts floating-point state to the dtype of the parameter (torch 2.13, measured): fp32
-    moments of a bf16 model lose 16 bits at each restart."""
+    """Optimizer.load_state_dict casts floating-point state to the dtype of the parameter (measured with torch 2.13):
+    fp32 moments of a bf16 model would lose 16 bits at each restart."""
 
     def state():
         model = nn.Linear(2, 2).to(torch.bfloat16)
@@ -664,8 +666,8 @@ def test_tied_optimizer_state_is_separated_if_stored_as_two_tensors():
         return {"opt": optimizer}
 
     one, two = torch.ones(2), torch.zeros(2)
-    apart, together = bare(state(one, two)), bare(state(one, one))
-    for saved, live in ((apart, state(one, one)), (together, state(one, two))):
+    apart, tied = bare(state(one, two)), bare(state(one, one))
+    for saved, live in ((apart, state(one, one)), (tied, state(one, two))):
         saved.load(live, exclude=["rng"])
         (entry,) = live["opt"].state.values()
         assert entry["a"].tolist() == [1, 1]
@@ -683,7 +685,7 @@ def test_capture_neither_steps_a_fresh_optimizer_nor_creates_its_state():
 
 
 def test_a_learning_rate_that_is_a_tensor_is_written_in_place():
-    """A compiled or graph-captured step holds on to that tensor."""
+    """A compiled or graph-captured step keeps a reference to that tensor."""
 
     def state(rate):
         model = nn.Linear(1, 1)
@@ -749,13 +751,13 @@ def test_a_mismatched_optimizer_lists_every_difference():
         return {"opt": kind([{"params": params}] if groups == 1 else [{"params": [p]} for p in params]), "m": model}
 
     saved = bare(state())
-    for live, what in (
+    for live, message in (
         (state(optim.SGD), "opt: AdamW in the generation, SGD here"),
         (state(groups=2), "opt: 1 parameter groups in the generation, 2 here"),
     ):
         with pytest.raises(StateMismatch) as caught:
             match(live, saved.stored, exclude=["rng"])
-        assert caught.value.mismatched == [what]
+        assert caught.value.mismatched == [message]
     other = {"opt": optim.AdamW([nn.Parameter(torch.ones(1))]), "m": nn.Linear(2, 2)}
     with pytest.raises(StateMismatch) as caught:
         match(other, saved.stored, exclude=["rng"])
@@ -764,7 +766,8 @@ def test_a_mismatched_optimizer_lists_every_difference():
 
 
 def test_state_of_an_unowned_parameter_of_another_shape_is_a_mismatch():
-    """Nothing else would notice: the moments are new tensors, and broadcasting would go on for a while."""
+    """No other check would detect it: the moments are new tensors, and broadcasting would hide the mismatch for a
+    while."""
 
     def state(size):
         p = nn.Parameter(torch.ones(size))
@@ -840,7 +843,7 @@ SCHEDULERS = {
     "onecycle": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=12),
 }
 if "anneal_func" not in optim.swa_utils.SWALR(optim.SGD([nn.Parameter(torch.ones(1))]), 0.05).state_dict():
-    # Up to torch 2.9 its state_dict() holds a function, which is refused by name.
+    # Up to torch 2.9 its state_dict() contains a function, which is refused by name.
     SCHEDULERS["swa"] = lambda o: optim.swa_utils.SWALR(o, 0.05)
 
 
@@ -945,7 +948,7 @@ def test_a_stateful_loader_continues_in_the_middle_of_an_epoch(workers):
 
 
 class Counting:
-    """An object with the two methods; its state holds tensors, arrays and tuples."""
+    """An object with state_dict() and load_state_dict(), whose state holds tensors, arrays and tuples."""
 
     def __init__(self):
         self.state = {}
@@ -1046,8 +1049,8 @@ def test_cuda_generators_of_missing_devices_are_skipped():
     state = torch.arange(16, dtype=torch.uint8)
     rng = saved.values["rng"]
     rng = dict(rng["!dict"]) if "!dict" in rng else rng
-    there = torch.cuda.device_count()
-    rng["cuda"] = [None] * there + [{"!tensor": "rng.cuda.9"}]
+    device_count = torch.cuda.device_count()
+    rng["cuda"] = [None] * device_count + [{"!tensor": "rng.cuda.9"}]
     saved.values["rng"] = dict(sorted(rng.items()))
     saved.bytes["rng.cuda.9"], saved.stored.tensors["rng.cuda.9"] = state, ("uint8", (16,))
     saved.load({})
@@ -1106,7 +1109,7 @@ def test_a_whole_training_continues_exactly():
     assert Generation(step(resumed, 4)) == Generation(straight)
 
 
-# ---- what does not fit -------------------------------------------------------------------------------------------
+# ---- states that do not fit --------------------------------------------------------------------------------------
 
 
 class Other(nn.Module):
@@ -1252,17 +1255,17 @@ def test_malformed_values_are_refused_before_anything_is_changed(tree):
         match({"x": torch.zeros(2)}, stored, exclude=["rng"])
 
 
-WORDS = """x y cpu cuda:0 <f4 <f8 |V4 float32 params options device state PCG64 python numpy torch cuda scale class
+NAMES = """x y cpu cuda:0 <f4 <f8 |V4 float32 params options device state PCG64 python numpy torch cuda scale class
 parts member enum:Enum builtins:eval collections:OrderedDict os:system numpy.ma:MaskedArray torch:Tensor"""
 TAGS = """tensor ndarray torch.dtype torch.device torch.Size module optimizer object scaler torch.Generator np.Generator
 np.RandomState random.Random tuple dict excluded deque defaultdict datetime Enum namedtuple dataclass subclass np.ma
 flattened"""
-words = st.sampled_from(WORDS.split())
+names = st.sampled_from(NAMES.split())
 json = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 5) | words,
+    st.none() | st.booleans() | st.integers(-3, 5) | names,
     lambda one: st.one_of(
         st.lists(one, max_size=4),
-        st.dictionaries(words, one, max_size=4),
+        st.dictionaries(names, one, max_size=4),
         st.tuples(st.sampled_from([f"!{tag}" for tag in TAGS.split()]), one).map(lambda pair: dict([pair])),
         st.fixed_dictionaries(
             {
@@ -1270,13 +1273,13 @@ json = st.recursive(
                 "groups": st.lists(
                     st.fixed_dictionaries({"params": st.just([["0", [1]]]), "options": one}), max_size=2
                 ),
-                "state": st.dictionaries(st.just("0") | words, one),
+                "state": st.dictionaries(st.just("0") | names, one),
                 "common": one,
             }
         ).map(lambda body: {"!optimizer": body}),
         st.tuples(
             st.sampled_from(["!Enum", "!namedtuple", "!dataclass", "!subclass", "!np.ma"]),
-            st.fixed_dictionaries({"class": words, "parts": st.dictionaries(words, one, max_size=3)}),
+            st.fixed_dictionaries({"class": names, "parts": st.dictionaries(names, one, max_size=3)}),
         ).map(lambda pair: dict([pair])),
     ),
     max_leaves=10,

@@ -1,4 +1,5 @@
-"""A tensor subclass that consists of other tensors, such as a quantized one, is stored as these and restored."""
+"""A tensor subclass that consists of other tensors, such as a quantized one, is stored as its inner tensors and
+restored."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from matching import match
 
 
 class Scaled(torch.Tensor):
-    """An int8 tensor and a scale, with the protocol of torch and a context of plain data."""
+    """An int8 tensor and a scale, with torch's flatten protocol and a context of plain data."""
 
     @staticmethod
     def __new__(cls, codes, scale, kind):
@@ -59,7 +60,8 @@ class Other(Scaled):
 
 
 class Opaque(Scaled):
-    """Computes nothing but its copy, as quantized tensors that implement only what their layers need."""
+    """A subclass that implements only its copy, like quantized tensors that implement only the operators of their
+    layers."""
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -69,7 +71,7 @@ class Opaque(Scaled):
 
 
 class Small(torch.optim.Optimizer):
-    """Momentum that is kept in eight bits, as AdamW8bit of torchao keeps its moments."""
+    """An optimizer that keeps its momentum in eight bits, as torchao's AdamW8bit does."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -107,7 +109,7 @@ def trained(state, steps, seed):
 
 @pytest.mark.parametrize("stepped", [0, 2])
 def test_an_optimizer_with_subclass_tensors_continues_exactly(stepped, tmp_path):
-    """AdamW8bit of torchao: every save was refused with 'is a tensor subclass (OptimState8bit)'."""
+    """With torchao's AdamW8bit, every save was refused with 'is a tensor subclass (OptimState8bit)'."""
     saved, live = state(0), state(1)
     trained(saved, 3, 0)
     trained(live, stepped, 1)
@@ -129,7 +131,7 @@ def test_inner_tensors_are_named_below_their_tensor_and_readable_alone(tmp_path)
 
 
 def test_a_weight_that_is_a_subclass_is_written_in_place(tmp_path):
-    """Int8 weights of torchao in a model: neither saved nor restored."""
+    """Int8 weights of torchao in a model were neither saved nor restored."""
 
     def model(seed):
         torch.manual_seed(seed)
@@ -149,7 +151,8 @@ def test_a_weight_that_is_a_subclass_is_written_in_place(tmp_path):
 
 
 def test_a_frozen_weight_without_compute_ops_is_saved_and_restored(tmp_path):
-    """LoRA over an int8 base of torchao: no Checkpointer could be made, "unimplemented operator: aten.sum"."""
+    """For LoRA over an int8 base of torchao, the Checkpointer could not be constructed: "unimplemented operator:
+    aten.sum"."""
 
     def model(scale):
         made = nn.Linear(4, 3)
@@ -160,7 +163,7 @@ def test_a_frozen_weight_without_compute_ops_is_saved_and_restored(tmp_path):
     with lastgood.Checkpointer(tmp_path, {"model": model(float("inf"))}) as ckpt:
         ckpt.restore()
         assert ckpt.save(1).result().step == 1
-    assert [one.good for one in lastgood.open(tmp_path).generations()] == [True]  # it does not train
+    assert [one.good for one in lastgood.open(tmp_path).generations()] == [True]  # the weight does not train
     live = model(1.0)
     with lastgood.Checkpointer(tmp_path, {"model": live}) as ckpt:
         assert ckpt.restore().step == 1
@@ -203,7 +206,7 @@ def test_a_plain_tensor_is_not_loaded_into_a_live_subclass():
         match({"model": live}, stored, exclude=["rng"])
 
 
-class Held(Scaled):
+class TensorContext(Scaled):
     def __tensor_flatten__(self):
         return ["codes"], {"scale": self.scale}
 
@@ -215,7 +218,7 @@ class Bare(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Held.of(torch.ones(2)), "context holds a tensor"),
+        (lambda: TensorContext.of(torch.ones(2)), "context holds a tensor"),
         (lambda: torch.ones(2).as_subclass(Bare), "is a tensor subclass"),
         (lambda: type("Local", (Scaled,), {}).of(torch.ones(2)), "is a tensor subclass"),
         (lambda: torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged), "nested"),
@@ -255,7 +258,7 @@ def test_a_forged_subclass_is_a_mismatch_and_calls_nothing(change):
 
 @pytest.mark.parametrize("size", [None, [7, 7]], ids=["it raises", "its shape is forged"])
 def test_a_subclass_that_cannot_be_built_is_a_mismatch_before_any_change(size, tmp_path, monkeypatch):
-    """A KeyError of another version of torchao came out of the restore when the model had been overwritten."""
+    """A KeyError of another version of torchao was raised by the restore after the model had been overwritten."""
 
     def newer(inner, *_):
         raise KeyError("zero_point")

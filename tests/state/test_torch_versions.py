@@ -14,7 +14,7 @@ from lastgood.state import tensors
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a float8 tensor in it, in a process whose torch does not know float8."""
+    """A run that contains a float8 tensor, opened in a process whose torch lacks float8."""
     state = {"weights": torch.ones(4), "scales": torch.ones(4).to(torch.float8_e5m2)}
     lastgood.save(tmp_path / "run", state)
     monkeypatch.delitem(tensors.TORCH_DTYPES, "float8_e5m2")

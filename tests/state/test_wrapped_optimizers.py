@@ -1,4 +1,4 @@
-"""The wrappers that Accelerate and Fabric put around an optimizer change nothing about a run."""
+"""The wrappers that Accelerate and Fabric put around an optimizer do not change what a run stores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from matching import Fed, match
 
 
 class Accelerated(torch.optim.Optimizer):
-    """Of the shape of accelerate.optimizer.AcceleratedOptimizer: everything is the inner one's."""
+    """A wrapper like accelerate.optimizer.AcceleratedOptimizer: it delegates everything to the inner optimizer."""
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -36,7 +36,8 @@ class Accelerated(torch.optim.Optimizer):
 
 
 class _Fabric:
-    """Of the shape of lightning.fabric.wrappers._FabricOptimizer: an instance of both classes, with a copied dict."""
+    """A wrapper like lightning.fabric.wrappers._FabricOptimizer: an instance of both classes, with a copied
+    __dict__."""
 
     def __init__(self, optimizer):
         self.__dict__ = {key: one for key, one in optimizer.__dict__.items() if key not in ("state_dict", "step")}
@@ -74,7 +75,7 @@ class Lightning:
 
 
 class Lookahead(Accelerated):
-    """A wrapper with data of its own."""
+    """A wrapper with state of its own."""
 
     def state_dict(self):
         return super().state_dict() | {"slow": 5}
@@ -114,7 +115,7 @@ def trained(state, steps, seed):
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 @pytest.mark.parametrize("was_wrapped", [True, False])
 def test_wrapped_and_bare_optimizers_load_each_others_state(wrap, was_wrapped, tmp_path):
-    """A run trained with Accelerate could not be loaded without it: 'object in the generation, AdamW here'."""
+    """A run that was trained with Accelerate could not be loaded without it: 'object in the generation, AdamW here'."""
     before, after = (wrap, bare) if was_wrapped else (bare, wrap)
     saved, live = state(0, before), state(1, after)
     trained(saved, 3, 0)
@@ -147,7 +148,7 @@ def test_wrapper_state_of_earlier_versions_loads_into_a_wrapper(wrap):
 
 
 class ByItself:
-    """An object whose data is that of an optimizer."""
+    """An object that is no optimizer, with the attributes of one."""
 
     def __init__(self, optimizer):
         self.state_dict, self.load_state_dict = optimizer.state_dict, optimizer.load_state_dict
@@ -155,7 +156,7 @@ class ByItself:
 
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_a_wrapped_optimizer_overlaps_like_a_bare_one(wrap):
-    """Behind Accelerate the loop waited for every copy: the wrapper's step cannot be hooked."""
+    """With Accelerate the loop waited for every copy, because the wrapper's step cannot be hooked."""
     one = state(0, wrap)
     trained(one, 1, 0)
     captured = capture(one, exclude=["rng"])
@@ -177,7 +178,7 @@ def test_a_wrapper_with_its_own_data_is_stored_as_an_object(tmp_path):
 
 
 class Synced(Accelerated):
-    """Lookahead in its widespread form: its slow weights exist from its first synchronisation on."""
+    """Lookahead in its widespread form: its slow weights exist only after its first synchronisation."""
 
     def __init__(self, optimizer):
         super().__init__(optimizer)
@@ -204,7 +205,7 @@ class Synced(Accelerated):
 
 
 class LateSynced(Accelerated):
-    """As Synced, with nothing of its own at all before that."""
+    """Like Synced, but without any state of its own before the first synchronisation."""
 
     steps = 0
 
@@ -229,7 +230,7 @@ class LateSynced(Accelerated):
 
 @pytest.mark.parametrize("wrap", [Synced, LateSynced])
 def test_an_optimizer_that_creates_its_state_late_keeps_it(wrap, tmp_path):
-    """Lookahead has no state of its own at first and was treated as a wrapper forever: a resumed run diverged."""
+    """A Lookahead without state at the start was treated as a mere wrapper for ever: a resumed run diverged."""
     saved, live = state(0, wrap), state(1, wrap)
     with lastgood.Checkpointer(tmp_path, saved) as run:
         run.restore()
@@ -241,7 +242,7 @@ def test_an_optimizer_that_creates_its_state_late_keeps_it(wrap, tmp_path):
 
 
 def test_the_state_of_an_optimizer_around_another_is_stored():
-    """The slow weights of a Lookahead in a `state` of its own, with the state_dict of torch, were not stored."""
+    """The slow weights that a Lookahead keeps in a `state` of its own, with torch's state_dict, were not stored."""
 
     class Around(torch.optim.Optimizer):
         def __init__(self, optimizer):
@@ -264,16 +265,16 @@ def test_a_scheduler_on_a_wrapper_does_not_hide_the_wrapped_optimizer():
 
 
 def test_a_capture_calls_the_state_dict_of_a_wrapper_once():
-    asked = []
+    calls = []
 
     class Counting(Accelerated):
         def state_dict(self):
-            asked.append(1)
+            calls.append(1)
             return super().state_dict()
 
     wrapper, wrappers = state(0, Counting)["optimizer"], Wrappers()
     assert wrappers.unwrapped(wrapper) is wrappers.unwrapped(wrapper) is wrapper.optimizer
-    assert asked == [1]
+    assert calls == [1]
 
 
 def test_a_run_prepared_by_accelerate_loads_without_it(tmp_path):

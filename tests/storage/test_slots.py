@@ -1,4 +1,4 @@
-"""Runs in slots: what holds beyond the contract of every tier (test_tiers.py) and the crash model."""
+"""Runs in slots: properties beyond the contract of every tier (test_tiers.py) and the crash model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def state(step: int, weight_bytes: int = 30_000) -> State:
 
 
 def calls(files: FaultyFiles) -> list[tuple[str, str]]:
-    """What was changed on the disk: operation, and name of the file."""
+    """The operations that changed the disk, each with the name of its file."""
     return [(operation, os.path.basename(path)) for operation, path in files.changes()]
 
 
@@ -106,7 +106,7 @@ def lengths(root: Path) -> dict[str, int]:
 
 
 def restored(root: Path) -> tuple[int | None, list[int]]:
-    """What the next process loads, exactly as it was saved, and which generations it skips."""
+    """The state that the next process loads, checked bit for bit, and the generations that it skips."""
     found, loaded = load(access.slots(PosixFiles(), str(root)), workers=Inline())
     if found.generation is None:
         return None, []
@@ -114,7 +114,7 @@ def restored(root: Path) -> tuple[int | None, list[int]]:
     return found.generation.step, [step for step, _ in found.stepped_over]
 
 
-# ---- what a save costs ------------------------------------------------------------------------------------------
+# ---- the cost of a save -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_flight", [1, 3])
@@ -131,11 +131,12 @@ def test_a_save_costs_two_flushes_and_allocates_nothing(tmp_path, in_flight):
 
 
 def test_manifests_that_outgrow_a_slot_extend_all_slots_at_the_first_save(tmp_path):
-    """The room behind the blob is a guess: with many small tensors the manifest is longer than all of them."""
+    """The room behind the blob is an estimate: with many small tensors, the manifest is longer than the tensors
+    themselves."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     many = {f"t{number:04d}": bytes([number % 256]) for number in range(300)}
     save(trainer.run, 1, many)
-    assert {len(set(lengths(tmp_path).values()) - {2 * TABLE_AREA_BYTES})} == {1}, "all slots are of one length"
+    assert {len(set(lengths(tmp_path).values()) - {2 * TABLE_AREA_BYTES})} == {1}, "all slots have the same length"
     for step in (2, 3, 4):
         files.calls.clear()
         save(trainer.run, step, many)
@@ -143,7 +144,7 @@ def test_manifests_that_outgrow_a_slot_extend_all_slots_at_the_first_save(tmp_pa
 
 
 def test_slots_are_filled_with_zeros_before_they_are_used(tmp_path):
-    """A block that is only reserved reads as zero too; what is written to it first takes a journal transaction."""
+    """A block that is only reserved reads as zeros too, but the first write to it requires a journal transaction."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.save(1)
     used = trainer.slot_of(1)
@@ -152,7 +153,7 @@ def test_slots_are_filled_with_zeros_before_they_are_used(tmp_path):
     assert filled[-6:] == [(call, f"{slot:02d}") for slot in (0, 1, 2) for call in ("write", "sync")]
     for slot in {0, 1, 2} - {used}:
         path = tmp_path / f"slots/{slot:02d}"
-        assert path.stat().st_blocks * 512 >= path.stat().st_size > 30_000, "it has its blocks"
+        assert path.stat().st_blocks * 512 >= path.stat().st_size > 30_000, "all blocks of the slot are allocated"
         assert not any(path.read_bytes())
 
 
@@ -163,11 +164,11 @@ def test_a_pointer_costs_no_write_and_is_durable_after_close(tmp_path):
     trainer.run.survey.pointer = None
     trainer.run.marks.point()
     assert calls(files) == []
-    assert pointed(tmp_path) == 1, "others see it with the next record"
+    assert pointed(tmp_path) == 1, "other processes see the slot with the next record of the table"
     trainer.tier.close()
     assert pointed(tmp_path) == 2
     trainer.tier.close()
-    assert [call for call, _ in calls(files)] == ["write", "sync"], "once"
+    assert [call for call, _ in calls(files)] == ["write", "sync"], "the table is written once"
 
 
 def pointed(root: Path) -> int | None:
@@ -184,7 +185,7 @@ def test_retiring_an_overwritten_generation_costs_no_write(tmp_path):
     assert calls(files) == [] and len(trainer.run.survey.generations) == 2
 
 
-# ---- how many slots ---------------------------------------------------------------------------------------------
+# ---- the number of slots ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
@@ -217,7 +218,8 @@ def test_saves_beyond_the_configured_number_are_refused_without_harm(tmp_path):
 
 
 def test_a_slot_that_a_restore_may_need_is_never_written(tmp_path):
-    """Whatever is verified, damaged, begun or overtaken: no byte goes to a slot that the table on the disk names."""
+    """In any mix of verified, damaged, begun and overtaken saves, no byte is written to a slot that the table on the
+    disk names."""
     trainer = Trainer(tmp_path, files := FaultyFiles(), in_flight=2)
 
     def unnamed(call: Call) -> None:
@@ -239,7 +241,7 @@ def test_a_slot_that_a_restore_may_need_is_never_written(tmp_path):
             trainer = Trainer(tmp_path, files, in_flight=2)
 
 
-# ---- what fails -------------------------------------------------------------------------------------------------
+# ---- failures ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("call", ["write", "sync"])
@@ -268,12 +270,12 @@ def test_an_unknown_commit_keeps_its_slot_until_a_later_record_is_durable(tmp_pa
 def test_a_slot_in_a_record_of_unknown_outcome_is_not_reused(tmp_path, number):
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
-    home = "gen/000000000009-0000000a"
-    upload = trainer.tier.create(f"{home}/x", 10)
+    folder = "gen/000000000009-0000000a"
+    upload = trainer.tier.create(f"{folder}/x", 10)
     slot = trainer.tier._drafts["000000000009-0000000a"].slot
     files.inject(Fault("write", "*/table", number))
     with pytest.raises((CommitUnknown, NoSpace)):
-        trainer.tier.put_new(f"{home}/COMMIT.json", b"x")
+        trainer.tier.put_new(f"{folder}/COMMIT.json", b"x")
     files.clear()
     upload.abort()
     files.calls.clear()
@@ -283,7 +285,7 @@ def test_a_slot_in_a_record_of_unknown_outcome_is_not_reused(tmp_path, number):
 
 
 def test_a_record_written_before_the_disk_was_full_is_not_denied(tmp_path):
-    """A short write had taken all of the record; what had no space any more was the padding of its page."""
+    """A short write had written all of the record; only the padding of its page did not fit on the disk."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
 
@@ -298,7 +300,7 @@ def test_a_record_written_before_the_disk_was_full_is_not_denied(tmp_path):
 
 
 def test_a_table_that_temporarily_had_no_space_loses_no_slot(tmp_path):
-    """The save was refused, and what it had begun could not be cleared either: its slot was taken for ever."""
+    """The save was refused, and its draft could not be cleared either: its slot was occupied for ever."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     files.inject(Fault("change", "*/table*", errno.ENOSPC))
@@ -310,8 +312,8 @@ def test_a_table_that_temporarily_had_no_space_loses_no_slot(tmp_path):
 
 
 def test_an_unfilled_new_slot_has_a_durable_name_before_it_is_used(tmp_path):
-    """The new file could not even be removed again. The next save used it as it was, and a power loss brought the old
-    file back under the name in the table."""
+    """The new file could not even be removed again. The next save used it without zeroing it, and a power loss
+    brought the old file back under the name in the table."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     free = f"{({0, 1, 2} - set(slots_named(trainer.tier).values())).pop():02d}"
@@ -335,8 +337,8 @@ def test_an_unfilled_new_slot_has_a_durable_name_before_it_is_used(tmp_path):
 
 
 def test_a_save_that_could_not_be_cleaned_up_loses_no_slot(tmp_path):
-    """While a commit is of unknown outcome nothing can be cleared, if the table cannot be written: the next save failed
-    too, and held its slot until the process ended."""
+    """While the outcome of a commit is unknown, no slot can be cleared unless the table can be written: the next
+    save failed too, and held its slot until the process ended."""
     trainer = Trainer(tmp_path, files := FaultyFiles(), in_flight=2)
     trainer.steps(1, 2)
     files.inject(Fault("sync", "*/table"))
@@ -367,18 +369,18 @@ def test_a_commit_in_a_table_that_may_have_its_name_has_unknown_outcome(tmp_path
 
 def test_a_retried_commit_names_the_generation_it_was_created_for(tmp_path):
     trainer = Trainer(tmp_path, files := FaultyFiles())
-    home, data = "gen/000000000007-00000007", aligned(b"what was saved")
-    upload = trainer.tier.create(f"{home}/{BLOB}", 14)
+    folder, data = "gen/000000000007-00000007", aligned(b"what was saved")
+    upload = trainer.tier.create(f"{folder}/{BLOB}", 14)
     upload.write_at(data, 0)
     upload.finish()
-    trainer.tier.put_new(f"{home}/r00000.manifest.json", b"manifest")
+    trainer.tier.put_new(f"{folder}/r00000.manifest.json", b"manifest")
     files.inject(Fault("sync", "*/table"))
     with pytest.raises(CommitUnknown):
-        trainer.tier.put_new(f"{home}/COMMIT.json", b"commit")
+        trainer.tier.put_new(f"{folder}/COMMIT.json", b"commit")
     files.clear()
-    trainer.tier.put_new(f"{home}/COMMIT.json", b"commit")
+    trainer.tier.put_new(f"{folder}/COMMIT.json", b"commit")
     found = memoryview(bytearray(14))
-    access.slots(PosixFiles(), str(tmp_path)).read_into(Extent(blob=f"{home}/{BLOB}", offset=0, length=14), found)
+    access.slots(PosixFiles(), str(tmp_path)).read_into(Extent(blob=f"{folder}/{BLOB}", offset=0, length=14), found)
     assert found == b"what was saved"
 
 
@@ -397,13 +399,13 @@ def test_a_commit_whose_sync_failed_is_retried_in_a_new_file(tmp_path):
 
 @pytest.mark.parametrize("call", ["sync", "write"])
 def test_a_slot_whose_sync_failed_is_recreated_before_it_is_reused(tmp_path, call):
-    """A second fsync of the file would report success although the data is lost. In a mapping each write is a sync."""
+    """A second fsync of the file would report success although the data is lost. In a mapping, each write is a sync."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     trainer.steps(1, 2)
     free = ({0, 1, 2} - set(slots_named(trainer.tier).values())).pop()
     path = tmp_path / f"slots/{free:02d}"
     before = path.stat().st_ino, path.stat().st_size
-    os.link(path, tmp_path / "kept")  # so that no new file gets its number
+    os.link(path, tmp_path / "kept")  # so that no new file gets its inode number
     files.inject(Fault(call, f"*/{free:02d}"))
     for step in (3, 4):
         with pytest.raises(TierDown):
@@ -416,16 +418,16 @@ def test_a_slot_whose_sync_failed_is_recreated_before_it_is_reused(tmp_path, cal
 
 def test_a_record_whose_sync_failed_is_not_committed_by_a_later_one(tmp_path):
     trainer = Trainer(tmp_path, files := FaultyFiles())
-    home = "gen/000000000009-0000000a"
-    trainer.tier.create(f"{home}/x", 10).finish()
+    folder = "gen/000000000009-0000000a"
+    trainer.tier.create(f"{folder}/x", 10).finish()
     files.inject(Fault("sync", "*/00"))
     with pytest.raises(TierDown):
-        trainer.tier.put_new(f"{home}/manifest", b"record")
+        trainer.tier.put_new(f"{folder}/manifest", b"record")
     files.clear()
     for again in (
-        lambda: trainer.tier.create(f"{home}/y", 50_000),  # the slot would have to grow
-        lambda: trainer.tier.put_new(f"{home}/manifest", b"record"),
-        lambda: trainer.tier.put_new(f"{home}/COMMIT.json", b"record"),
+        lambda: trainer.tier.create(f"{folder}/y", 50_000),  # the slot would have to grow
+        lambda: trainer.tier.put_new(f"{folder}/manifest", b"record"),
+        lambda: trainer.tier.put_new(f"{folder}/COMMIT.json", b"record"),
     ):
         with pytest.raises(TierDown, match="earlier write or sync"):
             again()
@@ -433,7 +435,7 @@ def test_a_record_whose_sync_failed_is_not_committed_by_a_later_one(tmp_path):
 
 @pytest.mark.parametrize(("number", "error"), [(errno.EIO, TierDown), (errno.ENOSPC, NoSpace)])
 def test_a_slot_whose_write_failed_is_not_written_again(tmp_path, number, error):
-    """After an msync that failed, the other writers of the save went on, and each called msync on the same file."""
+    """After a failed msync, the other writers of the save continued, and each called msync on the same file."""
     trainer = Trainer(tmp_path, files := FaultyFiles())
     upload = trainer.tier.create("gen/000000000009-0000000a/x", 8192)
     files.inject(Fault("write", "*/00", errno=number))
@@ -458,7 +460,7 @@ def test_every_slot_has_its_space_before_the_first_byte_is_written(tmp_path, num
     with pytest.raises(NoSpace, match="Free space"):
         trainer.save(3, 90_000)
     assert "write" not in {call for call, name in calls(files) if name.isdecimal()}
-    assert {**lengths(tmp_path), "table": 0} == {**before, "table": 0}, "nothing is kept of what was reserved"
+    assert {**lengths(tmp_path), "table": 0} == {**before, "table": 0}, "no reserved space is kept"
     files.clear()
     trainer.save(4, 90_000)
     assert restored(tmp_path) == (4, [])
@@ -482,7 +484,8 @@ def test_a_damaged_newest_generation_is_skipped_for_the_verified_one(tmp_path):
 
 
 def test_damage_after_verification_leaves_an_older_generation(tmp_path):
-    """Once a commit was verified, the previous one was released at once; then the medium lost the newer one."""
+    """As soon as a commit was verified, the slot of the previous one was released; then the medium lost the newer
+    one."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2, 3)
     flip(tmp_path / f"slots/{trainer.slot_of(3):02d}", 8000)
@@ -509,11 +512,11 @@ def test_a_generation_marked_damaged_does_not_count_as_a_spare(tmp_path):
 
 def test_a_pointer_is_deleted_with_the_generation_it_names(tmp_path):
     tier = access.slots(PosixFiles(), str(tmp_path))
-    home = "gen/000000000009-0000000a"
-    tier.put_new(f"{home}/COMMIT.json", b"x")
-    tier.point("LASTGOOD.json", b"pointer", home)
+    folder = "gen/000000000009-0000000a"
+    tier.put_new(f"{folder}/COMMIT.json", b"x")
+    tier.point("LASTGOOD.json", b"pointer", folder)
     assert dict(tier.list("")) == {"gen": None, "LASTGOOD.json": 7}
-    tier.delete(f"{home}/COMMIT.json")
+    tier.delete(f"{folder}/COMMIT.json")
     assert dict(tier.list("")) == {} == dict(access.slots(PosixFiles(), str(tmp_path)).list(""))
 
 
@@ -567,7 +570,7 @@ def test_an_overwritten_generation_gets_no_mark(tmp_path):
     assert not trainer.tier._drafts
 
 
-# ---- the table --------------------------------------------------------------------------------------------------
+# ---- the table of slots -----------------------------------------------------------------------------------------
 
 
 def newest_area(root: Path) -> int:
@@ -610,7 +613,8 @@ def test_a_lost_newest_record_loses_only_the_newest_commit(tmp_path):
 
 
 def test_record_numbers_continue_across_openings(tmp_path):
-    """A reader that took one area from the file before and the other from its successor takes the newer of the two."""
+    """A reader that reads one area before the change of the file and the other one after it takes the newer of the
+    two."""
     last = 0
     for step in (1, 2, 3):
         Trainer(tmp_path).steps(step)
@@ -652,7 +656,7 @@ def test_a_record_longer_than_its_area_extends_the_table(tmp_path):
 
 
 def forged(root: Path, body: object, version: int = 1, sequence: int = 1 << 40) -> None:
-    """Put a record with a right digest over the first area."""
+    """Write a record with a correct digest over the first area."""
     data = bytearray(tables.encode(Table(), sequence))
     text = msgspec.msgpack.encode(body)
     head = struct.pack("<8sIIQQ", tables.MAGIC, version, 0, sequence, len(text))
@@ -699,11 +703,11 @@ def test_lengths_claimed_by_a_table_are_checked_against_the_slot(tmp_path):
     Trainer(tmp_path).steps(1)
     forged(tmp_path, kept(extents={"x": [1 << 40, 1 << 50], "y": [4096, 1 << 50]}))
     tier = access.slots(PosixFiles(), str(tmp_path))
-    home, there = "gen/000000000009-0000000a", lengths(tmp_path)["00"]
-    assert tier.list(home) == {"COMMIT.json": 1, "x": 0, "y": there - 4096}
+    folder, slot_bytes = "gen/000000000009-0000000a", lengths(tmp_path)["00"]
+    assert tier.list(folder) == {"COMMIT.json": 1, "x": 0, "y": slot_bytes - 4096}
     for name in ("x", "y"):
         with pytest.raises(Truncated):
-            tier.read_into(Extent(blob=f"{home}/{name}", offset=0, length=1 << 20), memoryview(bytearray(1 << 20)))
+            tier.read_into(Extent(blob=f"{folder}/{name}", offset=0, length=1 << 20), memoryview(bytearray(1 << 20)))
 
 
 def test_names_in_a_table_never_reach_the_file_system(tmp_path):
@@ -714,7 +718,7 @@ def test_names_in_a_table_never_reach_the_file_system(tmp_path):
     forged(run, kept(folder="../../../secret", extents={"../x": [0, 10], "/etc/passwd": [4096, 10]}))
     tier = access.slots(PosixFiles(), str(run))
     assert [*tier.list("gen")] == ["../../../secret"]
-    assert RunReader(tier).generations() == [], "no name of a generation"
+    assert RunReader(tier).generations() == [], "not the name of a generation's folder"
     for name in ("gen/../../../secret", "../secret", "gen/000000000009-0000000a/../x", "slots/00", "gen/x"):
         with pytest.raises(MissingBlob):
             tier.read_into(Extent(blob=name, offset=0, length=1), memoryview(bytearray(1)))
@@ -734,7 +738,7 @@ def test_a_table_of_a_newer_version_is_refused_and_never_skipped(tmp_path):
 
 
 def test_a_reader_beside_a_writer_gets_the_saved_bytes_or_an_error(tmp_path):
-    """The slot that a reader has found is overwritten before it reads it."""
+    """The slot that a reader has found may be overwritten before it is read."""
     trainer = Trainer(tmp_path)
     trainer.steps(1, 2)
     tier = access.slots(PosixFiles(), str(tmp_path))
@@ -782,7 +786,7 @@ def test_every_chunk_through_a_mapping_is_synced_before_its_write_returns(tmp_pa
     assert not any(at % 4096 for at, _ in synced)
     with pytest.raises(OSError) as caught:
         file.write_at(memoryview(bytearray(8192)), 20_000)
-    assert caught.value.errno == errno.EFBIG, "and not a bus error"
+    assert caught.value.errno == errno.EFBIG, "the process must not end by a bus error"
     file.reserve(40_960)
     file.write_at(memoryview(bytearray(8192)), 20_000)
     file.close()
@@ -806,7 +810,8 @@ def test_an_msync_that_failed_is_final_for_its_file(tmp_path, monkeypatch):
 
 
 def test_non_temporal_stores_are_fenced_by_their_own_thread(tmp_path):
-    """A fence orders the stores of its own core: one at the end, by another thread, would not hold them."""
+    """A fence orders only the stores of its own core: a single fence by another thread at the end would not order
+    them."""
     done: list[tuple[str, int]] = []
 
     class Library:
@@ -866,7 +871,7 @@ def test_non_temporal_stores_write_the_same_bytes(libpmem, in_memory, monkeypatc
     assert written(in_memory / "stores", MappedFiles(str(in_memory), pmem=True)) == buffered
 
 
-# ---- the place --------------------------------------------------------------------------------------------------
+# ---- opening a run in slots -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("persist", ["direct", "mmap"])
@@ -893,7 +898,7 @@ def test_the_command_line_accepts_a_run_in_slots(tmp_path, capsys):
             run.clean()
     for command in (["ls", path], ["show", path], ["verify", path, "--all"], ["gc", path], ["ls", path]):
         assert main(command) == 0
-        assert "2" in (told := capsys.readouterr().out) or "deleted 0" in told
+        assert "2" in (output := capsys.readouterr().out) or "deleted 0" in output
     assert main(["diff", path, "1", "2"]) == 7
 
 
@@ -911,7 +916,7 @@ def test_a_run_in_slots_and_a_run_in_directories_are_never_confused(tmp_path):
 
 
 def test_a_failed_write_at_close_is_reported_and_the_lock_released(tmp_path):
-    """The writes of pointers in close() once failed without a report."""
+    """Failed writes of pointers in close() were once not reported."""
     path = f"slots://{tmp_path}"
     with pytest.raises(TierDown, match="injected"), access.for_writing(path, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
@@ -925,7 +930,7 @@ def test_a_failed_write_at_close_is_reported_and_the_lock_released(tmp_path):
     with pytest.raises(KeyError), access.for_writing(path, "atomic_dirsync") as tier:
         tier.point("LASTGOOD.json", b"x", f"gen/{next(iter(tier.list('gen')))}")
         tier._tables._overwrite = write
-        raise KeyError("what ended it")
+        raise KeyError("the error that ended the loop")
     assert restored(tmp_path) == (1, [])
 
 
@@ -951,7 +956,7 @@ def test_random_sequences_of_saves_on_slots_keep_the_promises(tmp_path, how):
     assert len(ledger.verified) == 9
 
 
-# ---- through the face ------------------------------------------------------------------------------------------
+# ---- through the public functions ------------------------------------------------------------------------------
 
 
 def training(root: Path, steps: range, **options: Any) -> dict[str, Any]:
@@ -977,7 +982,7 @@ def test_training_in_slots_continues_bit_for_bit(tmp_path: Path, persist: str, i
     assert torch.equal(whole["net"].weight, cut["net"].weight)
     run = lastgood.open(f"slots://{tmp_path / 'cut'}")
     assert run.generations()[-1].step == 20 and run.verify(20).good
-    assert len(list((tmp_path / "cut" / "slots").iterdir())) == in_flight + 2 + 1, "the slots, and the table"
+    assert len(list((tmp_path / "cut" / "slots").iterdir())) == in_flight + 2 + 1, "the slots and the table"
 
 
 def test_retention_beyond_the_newest_is_refused_for_slots(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""The contract of a tier, row by row (ports.Tier), over every tier there is; and that of the file system under it.
+"""The contract of a tier (ports.Tier), row by row, for every tier, and the contract of the file system under it.
 
-A further tier joins by a line in TIERS: a function that opens it at a folder. The second part is for tiers over
-ports.Files: single calls of the file system fail.
+A new tier is added by a line in TIERS: a function that opens it in a folder. In the second part, for tiers over
+ports.Files, single calls of the file system fail.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lastgood.storage.directory import Disk
 from lastgood.storage.slots import Slots
 from lastgood.testing import Call, Fault, FaultyFiles
 
-HOME = "gen/000000000001-0a0b0c0d"
-BLOB = f"{HOME}/r00000.safetensors"
-RECORD = f"{HOME}/COMMIT.json"
+FOLDER = "gen/000000000001-0a0b0c0d"
+BLOB = f"{FOLDER}/r00000.safetensors"
+RECORD = f"{FOLDER}/COMMIT.json"
 
 
 def disk(root: str, files: PosixFiles | None = None, **options) -> Disk:
@@ -59,7 +59,7 @@ def tier(request, tmp_path) -> Iterator[Tier]:
 
 
 def padded(data: bytes) -> memoryview:
-    """Page-aligned, as an arena lends it, the tail filled with what must not reach the file."""
+    """The data in page-aligned memory, like an arena's; the tail is filled with bytes that must not reach the file."""
     page = mmap.mmap(-1, max(round_up(len(data)), 4096))
     page[:] = b"\xee" * len(page)
     page[: len(data)] = data
@@ -95,13 +95,13 @@ def pattern(length: int) -> bytes:
 def test_a_finished_blob_reads_back_at_any_length(tier, length, fresh):
     data = pattern(length)
     upload(tier, BLOB, data)
-    assert tier.list(HOME) == {"r00000.safetensors": length}, "no padding is left, and no litter"
+    assert tier.list(FOLDER) == {"r00000.safetensors": length}, "neither padding nor temporary files remain"
     assert read(tier, BLOB, length, fresh=fresh) == data
     assert read(tier, BLOB, length, room=length + 9000, fresh=fresh) == data
 
 
 def test_a_fresh_read_of_whole_pages_fills_memory_that_is_not_aligned(tier):
-    """Direct I/O refused it: a record whose length was by chance a multiple of 4096 could not be read at all."""
+    """Direct I/O refused it: a record whose length happened to be a multiple of 4096 could not be read at all."""
     upload(tier, BLOB, pattern(8192))
     into = memoryview(bytearray(8193))[1:]
     tier.read_into(Extent(blob=BLOB, offset=0, length=8192), into, fresh=True)
@@ -128,23 +128,23 @@ def test_create_on_a_taken_name_is_refused_and_leaves_the_old_blob(tier):
     upload(tier, BLOB, b"old")
     with pytest.raises(NameTaken, match="untouched"):
         tier.create(BLOB, 9000)
-    assert read(tier, BLOB, 3) == b"old" and tier.list(HOME) == {"r00000.safetensors": 3}
+    assert read(tier, BLOB, 3) == b"old" and tier.list(FOLDER) == {"r00000.safetensors": 3}
 
 
 def test_an_aborted_upload_leaves_no_file_and_frees_its_name(tier):
     blob = tier.create(BLOB, 9000)
     blob.write_at(padded(pattern(4096)), 0)
     blob.abort()
-    assert not tier.list(HOME) and not tier.list("gen")
-    blob.abort()  # aborting twice is no error
+    assert not tier.list(FOLDER) and not tier.list("gen")
+    blob.abort()  # a second abort raises nothing
     upload(tier, BLOB, b"again")
     assert read(tier, BLOB, 5) == b"again"
 
 
 def test_an_aborted_upload_deletes_no_other_blob(tier):
     upload(tier, BLOB, b"neighbour")
-    tier.create(f"{HOME}/r00001.safetensors", 9000).abort()
-    assert tier.list(HOME) == {"r00000.safetensors": 9}
+    tier.create(f"{FOLDER}/r00001.safetensors", 9000).abort()
+    assert tier.list(FOLDER) == {"r00000.safetensors": 9}
     tier.create("top", 9000).abort()
     assert read(tier, BLOB, 9) == b"neighbour"
 
@@ -154,13 +154,13 @@ def test_an_aborted_upload_deletes_no_other_blob(tier):
 
 def test_a_record_is_complete_and_leaves_no_litter(tier):
     tier.put_new(RECORD, b"whole")
-    assert tier.list(HOME) == {"COMMIT.json": 5} and read(tier, RECORD, 5) == b"whole"
+    assert tier.list(FOLDER) == {"COMMIT.json": 5} and read(tier, RECORD, 5) == b"whole"
 
 
 def test_putting_the_same_bytes_again_changes_nothing(tier):
     tier.put_new(RECORD, b"same")
     tier.put_new(RECORD, b"same")
-    assert tier.list(HOME) == {"COMMIT.json": 4}
+    assert tier.list(FOLDER) == {"COMMIT.json": 4}
 
 
 @pytest.mark.parametrize("other", [b"", b"sam", b"sane", b"same and more"])
@@ -168,17 +168,17 @@ def test_putting_other_bytes_on_a_name_is_refused_and_keeps_the_old_blob(tier, o
     tier.put_new(RECORD, b"same")
     with pytest.raises(NameTaken):
         tier.put_new(RECORD, other)
-    assert read(tier, RECORD, 4) == b"same" and tier.list(HOME) == {"COMMIT.json": 4}
+    assert read(tier, RECORD, 4) == b"same" and tier.list(FOLDER) == {"COMMIT.json": 4}
 
 
-def race(tier: Tier, who: int, rounds: int, start) -> list[tuple[int, int]]:
-    """Put the same names as everybody else; the rounds that were won. `start` is a barrier of the racers."""
+def race(tier: Tier, racer: int, rounds: int, start) -> list[tuple[int, int]]:
+    """Put the same names as all other racers; returns the rounds that this one won. `start` is their barrier."""
     won = []
     for turn in range(rounds):
         start.wait(60)
         try:
-            tier.put_new(f"{HOME}-{turn}/COMMIT.json", bytes([who]) * 5000)
-            won.append((turn, who))
+            tier.put_new(f"{FOLDER}-{turn}/COMMIT.json", bytes([racer]) * 5000)
+            won.append((turn, racer))
         except NameTaken:
             pass
         except BaseException:
@@ -187,32 +187,34 @@ def race(tier: Tier, who: int, rounds: int, start) -> list[tuple[int, int]]:
     return won
 
 
-def _race_in_process(kind: str, root: str, who: int, rounds: int, start, told) -> None:
+def _race_in_process(kind: str, root: str, racer: int, rounds: int, start, results) -> None:
     try:
-        told.put(race(TIERS[kind](root), who, rounds, start))
+        results.put(race(TIERS[kind](root), racer, rounds, start))
     except BaseException as error:
-        told.put([("error", repr(error))])
+        results.put([("error", repr(error))])
 
 
 @pytest.mark.parametrize("kind", TIERS)
 def test_exactly_one_of_eight_threads_that_put_the_same_name_wins(kind, tmp_path):
-    """The staged file of a record once had one name for all: a thread could link what another was still writing."""
+    """The staged file of a record once had the same name for all writers: a thread could link a file that another
+    was still writing."""
     tier, start = TIERS[kind](str(tmp_path)), threading.Barrier(8)
     with ThreadPoolExecutor(8) as pool:
-        outcomes = [pool.submit(race, tier, who, 20, start) for who in range(8)]
+        outcomes = [pool.submit(race, tier, racer, 20, start) for racer in range(8)]
     check_race(tier, [one for outcome in outcomes for one in outcome.result()], 20)
 
 
 @pytest.mark.parametrize("kind", MANY_WRITERS)
 def test_exactly_one_of_eight_processes_that_put_the_same_name_wins(kind, tmp_path):
     context = get_context("fork")
-    start, told = context.Barrier(8), context.Queue()
+    start, results = context.Barrier(8), context.Queue()
     racers = [
-        context.Process(target=_race_in_process, args=(kind, str(tmp_path), who, 10, start, told)) for who in range(8)
+        context.Process(target=_race_in_process, args=(kind, str(tmp_path), racer, 10, start, results))
+        for racer in range(8)
     ]
     for racer in racers:
         racer.start()
-    outcomes = [one for _ in racers for one in told.get(timeout=60)]
+    outcomes = [one for _ in racers for one in results.get(timeout=60)]
     for racer in racers:
         racer.join()
     check_race(TIERS[kind](str(tmp_path)), outcomes, 10)
@@ -220,37 +222,41 @@ def test_exactly_one_of_eight_processes_that_put_the_same_name_wins(kind, tmp_pa
 
 def check_race(tier: Tier, outcomes: list[tuple[int, int]], turns: int) -> None:
     assert sorted(turn for turn, _ in outcomes) == list(range(turns))
-    wrote = {f"{HOME}-{turn}": bytes([who]) * 5000 for turn, who in outcomes}
-    there = {f"gen/{one}" for one in tier.list("gen")}
-    assert there == wrote.keys() if not tier.newest_only else there <= wrote.keys() and f"{HOME}-{turns - 1}" in there
-    for home in there:
-        assert tier.list(home) == {"COMMIT.json": 5000} and read(tier, f"{home}/COMMIT.json", 5000) == wrote[home]
+    wrote = {f"{FOLDER}-{turn}": bytes([racer]) * 5000 for turn, racer in outcomes}
+    folders = {f"gen/{one}" for one in tier.list("gen")}
+    assert (
+        folders == wrote.keys()
+        if not tier.newest_only
+        else folders <= wrote.keys() and f"{FOLDER}-{turns - 1}" in folders
+    )
+    for folder in folders:
+        assert tier.list(folder) == {"COMMIT.json": 5000} and read(tier, f"{folder}/COMMIT.json", 5000) == wrote[folder]
 
 
 # ---- point, delete, list, read_into ----------------------------------------------------------------------------
 
 
 def test_a_pointer_is_replaced(tier):
-    tier.point("LASTGOOD.json", b"first", HOME)
-    tier.point("LASTGOOD.json", b"second, longer", HOME)
+    tier.point("LASTGOOD.json", b"first", FOLDER)
+    tier.point("LASTGOOD.json", b"second, longer", FOLDER)
     assert read(tier, "LASTGOOD.json", 14) == b"second, longer"
     assert not [name for name in tier.list("") if name.endswith(".tmp")]
 
 
 def test_a_reader_of_a_pointer_reads_the_old_or_the_new_bytes(tier):
-    tier.point("LASTGOOD.json", bytes(6000), HOME)
+    tier.point("LASTGOOD.json", bytes(6000), FOLDER)
     done, seen = threading.Event(), set()
 
-    def look() -> None:
+    def poll_pointer() -> None:
         while not done.is_set():
             seen.add(read(tier, "LASTGOOD.json", 6000))
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    reader = threading.Thread(target=poll_pointer)
+    reader.start()
     for turn in range(100):
-        tier.point("LASTGOOD.json", bytes([turn % 7]) * 6000, HOME)
+        tier.point("LASTGOOD.json", bytes([turn % 7]) * 6000, FOLDER)
     done.set()
-    looking.join()
+    reader.join()
     assert seen and all(one == one[:1] * 6000 for one in seen)
 
 
@@ -259,37 +265,38 @@ def test_deleting_is_idempotent_and_removes_an_empty_folder(tier):
     tier.put_new(RECORD, b"record")
     tier.delete(BLOB)
     tier.delete(BLOB)
-    assert tier.list(HOME) == {"COMMIT.json": 6}
+    assert tier.list(FOLDER) == {"COMMIT.json": 6}
     tier.delete(RECORD)
     tier.delete(RECORD)
-    tier.delete(f"{HOME}/never.was")
+    tier.delete(f"{FOLDER}/never.was")
     assert not tier.list("gen")
-    tier.put_new(RECORD, b"anew")  # the folder is made again
+    tier.put_new(RECORD, b"anew")  # the folder is created again
     assert read(tier, RECORD, 4) == b"anew"
 
 
 def test_listing_a_missing_folder_is_empty(tier):
-    assert tier.list("gen") == {} and tier.list(HOME) == {}
+    assert tier.list("gen") == {} and tier.list(FOLDER) == {}
 
 
 def test_a_listing_gives_files_with_lengths_and_folders_without(tier):
     upload(tier, BLOB, pattern(5000))
     tier.put_new("lastgood.json", b"header")
     assert dict(tier.list("")) == {"gen": None, "lastgood.json": 6}
-    assert dict(tier.list("gen")) == {HOME.removeprefix("gen/"): None}
+    assert dict(tier.list("gen")) == {FOLDER.removeprefix("gen/"): None}
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["cached", "fresh"])
-@pytest.mark.parametrize("there", [0, 1, 4095, 4096, 5000, 8191])
-def test_a_blob_that_ends_before_the_extent_is_truncated(tier, there, fresh):
-    """With direct I/O and a length off the block boundary this once read the last block again, for ever."""
-    if there:
-        upload(tier, BLOB, pattern(there))
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 5000, 8191])
+def test_a_blob_that_ends_before_the_extent_is_truncated(tier, length, fresh):
+    """With direct I/O and a length that is no multiple of the block size, this once read the last block again for
+    ever."""
+    if length:
+        upload(tier, BLOB, pattern(length))
     else:
         tier.put_new(BLOB, b"")
     with pytest.raises(Truncated, match="ends at") as caught:
         read(tier, BLOB, 8192, fresh=fresh)
-    assert caught.value.offset == there and caught.value.blob == BLOB
+    assert caught.value.offset == length and caught.value.blob == BLOB
     with pytest.raises(Truncated):
         read(tier, BLOB, 10, offset=1 << 40, fresh=fresh)
 
@@ -315,29 +322,29 @@ def test_a_name_outside_of_the_tier_is_refused(tier, name):
             call()
 
 
-# ---- tiers over a file system: what single calls of it do to them ----------------------------------------------
+# ---- tiers over a file system whose calls fail -----------------------------------------------------------------
 
 
 def test_a_link_whose_reply_was_lost_succeeds_if_the_bytes_exist(tmp_path):
     for number in (errno.EIO, errno.ETIMEDOUT, errno.EEXIST):
         tier = disk(str(tmp_path), FaultyFiles(Fault("link", errno=number, after=True)))
-        name = f"{HOME}/{number}.json"
+        name = f"{FOLDER}/{number}.json"
         tier.put_new(name, b"record")
         assert read(tier, name, 6) == b"record"
-    assert len(everything(tmp_path)) == 3, "no litter"
+    assert len(everything(tmp_path)) == 3, "no temporary files remain"
 
 
 def test_a_link_that_failed_without_a_trace_is_unknown_and_deletes_nothing(tmp_path):
     files = FaultyFiles(Fault("link"))
-    for name, data in ((RECORD, b"record"), (f"{HOME}/empty.json", b"")):
+    for name, data in ((RECORD, b"record"), (f"{FOLDER}/empty.json", b"")):
         with pytest.raises(CommitUnknown, match="Nothing was deleted"):
             disk(str(tmp_path), files).put_new(name, data)
-    assert sorted(everything(tmp_path).values()) == [b"", b"record"], "under their staged names"
+    assert sorted(everything(tmp_path).values()) == [b"", b"record"], "both records remain under their staged names"
     assert not any(call == "remove" and not path.endswith(".tmp") for call, path in files.changes())
 
 
 def test_a_link_that_left_half_a_record_is_unknown_and_deletes_nothing(tmp_path):
-    """Half a record appears at the name during the link; without EEXIST its writer is unknown."""
+    """Half a record appears at the name during the link; without EEXIST it is unknown who wrote it."""
 
     def half(call: Call) -> None:
         if call.operation == "link":
@@ -368,16 +375,16 @@ def test_without_hard_links_a_record_is_created_exclusively(tmp_path, number):
 
 @pytest.mark.parametrize("call", ["write", "sync"])
 def test_without_hard_links_a_failed_write_is_unknown_and_deletes_nothing(tmp_path, call):
-    files = FaultyFiles(Fault("link", errno=errno.EPERM), Fault(call, nth=2))  # the first is the staged file
+    files = FaultyFiles(Fault("link", errno=errno.EPERM), Fault(call, nth=2))  # the first call is for the staged file
     with pytest.raises(CommitUnknown):
         disk(str(tmp_path), files).put_new(RECORD, b"record")
     assert (tmp_path / RECORD).exists()
 
 
 def test_identical_existing_bytes_are_synced_before_success(tmp_path):
-    """Without links, a process killed between write and fsync leaves bytes that its successor read, took for durable,
-    and lost in the next power failure."""
-    (tmp_path / HOME).mkdir(parents=True)
+    """Without links, a process that was killed between write and fsync left bytes that its successor read, took for
+    durable, and lost in the next power failure."""
+    (tmp_path / FOLDER).mkdir(parents=True)
     (tmp_path / RECORD).write_bytes(b"record")
     files = FaultyFiles(Fault("link", errno=errno.EPERM))
     disk(str(tmp_path), files).put_new(RECORD, b"record")
@@ -415,7 +422,7 @@ def test_space_is_reserved_before_the_first_byte(tmp_path):
 
 
 def upload_or_abort(tier: Tier, data: bytes) -> None:
-    """As engine/write_file.py does."""
+    """Upload like engine/write_file.py."""
     blob = tier.create(BLOB, len(data))
     try:
         blob.write_at(padded(data), 0)
@@ -447,7 +454,8 @@ def test_a_disk_that_fails_before_the_link_leaves_no_record(tmp_path, call, numb
     [(False, 1), (False, 1000), (False, 4096), (False, 5000), (True, 4096), (True, 4608), (True, 8191)],
 )
 def test_short_writes_and_reads_are_continued(tmp_path, direct, most):
-    """`direct`: a call that was cut short goes on from the last whole block, where direct I/O can go on."""
+    """`direct`: a call that was cut short is continued from the last whole block, because direct I/O needs aligned
+    offsets."""
     files = FaultyFiles(most_bytes=most)
     tier = disk(str(tmp_path), files, direct=direct)
     data = pattern(20_001)
@@ -458,7 +466,7 @@ def test_short_writes_and_reads_are_continued(tmp_path, direct, most):
         assert not any(call.offset % 4096 for call in files.calls if call.operation == "write")
     tier.put_new(RECORD, data)
     assert (tmp_path / RECORD).read_bytes() == data
-    tier.put_new(RECORD, data)  # it is read back, in as many pieces, and found to be the same
+    tier.put_new(RECORD, data)  # the record is read back by short reads as well, and is equal
 
 
 def test_a_write_of_zero_bytes_is_an_error_and_not_a_loop(tmp_path):
@@ -516,41 +524,41 @@ def test_names_that_already_existed_are_synced_too(tmp_path):
     assert [path for call, path in files.changes() if call == "sync_dir"] == [
         str(tmp_path),
         str(tmp_path / "gen"),
-        str(tmp_path / HOME),
+        str(tmp_path / FOLDER),
     ]
 
 
 def test_content_is_synced_before_its_name_and_names_before_success(tmp_path):
     files = FaultyFiles()
     disk(str(tmp_path), files).put_new(RECORD, b"record")
-    home, gen, root = str(tmp_path / HOME), str(tmp_path / "gen"), str(tmp_path)
-    said = [
+    folder, gen, root = str(tmp_path / FOLDER), str(tmp_path / "gen"), str(tmp_path)
+    calls = [
         (call, path if not path.endswith(".tmp") else "staged") for call, path in files.changes() if call != "remove"
     ]
-    assert said == [
+    assert calls == [
         ("make_dir", gen),
         ("sync_dir", root),
-        ("make_dir", home),
+        ("make_dir", folder),
         ("sync_dir", gen),
         ("open new", "staged"),
         ("write", "staged"),
         ("sync", "staged"),
         ("link", str(tmp_path / RECORD)),
-        ("sync_dir", home),
+        ("sync_dir", folder),
     ]
     files.calls.clear()
     disk(str(tmp_path), files).delete(RECORD)
     assert files.changes() == [
         ("remove", str(tmp_path / RECORD)),
-        ("sync_dir", home),
-        ("remove", home),
+        ("sync_dir", folder),
+        ("remove", folder),
         ("sync_dir", gen),
     ]
 
 
 def test_a_pointer_moves_only_after_its_bytes_are_durable(tmp_path):
     files = FaultyFiles()
-    disk(str(tmp_path), files).point("LASTGOOD.json", b"pointer", HOME)
+    disk(str(tmp_path), files).point("LASTGOOD.json", b"pointer", FOLDER)
     calls = [call for call, _ in files.changes() if call != "remove"]
     assert calls == ["open new", "write", "sync", "rename", "symlink", "rename", "sync_dir"]
 
@@ -559,34 +567,34 @@ def test_the_latest_ok_link_leads_to_the_generation(tmp_path):
     tier = disk(str(tmp_path))
     upload(tier, BLOB, b"weights")
     tier.point("LASTGOOD.json", b"1", "gen/none")
-    tier.point("LASTGOOD.json", b"2", HOME)
-    assert os.readlink(tmp_path / "latest_ok") == HOME
+    tier.point("LASTGOOD.json", b"2", FOLDER)
+    assert os.readlink(tmp_path / "latest_ok") == FOLDER
     assert (tmp_path / "latest_ok" / "r00000.safetensors").read_bytes() == b"weights"
 
 
 def test_without_symbolic_links_the_pointer_still_moves(tmp_path):
-    disk(str(tmp_path), FaultyFiles(Fault("symlink", errno=errno.EPERM))).point("LASTGOOD.json", b"pointer", HOME)
+    disk(str(tmp_path), FaultyFiles(Fault("symlink", errno=errno.EPERM))).point("LASTGOOD.json", b"pointer", FOLDER)
     assert everything(tmp_path) == {"LASTGOOD.json": b"pointer"}
 
 
 @pytest.mark.parametrize("call", ["rename", "sync", "write", "open new"])
 def test_a_pointer_that_cannot_be_replaced_keeps_its_value(tmp_path, call):
-    disk(str(tmp_path)).point("LASTGOOD.json", b"old", HOME)
+    disk(str(tmp_path)).point("LASTGOOD.json", b"old", FOLDER)
     with pytest.raises(TierDown):
-        disk(str(tmp_path), FaultyFiles(Fault(call))).point("LASTGOOD.json", b"new", HOME)
+        disk(str(tmp_path), FaultyFiles(Fault(call))).point("LASTGOOD.json", b"new", FOLDER)
     assert (tmp_path / "LASTGOOD.json").read_bytes() == b"old"
 
 
 def test_a_pointer_moves_again_after_a_link_that_could_not_be_renamed(tmp_path):
-    """The staged link stayed, and every later pointer of this process failed at its name."""
+    """The staged link remained, and every later pointer of this process failed because its name was taken."""
     tier = disk(str(tmp_path), FaultyFiles(Fault("rename", nth=2)))
     with pytest.raises(TierDown):
         tier.point("LASTGOOD.json", b"1", "gen/none")
-    tier.point("LASTGOOD.json", b"2", HOME)
-    assert os.readlink(tmp_path / "latest_ok") == HOME
+    tier.point("LASTGOOD.json", b"2", FOLDER)
+    assert os.readlink(tmp_path / "latest_ok") == FOLDER
 
 
-# ---- the file system itself ------------------------------------------------------------------------------------
+# ---- the file system -------------------------------------------------------------------------------------------
 
 
 def odd_entries(root: Path) -> None:
@@ -613,8 +621,8 @@ def test_a_listing_distinguishes_files_folders_and_anything_else(tmp_path):
 
 
 def test_a_file_deleted_during_a_listing_hides_no_other_file(tmp_path, monkeypatch):
-    """A reader beside a writer once got an empty listing, and so saw no COMMIT, when a staged record went away between
-    the reading of the folder and the question for its length."""
+    """Beside a writer, a reader once got an empty listing, and so saw no COMMIT, when a staged record was deleted
+    between the listing of the folder and the stat of the record."""
     (tmp_path / "COMMIT.json").write_bytes(b"record")
     (tmp_path / "a.tmp").write_bytes(b"")
     real = os.scandir

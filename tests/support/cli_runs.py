@@ -20,7 +20,7 @@ DATA = layout.blob_name(0)
 def writing(
     root: Path, *steps: int, after: int | None = None, verified: bool = True, **options: Any
 ) -> list[Generation]:
-    """Save these steps in a new incarnation that continues step `after` (else the newest)."""
+    """Save these steps in a new incarnation that continues step `after` (default: the newest generation)."""
     made = []
     with access.for_writing(root, "atomic_dirsync") as tier:
         run = RunWriter(tier, Inline())
@@ -34,7 +34,7 @@ def writing(
 
 
 def contents(root: Path) -> dict[str, bytes | None]:
-    """Every path below, but for the lock that opening for writing leaves."""
+    """Every path below `root` with its bytes, except the lock file that opening for writing leaves."""
     return {
         str(p.relative_to(root)): p.read_bytes() if p.is_file() else None for p in root.rglob("*") if p.name != ".lock"
     }

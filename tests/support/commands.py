@@ -1,4 +1,4 @@
-"""The command line of this process, with commands of other packages that a test chooses."""
+"""The command line in this process, with commands of other packages that a test chooses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 def registered(monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]) -> None:
-    """The command line has these commands of other packages and no others, whatever is installed here.
+    """Give the command line these commands of other packages and no others, whatever is installed.
 
-    `commands`: name -> `module:object`, as an entry point in a pyproject.toml has it.
+    `commands`: name -> `module:object`, as in an entry point of a pyproject.toml.
     """
     entries = [EntryPoint(name, value, app.GUESTS) for name, value in commands.items()]
     own = [one for one in app.app.registered_commands if one.callback.__module__.startswith("lastgood.cli.")]
@@ -26,12 +26,12 @@ def registered(monkeypatch: pytest.MonkeyPatch, commands: dict[str, str]) -> Non
     monkeypatch.setattr(app.importlib.metadata, "entry_points", lambda group: entries if group == app.GUESTS else [])
     monkeypatch.setattr(app.app, "registered_groups", [])
     monkeypatch.setattr(app.app, "registered_commands", own)
-    monkeypatch.setattr(app, "_face_with_guests", inspect.unwrap(app._face_with_guests))  # not kept
+    monkeypatch.setattr(app, "_face_with_guests", inspect.unwrap(app._face_with_guests))  # without its cache
 
 
 @pytest.fixture
 def call(capsys: pytest.CaptureFixture[str]) -> Call:
-    """One command in this process: exit code, stdout, stderr."""
+    """Run one command in this process; returns exit code, stdout and stderr."""
 
     def run_it(*args: object) -> tuple[int, str, str]:
         code = app.main([str(one) for one in args])
@@ -41,8 +41,8 @@ def call(capsys: pytest.CaptureFixture[str]) -> Call:
 
 
 @pytest.fixture
-def asked(call: Call) -> Callable[..., tuple[int, Any]]:
-    """One command with --json: exit code and the document."""
+def call_json(call: Call) -> Callable[..., tuple[int, Any]]:
+    """Run one command with --json; returns the exit code and the parsed document."""
 
     def run_it(*args: object) -> tuple[int, Any]:
         code, out, _ = call(*args, "--json")

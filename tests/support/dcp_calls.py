@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's save and load of one process, with this storage under them."""
+"""torch.distributed.checkpoint's save and load in one process, with lastgood as the storage."""
 
 from __future__ import annotations
 

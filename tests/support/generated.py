@@ -1,4 +1,4 @@
-"""How many generated examples a test with hypothesis runs."""
+"""The number of examples that a hypothesis test generates."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(count: int) -> settings:
-    """`count` examples, and a tenth of them with `--hypothesis-profile=check`, as `make check` runs the tests."""
+    """`count` examples, or a tenth of them with `--hypothesis-profile=check`, the profile of `make check`."""
     return settings(max_examples=count * settings.default.max_examples // 100)

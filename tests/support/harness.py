@@ -1,4 +1,4 @@
-"""Helpers that several test files share: saves and loads without torch, runs that go on, what was reported."""
+"""Helpers that several test files share: saves and loads without torch, continued runs, and captured reports."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def steps(path: Path) -> list[int]:
 
 
 def flip(path: Path, offset: int = -5) -> None:
-    """Flips the lowest bit of one byte of a file."""
+    """Flip the lowest bit of one byte of a file."""
     with open(path, "r+b") as file:
         at = file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
         byte = file.read(1)
@@ -64,7 +64,7 @@ def flip(path: Path, offset: int = -5) -> None:
 
 
 def place(sampler: lastgood.ResumableSampler) -> tuple[int, int]:
-    """Epoch and step of a sampler, as they are saved."""
+    """Epoch and step of a sampler, as in its saved state."""
     state = sampler.state_dict()
     return state["epoch"], state["cursor_step"]
 
@@ -80,7 +80,8 @@ class _Kept(logging.Handler):
 
 @contextlib.contextmanager
 def reports(least: int = logging.INFO) -> Iterator[list[str]]:
-    """The texts that the package reports inside, at the level `least` or above; complete when the block has ended."""
+    """Collect the texts that the package reports inside the block at the level `least` or above. The list is filled
+    when the block ends."""
     kept, texts = _Kept(), list[str]()
     LOGGER.addHandler(kept)
     try:
@@ -92,7 +93,7 @@ def reports(least: int = logging.INFO) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def reported(match: str = "", least: int = logging.WARNING) -> Iterator[None]:
-    """Fails unless something that matches is reported inside, at the level `least` or above."""
+    """Fail unless the package reports a text that matches inside the block, at the level `least` or above."""
     with reports(least) as texts:
         yield
     assert any(re.search(match, one) for one in texts), f"{match!r} was not reported: {texts}"

@@ -1,4 +1,4 @@
-"""Generations that never lay on a disk, and what happened to a run, remembered in full: for tests of the deciders."""
+"""Generations that exist only in memory, and the complete history of a run, for tests of the policies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def generation(step: int, incarnation: str = "a", order: int = 1, parent=None, c
 
 @dataclass
 class History:
-    """What happened to a run, remembered in full: the model against which the plan is held."""
+    """The complete history of a run: the model that decisions are compared with."""
 
     survey: Survey = field(default_factory=Survey)
     before: dict[GenerationId, GenerationId | None] = field(default_factory=dict)
@@ -53,9 +53,9 @@ class History:
         return made.id
 
     def descent(self) -> list[GenerationId]:
-        """From the tip along what each generation descends from; those that are still there."""
-        found, here = [], self.tip
-        while here is not None:
-            found.append(here)
-            here = self.before[here]
+        """The generations from the tip back along their parents, without those that were deleted."""
+        found, current = [], self.tip
+        while current is not None:
+            found.append(current)
+            current = self.before[current]
         return [one for one in found if one in self.survey.generations or one in self.survey.broken]

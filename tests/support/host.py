@@ -1,6 +1,7 @@
 """A rank on a host of its own: it executes commands from its standard input and prints their results.
 
-`save N`, `restore`, `end`; with `held` behind it the next step of the protocol waits for another line.
+The commands are `save N`, `restore` and `end`. With `held` as its last argument, a command stops at the next step of
+the protocol until another line is read.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SIZE = 300_000
 
 
 def held(name: str) -> None:
-    """The next call of this step of the protocol reports itself and waits until it is released."""
+    """Make the next call of this step of the protocol report that it is held and wait for a line on standard input."""
     real = getattr(commit, name)
 
     def once(*arguments: Any, **options: Any) -> Any:
@@ -35,38 +36,38 @@ def held(name: str) -> None:
     setattr(commit, name, once)
 
 
-def send(what: str, **more: Any) -> None:
-    print(json.dumps({"result": what, **more}), flush=True)
+def send(result: str, **more: Any) -> None:
+    print(json.dumps({"result": result, **more}), flush=True)
 
 
 def tried(act: Callable[[], object]) -> None:
     begun = time.monotonic()
     try:
         act()
-        told = "done"
+        outcome = "done"
     except errors.LastgoodError as error:
-        told = f"{type(error).__name__}: {error}"
-    send(told, seconds=time.monotonic() - begun)
+        outcome = f"{type(error).__name__}: {error}"
+    send(outcome, seconds=time.monotonic() - begun)
 
 
-def main(rank: int, address: str, port: int, root: str, patience: float) -> None:
+def main(rank: int, address: str, port: int, root: str, timeout_seconds: float) -> None:
     store = dist.TCPStore(address, port, 2, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     state = {"w": torch.zeros(SIZE)}
     with (
         warnings.catch_warnings(),
-        lastgood.Checkpointer(root, state, cadence=lastgood.Every(steps=10**9), patience=patience) as ckpt,
+        lastgood.Checkpointer(root, state, cadence=lastgood.Every(steps=10**9), patience=timeout_seconds) as ckpt,
     ):
         warnings.simplefilter("ignore")
         ckpt.restore()
         send("ready")
         for line in sys.stdin:
-            word, *more = line.split()
-            if word == "end":
+            command, *more = line.split()
+            if command == "end":
                 break
             if more[-1:] == ["held"]:
-                held("seal" if word == "save" else "read_manifests")
-            if word == "save":
+                held("seal" if command == "save" else "read_manifests")
+            if command == "save":
                 state["w"].fill_(float(more[0]))
                 tried(lambda: ckpt.save(int(more[0])).result(60))  # noqa: B023 - called at once
             else:

@@ -1,4 +1,4 @@
-"""A generation in memory matched with a live state, for tests of `lastgood.state`."""
+"""Match a generation in memory with a live state, for tests of `lastgood.state`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ from lastgood.state.match import Match
 
 
 def match(state: Any, stored: rules.Stored, **options: Any) -> Match:
-    """What a restore in a world of one does before it writes anything."""
+    """Prepare a restore as in a world of one, up to the point where it would write to the state."""
     found = rules.match(state, stored, **options)
     found.require_fit()
     return found
 
 
 class Fed:
-    """Takes the place of a `run.content.Content`: `feed(sink)` puts the tensors."""
+    """A stand-in for `run.content.Content`: `feed(sink)` puts the tensors."""
 
     def __init__(self, feed: Callable[[Any], object]) -> None:
         self._feed = feed

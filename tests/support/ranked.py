@@ -1,4 +1,4 @@
-"""What the ranks of the tests run, in worlds of real processes."""
+"""The functions that the ranks of the tests run, in worlds of real processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lastgood_lab.worlds import LIMIT_SECONDS
 
 
 def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: Any) -> list[float]:
-    """Restore, train on, save every second step; the losses."""
+    """Restore, train and save every second step; returns the losses."""
     import lastgood
 
     loop = made(kind, size)
@@ -30,39 +30,42 @@ def trained(rank: int, size: int, kind: str, root: Path, upto: int, **options: A
             losses.append(loop.step(n))
             ckpt.step(n)
         ckpt.wait()
-        dist.barrier() if size > 1 else None  # rank 0 has verified
+        dist.barrier() if size > 1 else None  # wait until rank 0 has verified
         assert not losses or ckpt.latest() == upto - upto % 2
     return losses
 
 
 def trained_in_parts(rank: int, size: int, root: Path, upto: int) -> None:
-    """Small tensors are cut between the ranks, too; everything is digested at the cut."""
+    """Train so that small tensors are partitioned between the ranks too, with digests of everything at the start of
+    a save."""
     from lastgood.policy import reshard
 
     reshard.LEAST_SPLIT_BYTES = 64
     trained(rank, size, "ddp", root, upto, torn_check="full", staging="overlap")
 
 
-def failing(rank: int, size: int, root: Path, who: int, where: str, how: str) -> dict[str, Any]:
-    """Three saves; in the second, rank `who` fails or dies at one of its stages. Returns outcomes and durations."""
+def failing(rank: int, size: int, root: Path, faulty_rank: int, where: str, how: str) -> dict[str, Any]:
+    """Three saves; in the second, rank `faulty_rank` fails or dies at one stage of the save. Returns outcomes and
+    durations."""
     import lastgood
 
     loop = Loop("ddp", size)
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     options = {"cadence": lastgood.Every(steps=1000), "patience": PATIENCE, "save_on_exit": how != "dies"}
-    with lastgood.Checkpointer(root, loop.state, **options) as ckpt:  # the living would wait for the dead once more
+    # Otherwise the surviving ranks would wait for the dead rank once more.
+    with lastgood.Checkpointer(root, loop.state, **options) as ckpt:
         ckpt.restore()
         for n in (1, 2, 3):
-            if n == 2 and rank == who:
+            if n == 2 and rank == faulty_rank:
                 fail_at(where, how, loop)
-            told |= attempted(ckpt, n)
+            outcomes |= attempted(ckpt, n)
             loop.state.pop("odd", None)
             if how == "dies" and n == 2:
                 break
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ckpt.wait()
-    return told
+    return outcomes
 
 
 STEPS_OF_A_SAVE = {
@@ -76,7 +79,7 @@ STEPS_OF_A_SAVE = {
 
 
 def fail_at(where: str, how: str, loop: Loop) -> None:
-    """The next call of what makes this step raises, or ends the process."""
+    """Make the next call of the function of this stage raise an error or end the process."""
     if where == "state":
         loop.state["odd"] = object()
         if how == "dies":
@@ -101,12 +104,12 @@ def fail_at(where: str, how: str, loop: Loop) -> None:
 
 
 def unwrapped(net: nn.Module) -> nn.Module:
-    """torch's helpers lose a tied weight of what DDP has wrapped."""
+    """The module itself: torch's helpers lose a tied weight of a module that DDP wraps."""
     return net.module if isinstance(net, nn.parallel.DistributedDataParallel) else net
 
 
 def dcp_saved(rank: int, size: int, kind: str, root: Path, steps: list[int]) -> None:
-    """A state as torch's helpers give it, saved at these steps through the drop-in."""
+    """Save a state as torch's helpers return it, at these steps, through the DCP storage writer."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -121,7 +124,7 @@ def dcp_saved(rank: int, size: int, kind: str, root: Path, steps: list[int]) -> 
 
 
 def dcp_of_torch(rank: int, size: int, kind: str, folder: Path) -> dict[str, Any]:
-    """The weights of a model, saved by torch's own writer; whole tensors."""
+    """Save a model with torch's own writer; returns its weights as whole tensors."""
     import torch.distributed.checkpoint as dcp
 
     state = Loop(kind, size).net.state_dict()
@@ -130,7 +133,7 @@ def dcp_of_torch(rank: int, size: int, kind: str, folder: Path) -> dict[str, Any
 
 
 def dcp_loaded(rank: int, size: int, kind: str, root: Path) -> dict[str, Any]:
-    """The newest, loaded through the drop-in over another state; whole tensors."""
+    """Load the newest generation through the DCP storage reader over another state; returns whole tensors."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -149,24 +152,24 @@ def dcp_loaded(rank: int, size: int, kind: str, root: Path) -> dict[str, Any]:
     return {"step": state["step"], "name": state["name"], "whole": whole}
 
 
-def differing(rank: int, size: int, root: Path, what: str) -> dict[str, Any]:
-    """Four saves, before the second of which something differs between the ranks; then a new loop that is restored."""
+def differing(rank: int, size: int, root: Path, difference: str) -> dict[str, Any]:
+    """Four saves, with a difference between the ranks from the second one on; then a restore into a new loop."""
     import lastgood
 
     loop = Loop("ddp", size)
     net = unwrapped(loop.net)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(steps=1000)) as ckpt:
         ckpt.restore()
         for n in (1, 2, 3, 4):
-            if n in (2, 3) and what == "a weight":
+            if n in (2, 3) and difference == "a weight":
                 with torch.no_grad():
                     net.up.weight[3] = rank if n == 2 else 0
-            if n == 2 and what == "a buffer":
+            if n == 2 and difference == "a buffer":
                 net.seen += rank
-            if n == 2 and what == "what it is made of" and rank == 1:
+            if n == 2 and difference == "its structure" and rank == 1:
                 loop.state["more"] = torch.ones(5)
-            told |= attempted(ckpt, n)
+            results |= attempted(ckpt, n)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ckpt.wait()
@@ -174,20 +177,20 @@ def differing(rank: int, size: int, root: Path, what: str) -> dict[str, Any]:
     if "more" in loop.state:
         fresh.state["more"] = torch.zeros(5)
     with lastgood.Checkpointer(root, fresh.state, exclude=[] if "more" in fresh.state else ["more"]) as ckpt:
-        told["restored"] = ckpt.restore(strict="more" not in told).step
-    told["seen"] = unwrapped(fresh.net).seen.tolist()
-    told["more"] = fresh.state["more"].tolist() if "more" in fresh.state else []
-    return told
+        results["restored"] = ckpt.restore(strict="more" not in results).step
+    results["seen"] = unwrapped(fresh.net).seen.tolist()
+    results["more"] = fresh.state["more"].tolist() if "more" in fresh.state else []
+    return results
 
 
 def thawing(rank: int, size: int, root: Path) -> dict[str, Any]:
-    """Five saves of a stage on each rank; that of rank 1 is frozen at first, and is trained from the third save on."""
+    """Five saves of one stage on each rank; the stage of rank 1 is frozen, and is trained from the third save on."""
     import lastgood
 
     stage = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(stage.parameters())
     state = {f"stage{rank}": stage, f"optimizer{rank}": optimizer}
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with lastgood.Checkpointer(root, state, patience=PATIENCE) as ckpt:
@@ -196,28 +199,28 @@ def thawing(rank: int, size: int, root: Path) -> dict[str, Any]:
                 if rank != 1 or n >= 3:
                     stage(torch.ones(2, 4)).sum().backward()
                     optimizer.step()
-                told |= attempted(ckpt, n)
-    return told
+                outcomes |= attempted(ckpt, n)
+    return outcomes
 
 
-def leaving_out(rank: int, size: int, root: Path, who: int) -> dict[str, Any]:
-    """Four saves, of which rank `who` skips the second."""
+def leaving_out(rank: int, size: int, root: Path, faulty_rank: int) -> dict[str, Any]:
+    """Four saves, of which rank `faulty_rank` skips the second."""
     import lastgood
 
     loop = Loop("ddp", size)
-    told: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with lastgood.Checkpointer(root, loop.state, patience=PATIENCE) as ckpt:
             ckpt.restore()
             for n in (1, 2, 3, 4):
-                if n != 2 or rank != who:
-                    told |= attempted(ckpt, n)
-    return told
+                if n != 2 or rank != faulty_rank:
+                    outcomes |= attempted(ckpt, n)
+    return outcomes
 
 
 def once(owner: Any, name: str, error: Exception, after: bool = False) -> None:
-    """The next call of this fails; `after` what it does."""
+    """Make the next call of this function raise the error; with `after`, once the real call has returned."""
     real = getattr(owner, name)
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -275,7 +278,7 @@ def retried(rank: int, size: int, root: Path, where: str) -> list[str]:
 
 
 def listing_less(rank: int, size: int, root: Path) -> list[str]:
-    """Rank 1's machine does not list the newest generation yet, as a file system of several machines may not."""
+    """Rank 1's machine does not list the newest generation yet, as can happen on a shared file system."""
     from lastgood.format import commit
 
     state, survey = {"w": torch.arange(400.0)}, commit.survey
@@ -297,7 +300,7 @@ def listing_less(rank: int, size: int, root: Path) -> list[str]:
 
 
 def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
-    """Each rank asks for another step; and what is in its state then."""
+    """Each rank requests a different step; returns the outcome and the sum of the state's tensor afterwards."""
     state = {"w": torch.ones(400)}
     with opened(root, state) as ckpt:
         ckpt.restore()
@@ -310,7 +313,7 @@ def asking_for(rank: int, size: int, root: Path) -> tuple[str, float]:
 
 
 def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
-    """Whether a restore of what has been verified reads tensors past the page cache."""
+    """Whether a restore of a verified generation reads tensors past the page cache."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -337,13 +340,13 @@ def reading(rank: int, size: int, root: Path, placement: str) -> list[bool]:
 
 
 def unfit(rank: int, size: int, root: Path) -> list[str]:
-    """NaN in rank 1's rows of step 2, which is restored by request; then the default restore."""
+    """Rank 1's rows of step 2 contain NaN. Restores step 2 by request, and then the default; returns both outcomes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     net = nn.Module()
     net.w = nn.Parameter(distribute_tensor(torch.zeros(8, 8), init_device_mesh("cpu", (size,)), [Shard(0)]))
-    told = []
+    outcomes = []
     with opened(root, {"net": net}) as ckpt:
         ckpt.restore()
         ckpt.save(1).result(LIMIT_SECONDS)
@@ -355,8 +358,8 @@ def unfit(rank: int, size: int, root: Path) -> list[str]:
         outcome_of(ckpt.wait)
     for step in (2, None):
         with opened(root, {"net": net}) as ckpt:
-            told.append(outcome_of(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
-    return told
+            outcomes.append(outcome_of(lambda: ckpt.restore(step=step)))  # noqa: B023 - called at once
+    return outcomes
 
 
 def losing_messages(rank: int, size: int, root: Path) -> list[str]:
@@ -370,12 +373,12 @@ def losing_messages(rank: int, size: int, root: Path) -> list[str]:
         ckpt.wait()
         if rank == 1:
             once(Topic, "agree", errors.TierDown("the verdict was lost"), after=True)
-        told = [outcome_of(ckpt.restore) for _ in range(3)]
-        return [*told, outcome_of(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
+        outcomes = [outcome_of(ckpt.restore) for _ in range(3)]
+        return [*outcomes, outcome_of(lambda: ckpt.save(5).result(LIMIT_SECONDS))]
 
 
-def losing_homes(rank: int, size: int, root: Path) -> list[str]:
-    """Ranks 1 and 2 get the same new tensor, and do not learn that the other holds it."""
+def losing_holders(rank: int, size: int, root: Path) -> list[str]:
+    """Ranks 1 and 2 get the same new tensor, and neither learns that the other one holds it."""
     from lastgood.ranks.replica_check import Replicas
 
     state = {"w": torch.arange(400.0)} | ({"only0": torch.ones(3)} if rank == 0 else {})
@@ -389,7 +392,8 @@ def losing_homes(rank: int, size: int, root: Path) -> list[str]:
 
 
 def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
-    """Two names for one tensor on rank 0; on the others two tensors, or the second name is that of a third."""
+    """Two names refer to one tensor on rank 0; on the other ranks, to two tensors, or the second name refers to a
+    third tensor."""
     one, other = torch.arange(400.0), torch.ones(400)
     state = {"a": one, "b": one, "c": other}
     if rank:
@@ -400,13 +404,13 @@ def tied(rank: int, size: int, root: Path, to: str) -> list[str]:
 
 
 def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
-    """A restore with strict=False of step 2, damaged in rank 1's part; step 1 has less than the state."""
+    """Restore step 2, damaged in rank 1's part, with strict=False; step 1 has fewer entries than the state."""
     state = {f"s{rank}": torch.ones(3000)}
     with opened(root, state) as ckpt:
         ckpt.restore()
         ckpt.save(1).result(LIMIT_SECONDS)
         state |= {f"new{rank}": torch.full((10,), 3.0), f"s{rank}": torch.full((3000,), 3.0)}
-        for n in (2, 3):  # the first of them finds out that there is more
+        for n in (2, 3):  # the first of these saves discovers that the state has grown
             outcome_of(lambda n=n: ckpt.save(n).result(LIMIT_SECONDS))
         ckpt.wait()
     dist.barrier()
@@ -422,17 +426,17 @@ def half_way(rank: int, size: int, root: Path) -> tuple[str, list[float]]:
 
 
 def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tuple[str, int]]:
-    """Six hundred steps in lockstep; what became of which step."""
+    """Six hundred steps in lockstep; returns the kind and step of each event about a save."""
     import lastgood
     from lastgood.coordination import announcements
 
     announcements.ANNOUNCEMENT_POLL_SECONDS = 0.05
     loop = Loop("ddp", size)
-    heard: list[tuple[str, int]] = []
+    events: list[tuple[str, int]] = []
 
     def note(event: lastgood.Event) -> None:
         if event.kind in ("durable", "failed", "skipped"):
-            heard.append((event.kind, event.step))
+            events.append((event.kind, event.step))
 
     with lastgood.Checkpointer(root, loop.state, on_event=note, **options) as ckpt:
         ckpt.restore()
@@ -440,7 +444,7 @@ def paced(rank: int, size: int, root: Path, options: dict[str, Any]) -> list[tup
             loop.step(n)
             ckpt.step(n)
         ckpt.wait()
-    return heard
+    return events
 
 
 def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]:
@@ -450,11 +454,11 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
 
     announcements.ANNOUNCEMENT_POLL_SECONDS = 0.05
     loop = Loop("ddp", size)
-    heard: list[tuple[str, int]] = []
+    events: list[tuple[str, int]] = []
 
     def note(event: lastgood.Event) -> None:
         if event.kind in ("durable", "failed"):
-            heard.append((event.kind, event.step))
+            events.append((event.kind, event.step))
             if event.kind == "failed":
                 announcements.ANNOUNCEMENT_POLL_SECONDS = 0.05
 
@@ -463,18 +467,19 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
         with lastgood.Checkpointer(root, loop.state, cadence=lastgood.Every(seconds=0.3), on_event=note) as ckpt:
             n = ckpt.restore().step
             if late and rank == 1:
-                announcements.ANNOUNCEMENT_POLL_SECONDS = 0.8  # the first save is due, and told, after 0.3 and a little
+                # The first save is due, and announced, after a little more than 0.3 s.
+                announcements.ANNOUNCEMENT_POLL_SECONDS = 0.8
             while n < 1000:
                 n += 1
                 loop.step(n)
                 ckpt.step(n)
             ckpt.wait()
-    return heard
+    return events
 
 
-def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool) -> dict[str, Any]:
-    """Steps until a signal to rank `who` at step 5 ends them; returns the final reports. `late`: rank 1 polls too
-    rarely, and does not wait for the others."""
+def preempted(rank: int, size: int, kind: str, root: Path, signalled_rank: int, late: bool) -> dict[str, Any]:
+    """Step until a signal to rank `signalled_rank` at step 5 ends the ranks; returns the final reports. `late`: rank
+    1 polls too rarely, and does not wait for the others."""
     import signal
 
     import lastgood
@@ -492,7 +497,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, who: int, late: bool)
                 while n < 100_000:
                     n += 1
                     loop.step(n)
-                    if n == 5 and rank == who:
+                    if n == 5 and rank == signalled_rank:
                         os.kill(os.getpid(), signal.SIGTERM)
                     if late and rank == 1 and n > 200:
                         announcements.ANNOUNCEMENT_POLL_SECONDS = 0.0

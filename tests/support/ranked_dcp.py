@@ -1,4 +1,4 @@
-"""What the ranks of tests/convert/test_dcp_faults.py run."""
+"""The functions that the ranks of tests/convert/test_dcp_faults.py run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import lastgood
 
 
 def uneven(size: int, factor: float) -> dict[str, Any]:
-    """Two rows over three ranks: the last rank has none. `none` has no elements at all."""
+    """A state with two rows over three ranks, so that the last rank has no row; `none` has no elements at all."""
     mesh = init_device_mesh("cpu", (size,))
     return {
         "rows": distribute_tensor(torch.arange(1.0, 5.0).reshape(2, 2) * factor, mesh, [Shard(0)]),
@@ -27,7 +27,7 @@ def uneven(size: int, factor: float) -> dict[str, Any]:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
-    """The state without shards: lists, and the shapes of those without elements."""
+    """The state as whole tensors: lists, or the shapes of those without elements."""
     full = {name: one.full_tensor() for name, one in state.items() if isinstance(one, torch.Tensor)}
     return {name: one.tolist() if one.numel() else tuple(one.shape) for name, one in full.items()} | {"n": state["n"]}
 
@@ -50,7 +50,8 @@ def uneven_through_a_checkpointer(rank: int, size: int, root: Path) -> dict[str,
 
 
 def little(rank: int, size: int, root: Path) -> list[Any]:
-    """States of fewer tensors than ranks, of one and of none, by both ways to save."""
+    """Save and load states of fewer tensors than ranks, of one tensor and of none, through DCP and through a
+    checkpointer."""
     found: list[Any] = []
     for name, state in {"values": {"n": 1}, "one tensor": {"w": torch.ones(3), "n": 1}}.items():
         dcp.save(state, storage_writer=lastgood.dcp.Writer(root / f"{name} of dcp"))
@@ -66,15 +67,16 @@ def little(rank: int, size: int, root: Path) -> list[Any]:
 
 
 def with_kept_plans(rank: int, size: int, root: Path) -> dict[str, Any]:
-    """Three saves to each of two runs, in turns, with a planner that keeps plans; what each run holds of each step.
+    """Save three times to each of two runs, in turn, with a planner that caches plans; returns what each step of
+    each run contains.
 
-    Then a save for which each rank names another step: how it fails.
+    Then each rank names a different step for one save; the result holds the kinds of its errors.
     """
     for step in range(3):
         for run in ("a", "b"):
             state = {"w": torch.full((4,), 10.0 * step), "own": torch.full((2,), float(step)), "run": run}
             planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-            # Run "a" is saved without an id, run "b" at steps of its own.
+            # Run "a" is saved without an id, and run "b" at explicit steps.
             at = {"checkpoint_id": f"step-{5 * step}"} if run == "b" else {}
             dcp.save(state, storage_writer=lastgood.dcp.Writer(root / run), planner=planner, **at)
     found: dict[str, Any] = {}

@@ -1,8 +1,9 @@
-"""Many short lives of one training script: a process that has imported its framework, and forks itself for each.
+"""Many short runs of one training script, each forked from a process that has imported the framework.
 
-Importing torch and a framework takes seconds, and a forked life takes a few tenths. The zygote has one thread, reads
-one request a line from stdin, and answers with how the life ended. A life runs the script as `python SCRIPT ARGUMENTS`
-would. It is killed by SIGKILL after so many printed steps, or at so many file operations of a save.
+Importing torch and a framework takes seconds; a forked run takes a few tenths of a second. The zygote has one
+thread, reads one request per line from stdin, and answers each with the exit status of the run. A run executes the
+script like `python SCRIPT ARGUMENTS`. It is killed by SIGKILL after a number of printed steps, or at a numbered file
+operation of a save.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OPERATIONS = ("pwrite", "link", "fsync", "fdatasync", "rename")
 
 
 class Zygote:
-    """The process, from the test's side. `modules`: what it imports before it forks."""
+    """The test's handle of the zygote process. `modules` are imported before it forks."""
 
     def __init__(self, *modules: str) -> None:
         alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -42,14 +43,14 @@ class Zygote:
 
     def __exit__(self, *error: object) -> None:
         self._process.kill()
-        self._process.communicate()  # waits for its end, and closes both pipes
+        self._process.communicate()  # waits for the end of the process, and closes both pipes
 
     def live(self, script: Path, run: Path, output: Path, **wishes: Any) -> int:
-        """One life of `script RUN`, whose output is appended; returns its exit code, or minus the signal.
+        """Run `script RUN` once, and append its output; returns its exit code, or minus the signal.
 
-        `after_steps`, `at_operation`: where it is killed. `digest`: an expression over the script's names; what it
-        evaluates to is hashed into the last line. `ranks`: so many processes, as torchrun would start them, each with
-        an output of its own; rank 0 is the one that is killed, and the others then end as well.
+        `after_steps`, `at_operation`: where it is killed. `digest`: an expression over the script's names, whose
+        value is hashed into the last line. `ranks`: the number of processes, started as torchrun would, each with an
+        output of its own; only rank 0 is killed, and the other ranks end with it.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         request = {"script": str(script), "run": str(run), "output": str(output), **wishes}
@@ -59,7 +60,7 @@ class Zygote:
 
 
 def zygote_of(*modules: str) -> Any:
-    """A pytest fixture: one zygote that has imported `modules`, for all tests of a file."""
+    """A pytest fixture: one zygote that has imported `modules`, shared by all tests of a file."""
     import pytest  # not in the zygote: a framework may behave differently where pytest is loaded
 
     @pytest.fixture(scope="module")
@@ -73,7 +74,8 @@ def zygote_of(*modules: str) -> Any:
 def kill_and_compare(
     zygote: Zygote, script: Path, folder: Path, digest: str, kills: int = 20, seed: int = 0, ranks: int = 1
 ) -> None:
-    """Kill `script` so many times at random points, and compare it with an uninterrupted run, bit for bit."""
+    """Kill `script` `kills` times at random points, and compare its output with that of an uninterrupted run, bit
+    for bit."""
     calm, restless = folder / "calm.txt", folder / "restless.txt"
     wishes = {"digest": digest, "ranks": ranks}
     assert zygote.live(script, folder / "calm", calm, **wishes) == 0, calm.read_text()
@@ -89,7 +91,7 @@ def kill_and_compare(
     for rank in range(ranks):
         expected, found = dict(_printed_values(_of_rank(calm, rank))), list(_printed_values(_of_rank(restless, rank)))
         differing = [
-            f"{what}: {value}, expected {expected.get(what)}" for what, value in found if expected.get(what) != value
+            f"{name}: {value}, expected {expected.get(name)}" for name, value in found if expected.get(name) != value
         ]
         assert not differing, "\n".join([*differing, _of_rank(restless, rank).read_text()[-8000:]])
         if rank == 0:
@@ -101,14 +103,15 @@ def _of_rank(output: Path, rank: int) -> Path:
 
 
 def _printed_values(output: Path) -> Iterator[tuple[str, str]]:
-    """(step 7, 0.25) of each line that ends in `step 7 loss 0.25`; a line that a kill has cut is not one."""
+    """Yields ("step 7 loss", "0.25") for each complete line `step 7 loss 0.25`; a line that a kill has cut short is
+    skipped."""
     for line in output.read_text().splitlines(keepends=True):
-        words = line.split()
-        if line.endswith("\n") and words[:1] in (["step"], ["digest"]) and len(words) >= 2:
-            yield " ".join(words[:-1]), words[-1]
+        fields = line.split()
+        if line.endswith("\n") and fields[:1] in (["step"], ["digest"]) and len(fields) >= 2:
+            yield " ".join(fields[:-1]), fields[-1]
 
 
-# ---- in the zygote, and in each life -------------------------------------------------------------------------
+# ---- in the zygote, and in each run --------------------------------------------------------------------------
 
 
 def main(modules: list[str]) -> None:
@@ -137,11 +140,11 @@ def _free_port() -> int:
 
 
 def _as_rank(request: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
-    """Set the environment that torchrun gives; only rank 0 is to be killed."""
+    """Set the environment that torchrun sets; only rank 0 is killed."""
     if (size := request.get("ranks", 1)) == 1:
         return request
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in here.items()}, MASTER_ADDR="127.0.0.1")
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1")
     if not rank:
         return request
     kept = {name: value for name, value in request.items() if name not in ("after_steps", "at_operation")}
@@ -178,7 +181,7 @@ def _live(request: dict[str, Any]) -> None:
 
 
 def _die_after(steps: int) -> None:
-    """SIGKILL when so many lines that begin with `step` have been printed."""
+    """Send SIGKILL to this process once this number of lines that begin with `step` has been printed."""
     write = sys.stdout.write
 
     def counting(text: str) -> int:
@@ -193,14 +196,14 @@ def _die_after(steps: int) -> None:
 
 
 def _die_at(operations: int) -> None:
-    """SIGKILL instead of the nth of the calls that write, link or sync."""
-    left = operations
+    """Send SIGKILL to this process in place of the nth call that writes, links or syncs."""
+    remaining = operations
 
     def dying(call: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
+            nonlocal remaining
+            remaining -= 1
+            if remaining == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
 
@@ -211,7 +214,7 @@ def _die_at(operations: int) -> None:
 
 
 def _feed(thing: Any, whole: Any) -> None:
-    """Hash nested containers, tensors by their bytes and everything else by its text."""
+    """Hash nested containers, tensors by their bytes, and everything else by its repr()."""
     import torch
 
     if isinstance(thing, torch.Tensor):

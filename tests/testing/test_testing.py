@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs/testing.md"
 
 
 def write(files: FaultyFiles, path: Path, data: bytes) -> None:
-    """A new file, written in as many calls as it takes."""
+    """Write a new file, in as many calls as needed."""
     file = files.open(str(path), "new")
     try:
         done = 0
@@ -40,7 +40,7 @@ def test_only_the_nth_matching_call_fails_counted_from_the_injection(tmp_path: P
     files = FaultyFiles()
     write(files, tmp_path / "a.bin", b"1")
     files.inject(Fault("open new", "*.bin", errno.EMFILE, nth=2))
-    write(files, tmp_path / "a.txt", b"1")  # it does not match, and does not count
+    write(files, tmp_path / "a.txt", b"1")  # this call does not match, and is not counted
     write(files, tmp_path / "b.bin", b"1")
     with pytest.raises(OSError) as caught:
         write(files, tmp_path / "c.bin", b"1")
@@ -100,7 +100,7 @@ def test_a_full_disk_has_space_again_after_a_removal(tmp_path: Path) -> None:
 
 
 def test_a_linked_file_takes_space_after_its_first_name_is_removed(tmp_path: Path) -> None:
-    """A record is linked to its name and the temporary one removed; its bytes no longer counted after that."""
+    """A record is linked to its name and its temporary name is removed; its bytes were no longer counted after that."""
     files = FaultyFiles(capacity_bytes=10)
     write(files, tmp_path / "a.tmp", bytes(6))
     files.link(str(tmp_path / "a.tmp"), str(tmp_path / "a"))
@@ -111,7 +111,7 @@ def test_a_linked_file_takes_space_after_its_first_name_is_removed(tmp_path: Pat
 
 
 def test_a_removal_whose_reply_is_lost_gives_its_space_back(tmp_path: Path) -> None:
-    """The error was raised before the bytes of the removed file were subtracted."""
+    """The error was raised before the bytes of the removed file had been subtracted."""
     files = FaultyFiles(Fault("remove", after=True), capacity_bytes=10)
     write(files, tmp_path / "a", bytes(6))
     with pytest.raises(OSError):

@@ -1,4 +1,5 @@
-"""A Lightning training with validation twice an epoch, schedules and callbacks that follow it, and running metrics."""
+"""A Lightning training that validates twice per epoch, with schedules and callbacks that depend on the validation,
+and with running metrics."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A Trainer whose collator draws random masks; it logs every third step, evaluates, and has a callback that counts."""
+"""A Trainer whose collator draws random masks; it logs every third step, evaluates, and has a counting callback."""
 
 import sys
 
