@@ -248,7 +248,7 @@ def test_the_harness_accepts_a_good_run_and_detects_every_violation(run, tmp_pat
     assert found["restore"] == (20, NEW, {}) and found["step"][:2] == (20, NEW)
     assert found["piece"] == NEW and found["verify"] == []
     (tmp_path / "outside").write_bytes(b"")
-    with pytest.raises(AssertionError, match="left the run"):
+    with pytest.raises(AssertionError, match="outside of the run was opened"):
         contained(run.root, lambda: (tmp_path / "outside").read_bytes())
     assert contained(run.root, lambda: len(bytearray(1 << 40)))[0] is MemoryError
     assert contained(run.root, lambda: Arena(1 << 40, 1 << 40))[0] is OSError

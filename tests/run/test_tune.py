@@ -444,10 +444,10 @@ def test_a_search_out_of_time_chooses_from_its_measurements_and_reports_it(
 def test_scattered_measurements_are_reported(tmp_path: Path, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At a machine load of ten, three runs in a row chose 131, 6 and 54 steps and did not report the scatter."""
     found = figures(tmp_path / "run")
-    for slowest, scattered in ((1.4, False), (1.6, True)):
+    for slowest, expected in ((1.4, False), (1.6, True)):
         scattered = replace(found, write_seconds_range=(1.0, slowest))
         monkeypatch.setattr(measure, "figures", lambda *_, found=scattered: found)
-        assert ("something else" in call(tmp_path / "run", *SMALL)[1]) is scattered
+        assert ("something else" in call(tmp_path / "run", *SMALL)[1]) is expected
 
 
 @pytest.mark.parametrize("at", [1, 8, 20])
