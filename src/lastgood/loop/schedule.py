@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..coordination.announcements import Announcements
@@ -191,23 +192,21 @@ class AgreedSchedule(Schedule):
         this rank did not. Step numbers may have gaps: what is announced for a number that lies between two steps of the
         loop takes effect at the second of them.
         """
-        due, announced, freed = False, list[int](), list[int]()
-        for one in self._ahead.pop_due(n):
+        due, missed = False, list[int]()
+        for one in self._ahead.pop_due(n):  # in the order of their publication, which is that of their steps
             if one.kind == "ended":
                 places = self._free(one.value)
                 if one.step <= before:
-                    freed += self._take_left_out(one.step, places)  # guard: missed-place-fails
+                    missed += self._take_left_out(one.step, places)  # guard: missed-place-fails
             elif one.kind == "save":
                 due |= one.step > before
-                announced += [one.step] if one.step <= before else []  # guard: missed-timed-save-fails
+                if one.step <= before:
+                    missed += self._take_unsaved([one.step])  # guard: missed-timed-save-fails
             elif one.kind == "every":
                 self._interval, self._from = one.value, one.step  # guard: interval-holds-from-its-step
-                announced += range(one.step + one.value, before + 1, one.value)  # guard: missed-interval-save-fails
-        missed = [step for step in map(self._effective_step, announced) if not step.due]
-        for step in missed:
-            if not step.full:
-                self.admitted(step.n)
-        return due, sorted({*freed, *(step.n for step in missed)})
+                # guard: missed-interval-save-fails
+                missed += self._take_unsaved(range(one.step + one.value, before + 1, one.value))
+        return due, sorted(set(missed))
 
     def _free(self, last: int) -> int:
         """Free the places of the saves up to step `last`. Returns how many these are."""
@@ -226,6 +225,15 @@ class AgreedSchedule(Schedule):
             self.admitted(step)
         return missed
 
-    def _effective_step(self, announced: int) -> _Step:
-        """The step of the loop at which an announced number took effect."""
-        return next((one for one in self._steps if one.n >= announced), _Step(announced, False, False))
+    def _take_unsaved(self, announced: Iterable[int]) -> list[int]:
+        """The steps of the loop, of those announced too late, that this rank has not saved and the others have.
+
+        An announced number between two steps of the loop means the second of them.
+        """
+        unknown = (_Step(number, False, False) for number in announced)
+        effective = [next((one for one in self._steps if one.n >= number.n), number) for number in unknown]
+        missed = [one for one in effective if not one.due]
+        for one in missed:
+            if not one.full:
+                self.admitted(one.n)
+        return [one.n for one in missed]
