@@ -16,6 +16,7 @@ from lastgood.format import commit, layout
 from lastgood.io.files import PosixFiles
 from lastgood.policy.retention import Keep
 from lastgood.ports import Files
+from lastgood.run import access
 from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
 from lastgood.testing import Fault, FaultyFiles
@@ -130,3 +131,29 @@ def test_an_older_save_that_retention_keeps_is_committed_with_its_parent(tmp_pat
     kept = save(run, 2, {"w": bytes(20_000)}, meanwhile=lambda: saved(run, 3), milestone=True)
     assert kept.commit.parent == min(run.survey.generations)
     assert {at.step for at in commit.survey(run.tier).generations} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("stored", ["directory", "slots"])
+def test_a_found_commit_is_durable_before_its_incarnation_is_recorded(tmp_path, stored):
+    """A killed process left a COMMIT that was visible and not durable. The next one recorded its incarnation, the
+    power failed, and the COMMIT was lost. A restore then took the acknowledged steps of the older incarnation for
+    abandoned ones. The crash model found it."""
+
+    def opened(files: FaultyFiles) -> RunWriter:
+        root = str(tmp_path)
+        return RunWriter(Disk(files, root) if stored == "directory" else access.slots(files, root), Inline())
+
+    for parent in (None, 1):
+        run = opened(FaultyFiles())
+        run.begin(next((at for at in run.survey.generations if at.step == parent), None))
+        save(run, 1 if parent is None else 2, {"w": bytes(100)})
+    (record,) = tmp_path.glob("incarnations/*-after-*")
+    record.unlink()
+    files = FaultyFiles()
+    opened(files)
+    assert record.exists()
+    changes = [(call, path.removeprefix(f"{tmp_path}/")) for call, path in files.changes()]
+    folder = layout.folder(run.known.newest_restorable().id)
+    confirmed = ("sync_dir", folder) if stored == "directory" else ("rename", "slots/table")
+    recorded = next(n for n, (_, path) in enumerate(changes) if path.startswith(f"incarnations/{record.name}"))
+    assert any(change == confirmed for change in changes[:recorded])

@@ -78,6 +78,10 @@ def _complete(known: KnownRun) -> None:
         # guard: missing-incarnation-record-written
         if name.partition("/")[2] not in recorded:
             with contextlib.suppress(LastgoodError):  # the next opening tries again
+                # A killed process may have left a COMMIT that is visible and not durable. Were it lost after its
+                # record, generations of older incarnations would count as abandoned.
+                newest = max(at for at in survey.generations if at.incarnation == record.id)
+                commit.confirm(tier, newest)  # guard: commit-durable-before-its-incarnation
                 tier.put_new(name, layout.encode(record))
     for at, one in survey.generations.items():
         if one.commit.milestone or one.commit.metrics or one.label_unread:

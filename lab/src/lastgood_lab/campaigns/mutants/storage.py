@@ -146,6 +146,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a save whose name is taken deletes the files under it", "taken-name-deletes-nothing", Always()),
         ("retention uses labels that may not be durable", "labels-durable-before-use", Remove()),
         (
+            "an incarnation is recorded while its commit may not be durable",
+            "commit-durable-before-its-incarnation",
+            Remove(),
+        ),
+        (
             "the next opening does not write a missing incarnation record",
             "missing-incarnation-record-written",
             Never(),
