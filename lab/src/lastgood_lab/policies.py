@@ -262,7 +262,7 @@ class PCcheck(Overlapped):
 
 
 class Gemini(Overlapped):
-    """One save in flight, to the memory of a peer process: saves survive a kill of this process, but no loss of power."""
+    """One save in flight, to the memory of a peer process. A save survives a kill of this process, not a power loss."""
 
     name = "Gemini"
     durable = False
@@ -370,7 +370,7 @@ class Ours(Policy):
         self._under_way.append(save)
 
     def fence(self) -> None:
-        self.checkpointer.fence()  # the optimizer's hook would call it too; a call here times it like the others' fences
+        self.checkpointer.fence()  # the optimizer's hook would call it; here it is timed like the other policies' waits
 
     def wait(self) -> None:
         self.checkpointer.wait()
