@@ -42,7 +42,7 @@ class Snapshot:
         return len(self._segments)
 
     def padded(self, index: int) -> int:
-        """The length of a chunk, of which the last one is rounded up to whole blocks."""
+        """The bytes of a chunk in a slot: the last chunk is rounded up to whole blocks."""
         return min(self.chunk_bytes, self.slot_bytes - index * self.chunk_bytes)
 
     def keep_volatile(self) -> dict[int, torch.Tensor]:

@@ -84,7 +84,7 @@ class Contender(NamedTuple):
 
 
 def _raw(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """Write as many bytes from warm, aligned memory with O_DIRECT into a new preallocated file.
+    """Write as many bytes as the state has from warm, aligned memory, with O_DIRECT into a new preallocated file.
 
     The file and its directory are synced.
     """
@@ -105,7 +105,7 @@ def _raw(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 
 def _raw_overwrite(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """Write as many bytes over an existing file that was written before: no allocation and one fsync."""
+    """Write as many bytes as the state has over an existing file: no allocation and one fsync."""
     view, path = warm_memory(RAW_CHUNKS), bench.fresh()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     stack.callback(os.close, fd)

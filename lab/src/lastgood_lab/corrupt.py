@@ -1,7 +1,7 @@
 """`lastgood lab corrupt`: changes committed bytes, and records which layer detects it and what a restore loads.
 
-The state is the study's group of files: a small model, its optimizer and the random number generators, 192 KB. Each
-trial copies a run with two verified generations and damages the newest in one way that is drawn from its seed. It
+The state is the group of files of the study that `crash.py` describes: a small model, its optimizer and the random
+number generators, 192 KB. Each trial copies a run with two verified generations and damages the newest in one way. It
 records whether a byte changed, which layers of the guard detect that (each by itself), which generation a restore
 loads, whether the loaded state equals the saved one bit for bit, and whether every file has its old content again.
 """

@@ -1,9 +1,11 @@
 """`lastgood lab crash`: kills a process at every step of the commit protocol, in all three write modes.
 
-Two things are examined after each kill. The *group* of files being written is complete, absent or torn, which is the
-study's question. The *run* is usable if a restore loads, bit for bit, the newest state whose save was acknowledged, or
-the state that was being written. A kill is a mild crash, because the page cache keeps everything that was written. One
-further arm writes as the study's unsafe mode did: in place and under the final names, always into the same group.
+The experiment repeats one of a study of crash-consistent checkpointing on macOS (APFS), called "the study" below, which
+killed only its unsafe write mode. Two things are examined after each kill. The *group*, which consists of the files of
+one save, is complete, absent or torn; this is the study's question. The *run* is usable if a restore loads, bit for
+bit, the newest state whose save was acknowledged, or the state that was being written. A kill is a mild crash, because
+the page cache keeps everything that was written. One further arm writes as the study's unsafe mode did: in place and
+under the final names, always into the same group.
 
 In each trial, a forked process opens a run with one verified generation, saves the next one, and kills itself with
 SIGKILL just before one call to the file system or in the middle of a write.

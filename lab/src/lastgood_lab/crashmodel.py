@@ -286,7 +286,7 @@ class World:
         found, state = load(self.tier, workers=INLINE)
         at = at_of(found)
         must(at is not None and at.step == newest + 1, f"step {newest + 1} was saved, but a restore finds {at}")
-        must(at is not None and state == self.ledger.given[at], f"{at} does not load as it was saved")
+        must(at is not None and state == self.ledger.given[at], f"the loaded bytes of {at} differ from the saved ones")
 
     def mend(self, step: int) -> None:
         """Read a generation again and rebuild it from its parity."""

@@ -93,7 +93,7 @@ def trace_summary(path: Path, trace: Trace) -> str:
 def measured(options: Options) -> list[Costs]:
     """The costs in a journal of `lastgood bench interval`. A slowdown below 0 counts as 0.
 
-    Raises Refused if the journal holds measurements of the model with more than one machine, scale, work or settings.
+    Raises Refused if it holds measurements of the model with more than one machine, scale, work, device or settings.
     """
     medians, flights = _medians(options)
     plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])

@@ -1,8 +1,8 @@
 """`lastgood lab latency`: the latency of a save in each of the three write modes, for states from 192 KB to 1 GB.
 
-The smallest state is the group of files of the study: model, optimizer and random number generators. A save is timed
-from its call until the write mode reports it as done. Verification and retention follow and are not timed. The modes
-alternate from trial to trial.
+The smallest state is the group of files of the study that `crash.py` describes: model, optimizer and random number
+generators. A save is timed from its call until the write mode reports it as done. Verification and retention follow and
+are not timed. The modes alternate from trial to trial.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
         must(any(oldest is None for _, oldest in choices), "a restore finds no generation although one must exist")
         return
     must(at in ledger.given, f"{at} was never saved")
-    must(state == ledger.given[at], f"{at} does not load as it was saved")
+    must(state == ledger.given[at], f"the loaded bytes of {at} differ from the saved ones")
     must(
         any(at in line and (oldest is None or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices),
         f"{at} is loaded, which is not in the lineage, or older than {[str(oldest) for _, oldest in choices]}",
@@ -105,7 +105,7 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
     _labelled(ledger, seen.generations)
     for at, generation in seen.generations.items():
         if at not in ledger.rotten:
-            must(bits(tier, generation) == ledger.given.get(at), f"{at} does not load as it was saved")
+            must(bits(tier, generation) == ledger.given.get(at), f"the loaded bytes of {at} differ from the saved ones")
         must(at not in ledger.rotten - ledger.verified or not generation.verified, f"{at} is damaged, but verified")
     if seen.pointer and not ledger.rotten and not ledger.disturbed:
         at = GenerationId(step=seen.pointer.step, incarnation=seen.pointer.incarnation)
@@ -150,7 +150,7 @@ def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str,
     for name, digest in sealed.items():
         if name != layout.COMMIT:
             must(name in names, f"{at} has a COMMIT, and its {name} is missing")
-            must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} is not as it was written")
+            must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} differs from the sealed file")
 
 
 def _labelled(ledger: Ledger, generations: Mapping[GenerationId, Generation]) -> None:
@@ -197,7 +197,7 @@ def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
     at = at_of(found)
     if at is None:
         return not ledger.owed()
-    must(at in ledger.given and state == ledger.given[at], f"{at} does not load as it was saved")
+    must(at in ledger.given and state == ledger.given[at], f"{at} was never saved, or its loaded bytes differ")
     return any(at in line and (not oldest or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices)
 
 

@@ -43,7 +43,7 @@ def memory() -> str | None:
 
 
 class Share(NamedTuple):
-    """`hits` of `total`, with Wilson's 95 % interval (Wilson 1927; the study printed Clopper-Pearson)."""
+    """`hits` of `total`, with Wilson's 95 % interval (Wilson 1927; the study in `crash.py` has Clopper-Pearson's)."""
 
     hits: int
     total: int
