@@ -1,4 +1,4 @@
-"""The lab's commands, as its pyproject.toml registers them."""
+"""Registers the lab's commands for its tests, as its pyproject.toml does for an installed package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bench: what it computes is right on cases done by hand, it resumes where it stopped, and each command runs."""
+"""Benchmarks: computations agree with cases done by hand, runs resume where they stopped, and each command runs."""
 
 from __future__ import annotations
 
@@ -154,10 +154,10 @@ def test_a_report_names_machine_date_and_command_and_no_path(tmp_path: Path) -> 
     assert "2026-01-02" in text.read_text() and "`lastgood bench kind`" in text.read_text()
     record = json.loads(data.read_text())
     assert record["rows"] == [{"a": 1}] and record["command"] == "lastgood bench kind" and "cores" in record["machine"]
-    told = command_line(
+    command = command_line(
         ["/usr/bin/lastgood", "bench", "x", "--out", "/home/me/out/", "--place=/mnt/disk", "--scale", "0.5"]
     )
-    assert told == "lastgood bench x --out out --place=disk --scale 0.5"
+    assert command == "lastgood bench x --out out --place=disk --scale 0.5"
 
 
 def test_numbers_are_printed_with_their_spread() -> None:
@@ -169,7 +169,7 @@ def test_numbers_are_printed_with_their_spread() -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 1))
 def test_a_quantile_is_interpolated_like_in_the_study(values: list[float], share: float) -> None:
-    """The latency tables took the nearest rank, and stood beside the study's figures, which NumPy interpolated."""
+    """The latency tables used the nearest rank, but the study's figures, next to them, were interpolated by NumPy."""
     assert quantile(values, share) == pytest.approx(float(np.quantile(values, share)), rel=1e-9, abs=1e-6)
 
 
@@ -219,7 +219,7 @@ def _same(workload: Workload, state: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("model", ["gpt2-124m", "resnet50"])
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_restores_the_state_after_the_step_it_saved(name: str, model: str, tmp_path: Path) -> None:
-    """The copy runs beside training: what it saves must be the state at the call, batch-norm buffers included."""
+    """The copy runs during training, but the saved state must be that at the call, with its batch-norm buffers."""
     settings = Settings(chunk_bytes=64 << 10, in_flight=3)
     place = tmp_path / "place"
     place.mkdir()
@@ -231,7 +231,7 @@ def test_every_policy_restores_the_state_after_the_step_it_saved(name: str, mode
     policy.wait()
     assert policy.saved[-1].step == 8
     if name == "Gemini":
-        step = policy.load()  # the peer goes with the policy that started it
+        step = policy.load()  # the peer process ends with the policy that started it
         policy.close()
     else:
         policy.close()
@@ -245,11 +245,11 @@ def test_every_policy_restores_the_state_after_the_step_it_saved(name: str, mode
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if not name.startswith("lastgood")])
 def test_a_later_process_continues_where_the_earlier_one_ended(name: str, tmp_path: Path) -> None:
-    """A life once numbered its pointer records from 1 again, so that the third loaded what the first had saved."""
+    """Each process once numbered its pointer records from 1, so that the third one loaded a state of the first."""
     workload, last = Workload("resnet50", **TINY), 0
     for saves in (5, 1, 2):
         policy = POLICIES[name](workload, tmp_path, Settings(), None)
-        assert policy.load() == (last if name != "Gemini" else 0)  # a peer of its own goes with it
+        assert policy.load() == (last if name != "Gemini" else 0)  # its peer process ended with the earlier policy
         for _ in range(saves):
             last += 1
             policy.save(last)
@@ -276,7 +276,7 @@ def test_a_torn_pointer_record_of_the_slots_leaves_the_older_one(tmp_path: Path)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("name", list(POLICIES))
-def test_every_policy_saves_what_is_on_the_device(name: str, tmp_path: Path) -> None:
+def test_every_policy_saves_and_restores_a_state_on_the_gpu(name: str, tmp_path: Path) -> None:
     workload = Workload("resnet50", 0.05, 0.1, "cuda")
     policy = POLICIES[name](workload, tmp_path, Settings(), None)
     policy.load()
@@ -292,7 +292,7 @@ def test_every_policy_saves_what_is_on_the_device(name: str, tmp_path: Path) -> 
 
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """`lastgood bench ...` in this process."""
+    """Runs `lastgood bench ...` in this process; returns the exit code, stdout and stderr."""
 
     def run_it(*args: object) -> tuple[int, str, str]:
         code = app.main(["bench", *(str(one) for one in args)])
@@ -305,9 +305,9 @@ def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path:
     out = tmp_path / "out"
     args = ["interval", "--out", out, "--scale", 0.002, "--work", 0.03, "--rounds", 1, "--intervals", 2]
     args += ["--least-steps", 2, "--kills", 1, "--policies", "lastgood,PCcheck", "--models", "resnet50"]
-    code, text, told = bench(*args)
-    assert code == 0, told
-    assert "| PCcheck |" in text and "recovery after a kill" in text and "[3/3]" in told
+    code, text, err = bench(*args)
+    assert code == 0, err
+    assert "| PCcheck |" in text and "recovery after a kill" in text and "[3/3]" in err
     figures = sorted(one.name.split("core-")[1] for one in out.glob("*.png"))
     assert figures == ["recovery.png", "throughput.png"] and len(list(out.glob("*.svg"))) == 2
     lines = (out / "interval.journal.jsonl").read_text()
@@ -315,14 +315,14 @@ def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path:
         if entry["key"]["kind"] == "recovery":
             found = entry["found"]
             assert found["killed_after"] - found["resumed_from"] >= 0 and found["load_seconds"] > 0
-    code, _, told = bench(*args)
-    assert code == 0 and "every" not in told, "everything was in the journal"
+    code, _, err = bench(*args)
+    assert code == 0 and "every" not in err, "all measurements were in the journal"
     assert (out / "interval.journal.jsonl").read_text() == lines
 
     trace = tmp_path / "spot.csv"
     trace.write_text(",Time,GPUs\n" + "".join(f"1,{60 * at},{one}\n" for at, one in enumerate([8, 8, 4, 8, 8])))
-    code, text, told = bench("goodput", "--out", out, "--trace", trace, "--model", "resnet50")
-    assert code == 0, told
+    code, text, err = bench("goodput", "--out", out, "--trace", trace, "--model", "resnet50")
+    assert code == 0, err
     assert "spot: drops only, 1 failures in 240 s" in text and "spot: drops and rises, 2 failures" in text
     lines = (out / "interval.journal.jsonl").read_text()
     (out / "both.jsonl").write_text(lines + lines.replace('"scale": 0.002', '"scale": 0.5'))
@@ -335,7 +335,7 @@ def test_bench_interval_measures_resumes_and_feeds_goodput(bench: Any, tmp_path:
 def test_bench_goodput_takes_given_costs_and_refuses_none(bench: Any, tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("0,add,a\n0,add,b\n50000,remove,a\n100000,add,a\n")
-    code, text, told = bench(
+    code, text, err = bench(
         "goodput",
         "--out",
         tmp_path,
@@ -349,57 +349,58 @@ def test_bench_goodput_takes_given_costs_and_refuses_none(bench: Any, tmp_path: 
         1,
         "--json",
     )
-    assert code == 0, told
+    assert code == 0, err
     rows = {(row["policy"], row["count"]): row for row in json.loads(text)["rows"]}
     assert rows["GPM", "drops only"]["goodput"] == 1.0  # at 50 s the save of step 50 is durable at once
     assert rows["GPM", "drops only"]["published"] == pytest.approx(0.95)
-    code, _, told = bench("goodput", "--out", tmp_path / "empty", "--trace", trace)
-    assert code == 3 and "no costs to replay with" in told
+    code, _, err = bench("goodput", "--out", tmp_path / "empty", "--trace", trace)
+    assert code == 3 and "no costs to replay with" in err
 
 
 def test_bench_durable_runs_small(bench: Any, tmp_path: Path) -> None:
     args = ["durable", "--out", tmp_path, "--scale", 0.002, "--rounds", 1]
     for name in ("raw direct write", "lastgood", "torch.save", "DCP, 4 threads", "DCP async, thread"):
         args += ["--only", name]
-    code, text, told = bench(*args, "--json")
-    assert code == 0, told
+    code, text, err = bench(*args, "--json")
+    assert code == 0, err
     answer = json.loads(text)
     for row in answer["rows"]:
         assert 0 < row["waits"] <= row["done"] <= row["durable"], row
     assert {Path(one).suffix for one in answer["files"]} == {".md", ".json", ".png", ".svg"}
-    assert not list(tmp_path.glob("bench-*")), "what was saved is gone"
+    assert not list(tmp_path.glob("bench-*")), "the saves are deleted"
 
 
 def test_bench_size_runs_small(bench: Any, tmp_path: Path) -> None:
-    code, text, told = bench(
+    code, text, err = bench(
         "size", "--out", tmp_path, "--sizes-mib", "1,2", "--knob-mib", 2, "--burst", 2, "--rounds", 1, "--json"
     )
-    assert code == 0, told
+    assert code == 0, err
     rows = json.loads(text)["rows"]
     assert {row["knob"] for row in rows if row["kind"] == "knob"} == {"in_flight", "writers", "chunk", "memory"}
     assert all(row["durable"] > 0 for row in rows)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests a machine without CUDA")
 def test_bench_restore_runs_small(bench: Any, tmp_path: Path) -> None:
-    code, text, told = bench("restore", "--out", tmp_path, "--scale", 0.002, "--rounds", 1, "--json")
-    assert code == 0, told
+    code, text, err = bench("restore", "--out", tmp_path, "--scale", 0.002, "--rounds", 1, "--json")
+    assert code == 0, err
     rows = json.loads(text)["rows"]
     assert len(rows) == 11 and all(row["seconds"] > 0 for row in rows)
-    assert not list(tmp_path.glob("bench-*")), "what was saved is gone"
+    assert not list(tmp_path.glob("bench-*")), "the saves are deleted"
 
 
 def test_bench_tensors_runs_small(bench: Any, tmp_path: Path) -> None:
-    code, text, told = bench("tensors", "--out", tmp_path, "--counts", "10,100", "--rounds", 1, "--json")
-    assert code == 0, told
+    code, text, err = bench("tensors", "--out", tmp_path, "--counts", "10,100", "--rounds", 1, "--json")
+    assert code == 0, err
     few, many = json.loads(text)["rows"]
-    assert (few["stored_tensors"], many["stored_tensors"]) == (8 + 2, 100 + 2)  # of 2 and 25 parameters, and generators
+    # 2 and 25 parameters with three tensors of the optimizer each, and those of the random number generators.
+    assert (few["stored_tensors"], many["stored_tensors"]) == (8 + 2, 100 + 2)
     assert many["manifest_bytes"] > few["manifest_bytes"]
 
 
 def test_bench_gpu_without_a_gpu_is_a_clear_error(bench: Any, tmp_path: Path) -> None:
-    code, _, told = bench("gpu", "--out", tmp_path)
-    assert code == 3 and "torch.cuda.is_available() is false here" in told
+    code, _, err = bench("gpu", "--out", tmp_path)
+    assert code == 3 and "torch.cuda.is_available() is false here" in err
 
 
 def test_unknown_options_are_refused_before_any_measurement(bench: Any, tmp_path: Path) -> None:
@@ -410,7 +411,7 @@ def test_unknown_options_are_refused_before_any_measurement(bench: Any, tmp_path
 
 
 def test_the_command_imports_quickly() -> None:
-    """`lastgood ls` loads it too, to show it in the help."""
+    """Every command of lastgood, such as `lastgood ls`, imports the module to list its commands in the help."""
     import subprocess
     import sys
 

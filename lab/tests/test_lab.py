@@ -1,4 +1,4 @@
-"""The lab: its shares, its trials, and a seeded slice of each experiment. The campaigns: `lastgood lab NAME`."""
+"""Experiments: their statistics, their trials, and a few seeded trials of each. `lastgood lab NAME` runs all trials."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_finished_trials_are_not_repeated(tmp_path):
     keys = [{"number": number} for number in range(5)]
     journal = Journal(tmp_path / "trials.jsonl")
     journal.put({"twice": -1}, number=3)
-    told: list[str] = []
-    rows = trials.run(keys, double, journal, 1, told.append)
-    assert [row["twice"] for row in rows] == [0, 2, 4, -1, 8] and told == ["5 of 5 trials"]
-    assert trials.run(keys, pytest.fail, Journal(tmp_path / "trials.jsonl"), 1, told.append) == rows
+    progress: list[str] = []
+    rows = trials.run(keys, double, journal, 1, progress.append)
+    assert [row["twice"] for row in rows] == [0, 2, 4, -1, 8] and progress == ["5 of 5 trials"]
+    assert trials.run(keys, pytest.fail, Journal(tmp_path / "trials.jsonl"), 1, progress.append) == rows
 
 
 def test_corruption_is_found_by_its_layer_and_never_loaded(tmp_path):
@@ -78,7 +78,7 @@ def test_a_killed_save_leaves_its_group_complete_or_absent(tmp_path):
             assert row["group"] != "torn" or mode == "unsafe"
     for point in crash.MAIN:
         row = crash.one({"mode": crash.IN_PLACE, "point": point, "call": -1, "half": False, "trial": 0, "seed": 0})
-        assert row["killed"] and row["group"] == "torn", "written in place, nothing survives"
+        assert row["killed"] and row["group"] == "torn", "a group that is written in place is torn"
 
 
 def test_an_experiment_writes_its_trials_summary_and_figures(tmp_path):
@@ -110,12 +110,12 @@ def test_a_timeline_aligns_disk_and_events_and_exports_a_standard_trace(tmp_path
     try:
         rows = timeline.run(options, lambda _: None)
     except Refused as error:
-        pytest.skip(f"{error}")  # the folder of the tests lies in memory
+        pytest.skip(f"{error}")  # the folder of the tests is not on a disk
     assert {"disk", "staged", "written", "durable"} <= {row["kind"] for row in rows}
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     saved = [one["name"] for one in events if one.get("cat") == "durable"]
     *periodic, _at_the_end = sorted(int(name.removeprefix("step ")) for name in saved)
-    assert periodic and all(step % 2 == 0 for step in periodic), "the save at the end is of any step"
+    assert periodic and all(step % 2 == 0 for step in periodic), "only the save at the end may have any step"
     assert all(one["dur"] > 0 for one in events if one["ph"] == "X")
     assert timeline.summary(rows)["events"]["durable"] == len(saved)
 
@@ -128,7 +128,7 @@ def test_a_timeline_of_no_disk_is_refused(tmp_path):
 
 @pytest.fixture
 def one_thread():
-    """A fork has none of the threads that torch computes with."""
+    """Limits torch to one thread, because its other compute threads do not exist in a forked process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -151,10 +151,12 @@ def test_record_costs_are_measured_with_the_waiting_time_of_their_calls(tmp_path
     rows = scale.run(options, lambda _: None)
     assert [(row["ranks"], row["pieces"]) for row in rows] == [(0, 0), (2, 4), (2, 16), (8, 16)]
     for row in rows[1:]:
-        assert row["parts"] == 2 * (row["pieces"] // row["ranks"]), "a rank of half as many reads two parts of each"
+        assert row["parts"] == 2 * (row["pieces"] // row["ranks"]), (
+            "one of half as many ranks reads two parts of each tensor"
+        )
         assert row["read_calls"] == row["ranks"] and row["delete_calls"] >= 2 * row["ranks"] + 1
-    told = scale.report(rows, options).markdown("lastgood lab scale", "2026-11-22")
-    assert "| 8 | 16 |" in told and "The coordinator needs at most" in told
+    text = scale.report(rows, options).markdown("lastgood lab scale", "2026-11-22")
+    assert "| 8 | 16 |" in text and "The coordinator needs at most" in text
     assert scale.summary(rows)["sizes"] == 3
     assert scale.run(options, pytest.fail) == rows, "nothing is left to do"
 
@@ -164,7 +166,7 @@ PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A mounted xfs, which can clone what lies in it."""
+    """The folder of a mounted xfs, which can clone files."""
     folder = tmp_path_factory.mktemp("powerloss")
     try:
         powerloss.here()
@@ -179,18 +181,18 @@ def test_the_model_counts_crash_states_by_the_next_system_call(tmp_path, monkeyp
     chosen = [one for one in powerloss.SCENARIOS if one.name in ("first_save", "first_save_on_slots")]
     monkeypatch.setattr(powerloss, "SCENARIOS", chosen)
     monkeypatch.setattr(powerloss, "here", lambda: (_ for _ in ()).throw(Refused("no root")))
-    said: list[str] = []
+    progress: list[str] = []
     options = powerloss.Options(tmp_path, plays=1, jobs=1)
-    rows = powerloss.run(options, said.append)
+    rows = powerloss.run(options, progress.append)
     assert {(row["scenario"], row["mode"]) for row in rows} == {
         ("first_save_on_slots", "atomic_dirsync"),
         *(("first_save", mode) for mode in powerloss.MODES),
     }
     steps = {row["step"] for row in rows if row["states"]}
     assert {"sync gen/*/COMMIT.json", "sync_dir gen/*", "write slots/table", "at the end"} <= steps, steps
-    assert not any(row["violations"] for row in rows) and said[-1] == "real file systems are left out: no root."
-    told = powerloss.report(rows, options).markdown("lastgood lab powerloss", "2026-11-22")
-    assert f"| all | {sum(row['states'] for row in rows if row['mode'] == 'atomic_dirsync'):,} | 0 |" in told
+    assert not any(row["violations"] for row in rows) and progress[-1] == "real file systems are left out: no root."
+    text = powerloss.report(rows, options).markdown("lastgood lab powerloss", "2026-11-22")
+    assert f"| all | {sum(row['states'] for row in rows if row['mode'] == 'atomic_dirsync'):,} | 0 |" in text
     assert powerloss.summary(rows)["model_states"] == sum(row["states"] for row in rows)
 
 
@@ -207,11 +209,11 @@ def test_the_bench_of_ranks_alternates_with_dcp_and_reports_bytes(tmp_path):
     options = ranks.Options(tmp_path, mib=24, ranks=(2,), rounds=1)
     rows = ranks.run(options, lambda _: None)
     speed, replicas, agreeing, planning = rows
-    assert all(len(speed[f"{who} {verb}"]) == 1 for who in (ranks.OURS, ranks.THEIRS) for verb in ("save", "load"))
+    assert all(len(speed[f"{name} {verb}"]) == 1 for name in (ranks.OURS, ranks.THEIRS) for verb in ("save", "load"))
     assert replicas["written"] == replicas["unique"] == sum(replicas["by_rank"])
     assert len(agreeing["seconds"]) == len(planning["seconds"]) == ranks.AGREEMENTS
-    told = ranks.report(rows, options).markdown("lastgood bench ranks", "2026-11-22")
-    assert "| 2 | save |" in told and "2 ranks of DDP: 1.0000 bytes written" in told
+    text = ranks.report(rows, options).markdown("lastgood bench ranks", "2026-11-22")
+    assert "| 2 | save |" in text and "2 ranks of DDP: 1.0000 bytes written" in text
     assert ranks.run(options, pytest.fail) == rows, "nothing is left to do"
 
 
@@ -219,6 +221,6 @@ def test_the_bench_of_the_guard_measures_checks_and_parity(tmp_path):
     options = guard.Options(tmp_path, mib=8, rounds=1)
     rows = guard.run(options, lambda _: None)
     assert [row["contender"] for row in rows] == list(guard.NAMES)
-    told = guard.report(rows, options).markdown("lastgood bench guard", "2026-11-21")
-    assert f"{guard.VERIFY} / {guard.FILE}, round by round" in told and "Parity takes 0.2" in told
+    text = guard.report(rows, options).markdown("lastgood bench guard", "2026-11-21")
+    assert f"{guard.VERIFY} / {guard.FILE}, round by round" in text and "Parity takes 0.2" in text
     assert guard.run(options, pytest.fail) == rows, "nothing is left to do"

@@ -1,4 +1,4 @@
-"""`lastgood report`: one page of what benchmarks and experiments have written."""
+"""`lastgood report`: one page with the reports of benchmarks and experiments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_report_is_one_self_contained_page_with_every_table_and_plot(folders, 
     code, report = call_json("report", *folders, "--out", out)
     text = out.read_text()
     assert code == 0 and report["bytes"] == len(text.encode())
-    assert "<td>3 of 4</td>" in text and "Killed &amp; &lt;b&gt;left&lt;/b&gt;" in text, "markup is shown, not obeyed"
+    assert "<td>3 of 4</td>" in text and "Killed &amp; &lt;b&gt;left&lt;/b&gt;" in text, "markup in a report is escaped"
     drawn = [base64.b64decode(one).decode() for one in re.findall(r"base64,([^\"]+)", text)]
     assert drawn == ["<svg>lab</svg>", "<svg>bench</svg>"]
     assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text

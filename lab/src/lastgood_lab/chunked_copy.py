@@ -1,4 +1,4 @@
-"""A workload's tensors as one run of bytes: copied out in chunks, written to a store, and loaded back."""
+"""Lays out a workload's tensors as one sequence of bytes, which is copied in chunks to a store and back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .stores import Store
 
 
 class Snapshot:
-    """The tensors of a workload, laid out in chunks. Copies without the interpreter's lock, one thread a chunk."""
+    """The tensors of a workload, laid out in chunks. Several threads may copy chunks at once, without the GIL."""
 
     def __init__(self, workload: Workload, chunk_bytes: int) -> None:
         self._workload = workload
         live = workload.tensors()
         tensors = {name: as_bytes(one) for name, one in live.items()}
-        assert all(tensors[name].data_ptr() == one.data_ptr() for name, one in live.items()), "a tensor is no plain run"
+        assert all(tensors[name].data_ptr() == one.data_ptr() for name, one in live.items()), "not contiguous"
         (image,) = layout.images(
             layout.Tensor(name, dtype_name(one.dtype), tuple(one.shape)) for name, one in live.items()
         )
@@ -42,18 +42,18 @@ class Snapshot:
         return len(self._segments)
 
     def padded(self, index: int) -> int:
-        """Bytes of a chunk, up to a whole block."""
+        """The bytes of a chunk in a slot: the last chunk is rounded up to whole blocks."""
         return min(self.chunk_bytes, self.slot_bytes - index * self.chunk_bytes)
 
     def keep_volatile(self) -> dict[int, torch.Tensor]:
-        """Copies of the tensors that the forward pass may change, taken before the loop goes on."""
+        """Return copies of the tensors that the forward pass may change, made before the loop continues."""
         kept = {at: self._tensors[at].clone() for at in self._volatile}
         if self._stream is not None:
             torch.cuda.current_stream().synchronize()
         return kept
 
     def copy_out(self, index: int, buffer: memoryview, kept: dict[int, torch.Tensor]) -> None:
-        """Live state -> buffer."""
+        """Copy a chunk of the live state, with the tensors in `kept` instead of the live ones, into `buffer`."""
         target = np.frombuffer(buffer, np.uint8)
         for place, start, at, length in self._segments[index]:
             if place < 0:
@@ -69,7 +69,7 @@ class Snapshot:
             self._stream.synchronize()
 
     def copy_in(self, index: int, buffer: memoryview) -> None:
-        """Buffer -> live state."""
+        """Copy a chunk from `buffer` into the live state."""
         source = torch.frombuffer(buffer, dtype=torch.uint8)
         for place, start, at, length in self._segments[index]:
             if place >= 0:
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def open_arena(workload: Workload, arena_bytes: int, chunk_bytes: int, held: ExitStack) -> Arena:
-    """An arena, pinned for copies from a GPU until `held` is closed."""
+    """Allocate an arena. If the workload is on a GPU, the arena is pinned for copies until `held` is closed."""
     arena = Arena(arena_bytes, chunk_bytes)
     if workload.device.type == "cuda":
         held.callback(Pin(arena).release)
@@ -85,6 +85,7 @@ def open_arena(workload: Workload, arena_bytes: int, chunk_bytes: int, held: Exi
 
 
 def load_newest(store: Store, snapshot: Snapshot, arena: Arena, readers: ThreadPoolExecutor) -> int:
+    """Load the newest state of a store into the workload; returns its step, or 0 if the store has none."""
     newest = store.newest()
     if newest is None:
         return 0
@@ -102,12 +103,14 @@ def load_newest(store: Store, snapshot: Snapshot, arena: Arena, readers: ThreadP
 
 
 def lease_chunk(arena: Arena) -> Lease:
+    """Wait for a free chunk of the arena. The caller owns the lease and must release it."""
     lease = arena.take()
     assert lease is not None
     return lease
 
 
 def write_chunk(store: Store, slot: int, lease: Lease, snapshot: Snapshot, index: int) -> None:
+    """Write a filled chunk to a slot, and release its lease."""
     try:
         store.write(slot, lease.buffer[: snapshot.padded(index)], index * snapshot.chunk_bytes)
     finally:

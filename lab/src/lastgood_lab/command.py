@@ -1,7 +1,7 @@
-"""The commands `lastgood bench NAME`, `lastgood lab NAME` and `lastgood report`: arguments and answers.
+"""The commands `lastgood bench NAME`, `lastgood lab NAME` and `lastgood report`: their arguments and answers.
 
 They are entry points of the group "lastgood.commands". Every command of lastgood imports this module, because the help
-lists them; so torch and matplotlib are imported only when a benchmark runs.
+lists these commands, too. Therefore torch and matplotlib are imported only when a benchmark runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lastgood.run import paths
 from lastgood.units import size as size_text
 
 app = typer.Typer(
-    help="Measure on this machine, beside other packages. Long runs show progress and resume where they stopped.",
+    help="Measure lastgood and other packages on this machine. Long runs show progress and resume where they stopped.",
     no_args_is_help=True,
 )
 Out = Annotated[
@@ -31,13 +31,13 @@ Place = Annotated[
     Path | None,
     typer.Option("--place", metavar="DIR", help="Directory to save into, on the disk to measure (default: --out)."),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="Rounds; each measures every contender once, in turns.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds, each of which measures every contender once.")]
 Scale = Annotated[
     float, typer.Option(min=0.001, max=1, help="Size of the networks, as a share of their published parameters.")
 ]
 Work = Annotated[
     float,
-    typer.Option(min=0.001, max=4, help="Size of the batch, as a share of the usual one: shorter or longer steps."),
+    typer.Option(min=0.001, max=4, help="Size of the batch, as a share of the standard one: shorter or longer steps."),
 ]
 Writers = Annotated[int, typer.Option(min=1, help="Writer threads of each save.")]
 Device = Annotated[str, typer.Option(help="Device of the tensors: cpu or cuda.")]
@@ -45,7 +45,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 class Benchmark(Protocol):
-    """A module that is a benchmark: it measures, and makes a report of its measurements."""
+    """The interface of a module that is a benchmark: it measures, and makes a report of its measurements."""
 
     def run(self, options: Any, progress: Any) -> Sequence[Any]: ...
     def report(self, rows: Any, options: Any) -> Any: ...
@@ -55,13 +55,13 @@ class Benchmark(Protocol):
 def durable(
     out: Out,
     place: Place = None,
-    only: Annotated[list[str], typer.Option(help="Measure this contender only; may be given several times.")] = [],  # noqa: B006
+    only: Annotated[list[str], typer.Option(help="Measure only this contender; may be given several times.")] = [],  # noqa: B006
     scale: Scale = 1.0,
     rounds: Rounds = 5,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
-    """Durable write of one large state, and how long the caller waits, beside raw direct I/O, torch.save and DCP."""
+    """Time a durable write of one large state and the caller's wait, beside raw direct I/O, torch.save and DCP."""
     from . import durable as bench
     from .contenders import CONTENDERS
 
@@ -79,7 +79,7 @@ def interval(
     scale: Scale = 1.0,
     work: Work = 1.0,
     rounds: Rounds = 5,
-    least_steps: Annotated[int, typer.Option(min=1, help="Least number of timed steps of a measurement.")] = 10,
+    least_steps: Annotated[int, typer.Option(min=1, help="Smallest number of timed steps of a measurement.")] = 10,
     kills: Annotated[
         int,
         typer.Option(min=0, help="Kills for each policy and interval of the first model; 0: recovery is not measured."),
@@ -91,7 +91,7 @@ def interval(
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
-    """Training throughput and recovery time against the interval between saves, for each policy."""
+    """Measure training throughput and recovery time at each interval between saves, for each policy."""
     from . import interval as bench
     from .models import MODELS
     from .policies import POLICIES
@@ -130,7 +130,7 @@ def goodput(
         float | None, typer.Option(help="Measurements with this --work, if the journal has several.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="Policy that the given costs are of; chooses the published formula.")
+        str, typer.Option(help="Policy of the given costs, which determines the published formula.")
     ] = "lastgood",
     intervals: Annotated[
         str, typer.Option(help="Steps between saves, comma-separated, for given costs.")
@@ -139,14 +139,14 @@ def goodput(
         float,
         typer.Option(min=0, help="Seconds of a step (t). If given, costs are those of the options, not of a journal."),
     ] = 0.0,
-    stall_seconds: Annotated[float, typer.Option(min=0, help="Seconds that a save adds to the loop.")] = 0.0,
+    stall_seconds: Annotated[float, typer.Option(min=0, help="Seconds by which a save delays the loop.")] = 0.0,
     save_seconds: Annotated[float, typer.Option(min=0, help="Seconds until a save is durable (Tw).")] = 0.0,
     load_seconds: Annotated[float, typer.Option(min=0, help="Seconds of loading (l).")] = 0.0,
     restart_seconds: Annotated[float, typer.Option(min=0, help="Seconds from a failure until loading begins.")] = 0.0,
     in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight (N).")] = 1,
     as_json: Json = False,
 ) -> Answer:
-    """Goodput against the interval when a spot trace is replayed, and by the published formula."""
+    """Compute goodput at each interval when a spot trace is replayed, and by the published formula."""
     from . import goodput as bench
     from .replay import Costs
 
@@ -176,14 +176,14 @@ def size(
         str, typer.Option(help="Sizes of the state, MiB, comma-separated.")
     ] = "1,4,16,64,256,1024,4096",
     knob_mib: Annotated[
-        int, typer.Option(min=0, help="Size of the state with which each option is varied, MiB; 0: none.")
+        int, typer.Option(min=0, help="Size of the state with which each option is varied, MiB; 0: vary none.")
     ] = 512,
     burst: Annotated[int, typer.Option(min=1, help="Saves in a row when an option is varied.")] = 6,
     rounds: Rounds = 5,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> Answer:
-    """Time of a save against the size of the state, and against each option of a Checkpointer."""
+    """Time saves of states of several sizes, and with several values of each option of a Checkpointer."""
     from . import size as bench
 
     sizes = tuple(_whole(one, "--sizes-mib") for one in sizes_mib.split(","))
@@ -192,7 +192,7 @@ def size(
 
 @app.command()
 def restore(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, as_json: Json = False) -> Answer:
-    """Restore of one large state, verified, beside a raw direct read, torch.load and dcp.load."""
+    """Time a verified restore of one large state, beside a raw direct read, torch.load and dcp.load."""
     from . import restore as bench
 
     return _measured(bench, bench.Options(out, place, scale, rounds), out)
@@ -209,7 +209,7 @@ def tensors(
     in_flight: Annotated[int, typer.Option(min=1, help="Saves in flight while memory is measured.")] = 2,
     as_json: Json = False,
 ) -> Answer:
-    """Time, metadata and memory of a save as the number of tensors grows."""
+    """Measure time, metadata and memory of a save as the number of tensors grows."""
     from . import tensors as bench
 
     return _measured(
@@ -226,7 +226,7 @@ def guard(
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> Answer:
-    """Cost of verification, beside reading memory, and cost of parity."""
+    """Measure the cost of verification, beside reading memory, and the cost of parity."""
     from . import guard as bench
 
     return _measured(bench, bench.Options(out, mib, rounds), out)
@@ -240,7 +240,7 @@ def ranks(
     place: Place = None,
     as_json: Json = False,
 ) -> Answer:
-    """Saves and loads by several processes, beside torch.distributed.checkpoint."""
+    """Time saves and loads by several processes, beside torch.distributed.checkpoint."""
     from . import ranks as bench
 
     return _measured(bench, bench.Options(out, mib, rounds=rounds, place=place), out)
@@ -248,7 +248,7 @@ def ranks(
 
 @app.command()
 def gpu(out: Out, place: Place = None, as_json: Json = False) -> Answer:
-    """`durable` and `interval` on CUDA, in about eight minutes, with a short table at the end."""
+    """Run `durable` and `interval` on CUDA in about eight minutes, with a short table at the end."""
     import torch
 
     if not torch.cuda.is_available():
@@ -266,7 +266,7 @@ def _measured(bench: Benchmark, options: Any, out: Path) -> Answer:
 
     out.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # DCP warns of it at every save
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # from DCP, at every save
         found = bench.report(bench.run(options, _report_progress), options)
     command = command_line()
     files = found.write(out, command, today())
@@ -301,7 +301,7 @@ def _whole(text: str, option: str) -> int:
 # ---- lab -----------------------------------------------------------------------------------------------------
 
 lab = typer.Typer(
-    help="Experiments that try to break a promise, many times. They resume where they stopped.",
+    help="Run experiments that try to break a promise in many trials. They resume where they stopped.",
     no_args_is_help=True,
 )
 Trials = Annotated[int, typer.Option(min=1, help="Trials of each kind.")]
@@ -329,7 +329,7 @@ def crash(out: Out, trials: Trials = 400, seed: Seed = 0, jobs: Jobs = 2, as_jso
 
 @lab.command()
 def latency(out: Out, trials: Trials = 400, seed: Seed = 0, place: Place = None, as_json: Json = False) -> Answer:
-    """Seconds until a save is done, in the three write modes, from 192 KB to 1 GB."""
+    """Measure the latency of a save in the three write modes, from 192 KB to 1 GB."""
     from . import latency as experiment
 
     return _tried(experiment, experiment.Options(out, trials, seed, place=place), out)
@@ -342,7 +342,7 @@ def timeline(
     place: Place = None,
     as_json: Json = False,
 ) -> Answer:
-    """Disk activity beside the events of saves: a figure, and a trace file for Perfetto."""
+    """Record disk activity and the events of saves, as a figure and as a trace file for Perfetto."""
     from . import timeline as experiment
 
     return _tried(experiment, experiment.Options(out, seconds, place=place), out)
@@ -350,7 +350,7 @@ def timeline(
 
 @lab.command()
 def peers(out: Out, trials: Trials = 200, seed: Seed = 0, jobs: Jobs = 2, as_json: Json = False) -> Answer:
-    """The same damage, kills and failing writes for torch.save, DCP and this project, side by side."""
+    """Apply the same damage, kills and failing writes to torch.save, DCP and lastgood."""
     from . import peers as experiment
     from .trials import Options
 
@@ -368,7 +368,7 @@ def powerloss(
     ] = 3,
     as_json: Json = False,
 ) -> Answer:
-    """Crash states in a model of a disk; then, as root, power loss on ext4, xfs and btrfs in image files."""
+    """Test crash states in a model of a disk and, as root, power loss on ext4, xfs and btrfs in image files."""
     from . import powerloss as experiment
 
     return _tried(experiment, experiment.Options(out, trials, seed, jobs, plays), out)
@@ -376,7 +376,7 @@ def powerloss(
 
 @lab.command()
 def scale(out: Out, place: Place = None, as_json: Json = False) -> Answer:
-    """Cost of the records of a save, with up to 16,384 ranks and a million pieces."""
+    """Measure the cost of a save's records with up to 16,384 ranks and a million pieces."""
     from . import scale as experiment
 
     return _tried(experiment, experiment.Options(out, place=place), out)
@@ -402,13 +402,13 @@ def _tried(experiment: Any, options: Any, out: Path) -> Answer:
 
 def report(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="What bench and lab wrote.", show_default=False)
+        list[Path], typer.Argument(metavar="DIR...", help="Directories that bench and lab wrote.", show_default=False)
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The page.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its heading.")] = "lastgood: what was measured",
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File of the page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Heading of the page.")] = "lastgood: measurements",
     as_json: Json = False,
 ) -> Answer:
-    """One self-contained page with the tables and plots of every bench and lab in these folders."""
+    """Write one self-contained page with the tables and figures of every bench and lab in these directories."""
     from . import page
 
     folders = [Path(paths.local(str(one), "DIR")) for one in folders]

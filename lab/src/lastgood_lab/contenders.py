@@ -1,6 +1,6 @@
-"""The contenders of `lastgood bench durable`: this project, raw direct writes, and the packages that are installed.
+"""The contenders of `lastgood bench durable`: lastgood, raw direct writes, and other checkpointing packages.
 
-Each contender is opened once, on a directory of its own, and returns a function that saves once and times it.
+Each contender is opened once with a directory of its own, and returns a function that makes and times one save.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ RAW, OVERWRITE = "raw direct write", "raw direct overwrite"
 OURS, SLOTS, MAPPED = "lastgood", "lastgood, slots", "lastgood, slots, mmap"
 IN_A_ROW, SLOTS_IN_A_ROW = "lastgood, in a row", "lastgood, slots, in a row"
 ROW_SAVES = 8
-"""saves in a row, each begun when the one before is durable: verification and deletion come between or beside them"""
+"""The number of saves in a row. Each begins when the previous one is durable, so that verification and deletion happen
+between or during them."""
 
 
 class Timing(NamedTuple):
-    """Seconds from the call: until the loop may go on, until it says it is done, until it is durable."""
+    """Seconds from the call of a save until the loop may continue, the save reports completion, and it is durable."""
 
     waits: float
     done: float
@@ -47,7 +48,7 @@ class Timing(NamedTuple):
 
 
 class Bench:
-    """What a contender saves, and a directory of its own to save into."""
+    """The model and optimizer that a contender saves, and the directory into which it saves them."""
 
     def __init__(self, trained: Trained, place: Path) -> None:
         self.trained, self.place = trained, place
@@ -55,11 +56,11 @@ class Bench:
         self.step = 0
 
     def plain(self) -> dict[str, Any]:
-        """The state as the other packages take it."""
+        """The state in the form that the other packages accept."""
         return {"model": self.trained.module.state_dict(), "optimizer": self.trained.optimizer.state_dict()}
 
     def fresh(self) -> Path:
-        """A path that was not used before."""
+        """Return a path that was not used before."""
         self.step += 1
         return self.place / f"save-{self.step:06d}"
 
@@ -68,19 +69,25 @@ Save = Callable[[], Timing]
 
 
 class Contender(NamedTuple):
-    """`made` opens it and returns how to save once. Each save deletes its files after the clock has stopped."""
+    """A way to save. `made` opens it and returns a function that saves once.
+
+    Each save deletes its files after its times were taken.
+    """
 
     made: Callable[[Bench, contextlib.ExitStack], Save]
     needs: str = ""
-    """a package that must be importable, or empty"""
+    """a package that must be installed, or empty"""
 
     def available(self) -> bool:
-        """Whether it can run on this machine."""
+        """Whether the package that it needs is installed."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None
 
 
 def _raw(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """The same bytes from warm, aligned memory: O_DIRECT into a preallocated new file; fsync of it and its folder."""
+    """Write as many bytes as the state has from warm, aligned memory, with O_DIRECT into a new preallocated file.
+
+    The file and its directory are synced.
+    """
     view = warm_memory(RAW_CHUNKS)
 
     def write(threads: int) -> float:
@@ -98,7 +105,7 @@ def _raw(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 
 def _raw_overwrite(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """The same bytes over a file that is there and was written before: no allocation, one flush."""
+    """Write as many bytes as the state has over an existing file: no allocation and one fsync."""
     view, path = warm_memory(RAW_CHUNKS), bench.fresh()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
     stack.callback(os.close, fd)
@@ -113,7 +120,7 @@ def _raw_overwrite(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 
 def _with_the_best_count(write: Callable[[int], float]) -> Save:
-    """Save with the number of threads that was fastest in the better of two tries."""
+    """Save with the fastest number of threads, which is found by writing twice with each and taking the better time."""
     threads = min(RAW_THREADS, key=lambda count: min(write(count), write(count)))
 
     def save() -> Timing:
@@ -124,7 +131,7 @@ def _with_the_best_count(write: Callable[[int], float]) -> Save:
 
 
 def warm_memory(chunks: int) -> memoryview:
-    """Touched before, and in huge pages where they can be had: direct I/O into small ones is slower."""
+    """Allocate memory in huge pages if possible, because direct I/O from small ones is slower, and fault it in."""
     memory = mmap.mmap(-1, chunks * CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = os.urandom(len(memory))
@@ -178,7 +185,7 @@ def _ours(place: str, in_a_row: int = 1, **options: Any) -> Callable[[Bench, con
 
 
 def _torch_save(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """torch.save; to make it durable: fsync, rename, fsync of the directory."""
+    """torch.save; made durable by an fsync of the file, a rename and an fsync of the directory."""
 
     def save() -> Timing:
         path, begun = bench.fresh(), time.perf_counter()
@@ -196,7 +203,7 @@ def _torch_save(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 
 def _dcp(threads: int) -> Callable[[Bench, contextlib.ExitStack], Save]:
-    """dcp.save with its default sync_files=True; missing are the metadata's and the directory's fsync."""
+    """dcp.save with its default sync_files=True, which leaves out the fsync of the metadata and of the directory."""
 
     def made(bench: Bench, stack: contextlib.ExitStack) -> Save:
         def write(path: Path) -> None:
@@ -229,7 +236,7 @@ def _dcp_async(kind: AsyncCheckpointerType) -> Callable[[Bench, contextlib.ExitS
 
 
 def _folder_save(bench: Bench, write: Callable[[Path], Any]) -> Save:
-    """Time a peer that makes a folder; an asynchronous one returns a future."""
+    """Time a contender that creates a folder. An asynchronous `write` returns a future, or an object with `wait`."""
 
     def save() -> Timing:
         path, begun = bench.fresh(), time.perf_counter()
@@ -249,7 +256,7 @@ def _folder_save(bench: Bench, write: Callable[[Path], Any]) -> Save:
 
 
 def _torch_checkpointing(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """Without its direct I/O, with which version 0.1.1 fails on ext4 (EINVAL at the unaligned tail)."""
+    """torch_checkpointing without direct I/O, with which version 0.1.1 fails on ext4 (EINVAL at the unaligned end)."""
     from torch_checkpointing import CheckpointManager
     from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
 
@@ -260,14 +267,14 @@ def _torch_checkpointing(bench: Bench, stack: contextlib.ExitStack) -> Save:
 
 
 def _torchsnapshot(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """It aliases live tensors of 128 MiB and more: fast, and no snapshot of what is trained on meanwhile."""
+    """torchsnapshot, which does not copy tensors of 128 MiB and more: fast, but no snapshot if training continues."""
     from torchsnapshot import Snapshot, StateDict
 
     return _folder_save(bench, lambda path: Snapshot.async_take(str(path), {"state": StateDict(**bench.plain())}))
 
 
 def _moonclip(bench: Bench, stack: contextlib.ExitStack) -> Save:
-    """Its flush() syncs what it wrote."""
+    """moonclip, whose flush() syncs the files that it wrote."""
     from moonclip import CheckpointManager
 
     manager = CheckpointManager(str(bench.place / "moonclip"), max_full_snapshots=1)
@@ -291,7 +298,7 @@ def _orbax(bench: Bench, stack: contextlib.ExitStack) -> Save:
     stack.callback(checkpointer.close)
 
     class Finished:
-        """Waits until the last save is done."""
+        """Waits until the last save is completed."""
 
         wait = staticmethod(checkpointer.wait_until_finished)
 

@@ -1,9 +1,9 @@
-"""`lastgood lab corrupt`: committed bytes are changed; which layer detects it, and what a restore loads.
+"""`lastgood lab corrupt`: changes committed bytes, and records which layer detects it and what a restore loads.
 
-The group is the study's: a small model, its optimizer and the random number generators, 192 KB. Each trial takes a copy
-of one run of two verified generations, changes the newest in one way drawn from its seed, and asks: did a byte change;
-which layers of the guard detect it, each by itself; what does a restore load, and is it to the bit what was saved; and
-is every file restored to its old content where there is parity.
+The state is the group of files of the study that `crash.py` describes: a small model, its optimizer and the random
+number generators, 192 KB. Each trial copies a run with two verified generations and damages the newest in one way. It
+records whether a byte changed, which layers of the guard detect that (each by itself), which generation a restore
+loads, whether the loaded state equals the saved one bit for bit, and whether every file has its old content again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OLDER, NEWER = 10, 20
 PARITIES = ("none", "10+2")
 SECTOR_BYTES = 512
 CLEAN = 3
-"""times as many trials in which nothing is done: false positives are rarer than anything else"""
+"""The factor for the number of trials without damage: false positives are rarer than any other outcome."""
 
 
 # ---- damage --------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def _truncate(data: bytearray, chance: random.Random) -> None:
 
 
 def _garbage(data: bytearray, chance: random.Random) -> None:
-    """A page that was meant for somewhere else."""
+    """Overwrite one page with random bytes, like a page that was written to the wrong place."""
     start = chance.randrange(max(1, len(data) // PAGE_BYTES)) * PAGE_BYTES
     data[start : start + PAGE_BYTES] = chance.randbytes(len(data[start : start + PAGE_BYTES]))
 
@@ -121,7 +121,7 @@ KINDS: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def group(seed: int) -> dict[str, Any]:
-    """Model and optimizer; the generators are captured without asking."""
+    """The state that is saved: model and optimizer. A Checkpointer adds the random number generators by itself."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 60))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -146,7 +146,7 @@ def advance(state: dict[str, Any]) -> None:
 
 
 class _Base:
-    """A run of each parity, and what its generations hold."""
+    """A run for each kind of parity, and the tensors of its generations."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.saved = root, dict[int, list[torch.Tensor]]()
@@ -158,21 +158,21 @@ class _Base:
                     self.saved[step] = [one.detach().clone() for one in [*tensors_of(state), torch.get_rng_state()]]
                     ckpt.save(step)
                     ckpt.wait()
-            torch.manual_seed(1)  # of no consequence to what is saved, but for the generators
+            torch.manual_seed(1)  # a later restore has to bring back other generator states than these
 
 
 _base: list[_Base] = []
-"""of this process: made before its first trial"""
+"""The runs that the trials of this process copy; `begin` adds them before the first trial."""
 
 
 def begin(root: Path) -> None:
-    """Make the run that the trials of this process copy."""
+    """Make the runs that the trials of this process copy."""
     torch.set_num_threads(1)
     _base.append(_Base(Path(tempfile.mkdtemp(dir=root))))
 
 
 def one(key: Row) -> Row:
-    """One trial."""
+    """Run one trial and return its outcome."""
     base, chance = _base[-1], random.Random(str(sorted(key.items())))
     with tempfile.TemporaryDirectory(dir=base.root) as working:
         root = Path(shutil.copytree(base.root / key["parity"], Path(working) / "run", symlinks=True))
@@ -216,11 +216,11 @@ def _fired(root: Path) -> set[str]:
     return found | ({"pointer"} if survey.pointer is None else set())
 
 
-# ---- all of them ---------------------------------------------------------------------------------------------
+# ---- all trials ----------------------------------------------------------------------------------------------
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    Code(*parity_layout.parsed(PARITIES[1]))  # refuses here where no parity library is installed
+    Code(*parity_layout.parsed(PARITIES[1]))  # raises before any trial if no parity library is installed
     keys = [
         {"kind": kind, "parity": parity, "trial": trial, "seed": options.seed}
         for parity in PARITIES
@@ -264,15 +264,15 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     return Report(
         name="corrupt",
         title="Corruption: which layer detects it, and what a restore loads",
-        about="Each trial changes the newest of two verified generations in one way. Layers in per cent of the trials "
-        "that changed a byte, each asked by itself.",
+        about="Each trial damages the newest of two verified generations in one way. The columns of layers give the "
+        "per cent of the trials with a changed byte that this layer detects by itself.",
         tables=tables,
         rows=rows,
         notes=[
-            f"False positives on what was not changed: {share(clean, itemgetter('detected')).as_text()}.",
+            f"False positives in trials without a changed byte: {share(clean, itemgetter('detected')).as_text()}.",
             f"Wrong loads over all trials: {share(rows, itemgetter('wrong')).as_text()}.",
-            "A zeroed range that was zero before changes no byte: there is nothing to find, and it is not counted as "
-            "missed. (The study counted one such range of 400 as missed.)",
+            "A zeroed range that was zero before changes no byte, so that nothing is there to detect, and it does not "
+            "count as missed. (The study counted one such range of 400 as missed.)",
             "Intervals are Wilson's; the study's are Clopper-Pearson.",
         ],
         figures={"detection": lambda: _figure(rows)},
@@ -312,7 +312,7 @@ def _percent(one: Share) -> str:
 
 
 def _figure(rows: Sequence[Row]) -> Figure:
-    """Detection by layer and kind, as the study's figure 5, with intervals."""
+    """Draw detection by layer and kind, as in the study's figure 5, with confidence intervals."""
     from .figures import panels
 
     kinds = [kind for kind in KINDS if kind != "none"]

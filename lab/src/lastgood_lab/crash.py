@@ -1,12 +1,14 @@
-"""`lastgood lab crash`: a process is killed at every step of the protocol, in all three write modes; what is left.
+"""`lastgood lab crash`: kills a process at every step of the commit protocol, in all three write modes.
 
-Two things are judged. The *group being written* is complete, absent or torn: the study's question. The *run* is usable
-or not: whether a restore brings back, to the bit, the newest state whose save was acknowledged, or the one that was
-being written. A kill leaves what was written in the page cache, so it is the mild crash. One more arm writes the way
-the study's unsafe mode did: in place, under the final names, one group for ever.
+The experiment repeats one of a study of crash-consistent checkpointing on macOS (APFS), called "the study" below, which
+killed only its unsafe write mode. Two things are examined after each kill. The *group*, which consists of the files of
+one save, is complete, absent or torn; this is the study's question. The *run* is usable if a restore loads, bit for
+bit, the newest state whose save was acknowledged, or the state that was being written. A kill is a mild crash, because
+the page cache keeps everything that was written. One further arm writes as the study's unsafe mode did: in place and
+under the final names, always into the same group.
 
-Each trial is a fork of a process that holds a run of one verified generation, saves the next, and kills itself with
-SIGKILL just before one call to the file system, or half way through one.
+In each trial, a forked process opens a run with one verified generation, saves the next one, and kills itself with
+SIGKILL just before one call to the file system or in the middle of a write.
 """
 
 from __future__ import annotations
@@ -50,9 +52,9 @@ MODES: tuple[WriteMode, ...] = ("atomic_dirsync", "atomic_nodirsync", "unsafe")
 IN_PLACE = "in place, as the study"
 CHUNK_BYTES = 16 << 10
 MODEL_BYTES, OPTIMIZER_BYTES, RNG_BYTES = 64 << 10, 128 << 10, 5 << 10
-"""192 KB, as the study's group"""
+"""About 192 KB in all, as the study's group."""
 MAIN = ("after_model", "before_manifest", "manifest_partial", "before_commit")
-"""the study's four"""
+"""The four points at which the study killed its processes."""
 MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
 
 
@@ -60,7 +62,7 @@ MANIFEST, DATA = layout.manifest_name(0), layout.blob_name(0)
 
 
 class KillingFiles(NotingFiles):
-    """Kills its own process before one of the calls that change something, or half way through a write."""
+    """Kills its own process before call number `at` of those that change something, or after half of that write."""
 
     def __init__(self, root: Path, at: int = -1, half: bool = False) -> None:
         self.calls: list[str] = []
@@ -80,7 +82,7 @@ class KillingFiles(NotingFiles):
 
 
 def _short_path(path: str) -> str:
-    """A path without the names that differ between trials."""
+    """Replace the names in a path that differ between trials."""
     name = re.sub(r"\.json\.[0-9]+-[0-9]+\.tmp$", ".json.tmp", os.path.basename(path))
     if not path:
         return "the run"
@@ -94,11 +96,11 @@ def die() -> NoReturn:
     raise AssertionError("still alive")
 
 
-# ---- what is saved -------------------------------------------------------------------------------------------
+# ---- the saved state -----------------------------------------------------------------------------------------
 
 
 def content(step: int, seed: int) -> State:
-    """Tensors of the group; the widths of their names put the model first in the file."""
+    """The tensors of the group. The prefixes of their names place the model first in the file."""
 
     def some(name: str, size: int) -> bytes:
         return hashlib.shake_256(f"{step} {seed} {name}".encode()).digest(size)
@@ -128,7 +130,7 @@ def _begin_run(root: Path, mode: WriteMode, seed: int) -> None:
 def _go_on(
     root: Path, mode: WriteMode, seed: int, files: PosixFiles, acknowledged: Callable[[], object] = lambda: None
 ) -> None:
-    """What the killed process does: open, continue, save, verify, point, delete."""
+    """Do the work of the process that is killed: open, continue, save, verify, point and delete."""
     run = _opened(root, mode, files)
     newest = run.lineage()[0]
     run.begin(newest.id)
@@ -138,7 +140,7 @@ def _go_on(
 
 
 def calls_of(mode: WriteMode) -> list[str]:
-    """Every call of that life that changes something, by name, in order."""
+    """Return the names of all calls with which the process that is killed would change something, in order."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         _begin_run(root, mode, 0)
@@ -148,7 +150,7 @@ def calls_of(mode: WriteMode) -> list[str]:
 
 
 def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
-    """(name, call, half way) of each place to be killed at: the study's four, then before every call."""
+    """(name, number of the call, whether after half of it) of each kill: the study's four, then before every call."""
     calls = calls_of(mode)
     writes = [at for at, call in enumerate(calls) if call == f"write {DATA}"]
     manifest = [at for at, call in enumerate(calls) if MANIFEST in call]
@@ -164,13 +166,13 @@ def points(mode: WriteMode) -> list[tuple[str, int, bool]]:
     return main + [(f"{at:02d} {call}", at, False) for at, call in enumerate(calls)]
 
 
-# ---- the study's form ----------------------------------------------------------------------------------------
+# ---- the arm of the study ------------------------------------------------------------------------------------
 
 _PARTS = {"model": "a_model", "optimizer": "b_optimizer", "rng": "c_rng"}
 
 
 def _write_in_place(folder: Path, step: int, seed: int, stop: str) -> None:
-    """Every file under its final name, nothing synced; killed at `stop`, or never."""
+    """Write every file under its final name without any fsync; the process is killed at the point `stop`, if any."""
     state, sums = content(step, seed), {}
     for name, part in _PARTS.items():
         (folder / f"{name}.bin").write_bytes(state[part])
@@ -192,7 +194,7 @@ def _write_in_place(folder: Path, step: int, seed: int, stop: str) -> None:
 
 
 def _read_in_place(folder: Path, seed: int) -> tuple[str, str]:
-    """The group, and why it is not complete."""
+    """Return the state of the group (complete, absent or torn), and the reason if it is torn."""
     try:
         text = (folder / "MANIFEST.json").read_bytes()
         manifest = json.loads(text)
@@ -211,7 +213,7 @@ def _read_in_place(folder: Path, seed: int) -> tuple[str, str]:
 
 
 def one(key: Row) -> Row:
-    """One trial: a life that is killed, and what it left."""
+    """Run one trial: kill a process, and examine the run that it left behind."""
     mode, seed = key["mode"], random.Random(str(sorted(key.items()))).getrandbits(40)
     with tempfile.TemporaryDirectory(prefix="lastgood-crash-", dir=trials.memory()) as folder:
         root = Path(folder)
@@ -228,7 +230,10 @@ def one(key: Row) -> Row:
 
 
 def in_a_fork(life: Callable[[Callable[[str], object]], object]) -> tuple[bool, str]:
-    """Run `life` in a fork; returns whether it was killed, and its message. Raises RuntimeError if it fails."""
+    """Run `life` in a forked process; returns whether it was killed, and its message.
+
+    Raises RuntimeError if the process ends with any other error.
+    """
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
@@ -270,10 +275,10 @@ def _left(root: Path, mode: WriteMode, seed: int, acknowledged: bool) -> Row:
     return {"acknowledged": acknowledged, "group": group, "usable": usable, "restored": step, "why": why}
 
 
-# ---- all of them ---------------------------------------------------------------------------------------------
+# ---- all trials ----------------------------------------------------------------------------------------------
 
 REST = 10
-"""one in so many trials at the points that are not the study's"""
+"""The divisor of the number of trials at each point that is not one of the study's."""
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
@@ -308,10 +313,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     ]
     return Report(
         name="crash",
-        title="Killed at every step of the protocol",
-        about="A run of one verified generation saves the next and is killed. The group being written is complete, "
-        "absent or torn; the run is usable when a restore brings back, to the bit, that group or the one before; the "
-        "one before only while the save had not been acknowledged.",
+        title="Kills at every step of the commit protocol",
+        about="A process with a run of one verified generation saves the next and is killed. The group being written "
+        "is complete, absent or torn. The run is usable if a restore loads, bit for bit, that group or the previous "
+        "one; the previous one only if the save had not been acknowledged.",
         tables=[
             Table("The study's four points", head, lines),
             Table("All points together", ["mode", "run usable (Wilson 95 %)"], totals),
@@ -320,7 +325,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         rows=rows,
         notes=[
             f"Killed as planned: {share(rows, itemgetter('killed')).as_text()}.",
-            "A kill does not empty the page cache: only the arm that writes in place differs by it.",
+            "A kill does not empty the page cache, so that missing fsyncs have no effect here: only the arm that "
+            "writes in place differs.",
             "Intervals are Wilson's; the study's are Clopper-Pearson.",
         ],
         figures={"usable": lambda: _figure(rows)},
@@ -351,7 +357,7 @@ def _why(rows: Sequence[Row]) -> str:
 
 
 def _figure(rows: Sequence[Row]) -> Figure:
-    """Usable after a crash, by mode and main point (the study's figures 3 and 4)."""
+    """Draw the share of usable runs by mode and point, as in the study's figures 3 and 4."""
     from .figures import panels
 
     figure, (axes,) = panels(1, columns=1, wide=7.0, high=3.4)

@@ -1,14 +1,14 @@
-"""The crash model: the real code that saves, verifies, deletes and restores, in every state that a crash can leave.
+"""The crash model runs the real code for saves, verification, deletion and restores in the states that crashes leave.
 
-- `hostile.py` is the disk. It keeps in memory what readers see and what was synced. A *crash state* is another such
-  disk, with the content and the names that one power loss (each unsynced sector, length and name is lost independently)
-  or one kill would leave.
-- `ledger.py` records what the run was given and what it promised; `labels.py` does so for labels.
+- `hostile.py` is the disk. It keeps in memory both the content that readers see and the content that was synced. A
+  *crash state* is another such disk, with the content and the names that one power loss (each unsynced sector, length
+  and name is lost independently) or one kill would leave.
+- `ledger.py` records the saves of a run and what must be kept of them; `labels.py` does so for labels.
 - `promises.py` checks one crash state against the ledger.
-- A `World` (here) drives one run over the disk, process after process, and keeps the ledger. Before every call that
-  changes the disk, its `Judge` draws the crash states of that instant. Each is counted once, by its digest, and judged
-  once for each ledger. For some of them the next process is played: it opens, restores, saves, and may crash again.
-- `scenarios.py` has the histories that are played; `prove/crash_model.py` plays them until a million states are judged.
+- A `World` (in this module) drives one run on the disk, one process after the other, and keeps the ledger. Before every
+  call that changes the disk, its `Judge` draws crash states of that instant. Each distinct state is counted once, and
+  checked once for each ledger. In some states the next process is played: it opens, restores and saves, and may crash.
+- `scenarios.py` defines the histories, which `campaigns/crash_model.py` plays until a million states are checked.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ UPKEEP = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
 class Judge:
     """Counts the distinct crash states and checks each against the ledger.
 
-    At each call about `samples` states are drawn. In a share `carry_on` of the new ones the next process is played,
-    and there a share `nest` of the calls is crashed again, down to `depth` levels.
+    At each call about `samples` states are drawn. In a share `carry_on` of the new states the next process is played;
+    crash states are drawn at a share `nest` of its calls too, down to `depth` levels.
     """
 
     rng: random.Random
@@ -58,14 +58,14 @@ class Judge:
     states: set[int] = field(default_factory=set)
     judged: set[int] = field(default_factory=set)
     by_step: Counter[str] = field(default_factory=Counter)
-    """judged states by the call that the crash came before"""
+    """number of judged states, by the call before which the crash happens"""
     violation: Violation | None = None
-    """the first violation; nothing after it is judged"""
+    """the first violation, after which nothing is judged"""
     lost: int = 0
     """states of the weaker write modes in which an acknowledged generation is lost"""
 
     def crash(self, world: World, step: str = "at the end") -> None:
-        """Judge the crash states of this instant, before the call named by `step`: power losses and a kill."""
+        """Judge crash states of this instant, before the call named by `step`: those of power losses and of a kill."""
         if world.depth and self.rng.random() > self.nest:
             return
         for state in world.disk.crashes(self.rng, self.samples):
@@ -89,14 +89,14 @@ class Judge:
 
 
 def step_of(call: str, path: str) -> str:
-    """A call without the names of one run, such as "link gen/*/COMMIT.json"."""
+    """The name of a call without the names that are specific to a run, such as "link gen/*/COMMIT.json"."""
     name = STAGED.sub("", path.removeprefix(ROOT).removeprefix("/"))
     name = re.sub(r"^gen/[^/]+", "gen/*", name)
     return f"{call} {re.sub(r'[0-9a-f-]*[0-9]{2}[0-9a-f-]*(?![a-z])', '*', name) or 'the run'}"
 
 
 class World:
-    """One process after another on one disk, each driven as a training loop would drive it."""
+    """Several processes, one after the other, on one disk; each is driven as a training loop would drive it."""
 
     def __init__(self, disk: HostileDisk, ledger: Ledger, judge: Judge, depth: int = 0) -> None:
         self.disk, self.ledger, self.judge, self.depth = disk, ledger, judge, depth
@@ -119,12 +119,13 @@ class World:
             self.judge.crash(self, step_of(call, path))
             if at is not None and call == "open" and name.startswith(layout.GOING):
                 self.ledger.end(at)
-            # On a full disk a generation is deleted without a reason file; half a COMMIT, made in place, is no commit.
+            # On a full disk a generation is deleted without a record that says so. A torn COMMIT, which can exist if
+            # it was created in place, is no commit.
             going = at in self.ledger.acknowledged and (call, name) == ("remove", layout.COMMIT)
             if at and going and layout.COMMIT in self.disk.root.names["gen"].names.get(folder[4:], Folder()).names:
                 self.ledger.end(at)
             if at is not None and call == "open" and name.startswith(layout.DAMAGED) and at not in self.ledger.rotten:
-                must(self.disk.fault and self.disk.fault.fired, f"{at} is good, and is being marked as damaged")
+                must(self.disk.fault and self.disk.fault.fired, f"{at} is being marked as damaged although it is good")
                 self.ledger.doubted.add(at)
             if at is not None and name == layout.COMMIT and call in ("link", "rename", "open"):
                 self._seal(at, self.disk._find(f"{ROOT}/{folder}").names)
@@ -149,7 +150,7 @@ class World:
     # ---- actions of a training loop ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A new process: open the run for writing."""
+        """Start a new process, which opens the run for writing."""
         self.run = RunWriter(
             self.tier,
             INLINE,
@@ -161,22 +162,23 @@ class World:
         if self.disk.fault is None:
             self.ledger.labels.settle(self.run.survey.generations.values())
         if not self.ledger.disturbed:
-            # A COMMIT that was made in place and is torn may name any older parent: older folders are kept then.
+            # A torn COMMIT, which was created in place, may name any older parent: the writer keeps older folders.
             unsure = max((at.step for at in self.run.survey.broken), default=0)
             for name, folder in self.disk.root.names.get("gen", Folder()).names.items():
                 stays = layout.COMMIT in folder.names or named(name).step < unsure
-                must(stays, f"{name} has no COMMIT, and opening did not delete it: {sorted(folder.names)}")
+                must(stays, f"opening did not delete {name}, which has no COMMIT: {sorted(folder.names)}")
 
     def open(self, parent_step: int | None = None) -> None:
-        """A new process: open the run, restore the newest (or a step of the lineage), continue from there."""
+        """Start a new process: open the run, restore the newest generation (or a step), and continue from it."""
         self.start()
         try:
             found, _ = load(self.tier, parent_step, INLINE)
         except NothingGood:
-            # The first commit, made in place, may be torn, which looks like damage: the user calls restore(step=0).
+            # The first COMMIT may be torn if it was created in place, which looks like damage: the user then calls
+            # restore(step=0).
             nothing_owed = any(oldest is None for _, oldest in self.ledger.choices())
             in_place = not self.disk.links or self.ledger.mode == "unsafe"
-            must(in_place and nothing_owed, "a restore finds nothing good, and a generation is owed")
+            must(in_place and nothing_owed, "a restore finds nothing good although a generation must exist")
             self.begin(None)
             return
         if (at := at_of(found)) and at in self.ledger.mending:
@@ -195,9 +197,9 @@ class World:
         self.run.begin(parent)
 
     def save(self, step: int, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Save once; returns whether it was acknowledged. A LastgoodError is valid where a fault was injected.
+        """Save once; returns whether the save was acknowledged. A LastgoodError is allowed if a fault was injected.
 
-        `meanwhile` is called when the first chunk has been taken.
+        `meanwhile` is called after the first chunk was consumed.
         """
         ledger = self.ledger
         at = self.run.admit(step)
@@ -214,7 +216,7 @@ class World:
         except Overtaken:
             ledger.given.pop(at)
             newer = [one for one in ledger.acknowledged if one.incarnation == at.incarnation and one.step > step]
-            must(newer, f"{at} was dropped for a newer save, and none is acknowledged")
+            must(newer, f"{at} was given up for a newer save although none is acknowledged")
             return False
         except LastgoodError:
             ledger.given.pop(at)
@@ -228,12 +230,12 @@ class World:
         self.forget()
         must(
             not ledger.in_flight or all(at in table for table in ledger.tables),
-            f"{at} was acknowledged, and is in no table",
+            f"{at} was acknowledged, but a crash may leave a table without it",
         )
         return True
 
     def label(self, step: int, loss: float, milestone: bool = False) -> bool:
-        """Label a generation with a metric, and as a milestone if asked; returns whether it was acknowledged."""
+        """Label a generation with a metric and, if `milestone`, as one; returns whether the label was acknowledged."""
         labels, at = self.ledger.labels, self.ledger.newest(step)
         labels.ask(at, loss, milestone)
         try:
@@ -245,10 +247,10 @@ class World:
         return True
 
     def forget(self) -> None:
-        """Remove generations from the writer's survey that the slots have replaced by themselves."""
+        """Remove generations from the writer's survey that a commit in slots has deleted."""
         if self.ledger.in_flight:
-            there = {named(name) for name in self.run.tier.list("gen")}
-            for at in self.run.survey.generations.keys() - there:
+            existing = {named(name) for name in self.run.tier.list("gen")}
+            for at in self.run.survey.generations.keys() - existing:
                 del self.run.survey.generations[at]
 
     def upkeep(self) -> None:
@@ -277,14 +279,14 @@ class World:
         self.ledger.full = False
 
     def carry_on(self) -> None:
-        """Play the next process after a crash: it opens, restores and saves, and all of it must succeed."""
+        """Play the next process after a crash: it opens, restores and saves, each of which must succeed."""
         self.open()
         newest = max((at.step for at in self.ledger.given), default=0)
         self.steps(newest + 1)
         found, state = load(self.tier, workers=INLINE)
         at = at_of(found)
-        must(at is not None and at.step == newest + 1, f"saved step {newest + 1}, and a restore finds {at}")
-        must(at is not None and state == self.ledger.given[at], f"{at} does not load as it was saved")
+        must(at is not None and at.step == newest + 1, f"step {newest + 1} was saved, but a restore finds {at}")
+        must(at is not None and state == self.ledger.given[at], f"the loaded bytes of {at} differ from the saved ones")
 
     def mend(self, step: int) -> None:
         """Read a generation again and rebuild it from its parity."""
@@ -314,7 +316,7 @@ class World:
         self.ledger.rotten.add(at)
         path = f"{ROOT}/{layout.folder(at)}/{name}"
         if self.ledger.in_flight:
-            if name == layout.COMMIT:  # in the table: tests/storage/test_slots.py
+            if name == layout.COMMIT:  # part of the table, whose damage tests/storage/test_slots.py tests
                 name = layout.manifest_name(0)
             slot, start, _ = self.tier._find(f"{layout.folder(at)}/{name}")
             path, offset = f"{ROOT}/slots/{slot:02d}", start + offset
@@ -322,7 +324,7 @@ class World:
 
 
 class Noted:
-    """A tier in slots that notes in the ledger, before each call, which tables a crash may leave until it returns."""
+    """A tier in slots that records in the ledger, before each call, which tables a crash during the call may leave."""
 
     def __init__(self, tier: Slots, world: World) -> None:
         self._tier, self._world, self._owned = tier, world, False
@@ -331,36 +333,36 @@ class Noted:
         return getattr(self._tier, name)
 
     def create(self, name: str, length: int) -> Upload:
-        return self._noting(lambda: self._tier.create(name, length), self._there())
+        return self._noting(lambda: self._tier.create(name, length), self._committed())
 
     def put_new(self, name: str, data: bytes) -> None:
         folder, _, file = name.removeprefix("gen/").rpartition("/")
-        at, kept = layout.parse_folder(folder), self._there()
+        at, kept = layout.parse_folder(folder), self._committed()
         if at is not None and file == layout.COMMIT and at not in kept:
             spare = [one for one, marks in kept.items() if layout.VERIFIED in marks and layout.DAMAGED not in marks]
             spare = spare or [one for one, marks in kept.items() if layout.DAMAGED not in marks]
             kept = {**{one: kept[one] for one in spare[-1:]}, at: {}}
         if at is not None and file == layout.DAMAGED and at not in self._world.ledger.rotten:
             disk = self._world.disk
-            must(disk.fault and disk.fault.fired, f"{at} is good, and is being marked as damaged")
+            must(disk.fault and disk.fault.fired, f"{at} is being marked as damaged although it is good")
             self._world.ledger.doubted.add(at)
         sure = at is not None and file in (layout.COMMIT, layout.VERIFIED, layout.DAMAGED, layout.GOING)
         self._noting(lambda: self._tier.put_new(name, data), kept, sure)
 
     def delete(self, name: str) -> None:
         folder, _, file = name.removeprefix("gen/").rpartition("/")
-        kept = self._there()
+        kept = self._committed()
         if file == layout.COMMIT:
             kept.pop(named(folder), None)
         self._noting(lambda: self._tier.delete(name), kept, name.startswith("gen/"))
 
-    def _there(self) -> dict[GenerationId, Mapping[str, int | None]]:
+    def _committed(self) -> dict[GenerationId, Mapping[str, int | None]]:
         """The committed generations and the files of each, in the order of their commits."""
         found = {named(name): self._tier.list(f"gen/{name}") for name in self._tier.list("gen")}
         return {at: names for at, names in found.items() if layout.COMMIT in names}
 
     def _noting(self, call: Callable[[], Any], after: Iterable[GenerationId], sure: bool = False) -> Any:
-        """Make a call. `sure`: once it has returned, a crash leaves the table of `after` only."""
+        """Make a call after which the table may hold `after`. If `sure`, it must hold it once the call has returned."""
         ledger, then = self._world.ledger, frozenset(after)
         if then not in ledger.tables:
             ledger.tables = (*ledger.tables, then)
@@ -371,7 +373,7 @@ class Noted:
 
 
 class Others:
-    """The other ranks of a save, as the `Topic` of rank 0: odd ranks write beside it, even ranks once it has sealed."""
+    """The other ranks of a save, as the `Topic` of rank 0. Odd ranks write while rank 0 does, even ones after it."""
 
     is_retry, failing = False, staticmethod(contextlib.nullcontext)
 
@@ -385,7 +387,7 @@ class Others:
         return {name: whole[name] for number, name in enumerate(whole) if number % self._ranks == rank}
 
     def begin(self) -> None:
-        """Called when the first chunk of rank 0 has been taken."""
+        """Write the parts of the odd ranks; called after the first chunk of rank 0 was consumed."""
         self._meanwhile()
         for rank in range(1, self._ranks, 2):
             self._share(rank)
@@ -400,7 +402,7 @@ class Others:
         return decide([(folder, one) for _, one in sorted({0: first, **self._parts}.items())])
 
     def fail(self, error: BaseException) -> None:
-        """Nothing to do: what the other ranks have written stays as it is."""
+        """Do nothing: the files that the other ranks have written stay."""
 
     def _share(self, rank: int) -> None:
         if rank not in self._parts:

@@ -1,8 +1,8 @@
-"""Durable write of one large state: this project, a raw direct write of the same bytes, and the peers that are there.
+"""`lastgood bench durable`: a durable write of one large state by lastgood, raw direct I/O and other packages.
 
-Each round does every contender once, in an order that rotates, so that a drift of the machine meets all of them. Three
-times are taken of a save: until the loop may go on; until the contender says it is done, as it is shipped; and until
-the bytes and names really are durable, with the fsyncs that it leaves out added here.
+Each round measures every contender once, in an order that rotates, so that a drift of the machine's speed affects all
+of them. Three times are taken of each save: until the loop may continue; until the contender reports it as done; and
+until all bytes and names are durable, for which the benchmark adds the fsyncs that the contender leaves out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `contenders`: names of CONTENDERS; the state is GPT-2 124M with AdamW, times `scale`."""
+    """`contenders` are names in `CONTENDERS`; empty means all that are installed.
+
+    The state is GPT-2 124M with AdamW; `scale` is the share of its parameters.
+    """
 
     out: Path
     place: Path | None = None
@@ -41,12 +44,12 @@ class Options:
     device: str = "cpu"
 
     def names(self) -> list[str]:
-        """What was asked for; else whatever can run here."""
+        """The chosen contenders, or all that can run on this machine."""
         return list(self.contenders) or [name for name, one in CONTENDERS.items() if one.available()]
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "durable.journal.jsonl", {"hardware": hardware()})
     common = {"scale": options.scale, "device": options.device}
     names = options.names()
@@ -66,8 +69,8 @@ def run(options: Options, progress: Progress) -> list[Row]:
                         mine = Bench(bench.trained, bench.place / str(len(saves)))
                         mine.place.mkdir()
                         saves[name] = CONTENDERS[name].made(mine, stack)
-                        saves[name]()  # the first save touches staging memory for the first time
-                    bench.trained.step(lambda: None)  # every save finds another state: some peers write differences
+                        saves[name]()  # not timed: the first save faults in its staging memory
+                    bench.trained.step(lambda: None)  # changes the state, because some packages write differences
                     os.sync()
                     known = journal.put({**saves[name]()._asdict(), "bytes": bench.bytes}, **key)
                     progress(f"round {number + 1}/{options.rounds}  {name:22s} {_seconds_text(known)}")
@@ -93,9 +96,9 @@ def report(rows: Sequence[Row], options: Options) -> Report:
                 spread(ratios(rows, RAW, name, "durable"), ".2f"),
             ]
         )
-    notes = ["speeds beside another's are ratios of one round's times, (least-most) over the rounds"]
+    notes = ["relative speeds are ratios of the times within one round: their median, (least-most) over the rounds"]
     if "torchsnapshot" in names:
-        notes.append("torchsnapshot does not copy tensors of 128 MiB and more: training may write into its file")
+        notes.append("torchsnapshot does not copy tensors of 128 MiB and more: training may change what it writes")
     if {OVERWRITE, SLOTS} <= set(names):
         notes.insert(
             0, f"{SLOTS} / {OVERWRITE}, round by round: {spread(ratios(rows, OVERWRITE, SLOTS, 'durable'), '.2f')}"
@@ -127,7 +130,7 @@ def of_contender(rows: Sequence[Row], name: str) -> list[Row]:
 
 
 def ratios(rows: Sequence[Row], theirs: str, mine: str, value: str) -> list[float]:
-    """Round by round, how many times as fast `mine` is as `theirs`."""
+    """For each round, how many times as fast `mine` is as `theirs`."""
     pairs = zip(of_contender(rows, theirs), of_contender(rows, mine), strict=False)
     return [one[value] / two[value] for one, two in pairs]
 

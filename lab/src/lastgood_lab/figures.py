@@ -1,4 +1,4 @@
-"""The house style of figures: lines with names and units, nothing else. Needs matplotlib (the `bench` extra)."""
+"""Draws all figures with matplotlib in one plain style."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people who confuse red and green tell apart; ours is the black one.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish. lastgood is black.
 COLORS = {
     "lastgood": "#000000",
     "lastgood-slots": "#555555",
@@ -39,7 +39,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def save(draw: Callable[[], Figure], *paths: Path) -> None:
-    """Draw in the house style, once, and write every kind that the paths' endings name."""
+    """Draw a figure once in this module's style, and write it to each path in the format that the suffix names."""
     with matplotlib.rc_context(_STYLE):
         figure = draw()
         for path in paths:
@@ -47,7 +47,7 @@ def save(draw: Callable[[], Figure], *paths: Path) -> None:
 
 
 def panels(count: int, columns: int = 3, wide: float = 3.6, high: float = 3.0) -> tuple[Figure, list[Axes]]:
-    """A figure with `count` panels, row by row."""
+    """Make a figure with `count` panels in rows of `columns`. `wide` and `high` are the inches of one panel."""
     columns = min(columns, count)
     rows = -(-count // columns)
     figure = Figure(figsize=(wide * columns, high * rows + 0.5), layout="constrained")
@@ -59,13 +59,16 @@ def panels(count: int, columns: int = 3, wide: float = 3.6, high: float = 3.0) -
 
 
 def style(name: str, at: int = 0) -> dict[str, Any]:
-    """Colour and marker of a contender: always the same ones; ours lies on top."""
+    """The line style of a contender, which is the same in all figures. lastgood is drawn on top of the others.
+
+    A contender that is not in `COLORS` takes the spare colour number `at`.
+    """
     color, marker = COLORS.get(name, _SPARE[at % len(_SPARE)]), MARKERS.get(name, "o")
     return {"color": color, "marker": marker, "label": name, "zorder": 3 if name.startswith("lastgood") else 2}
 
 
 def steps_axis(axes: Axes, intervals: Sequence[int], label: str = "save every ... steps") -> None:
-    """A logarithmic axis with the measured intervals on it."""
+    """Make the x axis logarithmic, with a tick at each measured interval."""
     axes.set_xscale("log")
     axes.set_xticks(list(intervals), [str(one) for one in intervals])
     axes.minorticks_off()
@@ -73,7 +76,7 @@ def steps_axis(axes: Axes, intervals: Sequence[int], label: str = "save every ..
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """One legend for all panels, under them, as wide as the figure has room."""
+    """Draw one legend for all panels below them, with as many columns as fit into the figure's width."""
     handles, labels = axes.get_legend_handles_labels()
     room = int(figure.get_figwidth() // (0.5 + 0.07 * max(map(len, labels))))
     figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(room, len(labels))), frameon=False)

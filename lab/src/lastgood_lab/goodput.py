@@ -1,6 +1,7 @@
-"""Goodput against the interval when a spot trace is replayed, from costs that were measured or are given.
+"""`lastgood bench goodput`: goodput as a function of the interval when spot traces are replayed.
 
-All computing is in replay.py; here traces and journals are read, and tables and figures made.
+The costs of the policies are measured ones from a journal, or given as options. This module reads traces and journals
+and makes tables and figures; replay.py computes.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """`journal`: of the interval bench; or `given`, one policy's costs for each interval.
+    """`journal` is that of `lastgood bench interval`; `given` holds one policy's costs at each interval.
 
-    `scale` and `work` say which of the journal's measurements of the model are meant, where there are several.
+    `scale` and `work` select among the journal's measurements of the model if it holds more than one kind.
     """
 
     out: Path
@@ -41,7 +42,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """One row for each trace, way of counting failures, policy and interval. Raises Refused without costs."""
+    """Return one row for each trace, way of counting failures, policy and interval. Raises Refused without costs."""
     costs = [*options.given, *(measured(options) if options.journal else ())]
     if not costs:
         raise Refused("no costs to replay with", todo="Run `lastgood bench interval` first, or give --step-seconds.")
@@ -73,15 +74,15 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
 
 def read(path: Path) -> Trace:
-    """A trace file. Raises Refused for what is none."""
+    """Read a trace file. Raises Refused if it cannot be read or has another format."""
     try:
         return parse(path.read_text())
     except (OSError, ValueError) as error:
-        raise Refused(f"{path} is no trace: {error}", todo="Give a CSV file as docs/bench.md describes it.") from error
+        raise Refused(f"{path} is no trace: {error}", todo="Give a CSV file in a format of docs/bench.md.") from error
 
 
 def trace_summary(path: Path, trace: Trace) -> str:
-    """How many failures a trace has, by each way to count; for samples the artifact's way too."""
+    """The length of a trace and its failures by each way of counting; for a trace of samples also by the artifact's."""
     text = f"{trace.seconds:,.0f} s, {len(trace.drops())} drops, {len(trace.changes())} drops and rises"
     rows = list(csv.reader(path.read_text().splitlines()))
     if rows[0][1:] == ["Time", "GPUs"]:
@@ -90,9 +91,9 @@ def trace_summary(path: Path, trace: Trace) -> str:
 
 
 def measured(options: Options) -> list[Costs]:
-    """The costs that a journal of the interval bench holds. A slowdown below 0 costs nothing.
+    """The costs in a journal of `lastgood bench interval`. A slowdown below 0 counts as 0.
 
-    Raises Refused where they were measured in more than one way.
+    Raises Refused if it holds measurements of the model with more than one machine, scale, work, device or settings.
     """
     medians, flights = _medians(options)
     plain = statistics.median([one["plain_step_seconds"] for one in medians.values()] or [0.0])
@@ -112,7 +113,7 @@ def measured(options: Options) -> list[Costs]:
 
 
 def clamped(options: Options) -> list[str]:
-    """The slowdowns in the journal that are below 0, which the replay takes as 0."""
+    """Descriptions of the slowdowns in the journal that are below 0, which the replay takes as 0."""
     if options.journal is None:
         return []
     medians, _ = _medians(options)
@@ -121,7 +122,7 @@ def clamped(options: Options) -> list[str]:
 
 
 def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]], dict[str, int]]:
-    """(policy, interval) -> each measured value, its median over rounds and kills; policy -> saves in flight."""
+    """(policy, interval) -> the median of each measured value over rounds and kills; policy -> saves in flight."""
     assert options.journal is not None
     found: dict[tuple[str, int], dict[str, list[float]]] = {}
     flights: dict[str, int] = {}
@@ -139,7 +140,7 @@ def _medians(options: Options) -> tuple[dict[tuple[str, int], dict[str, float]],
                 lists.setdefault(name, []).append(values[name])
     if len(ways) > 1:
         listed = "\n".join(sorted(ways))
-        what = f"the journal holds {options.model} in more than one way:\n{listed}"
+        what = f"the journal holds more than one kind of measurement of {options.model}:\n{listed}"
         raise Refused(what, todo="\nChoose with --scale and --work.")
     medians = {at: {name: statistics.median(values) for name, values in lists.items()} for at, lists in found.items()}
     return medians, flights
@@ -169,20 +170,20 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             tables.append(Table(title, ["policy", *(f"every {one}" for one in intervals), "peak"], lines))
     return Report(
         name="goodput",
-        title="Goodput against the interval when spot traces are replayed",
+        title="Goodput at each interval when spot traces are replayed",
         about=(
-            "Useful steps as per cent of what the time could have held without failures and without saves: event by "
-            "event, and in brackets by the published formula."
+            "Steps that count at the end, in per cent of those possible in the same time without failures and without "
+            "saves: event by event, and in parentheses by the published formula."
         ),
         tables=tables,
         rows=rows,
         notes=[
-            "event by event: each failure at its time in the trace; back to the newest step that was durable by then, "
-            "then restart and loading; failures of one moment are one",
-            "published formula (PCcheck, ASPLOS'25, and its artifact): every failure costs its average: l + f t / 2 "
-            "where the loop stops, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 "
-            "for PCcheck and lastgood; the restart is added here",
-            "Gemini's saves count as durable: the peer that holds them is taken to survive",
+            "event by event: each failure happens at its time in the trace; training returns to the newest step that "
+            "is durable by then, after the restart and loading; failures at the same time are one",
+            "published formula (PCcheck, ASPLOS'25, and its artifact): every failure costs the average: l + f t / 2 "
+            "if saves stop the loop, l + f t for CheckFreq, Gemini and DCP async, l + f t / 2 + t min(Tw / t, N f) / 2 "
+            "for PCcheck and lastgood; the time of the restart is added here",
+            "Gemini's saves count as durable: the peer that holds them is assumed to survive",
             *(["slowdowns measured below 0 (noise) count as 0: " + "; ".join(below)] if below else []),
             *(f"{path.stem}: {trace_summary(path, read(path))}" for path in options.traces),
         ],

@@ -1,4 +1,4 @@
-"""A short bench on one machine with a GPU: the durable write and the interval on CUDA, and one table of both."""
+"""`lastgood bench gpu`: the benchmarks `durable` and `interval` on CUDA, in a short form, with one table of both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """Small enough for eight minutes: GPT-2 124M at full size, three rounds."""
+    """GPT-2 124M at full size in three rounds, which takes about eight minutes."""
 
     out: Path
     place: Path | None = None
@@ -47,7 +47,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Both benches' rows; each keeps its own journal and leaves its own report."""
+    """Run both benchmarks and return their rows. Each has a journal of its own."""
     writes = durable.run(options.durable(), progress)
     steps = interval.run(options.interval(), progress)
     return [{"part": "durable", **row} for row in writes] + [{"part": "interval", **row} for row in steps]

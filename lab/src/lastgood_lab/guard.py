@@ -1,8 +1,8 @@
-"""`lastgood bench guard`: the cost of verification and of parity. Warm, in memory, so that no disk is measured.
+"""`lastgood bench guard`: the cost of verification and of parity, in warm memory, so that no disk is measured.
 
-Verification against the reading of memory by one core: the upper bound of any check that reads every byte. Parity:
-rows of cells through the library alone, on one core; then the parity of a whole generation, made and used, in bytes
-and seconds.
+Verification is compared with one core that reads memory, which limits the speed of any check that reads every byte.
+Parity is measured for rows of cells with the library alone on one core, and then for a whole generation, whose parity
+is made and used for a repair.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TENSOR_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `mib`: of the state."""
+    """`mib` is the size of the state in MiB."""
 
     out: Path
     mib: int = 1024
@@ -53,11 +53,11 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "guard.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
     if (memory := trials.memory()) is None:
-        raise Refused("there is no /dev/shm to work in", safe="Nothing was measured.")
+        raise Refused("there is no writable /dev/shm", safe="Nothing was measured.")
     with tempfile.TemporaryDirectory(prefix="lastgood-guard-", dir=memory) as folder:
         contenders: dict[str, Callable[[], dict[str, Any]]] | None = None
         for number in range(options.rounds):
@@ -77,7 +77,7 @@ NAMES = (MEMORY, FILE, VERIFY, *WITHOUT.values(), ENCODE, DECODE, PROTECT, REPAI
 
 
 class _Bench:
-    """One verified generation in memory, and one row of cells of its bytes; each method does one thing to them once."""
+    """One verified generation in memory, and one row of cells of its bytes, on which each method measures once."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
@@ -104,7 +104,7 @@ class _Bench:
         self._digests = digests.digests
 
     def contenders(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Name -> how to measure it once."""
+        """Contender -> the function that measures it once."""
         size, cells = self._size, self._bytes_in_cells
         without = {name: [one for one in LAYERS if one != layer] for layer, name in WITHOUT.items()}
         return {
@@ -121,7 +121,7 @@ class _Bench:
     def _verifying(self, layers: Sequence[str]) -> Callable[[], dict[str, Any]]:
         def verify() -> None:
             if read_all(self._tier, self._generation, self._arena, self._workers, layers=tuple(layers)):
-                raise AssertionError("a generation that was just written is damaged")
+                raise AssertionError("findings in a generation that was just written")
 
         return lambda: _timed(verify, self._size)
 
@@ -161,7 +161,7 @@ def _timed(work: Callable[[], object], count: int) -> dict[str, Any]:
 
 
 def _saved(writer: RunWriter, values: np.ndarray) -> Generation:
-    """A generation of float32 tensors that must be finite."""
+    """Save a generation of float32 tensors that must be finite."""
     data = memoryview(values.view(np.uint8).data)
     count = -(-len(data) // TENSOR_BYTES)
     lengths = [min(TENSOR_BYTES, len(data) - at * TENSOR_BYTES) for at in range(count)]

@@ -1,15 +1,14 @@
-"""A disk in memory that is sure to keep only what was synced. It knows nothing of checkpoints.
+"""A disk in memory that guarantees to keep only synced data. It does not depend on the format of checkpoints.
 
-A power loss acts on everything that was not synced, each part independently of the rest:
+A power loss affects everything that was not synced, each part independently of the others:
 
-- a sector of 512 bytes that was written holds the new bytes, the old ones, zeros, noise, or the new ones with one bit
-  flipped;
-- the length of a file is the new one, the old one, or one between;
-- a name in a directory is bound to any of the files (or to none) that it was bound to since the last sync of the
-  directory. A rename leaves its target old or new, never missing.
+- A written sector of 512 bytes holds the new bytes, the old ones, zeros, noise, or the new bytes with one bit flipped.
+- The length of a file is the new one, the old one, or one between them.
+- A name in a directory refers to any of the files (or to none) to which it referred since the last sync of the
+  directory. The target of a rename is the old or the new file, and never missing.
 
 `File.sync` makes content and length durable, but no name; `sync_dir` makes names durable, but no content. A kill loses
-nothing, and syncs nothing. A crash state is another such disk, on which recovery can run and crash again.
+nothing and syncs nothing. A crash state is another such disk, on which recovery can run and crash again.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from lastgood.ports import OpenMode
 ROOT = "/run"
 SECTOR_BYTES = 512
 NOISE = random.Random(512).randbytes(SECTOR_BYTES)
-STAGED = re.compile(r"\.\d+-\d+\.tmp$")  # names that differ in process and thread only are the same state
+STAGED = re.compile(r"\.\d+-\d+\.tmp$")  # states whose names differ only in process and thread ids count as the same
 
 Pick = Callable[[str, int], int]
-"""("names" or "data", number of choices) -> the choice; 0 is what readers see now, the last is what was synced last"""
+"""("names" or "data", number of choices) -> the choice: 0 is what readers see now, the last one what was synced."""
 
 
 class Inode:
-    """The content of a file, as readers see it (`data`) and as it was synced (`medium`)."""
+    """The content of a file: `data` is what readers see, and `medium` what was synced last."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.data: bytearray | bytes = data
@@ -113,7 +112,11 @@ class Link(str):
 
 
 class Folder:
-    """A directory: `names` as readers see them; `was`: for each name changed since the last sync, all its bindings."""
+    """A directory.
+
+    `names` are those that readers see. `was` holds every name that changed since the last sync, with all nodes (None:
+    no node) that it referred to since then.
+    """
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
@@ -127,7 +130,7 @@ class Folder:
             self.names[name] = node
 
     def writable(self, name: str) -> Inode:
-        """The file of this name, copied before it is first written to, because crash states share unchanged files."""
+        """Return the file of this name for writing. The first time it is copied, because crash states share files."""
         old = self.names[name]
         if isinstance(old.data, bytearray):
             return old
@@ -165,9 +168,10 @@ class Folder:
 
 @dataclass
 class Fault:
-    """The call number `at` (0: the next one) fails; all later ones too when `sticky`.
+    """An error for call number `at` (0: the next one) and, if `sticky`, for all later ones.
 
-    `applied`: the call takes effect although it fails. A link that failed with EIO may still appear after a power loss.
+    If `applied`, the call takes effect although it fails. A link that failed with EIO may still exist after a power
+    loss.
     """
 
     at: int
@@ -178,11 +182,11 @@ class Fault:
 
 
 class HostileDisk:
-    """`ports.Files` under ROOT. `watch(call, path)` is called before each call that changes the disk."""
+    """An implementation of `ports.Files` below ROOT. `watch(call, path)` is called before each call that changes it."""
 
     def __init__(self, root: Folder | None = None, *, links: bool = True, most_bytes: int = 1 << 30) -> None:
         self.root = root or Folder()
-        self.links, self.most_bytes = links, most_bytes  # reads and writes transfer at most so many bytes
+        self.links, self.most_bytes = links, most_bytes  # one read or write transfers at most `most_bytes`
         self.watch: Callable[[str, str], None] = lambda call, path: None
         self.fault: Fault | None = None
 
@@ -192,14 +196,14 @@ class HostileDisk:
         return self.root.digest()
 
     def copied(self) -> HostileDisk:
-        """The disk after a kill: every change is visible, and nothing more is synced."""
+        """Return the disk after a kill: every change is visible, and nothing more is synced."""
         return HostileDisk(self.root.copied({}), links=self.links, most_bytes=self.most_bytes)
 
     def crashed(self, pick: Pick) -> HostileDisk:
         return HostileDisk(self.root.crashed(pick, {}), links=self.links, most_bytes=self.most_bytes)
 
     def crashes(self, rng: random.Random, most: int) -> Iterator[HostileDisk]:
-        """States that a power loss may leave now: all if there are at most `most`, else about `most` are drawn."""
+        """Yield states that a power loss may leave now: all if there are at most `most`, else about `most` of them."""
         ways: list[int] = []
 
         def now(_: str, count: int) -> int:
@@ -229,7 +233,7 @@ class HostileDisk:
     def rot(self, path: str, offset: int) -> None:
         """Flip a bit of the byte at `offset` on the medium; readers of the page cache see it after a crash."""
         node = self._find(path)
-        medium = bytearray(node.data)  # unsynced bytes count as written back by then
+        medium = bytearray(node.data)  # unsynced bytes are assumed to be written back
         medium[offset] ^= 1
         node.synced(bytes(medium))
 
@@ -241,13 +245,13 @@ class HostileDisk:
         node = folder.names.get(name)
         if mode == "new":
             if node is not None:
-                raise OSError(errno.EEXIST, "the name is taken", path)
+                raise OSError(errno.EEXIST, "the name exists", path)
             node = Inode()
             node.data = bytearray()
             folder.put(name, node)
         elif not isinstance(node, Inode):
             code = errno.ENOENT if node is None else errno.ELOOP if isinstance(node, Link) else errno.EISDIR
-            raise OSError(code, "no file", path)
+            raise OSError(code, "not a file", path)
         elif mode == "write":
             node = folder.writable(name)
         if late:
@@ -330,7 +334,7 @@ class HostileDisk:
         late = self._enter(call, path)
         folder, name = self._split(path)
         if name in folder.names:
-            raise OSError(errno.EEXIST, "the name is taken", path)
+            raise OSError(errno.EEXIST, "the name exists", path)
         folder.put(name, node)
         if late:
             raise late
@@ -343,14 +347,14 @@ class HostileDisk:
         node: Any = self.root
         for part in path.removeprefix(ROOT).split("/")[1:]:
             if not isinstance(node, Folder) or part not in node.names:
-                raise OSError(errno.ENOENT, "not there", path)
+                raise OSError(errno.ENOENT, "no such name", path)
             node = node.names[part]
         return node
 
     def _folder(self, path: str) -> Folder:
         node = self._find(path)
         if not isinstance(node, Folder):
-            raise OSError(errno.ENOTDIR, "no directory", path)
+            raise OSError(errno.ENOTDIR, "not a directory", path)
         return node
 
     def _split(self, path: str) -> tuple[Folder, str]:
@@ -359,7 +363,7 @@ class HostileDisk:
 
 
 class HostileFile:
-    """`ports.File`."""
+    """An open file of a `HostileDisk`; implements `ports.File`."""
 
     def __init__(self, disk: HostileDisk, node: Inode, path: str, direct: bool, fresh: bool) -> None:
         self._disk, self._node, self._path, self._direct = disk, node, path, direct
@@ -427,7 +431,7 @@ class HostileFile:
 
 
 def _sampler(rng: random.Random) -> Pick:
-    """Draw which share of names, and of data, was written back or kept its synced value; returns the choices."""
+    """Return a `Pick` that draws, with random shares of names and of data that are new or keep their synced value."""
     styles = {
         kind: rng.choice([(1, 0), (0, 1), (0.5, 0.5), (0, 0), (0.9, 0.05), (0.05, 0.9)]) for kind in ("names", "data")
     }

@@ -1,9 +1,9 @@
-"""Training throughput against the interval between saves, without failures; then kills, and how long recovery took.
+"""`lastgood bench interval`: training throughput at each interval between saves, and the time of recovery after kills.
 
-A measurement is a pair: a few steps without saves, the timed steps with them, a few without again, in one process on
-one workload; what counts is their ratio. Policies and intervals take turns in rounds, so that a drift of the machine
-meets all of them. Timed steps begin with a save and end just before the next one is due, with as much under way at the
-end as at the beginning.
+One measurement consists of a few steps without saves, the timed steps with saves, and a few steps without saves again,
+in one process on one workload; the result is the ratio of their times. Policies and intervals alternate in rounds, so
+that a drift of the machine's speed affects all of them. The timed steps begin with a save and end just before the next
+one is due, so that as many saves are under way at the end as at the beginning.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ from .interval_tables import (
 from .usage import resident_bytes, stored_bytes, working_place
 
 PLAIN_STEPS = 4
-"""steps without saves before and after the timed ones"""
+"""The number of steps without saves before, and after, the timed steps."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `scale` shrinks the networks, `work` their batches; `least_steps` are timed at least.
+    """Options of the benchmark.
 
-    `kills` of the first model, for each policy and interval.
+    `scale` and `work` are shares of the networks' parameters and of their batches. At least `least_steps` steps are
+    timed. `kills` is the number of kills for each policy and interval, with the first model.
     """
 
     out: Path
@@ -68,7 +69,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "interval.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for model in options.models:
@@ -91,7 +92,7 @@ def _throughput(options: Options, model: str, journal: Journal, progress: Progre
                 if workload is None:
                     workload = Workload(model, options.scale, options.work, options.device)
                     for _ in range(PLAIN_STEPS):
-                        _plain_step(workload)  # the first ones touch memory for the first time
+                        _plain_step(workload)  # not measured: the first steps fault in their memory
                 with working_place(options) as place:
                     before = resident_bytes()
                     policy = _opened(name, workload, place, options.settings)
@@ -121,14 +122,14 @@ def _opened(name: str, workload: Workload, place: Path, settings: Settings) -> P
 def _segment(
     workload: Workload, policy: Policy, interval: int, least: int, step: int, place: Path, memory_before: int
 ) -> dict[str, Any]:
-    """One pair of measurements; `step` is the last step that was saved."""
+    """Take one measurement; `step` is the last step that was saved."""
     policy.wait()
     before = [_plain_step(workload) for _ in range(PLAIN_STEPS)]
     begun, step = time.perf_counter(), step + 1
     policy.save(step)
     policy.fence()
     policy.wait()
-    alone = time.perf_counter() - begun  # a save, and what it leaves behind, with nothing beside it
+    alone = time.perf_counter() - begun  # the time of a save, with its upkeep, while no step is computed
 
     filling = 0 if alone < interval * statistics.median(before) else policy.in_flight + 1
     for _ in range(filling):
@@ -178,7 +179,10 @@ def _period(
     fences: list[float],
     weigh: Callable[[], None],
 ) -> int:
-    """A save and the steps until the next one; what each took is added to the lists, `weigh` runs off the clock."""
+    """Run a save and the steps until the next one, and append the seconds of each to the lists.
+
+    `weigh` is called after each step and is not timed.
+    """
 
     def fence() -> None:
         at = time.perf_counter()
@@ -198,7 +202,7 @@ def _period(
 
 
 def _behind_seconds() -> dict[str, float]:
-    """Processor time of the threads that Python has started beside this one, by name."""
+    """Processor seconds of the other threads that Python has started in this process, by name."""
     found: dict[str, float] = {}
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and thread.ident is not None:
@@ -259,23 +263,26 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         tables.append(recovery_table(rows, options, options.models[0]))
         figures["recovery"] = lambda: draw_recovery(rows, options, options.models[0])
     notes.append(
-        "slowdown: seconds of a step with saves / without, minus 1, both from one process and one minute; "
-        "`no saves` shows what the machine does to that ratio by itself"
+        "slowdown: seconds of a step with saves / without, minus 1, both measured in one process within a minute; "
+        "`no saves` shows how much that ratio varies on this machine by itself"
     )
     notes.append(
-        "processor: seconds of one core that the threads behind a save take (verification and deletion included): "
-        + "; ".join(processor_parts(rows, name) for name in options.policies)
+        "processor: seconds of one core that the background threads take for a save, verification and deletion "
+        "included: " + "; ".join(processor_parts(rows, name) for name in options.policies)
     )
-    notes.append("memory: anonymous and shared pages beyond the training loop's, the peer's included; no page cache")
+    notes.append(
+        "memory: anonymous and shared pages beyond those of the training loop, with those of the peer process and "
+        "without the page cache"
+    )
     if options.kills:
         notes.append(
-            "recovery: loading and the steps done again until the step of the kill; starting Python, torch and the "
-            "network is not included (column: restart). The bound takes the medians of t and Tw measured here"
+            "recovery: loading, and repeating the steps up to that of the kill; the time of starting Python, torch and "
+            "the network is in the column restart instead. The bound is computed from the medians of t and Tw here"
         )
     settings = options.settings
     return Report(
         name="interval" if options.device == "cpu" else "interval-gpu",
-        title="Training throughput against the interval between saves",
+        title="Training throughput at each interval between saves",
         about=(
             f"Medians of {options.rounds} interleaved rounds, (least-most). Scale {options.scale:g} of the parameters, "
             f"{options.work:g} of the batch; {settings.in_flight} saves in flight, {settings.writers} writers each, "

@@ -22,7 +22,7 @@ Row = Mapping[str, Any]
 
 
 def select(rows: Sequence[Row], kind: str = "throughput", **wanted: Any) -> list[Row]:
-    """Rows of a kind with these values."""
+    """The rows of a kind that have these values."""
     return [row for row in rows if row["kind"] == kind and all(row[name] == one for name, one in wanted.items())]
 
 
@@ -76,7 +76,7 @@ def throughput_tables(rows: Sequence[Row], options: Options, model: str) -> list
 
 
 def processor_parts(rows: Sequence[Row], policy: str) -> str:
-    """Processor seconds of the threads of a policy per save, by name; threads of unnamed pools are added up."""
+    """A text with the processor seconds per save of a policy's threads, by name; unnamed pools are added up."""
     found: dict[str, list[float]] = {}
     mine = select(rows, policy=policy)
     for row in mine:
@@ -101,7 +101,7 @@ def recovery_table(rows: Sequence[Row], options: Options, model: str) -> Table:
         cells += [spread([row[value] for row in found], ".2f") for value in ("load_seconds", "restart_seconds")]
         lines.append(cells)
     head = ["policy", *(f"every {one}" for one in options.intervals), "loading, s", "restart, s"]
-    return Table(f"{model}: recovery after a kill, seconds of the bound's", head, lines)
+    return Table(f"{model}: recovery after a kill, in seconds, of the policy's bound", head, lines)
 
 
 def draw_throughput(rows: Sequence[Row], options: Options) -> Figure:

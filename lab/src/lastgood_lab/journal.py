@@ -1,6 +1,6 @@
-"""The journal of a bench: finished measurements, one JSON line each, so that a long run resumes where it stopped.
+"""Stores finished measurements as JSON lines, so that an interrupted benchmark resumes after the last of them.
 
-A measurement is found again by its parameters, all of them; what was being measured when a run stopped is not in it.
+A measurement is looked up by all of its parameters. One that was interrupted is not in the journal, and is repeated.
 """
 
 from __future__ import annotations
@@ -13,30 +13,36 @@ from typing import Any
 
 
 class Journal:
-    """`path`: a file of JSON lines, made when it is missing. `common` is part of every key: the machine."""
+    """A file of JSON lines at `path`, which is created by the first `put` if it is missing.
+
+    `common` holds parameters that are part of every key, such as the machine.
+    """
 
     def __init__(self, path: Path, common: Mapping[str, Any] | None = None) -> None:
         self._path, self._common = path, dict(common or {})
         self._found = {_key(entry["key"]): entry["found"] for entry in entries(path)}
 
     def get(self, **key: Any) -> dict[str, Any] | None:
-        """What was measured under this key, or None."""
+        """Return the measurement with this key, or None."""
         return self._found.get(_key({**self._common, **key}))
 
     def put(self, found: Mapping[str, Any], **key: Any) -> dict[str, Any]:
-        """Keep a measurement; it survives the end of this process."""
+        """Append a measurement to the file and return it. It survives a kill of this process, but not loss of power."""
         entry = {"key": {**self._common, **key}, "found": dict(found)}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with open(self._path, "a+b") as file:
             if file.seek(0, os.SEEK_END) and not _ends_line(file):
-                file.write(b"\n")  # a line that a kill cut short stays a line of its own
+                file.write(b"\n")  # end a line that a kill truncated, so that the new one stands alone
             file.write(json.dumps(entry, allow_nan=False).encode() + b"\n")
         self._found[_key(entry["key"])] = entry["found"]
         return dict(entry["found"])
 
 
 def entries(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a journal: {"key": ..., "found": ...}. Empty when there is none; torn lines are left out."""
+    """Return every complete line of a journal as {"key": ..., "found": ...}, without truncated lines.
+
+    Without a journal at `path`, the list is empty.
+    """
     if not path.exists():
         return []
     found = []

@@ -1,6 +1,6 @@
-"""What labels add to generations after their commit, as the crash model expects to find it.
+"""The labels that a crash state must hold: metrics and milestones that were added to generations after their commit.
 
-A label that is under way, or whose outcome is unknown, may or may not be found; one that was acknowledged must be.
+A label whose write is under way or has an unknown outcome may or may not be found; an acknowledged one must be found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lastgood.records import Generation, GenerationId
 
 LOSS = "loss"
-"""the metric that every label sets"""
+"""The metric that every label sets."""
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Labels:
     """The expected labels of each generation. Every label sets the metric `LOSS`, and some set a milestone."""
 
     losses: dict[GenerationId, tuple[float | None, ...]] = field(default_factory=dict)
-    """the values that may be found: the one acknowledged last (None: no value), then those requested after it"""
+    """the values that may be found: the last acknowledged one (None: no value), then those requested after it"""
     milestones: dict[GenerationId, bool] = field(default_factory=dict)
     """generations for which a milestone was requested, and whether one was acknowledged"""
 
@@ -32,23 +32,23 @@ class Labels:
         return set(self.losses)
 
     def key(self) -> int:
-        """Two of the same key accept the same labels."""
+        """A hash: objects with equal keys accept the same labels."""
         return hash((frozenset(self.losses.items()), frozenset(self.milestones.items())))
 
     def ask(self, at: GenerationId, loss: float, milestone: bool) -> None:
-        """A label is about to be written."""
+        """Record that a label is about to be written."""
         self.losses[at] = (*self.losses.get(at, (None,)), loss)
         if milestone:
             self.milestones.setdefault(at, False)
 
     def acknowledge(self, at: GenerationId, loss: float, milestone: bool) -> None:
-        """The label was written, and reported as durable."""
+        """Record that the label was reported as durable."""
         self.losses[at] = (loss,)
         if milestone:
             self.milestones[at] = True
 
     def settle(self, generations: Iterable[Generation]) -> None:
-        """A process has opened the run: from now on the labels that it read are durable, and no others exist."""
+        """Expect exactly the labels that a process read when it opened the run: they are durable, no others exist."""
         for one in generations:
             if one.id in self.losses:
                 self.losses[one.id] = (one.commit.metrics.get(LOSS),)
@@ -56,15 +56,15 @@ class Labels:
                 self.milestones[one.id] = one.commit.milestone
 
     def problem(self, generation: Generation) -> str:
-        """How the labels of a generation differ from what may be found; empty where they do not."""
+        """Return how the labels of a generation differ from the expected ones, or an empty text."""
         at, found = generation.id, generation.commit
         expected = self.losses.get(at, (None,))
         if found.metrics.get(LOSS) not in expected:
-            return f"has the metrics {found.metrics}, and not one of {expected}"
+            return f"has the metrics {found.metrics}, and the expected loss is one of {expected}"
         if self.milestones.get(at) and not found.milestone:
             return "has lost its milestone"
         if found.milestone and at not in self.milestones:
-            return "is a milestone, which nobody requested"
+            return "is a milestone, although none was requested"
         return ""
 
     def beaten(self, at: GenerationId, rivals: Iterable[GenerationId]) -> bool:

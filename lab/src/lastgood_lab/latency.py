@@ -1,7 +1,8 @@
-"""`lastgood lab latency`: how long a save takes until it is done, in the three write modes, from 192 KB to 1 GB.
+"""`lastgood lab latency`: the latency of a save in each of the three write modes, for states from 192 KB to 1 GB.
 
-The smallest is the study's group: model, optimizer, random number generators. A save is timed from the call until the
-mode calls it done; verification and retention come after it, outside of the time. The modes take turns.
+The smallest state is the group of files of the study that `crash.py` describes: model, optimizer and random number
+generators. A save is timed from its call until the write mode reports it as done. Verification and retention follow and
+are not timed. The modes alternate from trial to trial.
 """
 
 from __future__ import annotations
@@ -33,24 +34,25 @@ if TYPE_CHECKING:
 
 MODES: tuple[WriteMode, ...] = ("atomic_dirsync", "atomic_nodirsync", "unsafe")
 GROUP_BYTES = 192_000
-"""the study's group; its real length is in the report"""
+"""Stands for the study's group, whose exact length is in the report."""
 SIZES = (GROUP_BYTES, 1_000_000, 10_000_000, 100_000_000, 1_000_000_000)
 LEAST = 5
+"""The smallest number of trials of one mode and size."""
 TICKS = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 500)
-"""ms"""
+"""Ticks of the time axis, in milliseconds."""
 BUDGET_BYTES = 20_000_000_000
-"""of one mode and size: so many bytes are enough, where the trials that were asked for would be more"""
+"""The bytes after which the trials of one mode and size end, even if more were requested (but not before LEAST)."""
 
 
 @dataclass(frozen=True)
 class Options:
     out: Path
     trials: int = 400
-    """of each mode; fewer for large sizes"""
+    """trials of each mode; large sizes take fewer"""
     seed: int = 0
     sizes: tuple[int, ...] = SIZES
     place: Path | None = None
-    """where to save, on the disk to measure"""
+    """folder for the saves, on the disk to measure (default: `out`)"""
 
 
 def state_of(size: int) -> dict[str, Any]:
@@ -99,7 +101,7 @@ def _measure(folder: Path, size: int, keys: Sequence[Row], journal: Journal) -> 
             )
             for mode in MODES
         }
-        for ckpt in ckpts.values():  # the first save makes folders and touches memory
+        for ckpt in ckpts.values():  # not timed: the first save creates folders and faults in its memory
             ckpt.save(1)
             ckpt.wait()
         for step, key in enumerate(keys, 2):
@@ -131,10 +133,11 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     return Report(
         name="latency",
         title="Latency of a save in the three write modes",
-        about="From the call until the mode calls it done; verification and retention come after. Modes take turns.",
+        about="From the call until the write mode reports the save as done; verification and retention follow and are "
+        "not timed. The modes alternate.",
         tables=[Table("", head, lines)],
         rows=rows,
-        notes=["Files are written with direct I/O where the file system takes it, in all three modes."],
+        notes=["Files are written with direct I/O if the file system supports it, in all three modes."],
         figures={"cdf": lambda: _distribution(rows, options.sizes[0]), "sizes": lambda: _by_size(rows, options.sizes)},
     )
 

@@ -1,8 +1,8 @@
-"""What a run was given and what it promised: the expectations that the crash model holds each crash state against.
+"""The expectations that the crash model compares each crash state with: what was saved, and what must be kept.
 
 A `Ledger` records the state of each save that has begun, which saves were acknowledged as durable, which generations
-were verified, deleted, damaged or rebuilt, the parent of each incarnation and the labels. `owed` is what must still be
-found, and `choices` is what a restore may load.
+were verified, deleted, damaged or rebuilt, the parent of each incarnation and the labels. `owed` returns the
+generations that must still exist, and `choices` those that a restore may load.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def named(folder: str) -> GenerationId:
     """The generation that a folder below `gen/` belongs to. Raises Violation for any other name."""
     at = layout.parse_folder(folder)
     if at is None:
-        raise Violation(f"{folder} is in gen/, and is no folder of a generation")
+        raise Violation(f"{folder} is in gen/ although it is no folder of a generation")
     return at
 
 
@@ -66,7 +66,7 @@ def must(holds: object, otherwise: str) -> None:
 
 @dataclass
 class Ledger:
-    """What the run was given, what it promised to keep, and what may have been lost or deleted since."""
+    """The saves of a run, the generations that it promised to keep, and those that may be lost or deleted since."""
 
     keep: Keep = field(default_factory=Keep)
     mode: WriteMode = "atomic_dirsync"
@@ -118,7 +118,7 @@ class Ledger:
         return self.orders[at.incarnation], at.step
 
     def line(self, incarnation: str | None) -> list[GenerationId]:
-        """Every generation given in the lineage that ends in this incarnation, newest first."""
+        """Every generation of `given` in the lineage that ends in this incarnation, newest first."""
         found: list[GenerationId] = []
         bound = STEP_LIMIT
         while incarnation is not None:
@@ -133,14 +133,14 @@ class Ledger:
         return next(at for at in self.line(self.current) if at.step == step)
 
     def owed(self) -> set[GenerationId]:
-        """Generations that must be found, to the bit."""
+        """Generations that must exist with exactly the bytes that were saved."""
         return self.acknowledged - self.ending - self.rotten - self.doubted
 
     def choices(self) -> list[tuple[set[GenerationId], GenerationId | None]]:
-        """For each incarnation that may be the newest: what a restore may choose, and the oldest it may choose.
+        """For each incarnation that may be the newest: the generations that a restore may load, and the oldest of them.
 
-        An incarnation exists only once it has a COMMIT. If it may have none, a restore that chooses it can load
-        only what it saved itself.
+        An incarnation exists only once it has a COMMIT. If its first COMMIT may be missing, a restore of it can load
+        only generations that it saved itself. The oldest is the newest one that must exist, or None.
         """
         owed = self.owed()
         found = []
@@ -151,7 +151,7 @@ class Ledger:
         return found
 
     def end(self, at: GenerationId) -> None:
-        """Note that retention begins to delete `at`. Raises Violation if the retention rules still require it."""
+        """Record that retention begins to delete `at`. Raises Violation if the retention rules still require it."""
         if at in self.ending:
             return
         line = self.line(self.current)
@@ -160,18 +160,18 @@ class Ledger:
         need = self.keep.last if (at in good or at not in line) and not self.full else 1
         must(
             len(newer) >= need or any(one.step == at.step for one in newer),
-            f"{at} is deleted while {len(newer)} newer ones are verified, of {need}",
+            f"{at} is deleted while only {len(newer)} of the required {need} newer generations are verified",
         )
         pinned = self.keep.every is not None and at.step % self.keep.every == 0 and at in good
-        must(not pinned, f"{at} is deleted, and retention pins it")
-        must(not self.labels.milestones.get(at), f"{at} is deleted, and a durable label makes it a milestone")
+        must(not pinned, f"{at} is deleted although retention pins it")
+        must(not self.labels.milestones.get(at), f"{at} is deleted although a durable label makes it a milestone")
         if self.keep.best is not None and at in good and at in line:
             rivals = [one for one in line if one in good and one not in self.ending and one != at]
-            must(self.labels.beaten(at, rivals), f"{at} is deleted, and no other has a metric as good")
+            must(self.labels.beaten(at, rivals), f"{at} is deleted although no other has a metric as good")
         self.ending.add(at)
 
     def key(self) -> int:
-        """Equal for two ledgers that demand the same of a crash state."""
+        """A hash: ledgers with equal keys demand the same of a crash state."""
         owed = frozenset(self.tables) if self.in_flight else frozenset(self.owed())
         labels = self.labels.key()
         return hash((owed, frozenset(self.given), frozenset(self.rotten), self.current, *self.opening, labels))

@@ -1,7 +1,7 @@
-"""Networks to train in a bench, of the shapes that people train, from a few lines of torch. No data, no downloads.
+"""Networks with the shapes of well-known models, which the benchmarks train on random data without any download.
 
-At scale 1 they have the published parameter counts (tests hold that): GPT-2 124,439,808 · OPT-125M 125,239,296 ·
-BERT-base 109,482,240 · VGG-16 138,357,544 · ResNet-50 25,557,032. A scale below 1 narrows them.
+At scale 1 they have the published numbers of parameters, which tests check: GPT-2 124,439,808, OPT-125M 125,239,296,
+BERT-base 109,482,240, VGG-16 138,357,544, ResNet-50 25,557,032. A scale below 1 makes the layers narrower.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class Shape(NamedTuple):
-    """What tells the three transformers apart."""
+    """The properties in which the three transformers differ."""
 
     vocabulary: int
     positions: int
     causal: bool
     bert: bool
-    """norms after the sums, two kinds of segments, a pooler"""
+    """layer norms follow the residual sums, and there are segment embeddings and a pooler"""
 
 
 class Block(nn.Module):
-    """Attention and feed-forward of a transformer."""
+    """One transformer layer: attention and a feed-forward network."""
 
     def __init__(self, width: int, heads: int, causal: bool, norm_first: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GPT-2, OPT or BERT: embeddings, twelve blocks, the head tied to the word embedding. Returns the loss."""
+    """GPT-2, OPT or BERT: embeddings, twelve blocks, a head tied to the token embedding. `forward` returns the loss."""
 
     def __init__(self, shape: Shape, scale: float) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Transformer(nn.Module):
 
 
 class Vgg16(nn.Module):
-    """Thirteen convolutions and three very wide layers: most of a save is two matrices."""
+    """Thirteen convolutions and three wide linear layers, of which two matrices hold most of a save's bytes."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Vgg16(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions and a way around them."""
+    """Three convolutions with a residual connection."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50(nn.Module):
-    """Many small tensors, and batch norms whose buffers change in forward."""
+    """ResNet-50: many small tensors, and batch norms whose buffers change in the forward pass."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def _convolution(channels: int, width: int, side: int, stride: int) -> list[nn.M
 
 
 def _narrow(width: int, scale: float, unit: int) -> int:
-    """A width so that the parameters shrink by `scale`, a multiple of `unit`."""
+    """A width, as a multiple of `unit`, with which the number of parameters shrinks by about `scale`."""
     return max(unit, round(width * math.sqrt(scale) / unit) * unit)
 
 
@@ -160,7 +160,7 @@ def _images(rows: int, side: int) -> Callable[[float, float], Batch]:
 
 
 class Model(NamedTuple):
-    """How to build a network (by scale) and its batch (by scale and share of the full work)."""
+    """How to build a network of a scale, and its batch for a scale and a share of the full work."""
 
     build: Callable[[float], nn.Module]
     batch: Callable[[float, float], Batch]
@@ -176,7 +176,7 @@ MODELS: dict[str, Model] = {
 
 
 class Trained(Protocol):
-    """What can be saved, and changes."""
+    """A module and its optimizer, whose state each step changes."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -186,7 +186,7 @@ class Trained(Protocol):
 
 
 class Plain:
-    """So many bytes in fp32 tensors of 64 MiB and a rest; a step changes all of them."""
+    """`total_bytes` of fp32 tensors, of 64 MiB each except the last. A step changes all of them."""
 
     def __init__(self, total_bytes: int, device: str = "cpu") -> None:
         whole, rest = divmod(total_bytes // 4, 16 << 20)
@@ -207,9 +207,9 @@ class Plain:
 
 
 class Workload:
-    """A network, its AdamW and one batch: a training loop without its data.
+    """A network with its AdamW optimizer and one batch, on which every step trains.
 
-    `work` is the share of the usual batch's tokens or pixels: less makes steps shorter.
+    `work` is the number of tokens or pixels as a share of the model's standard batch; a smaller one shortens the steps.
     """
 
     def __init__(self, name: str, scale: float, work: float, device: str = "cpu") -> None:
@@ -217,13 +217,14 @@ class Workload:
         with torch.device(device):
             self.module: nn.Module = MODELS[name].build(scale)
             self._batch = MODELS[name].batch(scale, work)
-        # It must not learn its one batch: gradients and moments become denormal then, and a step four times as long.
+        # The tiny learning rate keeps the network from learning its only batch: gradients and moments would become
+        # denormal, and a step would take four times as long.
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.module.parameters(), lr=1e-8)
         self.device = torch.device(device)
-        self.step(lambda: None)  # the optimizer's state comes into being here
+        self.step(lambda: None)  # creates the optimizer's state
 
     def step(self, fence: Callable[[], None]) -> None:
-        """Forward, backward, `fence()`, update; done on return, on a GPU too."""
+        """Run forward and backward, call `fence()`, and update. On return all of it is completed, on a GPU too."""
         loss = self.module(*self._batch)
         loss.backward()
         fence()
@@ -233,7 +234,7 @@ class Workload:
             torch.cuda.synchronize()
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a save must hold, by name: parameters, buffers, optimizer state."""
+        """Return every tensor that a save must hold, by name: parameters, buffers and optimizer state."""
         found = {f"model.{name}": one for name, one in self.module.state_dict().items()}
         names = {id(one): name for name, one in self.module.named_parameters()}
         for parameter, state in self.optimizer.state.items():
@@ -242,5 +243,5 @@ class Workload:
         return found
 
     def buffers(self) -> set[str]:
-        """Names of what forward may change."""
+        """Return the names of the tensors that the forward pass may change."""
         return {f"model.{name}" for name, _ in self.module.named_buffers()}

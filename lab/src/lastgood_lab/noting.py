@@ -1,4 +1,4 @@
-"""The real file system; a subclass is notified before each call that changes something, and may raise to prevent it."""
+"""Calls of the real file system that a subclass observes and may prevent."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lastgood.ports import File, OpenMode
 
 
 class NotingFiles(PosixFiles):
-    """Calls `note` before each call that changes something; reads are not reported."""
+    """The real file system, which calls `note` before each call that changes something, and not before reads."""
 
     def note(self, call: str, path: str) -> None:
-        """Override this. If it raises, the call is not made."""
+        """Observe a call that is about to be made. A subclass overrides this; if it raises, the call is not made."""
 
     def write(self, file: File, path: str, mv: memoryview, offset: int) -> int:
         """Make one write; returns how many bytes of `mv` were written."""
@@ -50,7 +50,7 @@ class NotingFiles(PosixFiles):
 
 
 class NotingFile:
-    """`ports.File` of a `NotingFiles`."""
+    """An open file of a `NotingFiles`, which calls its `note`."""
 
     def __init__(self, files: NotingFiles, file: File, path: str) -> None:
         self._files, self._file, self._path = files, file, path

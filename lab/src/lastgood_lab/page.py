@@ -1,4 +1,4 @@
-"""`lastgood report`: the reports of benchmarks and experiments as one HTML page. It measures and judges nothing.
+"""`lastgood report`: puts the reports of benchmarks and experiments on one HTML page. It measures nothing itself.
 
 Tables come from the Markdown reports, and figures are embedded as SVG. The page loads no script, font or other file.
 """
@@ -17,11 +17,15 @@ from markdown_it import MarkdownIt
 from lastgood.errors import NotWritable, Refused
 
 REPORT = "report.md"
-"""the report of an experiment: its figures are all in its folder; those of a benchmark begin with the report's name"""
+"""The report of an experiment, to which all figures of its folder belong. The figures of a benchmark have names that
+begin with the name of its report."""
 
 
 def write(folders: Sequence[Path], out: Path, title: str) -> int:
-    """Write the page; returns its bytes. An existing file is replaced at the end. Raises Refused, NotWritable."""
+    """Write the page to `out` and return its length in bytes. An existing file is replaced only by a complete page.
+
+    Raises Refused if a folder has no report, and NotWritable for an error of the operating system.
+    """
     try:
         data = page(folders, title).encode()
         staged = out.with_name(out.name + ".tmp")
@@ -33,7 +37,7 @@ def write(folders: Sequence[Path], out: Path, title: str) -> int:
 
 
 class Section(NamedTuple):
-    """One report: its heading, and all of it as HTML."""
+    """One report: its heading, the id of its HTML section, and the HTML text."""
 
     title: str
     anchor: str
@@ -41,7 +45,7 @@ class Section(NamedTuple):
 
 
 def page(folders: Sequence[Path], title: str) -> str:
-    """The page of every report in these folders. Raises Refused where a folder has none."""
+    """Return the HTML page of all reports in these folders. Raises Refused if a folder has none."""
     sections: list[Section] = []
     for folder in folders:
         found = list(_reports(folder))
@@ -58,7 +62,7 @@ def page(folders: Sequence[Path], title: str) -> str:
 
 
 def _reports(folder: Path) -> Iterator[tuple[Path, list[Path]]]:
-    """Markdown files and the figures of each."""
+    """Yield each Markdown file of a folder with its figures."""
     for path in sorted(folder.glob("*.md")):
         figures = folder.glob("*.svg" if path.name == REPORT else f"{path.stem}-*.svg")
         yield path, sorted(figures)
@@ -68,7 +72,7 @@ def _section(path: Path, figures: Sequence[Path], number: int) -> Section:
     text = path.read_text(encoding="utf-8")
     found = re.search(r"^# (.+)$", text, re.M)
     title = found[1] if found else path.stem
-    # Markup in a report is shown, never obeyed.
+    # HTML markup inside a report is escaped, so that the page shows it as text.
     body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     drawn = "".join(_figure(one, title) for one in figures)

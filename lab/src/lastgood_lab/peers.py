@@ -1,9 +1,9 @@
-"""`lastgood lab peers`: the same damage, kills and failing writes for this project and for what people use instead.
+"""`lastgood lab peers`: the same damage, kills and failing writes for lastgood, torch.save and DCP.
 
-The state is the group of `corrupt`; each contender keeps two saves of it, as it is commonly used. Then: bytes of the
-newest are changed; or the process is killed at a random moment of the next save; or the next save's files may not grow
-beyond a random length, so that a write fails in the middle. What counts is what a resume would find: the right state,
-an older right one, an error, or wrong values without an error. Only what was run is reported.
+The state is the group of `corrupt`. Each contender, used as is common, makes two saves of it. Then the newest save is
+damaged; or the process is killed at a random time during the next save; or the files of the next save may not grow
+beyond a random length, so that a write fails. The outcome is what a resume finds: the newest state, an older one, an
+error, or wrong values without an error.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEPS = (10, 20, 30)
-"""the last is the save that is killed, or fails"""
+"""The steps of the saves, of which the last is killed or fails."""
 DAMAGE = ("bitflip", "zerorange", "truncate", "garbage page", "swapped blocks", "lost file")
 OUTCOMES = ("right", "older", "error", "wrong")
-"""what a resume finds: the newest state, an older one as it was saved, an error, or values that were never saved"""
+"""Outcomes of a resume: the newest state, an older one as it was saved, an error, or values that were never saved."""
 
 
 # ---- contenders ----------------------------------------------------------------------------------------------
 
 
 class Contender(NamedTuple):
-    """`save` saves as the package is commonly used, and `load` as a resume does. Neither translates errors."""
+    """A checkpointing package: `save` uses it as is common, `load` as a resume does. Both raise its own errors."""
 
     save: Callable[[Path, int, dict[str, Any]], None]
     load: Callable[[Path, dict[str, Any]], None]
@@ -119,7 +119,7 @@ CONTENDERS = {
 
 
 def one(key: Row) -> Row:
-    """One trial: two saves in a process that ends, trouble, and a resume in another."""
+    """Run one trial: two saves in processes that end, then the trouble, and a resume in another process."""
     contender, chance = CONTENDERS[key["contender"]], random.Random(str(sorted(key.items())))
     seed = chance.getrandbits(30)
     with tempfile.TemporaryDirectory(prefix="lastgood-peers-", dir=trials.memory()) as working:
@@ -144,18 +144,18 @@ def one(key: Row) -> Row:
 
 
 def _resumed(contender: Contender, folder: Path, seed: int) -> str:
-    """The step whose state a resume found, "0" for none of them; or the name of its error."""
+    """Resume; returns the step whose state was found ("0": none of them), or the name of the error."""
     state = made(seed, 0)
     try:
         with _silence():
             contender.load(folder, state)
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - what its user would see
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - reported by name
         return type(error).__name__
     return str(next((step for step in STEPS[::-1] if _same(state, made(seed, step))), 0))
 
 
 def made(seed: int, step: int) -> dict[str, Any]:
-    """The state after so many steps."""
+    """The state of `step`: one update for every ten steps."""
     state = group(seed)
     for _ in range(step // 10):
         advance(state)
@@ -177,7 +177,7 @@ def _damage(path: Path, kind: str, chance: random.Random) -> None:
 
 
 def _kill(contender: Contender, folder: Path, seed: int, chance: random.Random) -> str:
-    """Kill a save. Returns "returned" if it had returned before, else an empty text."""
+    """Kill a process during a save. Returns "returned" if the save had returned before, else an empty text."""
     state = made(seed, STEPS[2])
     after = chance.uniform(0.0, 0.03)
 
@@ -193,12 +193,12 @@ def _kill(contender: Contender, folder: Path, seed: int, chance: random.Random) 
 
 
 def _fail(contender: Contender, folder: Path, seed: int, chance: random.Random) -> str:
-    """Let a write of a save fail. Returns the name of its error, or "returned"."""
+    """Make a write of a save fail. Returns the name of the save's error, or "returned"."""
     state = made(seed, STEPS[2])
     limit = chance.randrange(1, contender.largest(folder).stat().st_size)
 
     def life(send: Callable[[str], object]) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # python ignores the signal of it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))  # Python ignores SIGXFSZ
         try:
             with _silence():
                 contender.save(folder, STEPS[2], state)
@@ -211,7 +211,7 @@ def _fail(contender: Contender, folder: Path, seed: int, chance: random.Random) 
 
 
 def _save(contender: Contender, folder: Path, step: int, state: dict[str, Any]) -> None:
-    """A save without trouble, in a process that ends."""
+    """Make a save without trouble, in a process that ends."""
 
     def life(send: Callable[[str], object]) -> None:
         with _silence():
@@ -221,11 +221,11 @@ def _save(contender: Contender, folder: Path, step: int, state: dict[str, Any]) 
 
 
 def _silence() -> redirect_stderr[io.StringIO]:
-    """Discard what the contenders print, thousands of times; their errors are still raised."""
+    """Discard the output of the contenders on stderr, which would repeat in every trial; errors are still raised."""
     return redirect_stderr(io.StringIO())
 
 
-# ---- all of them ---------------------------------------------------------------------------------------------
+# ---- all trials ----------------------------------------------------------------------------------------------
 
 TROUBLES = (*DAMAGE, "killed", "a file that may not grow")
 
@@ -269,9 +269,9 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     ]
     return Report(
         name="peers",
-        title="The same trouble for this project and for what people use instead",
-        about="Two saves, trouble, and a resume in a fresh process. An error swallowed: the save returned, and what it "
-        "saved is not there.",
+        title="The same trouble for lastgood, torch.save and DCP",
+        about="Two saves, trouble, and a resume in a new process. An error swallowed: the third save returned, but the "
+        "resume does not find its state.",
         tables=[Table("", head, lines)],
         rows=rows,
         notes=notes,

@@ -1,4 +1,4 @@
-"""Torch-free saves and loads: a state is {name: bytes}, each stored as a uint8 tensor. For experiments and tests."""
+"""Saves and loads of states without torch, for experiments and tests: {name: bytes}, stored as uint8 tensors."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ ALGORITHM = "xxh3_128"
 
 
 def filled(image: layout.Image, state: Mapping[str, Buffer], arena: Arena) -> Iterator[Lease]:
+    """Yield the filled chunks of a file in order. The consumer owns each lease and must release it."""
     for parts in layout.segments(image, arena.chunk_bytes):
         lease = arena.take()
         assert lease is not None
@@ -48,9 +49,10 @@ def save(
     topic: AnyTopic | None = None,
     **options: Any,
 ) -> Generation:
-    """Save a state. `tensors` describes the bytes if they are not uint8; `topic` is where several ranks agree.
+    """Save a state as generation `step`.
 
-    `meanwhile` is called when the first chunk has been taken.
+    `tensors` describes the bytes if they are not uint8. Several ranks agree through `topic`. `meanwhile` is called
+    after the first chunk was consumed. The other options are fields of `SaveRequest`.
     """
     tensors = tensors or (layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items())
     images = layout.images(tensors, run.rank)
@@ -70,7 +72,7 @@ def save(
 
 
 def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], *, chunk_bytes: int = 8192) -> RankPart:
-    """Write the part of a rank that does not commit; returns what it posts to rank 0."""
+    """Write the part of a rank that does not commit; returns the rank part that it posts to rank 0."""
     images = layout.images((layout.Tensor(name, "uint8", (len(data),)) for name, data in state.items()), rank)
     arena = Arena(4 * chunk_bytes, chunk_bytes)
     chunks = (lease for image in images for lease in filled(image, state, arena))
@@ -79,7 +81,7 @@ def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], 
 
 
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[Found, State]:
-    """The generation that a restore would load, and its bytes. Raises what a restore raises."""
+    """Load the generation that a restore of `step` (None: the newest) would load. Raises the errors of a restore."""
     pool = workers or ThreadPoolExecutor(2)
     candidates = Candidates(survey(tier), step)
     try:
@@ -95,7 +97,7 @@ def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -
 
 
 def _bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
-    """The bytes of every tensor of a generation, of all ranks."""
+    """Read the bytes of every tensor of a generation, of all ranks."""
     state: State = {}
     for manifest in read_manifests(tier, generation):
         size = sum(round_up(blob.length, blob.chunk_bytes) for blob in manifest.blobs)

@@ -1,24 +1,24 @@
-"""Checkpointing policies side by side: the same tensors, arena, copy, slots and direct I/O; only the policy differs.
+"""Checkpointing policies from papers, which use the same arena, copies, slots and direct I/O; only the policy differs.
 
-Each is the strongest honest form of what its paper describes; none takes digests, reads back, or keeps history,
-because the originals do not.
+Each is the strongest fair implementation of what its paper describes. None of them computes digests, reads its files
+back, or keeps older states, because the originals do not.
 
-    policy       who waits for what                                    host memory   storage      recovery at most
+    policy       how a save proceeds                                   host memory   storage      recovery at most
     traditional  the loop stops: copy, write, flush, point             a few chunks  2 m          l + f t
     GPM          the loop stops: copy into a mapped file, msync        none          2 m          l + f t
-    CheckFreq    copy beside the next forward/backward, then write     m             2 m          l + 2 f t
-                 behind; one in flight
+    CheckFreq    copy during the next forward and backward, then       m             2 m          l + 2 f t
+                 write in the background; one in flight
     PCcheck      chunks are written while others are copied; N in      M             (N + 1) m    l + f t
-                 flight, the newest complete one is pointed at                                    + t min(N f, Tw/t)
-    Gemini       as CheckFreq, but to the memory of a peer process     m             none; 2 m    l + 2 f t
-                                                                                     of the peer
+                 flight, of which the newest complete one counts                                  + t min(N f, Tw/t)
+    Gemini       like CheckFreq, but into the memory of a peer         m             none; 2 m    l + 2 f t
+                 process                                                             of the peer
     DCP async    torch.distributed.checkpoint.async_save, one in       m             2 m          l + 2 f t
                  flight
 
 m: bytes of the state, f: interval in steps, t: seconds of a step, Tw: seconds of a save, l: seconds of loading, N:
-saves in flight, M: bound of the arena (PCcheck, ASPLOS'25, section 4.2 and table 1; CheckFreq, FAST'21; GPM, ASPLOS'22;
-Gemini, SOSP'23). As in the originals the copy runs beside forward and backward, and only the *update* waits for it; so
-does the wait for a free slot. On the GPU the arena is pinned and copied into on a stream of its own.
+saves in flight, M: limit of the arena (PCcheck, ASPLOS'25, section 4.2 and table 1; CheckFreq, FAST'21; GPM, ASPLOS'22;
+Gemini, SOSP'23). As in the originals, the copy runs during forward and backward, and only the *update* waits for it;
+the wait for a free slot is part of the copy. On a GPU the arena is pinned and filled on a stream of its own.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .stores import MappedFile, Peer, SlotFile, Store
 
 
 class Stopping(Policy):
-    """Stop the loop until all of it is durable in the older of two slots, and point at it."""
+    """Stops the loop until the state is durable in the older of two slots and is recorded as the newest."""
 
     def __init__(self, snapshot: Snapshot, store: Store, settings: Settings) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Stopping(Policy):
 
     @abstractmethod
     def _write(self, slot: int) -> None:
-        """Copy the state and write it."""
+        """Copy the state and write it to a slot."""
 
     @abstractmethod
     def _read(self) -> int: ...
@@ -87,7 +87,7 @@ class Stopping(Policy):
 
 
 class Traditional(Stopping):
-    """Copies and writes of chunks overlap."""
+    """Copies chunks and writes them with direct I/O; copies and writes of different chunks overlap."""
 
     name = "traditional"
 
@@ -110,7 +110,7 @@ class Traditional(Stopping):
 
 
 class Gpm(Stopping):
-    """Copies into a mapped file with several threads, each chunk synced. No memory of its own."""
+    """Copies into a mapped file with several threads and syncs each chunk. It needs no memory of its own."""
 
     name = "GPM"
 
@@ -135,11 +135,11 @@ class Gpm(Stopping):
 
 
 class Overlapped(Policy):
-    """Copies beside forward and backward; the update waits for the copy. N saves in flight on N + 1 slots.
+    """Copies during forward and backward; the update waits for the copy. There are N saves in flight and N + 1 slots.
 
-    A complete save becomes the newest unless a later one was complete before it; its predecessor's slot, or its own, is
-    free again. `pipelined`: chunks are written while others are copied, so that the arena may be smaller than the
-    state; else the whole copy comes first.
+    A completed save becomes the newest, and the slot of the previous newest one is free again. If a later save was
+    completed first, the slot of this one is free instead. If `pipelined`, chunks are written while others are copied,
+    so that the arena may be smaller than the state; else the whole state is copied first.
     """
 
     def __init__(
@@ -233,12 +233,12 @@ class Overlapped(Policy):
                 self._newest = (number, slot)
                 self.saved.append(SaveTime(step, time.perf_counter() - begun))
             else:
-                self._free.append(slot)  # a later save was complete before this one
+                self._free.append(slot)  # a later save was completed before this one
             self._changed.notify_all()
 
 
 class CheckFreq(Overlapped):
-    """One in flight: the whole copy, then the write; the next copy waits for the write before it."""
+    """One save in flight: it copies the whole state, then writes it; the next copy waits for that write."""
 
     name = "CheckFreq"
 
@@ -250,7 +250,7 @@ class CheckFreq(Overlapped):
 
 
 class PCcheck(Overlapped):
-    """N in flight on N + 1 slots, chunks through an arena of M bytes, p writers each, the newest complete one wins."""
+    """N saves in flight with N + 1 slots, whose chunks pass through one arena; each save has several writers."""
 
     name = "PCcheck"
 
@@ -262,7 +262,7 @@ class PCcheck(Overlapped):
 
 
 class Gemini(Overlapped):
-    """One in flight, to the memory of a peer process. Survives this process, not the loss of power."""
+    """One save in flight, to the memory of a peer process. A save survives a kill of this process, not a power loss."""
 
     name = "Gemini"
     durable = False
@@ -279,9 +279,9 @@ class Gemini(Overlapped):
 
 
 class DcpAsync(Policy):
-    """dcp.async_save in a thread, its files written by four and fsynced as it does by default; staging reuses memory.
+    """dcp.async_save in a thread, with four writers, its default fsyncs, and staging memory that is reused.
 
-    A save waits for the one before it; the newest finished one is kept while the next is written.
+    A save waits for the previous one to finish. The newest finished save is kept while the next one is written.
     """
 
     name = "DCP async"
@@ -341,7 +341,7 @@ class DcpAsync(Policy):
 
 
 class Ours(Policy):
-    """This project as it comes: digests, a commit, verification, torn-snapshot check, retention of the newest."""
+    """lastgood with its defaults: digests, commit, verification and the check for torn snapshots. It keeps one save."""
 
     def __init__(self, workload: Workload, place: Path, settings: Settings, _: Path | None, tier: str = "") -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class Ours(Policy):
         self._under_way.append(save)
 
     def fence(self) -> None:
-        self.checkpointer.fence()  # the optimizer's hook would call it; here the wait is timed as that of the others is
+        self.checkpointer.fence()  # the optimizer's hook would call it; here it is timed like the other policies' waits
 
     def wait(self) -> None:
         self.checkpointer.wait()
@@ -385,19 +385,19 @@ class Ours(Policy):
         self._settle()
 
     def _settle(self) -> None:
-        """Note what has become durable."""
+        """Record the saves that have become durable."""
         self.saved += [SaveTime(one.step, one.seconds) for one in self._under_way if one.durable()]
         self._under_way = [one for one in self._under_way if not one.durable() and not one.failed()]
 
 
 class Directory(Ours):
-    """A directory on a file system."""
+    """lastgood with a run in a directory."""
 
     name = "lastgood"
 
 
 class Slots(Ours):
-    """Preallocated slots."""
+    """lastgood with a run in preallocated slots."""
 
     name = "lastgood-slots"
 
@@ -413,7 +413,7 @@ POLICIES: dict[str, Callable[[Workload, Path, Settings, Path | None], Policy]] =
 def bound_seconds(
     name: str, interval: int, step_seconds: float, save_seconds: float, load_seconds: float, in_flight: int
 ) -> float:
-    """The longest recovery: loading, and the steps that are done again (PCcheck, section 4.2)."""
+    """The upper bound of a recovery: loading, and the steps that are repeated (PCcheck, section 4.2)."""
     if name in ("traditional", "GPM"):
         return tune.stop_and_write_bound_seconds(load_seconds, interval, step_seconds)
     if name in ("CheckFreq", "Gemini", "DCP async"):

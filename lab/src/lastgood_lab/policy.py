@@ -1,4 +1,4 @@
-"""What every checkpointing policy of the benchmarks offers, and what it may use."""
+"""The interface of the checkpointing policies that `lastgood bench interval` compares, and their settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import NamedTuple
 
 
 class Settings(NamedTuple):
-    """What the policies may use. `memory_bytes` bounds PCcheck's arena and, if given, ours; 0: the state's size."""
+    """Resources of the policies: saves in flight, writing threads and chunk length.
+
+    `memory_bytes` limits the arena of PCcheck (0: the state's size) and, unless it is 0, that of lastgood.
+    """
 
     in_flight: int = 2
     writers: int = 2
@@ -24,45 +27,45 @@ class SaveTime(NamedTuple):
 
 
 class Policy(ABC):
-    """A way to save a workload while it trains."""
+    """A way to save a workload while it trains. The loop calls `fence` before and `save` after an update."""
 
     name: str
     in_flight = 1
     durable = True
-    """whether what it saves survives the loss of power"""
+    """whether its saves survive loss of power"""
 
     def __init__(self) -> None:
         self.saved: list[SaveTime] = []
-        """saves that became the newest durable state, in that order"""
+        """the saves that became the newest durable state, in the order in which they did"""
         self._held = ExitStack()
         """resources that are released by `close`"""
 
     @abstractmethod
     def save(self, step: int) -> None:
-        """Called after the update of `step`; returns when the loop may go on."""
+        """Begin to save the state after `step`; returns when the training loop may continue."""
 
     def fence(self) -> None:  # noqa: B027 - not abstract: some policies never wait
-        """Called before the next update; returns when the state may change."""
+        """Wait, before the next update, until the state may change."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Wait until no save is under way. Raises the error of a save that failed behind the loop."""
+        """Wait until no save is under way. Raises the error of a save that failed in the background."""
 
     @abstractmethod
     def load(self) -> int:
-        """Bring the newest durable state into the workload; returns its step, 0 when there is none."""
+        """Load the newest durable state into the workload; returns its step, or 0 if there is none."""
 
     def close(self) -> None:
         self.wait()
         self._held.close()
 
     def processes(self) -> list[int]:
-        """Further processes whose memory counts."""
+        """The ids of further processes whose memory counts as the policy's."""
         return []
 
 
 class Nothing(Policy):
-    """No saves: how much the speed of the loop alone varies on this machine."""
+    """Saves nothing: measures how much the speed of the loop alone varies on this machine."""
 
     name = "no saves"
 

@@ -1,19 +1,19 @@
-"""`lastgood lab powerloss`: what a loss of power leaves, in a model of a disk and on real file systems in image files.
+"""`lastgood lab powerloss`: power loss in a model of a disk, and on real file systems in image files.
 
-The crash model: the real code on a disk in memory that is sure to keep only what was synced, and may reorder and tear
-the rest. Each crash state is loaded and checked against what was promised, and some are continued. The states are
-counted by the call that the crash came before (`crashmodel.py` of this package; prove/crash_model.py judges a
-million).
+The crash model runs the real code on a disk in memory that guarantees to keep only synced data, and may reorder and
+tear the rest. Each crash state is loaded and compared with what was promised, and in some a next process continues. The
+states are counted by the call before which the crash happens (`crashmodel.py`; `campaigns/crash_model.py` judges a
+million states).
 
-Then, as root, real disks: a process saves on one file system after another (ext4, xfs, btrfs; those whose mkfs is
-there) and reports what is durable. *Power loss*: the image is cloned at a random instant, in one step (FICLONE, on an
-xfs that holds the images), mounted again, its journal replayed: what the page cache had not written is lost.
-*Killed*: SIGKILL, unmount, mount again. *Disk full*: saves until there is no space, then space is made. *Read-only*:
-the mount turns read-only under a save. Each time a restore must load the newest state that was reported as durable,
-or a newer one, to the bit.
+Then, as root, a process saves on each real file system (those of ext4, xfs and btrfs whose mkfs is installed) and
+reports which steps are durable. *Power loss*: the image is cloned atomically at a random time (FICLONE, on an xfs that
+holds the images) and mounted again, which replays its journal; data that the page cache had not written is lost.
+*Killed*: SIGKILL, unmount, mount again. *Disk full*: saves until no space is left, then a large file is deleted.
+*Read-only*: the mount becomes read-only during a save. Each time a restore must load, bit for bit, the newest state
+that was reported as durable, or a newer one.
 
-These do not show a drive that loses or reorders the writes in its own cache; the crash model does. They need root,
-Linux, loop devices and mkfs; otherwise they are skipped, and a line of progress gives the reason.
+These trials do not cover a drive that loses or reorders the writes in its own cache; the crash model does. They need
+root, Linux, loop devices and mkfs; without these they are skipped, and a line of progress gives the reason.
 """
 
 from __future__ import annotations
@@ -56,20 +56,23 @@ KINDS = ("ext4", "xfs", "btrfs")
 TROUBLES = ("power loss", "killed", "disk full", "read-only")
 MODES: tuple[WriteMode, ...] = ("atomic_dirsync", "atomic_nodirsync", "unsafe")
 IMAGE_MIB = {"ext4": 64, "xfs": 320, "btrfs": 160}
-"""the smallest that each takes, or little more: so that a disk is soon full"""
+"""Sizes of the images, close to the smallest that each file system accepts, so that a disk is soon full."""
 CHUNK_BYTES = 16 << 10
 FICLONE = 0x40049409
 LAST = 400
-"""steps after which the process ends by itself"""
+"""The number of steps after which the saving process ends by itself."""
 
 
 @dataclass(frozen=True)
 class Options(trials.Options):
-    """`trials` of each trouble, file system and write mode, one after another; `jobs` are those of the crash model."""
+    """`trials` is the number for each trouble, file system and write mode, which run one after the other.
+
+    `jobs` is the number of processes of the crash model.
+    """
 
     trials: int = 40
     plays: int = 3
-    """of each scenario of the crash model in each write mode"""
+    """how often each scenario of the crash model is played in each write mode"""
 
 
 # ---- file systems --------------------------------------------------------------------------------------------
@@ -82,7 +85,7 @@ def _tool(*command: str) -> None:
 
 
 def make(kind: str, image: Path, mib: int) -> None:
-    """An empty file system in a sparse file."""
+    """Create an empty file system in a sparse file."""
     with image.open("wb") as file:
         file.truncate(mib << 20)
     force = {"ext4": ["-F", "-q", "-m", "0"], "xfs": ["-f", "-q"], "btrfs": ["-f", "-q"]}[kind]
@@ -91,7 +94,7 @@ def make(kind: str, image: Path, mib: int) -> None:
 
 @contextlib.contextmanager
 def mounted(image: Path, at: Path) -> Iterator[Path]:
-    """An image, mounted; unmounted at the end, whatever happens."""
+    """Mount an image at a directory, and unmount it at the end of the context, after an error too."""
     at.mkdir(exist_ok=True)
     _tool("mount", "-o", "loop", str(image), str(at))
     try:
@@ -101,7 +104,7 @@ def mounted(image: Path, at: Path) -> Iterator[Path]:
 
 
 def _unmount(at: Path) -> None:
-    for _ in range(50):  # a killed process closes its files a moment later
+    for _ in range(50):  # the files of a killed process are closed a moment later
         if subprocess.run(["umount", str(at)], capture_output=True).returncode == 0:
             return
         time.sleep(0.1)
@@ -109,17 +112,20 @@ def _unmount(at: Path) -> None:
 
 
 def clone(image: Path, to: Path) -> None:
-    """All of a file as it is at one instant."""
+    """Clone a file atomically: the copy has the content of one instant."""
     with image.open("rb") as source, to.open("wb") as target:
         fcntl.ioctl(target.fileno(), FICLONE, source.fileno())
 
 
 def here() -> list[str]:
-    """File systems that can be made here. Raises Refused without root, or without xfs to hold the images."""
+    """Return the file systems that can be created on this machine.
+
+    Raises Refused without root, or without mkfs.xfs, which is needed for the file system that holds the images.
+    """
     if os.geteuid() != 0 or shutil.which("mount") is None:
-        raise Refused("mounting needs root", safe="Nothing was touched.", todo="Run it as root, on Linux.")
+        raise Refused("mounting needs root", safe="Nothing was changed.", todo="Run it as root, on Linux.")
     if shutil.which("mkfs.xfs") is None:
-        raise Refused("mkfs.xfs is not there", safe="Nothing was touched.", todo="apt install xfsprogs")
+        raise Refused("mkfs.xfs is not installed", safe="Nothing was changed.", todo="apt install xfsprogs")
     return [kind for kind in KINDS if shutil.which(f"mkfs.{kind}")]
 
 
@@ -133,7 +139,7 @@ def _open(root: Path, mode: WriteMode) -> RunWriter:
 
 
 def live(root: Path, mode: WriteMode, seed: int, send: Callable[[str], object]) -> None:
-    """Save one step after another; send a message when each is durable, or the error that ends it."""
+    """Save one step after the other. Send a message when each is durable, or with the error that ended the loop."""
     run = _open(root, mode)
     newest = next(iter(run.lineage()), None)
     run.begin(newest.id if newest else None)
@@ -155,7 +161,7 @@ class Life:
         receive, send = os.pipe()
         self.child = os.fork()
         if self.child == 0:
-            with contextlib.suppress(BaseException):  # its disk may be gone: the parent judges what is left
+            with contextlib.suppress(BaseException):  # its disk may disappear; the parent examines the remaining files
                 live(root, mode, seed, lambda line: os.write(send, f"{line}\n".encode()))
             os._exit(0)
         os.close(send)
@@ -163,7 +169,7 @@ class Life:
         self.messages: list[str] = []
 
     def until(self, steps: int) -> None:
-        """Until so many steps are durable, or it has ended."""
+        """Wait until step `steps` is durable, or the process has ended."""
         while self.durable < steps and (line := self._lines.readline()):
             self.messages.append(line.strip())
 
@@ -173,7 +179,7 @@ class Life:
         return max((int(line.split()[1]) for line in self.messages if line.startswith("durable")), default=0)
 
     def end(self) -> None:
-        """Kill it, and read its remaining messages."""
+        """Kill the process, and read its remaining messages."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.child, signal.SIGKILL)
         os.waitpid(self.child, 0)
@@ -185,7 +191,7 @@ class Life:
 
 
 def one(key: Row, images: Path) -> Row:
-    """One trial, on a fresh file system."""
+    """Run one trial on a new file system."""
     chance = random.Random(str(sorted(key.items())))
     seed, mode = chance.getrandbits(40), key["mode"]
     image, at = images / "disk.img", images / "at"
@@ -199,7 +205,7 @@ def one(key: Row, images: Path) -> Row:
                 life.until(steps)
                 time.sleep(chance.uniform(0.0, 0.01))
                 clone(image, lost)
-                owed = life.durable  # messages read before the clone was taken; later saves may or may not be in it
+                owed = life.durable  # from messages read before the clone; later saves may or may not be in it
             finally:
                 life.end()
         found = _found(lost, images / "again", mode, seed)
@@ -221,7 +227,7 @@ def one(key: Row, images: Path) -> Row:
 
 
 def _found(image: Path, at: Path, mode: WriteMode, seed: int) -> Row:
-    """What a resume finds on an image: the step, whether it is to the bit, and whether it can save again."""
+    """Resume from an image: which step is found, whether it is equal bit for bit, and whether a next save succeeds."""
     with mounted(image, at):
         return _resumed(at / "run", mode, seed)
 
@@ -242,7 +248,7 @@ def _resumed(root: Path, mode: WriteMode, seed: int) -> Row:
 
 
 def _fill(image: Path, at: Path, mode: WriteMode, seed: int, chance: random.Random) -> tuple[int, Row]:
-    """A disk that others fill up while steps are saved; then there is room again."""
+    """Save on a disk that is almost full until a save fails, then free space, and resume."""
     with mounted(image, at):
         ballast = at / "ballast"
         stat = os.statvfs(at)
@@ -259,11 +265,11 @@ def _fill(image: Path, at: Path, mode: WriteMode, seed: int, chance: random.Rand
 
 
 def _turn_read_only(image: Path, at: Path, mode: WriteMode, seed: int, steps: int) -> tuple[int, Row]:
-    """A mount that turns read-only, as a file system does that found an error in itself."""
+    """Remount the file system read-only during saves, as a kernel does after an error in it, and resume."""
     with mounted(image, at):
         life = Life(at / "run", mode, seed)
         life.until(steps)
-        os.kill(life.child, signal.SIGSTOP)  # a file that is open for writing would hold the mount as it is
+        os.kill(life.child, signal.SIGSTOP)  # the remount fails while a file is open for writing
         turned = subprocess.run(["mount", "-o", "remount,ro", str(at)], capture_output=True).returncode == 0
         os.kill(life.child, signal.SIGCONT)
         if turned:
@@ -277,9 +283,9 @@ def _turn_read_only(image: Path, at: Path, mode: WriteMode, seed: int, steps: in
 
 
 def play_one(key: Row) -> Row:
-    """One life in the model: how many states were judged, by the call that a crash came before."""
+    """Play one scenario in the model; returns the number of judged states by the call before the crash."""
     scenario = next(one for one in SCENARIOS if one.name == key["scenario"])
-    # The weaker modes are not carried on: what they leave need not be a run that can be.
+    # The weaker modes may leave a run that cannot be continued, so that no next process is played in them.
     carry_on = Judge.carry_on if key["mode"] == "atomic_dirsync" else 0.0
     judge = Judge(random.Random(str(sorted(key.items()))), carry_on=carry_on)
     violation = ""
@@ -291,7 +297,7 @@ def play_one(key: Row) -> Row:
 
 
 def _model(options: Options, progress: Progress) -> list[Row]:
-    """A row for each scenario, mode and step."""
+    """Play the crash model; returns a row for each scenario, write mode and step."""
     keys = [
         {"scenario": one.name, "mode": mode, "play": number, "seed": options.seed}
         for number in range(options.plays)
@@ -316,7 +322,7 @@ def _model(options: Options, progress: Progress) -> list[Row]:
     ]
 
 
-# ---- all of them ---------------------------------------------------------------------------------------------
+# ---- all trials ----------------------------------------------------------------------------------------------
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
@@ -340,7 +346,7 @@ def _on_disks(kinds: Sequence[str], options: Options, progress: Progress) -> lis
     ]
     for kind in KINDS:
         if kind not in kinds:
-            progress(f"{kind} is left out: mkfs.{kind} is not there")
+            progress(f"{kind} is left out: mkfs.{kind} is not installed")
     left = [key for key in keys if journal.get(**key) is None]
     with tempfile.TemporaryDirectory(prefix="lastgood-powerloss-", dir=options.out) as folder:
         holder = Path(folder) / "holder.img"
@@ -354,7 +360,7 @@ def _on_disks(kinds: Sequence[str], options: Options, progress: Progress) -> lis
 
 
 def _steps(rows: Sequence[Row]) -> list[list[str]]:
-    """Of the default mode: step, states, violations."""
+    """The table rows of the default write mode: step, states, violations."""
     states, violations = Counter[str](), Counter[str]()
     for row in rows:
         if row["mode"] == "atomic_dirsync" and "scenario" in row:
@@ -398,20 +404,20 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     ]
     return Report(
         name="powerloss",
-        title="What a loss of power leaves",
-        about="The model: the real code on a disk that is sure to keep only what was synced. Each trial on a real "
-        "file system is a fresh one in an image. Durable: reported as durable before the fault.",
+        title="Restores after power loss",
+        about="The model runs the real code on a disk that guarantees to keep only synced data. Each trial on a real "
+        "file system uses a new one in an image. Durable means reported as durable before the fault.",
         tables=[
-            Table("The crash model, before which call a crash came", ["call", "states", "violations"], _steps(model)),
+            Table("The crash model, by the call before the crash", ["call", "states", "violations"], _steps(model)),
             *([Table("Real file systems", head, lines)] if lines else []),
         ],
         rows=model,
         notes=[
-            f"The weaker modes in the model: {weaker['states']:,} states, in {weaker['lost']:,} of them an "
-            f"acknowledged save is lost, in {weaker['violations']} something loads that was not saved.",
-            "The weaker modes promise no durability: their rows show what leaving out syncs costs on this kernel.",
-            "Power loss: the image is cloned in one step; what the page cache had not written is gone, what the drive "
-            "was given is not. Only the model loses and reorders that.",
+            f"The weaker write modes in the model: {weaker['states']:,} states, in {weaker['lost']:,} of which an "
+            f"acknowledged save is lost, and {weaker['violations']} in which a state loads that was not saved.",
+            "The weaker write modes promise no durability: their rows show the effect of missing syncs on this kernel.",
+            "Power loss: the image is cloned atomically. Data that the page cache had not written is lost, but data "
+            "that the drive had received is not. Only the model loses and reorders that too.",
         ],
     )
 

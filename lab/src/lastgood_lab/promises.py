@@ -1,16 +1,16 @@
-"""The checks of one crash state against what the ledger says was promised.
+"""Checks one crash state against the promises in the ledger.
 
-A crash state is a `HostileDisk` with what a power loss or a kill has left. `hold` demands of it, by the real reading
-code:
+A crash state is a `HostileDisk` with the content that a power loss or a kill leaves. `hold` reads it with the real code
+and checks that:
 
-- all or nothing: a folder with a COMMIT has every file of its generation, byte for byte as it was sealed;
-- nothing acknowledged is lost: each generation that the ledger owes is there;
-- a restore loads a generation of the current lineage to the bit, and none older than the newest that is owed;
-- the pointer and the marks may be out of date, but what they say of a generation is never wrong;
-- acknowledged labels are there, and no label is there that nobody requested.
+- a folder with a COMMIT has every file of its generation, byte for byte as it was sealed;
+- each generation that the ledger owes exists;
+- a restore loads a generation of the current lineage bit for bit, and none older than the newest that is owed;
+- the pointer and the marks, which may be out of date, are never wrong about a generation;
+- acknowledged labels exist, and no label exists that was not requested.
 
-`hold_in_slots` demands the same of a run in slots, where one table names everything. `hold_weakly` demands of the two
-weaker write modes only that a generation that loads is the one that was saved. Each raises `Violation`.
+`hold_in_slots` checks the same for a run in slots, where one table lists all files. For the two weaker write modes,
+`hold_weakly` checks only that a generation that loads is one that was saved. Each raises `Violation`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def at_of(found: Found) -> GenerationId | None:
 
 
 def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
-    """The tier of the run, as a new process opens it."""
+    """Open the tier of the run as a new process does."""
     if ledger.in_flight:
         return access.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
     return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
@@ -57,16 +57,16 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
         return
     folders = disk.root.names.get("gen", Folder()).names
     for name, folder in folders.items():
-        must(isinstance(folder, Folder), f"{name} is in gen/, and is no folder")
+        must(isinstance(folder, Folder), f"{name} is in gen/ although it is no folder")
         _whole(disk, ledger, named(name), folder.names)
     for owed in ledger.owed():
         names = folders[layout.folder(owed)[4:]].names if layout.folder(owed)[4:] in folders else {}
-        must(layout.COMMIT in names, f"{owed} was acknowledged, and has no COMMIT")
+        must(layout.COMMIT in names, f"{owed} was acknowledged, but has no COMMIT")
     _hints(disk, ledger, folders)
     if ledger.labels.asked:
         generations = survey(Disk(disk, ROOT, direct=ledger.direct)).generations
         for owed in ledger.owed() & ledger.labels.asked:
-            must(owed in generations, f"{owed} has a label, and cannot be read")
+            must(owed in generations, f"{owed} has a label, but cannot be read")
         _labelled(ledger, generations)
     choices = ledger.choices()
     try:
@@ -74,23 +74,23 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
     except NothingGood as error:
         must(
             any(oldest is None for _, oldest in choices),
-            f"a restore finds nothing good, and a generation is owed: {error}",
+            f"a restore finds nothing good although a generation must exist: {error}",
         )
         return
     at = at_of(found)
     if at is None:
-        must(any(oldest is None for _, oldest in choices), "a restore finds no generation, and one is owed")
+        must(any(oldest is None for _, oldest in choices), "a restore finds no generation although one must exist")
         return
     must(at in ledger.given, f"{at} was never saved")
-    must(state == ledger.given[at], f"{at} does not load as it was saved")
+    must(state == ledger.given[at], f"the loaded bytes of {at} differ from the saved ones")
     must(
         any(at in line and (oldest is None or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices),
-        f"{at} is loaded: it is abandoned, or older than {[str(oldest) for _, oldest in choices]}",
+        f"{at} is loaded, which is not in the lineage, or older than {[str(oldest) for _, oldest in choices]}",
     )
 
 
 def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
-    """The same for a run in slots: the table is one that a crash may leave, and its newest good generation loads."""
+    """Check a run in slots: its table is one that a crash may leave, and its newest good generation loads."""
     tier = opened(disk, ledger)
     seen = survey(tier)
     must(
@@ -100,13 +100,13 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
     tables = " or ".join(str(sorted(map(str, table))) for table in ledger.tables)
     must(
         seen.generations.keys() in ledger.tables,
-        f"{sorted(map(str, seen.generations))} is in the table, and not {tables}",
+        f"the table holds {sorted(map(str, seen.generations))} instead of {tables}",
     )
     _labelled(ledger, seen.generations)
     for at, generation in seen.generations.items():
         if at not in ledger.rotten:
-            must(bits(tier, generation) == ledger.given.get(at), f"{at} does not load as it was saved")
-        must(at not in ledger.rotten - ledger.verified or not generation.verified, f"{at} is damaged, and verified")
+            must(bits(tier, generation) == ledger.given.get(at), f"the loaded bytes of {at} differ from the saved ones")
+        must(at not in ledger.rotten - ledger.verified or not generation.verified, f"{at} is damaged, but verified")
     if seen.pointer and not ledger.rotten and not ledger.disturbed:
         at = GenerationId(step=seen.pointer.step, incarnation=seen.pointer.incarnation)
         must(at in seen.generations and seen.generations[at].verified, f"the pointer names {at}")
@@ -123,9 +123,9 @@ def hold_in_slots(disk: HostileDisk, ledger: Ledger) -> None:
             except (Damaged, NotFinite) as error:
                 candidates.failed(error)
     except NothingGood as error:
-        must(None in newest, f"a restore finds nothing good, and a generation is owed: {error}")
+        must(None in newest, f"a restore finds nothing good although a generation must exist: {error}")
         return
-    must(found in newest, f"{found} is loaded, and not {[str(one) for one in newest]}")
+    must(found in newest, f"{found} is loaded instead of {[str(one) for one in newest]}")
 
 
 def bits(tier: Tier, generation: Generation) -> State:
@@ -136,41 +136,42 @@ def bits(tier: Tier, generation: Generation) -> State:
 
 
 def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str, Any]) -> None:
-    """All or nothing: a folder with a valid COMMIT holds exactly the files that were sealed."""
+    """Check that a folder with a valid COMMIT holds all files that were sealed, with the same bytes."""
     node = names.get(layout.COMMIT)
     if node is None or at in ledger.rotten:
         return
-    must(at in ledger.sealed, f"{at} has a COMMIT, and none was ever created")
+    must(at in ledger.sealed, f"{at} has a COMMIT although none was created")
     sealed = ledger.sealed[at]
     if disk.links:
-        must(node.digest() == sealed[layout.COMMIT], f"the COMMIT of {at} is torn, or replaced")
+        must(node.digest() == sealed[layout.COMMIT], f"the COMMIT of {at} is torn or was replaced")
     elif decoded(bytes(node.data), Commit) is None:
         must(at not in ledger.owed(), f"the COMMIT of {at} is torn")
         return
     for name, digest in sealed.items():
         if name != layout.COMMIT:
             must(name in names, f"{at} has a COMMIT, and its {name} is missing")
-            must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} is not as it was written")
+            must(names[name].digest() == digest, f"{at} has a COMMIT, and its {name} differs from the sealed file")
 
 
 def _labelled(ledger: Ledger, generations: Mapping[GenerationId, Generation]) -> None:
-    """Acknowledged labels are found, and no label that was never requested."""
+    """Check that acknowledged labels are found, and no label that was never requested."""
     for at, generation in generations.items():
         problem = ledger.labels.problem(generation)
         must(not problem, f"{at} {problem}")
 
 
 def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> None:
-    """The pointer and the marks may be out of date, never wrong."""
+    """Check that the pointer and the marks are right, or out of date."""
 
     def verified(at: GenerationId) -> bool:
         names = folders[layout.folder(at)[4:]].names if layout.folder(at)[4:] in folders else {}
         node = names.get(layout.VERIFIED)
-        # Made in place, a mark that a killed process wrote is seen before it is durable: the pointer may outlive it.
+        # A mark that is created in place is visible before it is durable: if the process is killed in between, the
+        # next one may write a pointer, and a power loss then removes the mark and keeps the pointer.
         return layout.COMMIT in names and (not disk.links or (node and decoded(bytes(node.data), Mark)) is not None)
 
     for at in ledger.rotten - ledger.verified:
-        must(not (disk.links and verified(at)), f"{at} is damaged, and marked as verified")
+        must(not (disk.links and verified(at)), f"{at} is damaged, but marked as verified")
     if ledger.rotten or ledger.disturbed:
         return
     node = disk.root.names.get(layout.POINTER)
@@ -187,7 +188,7 @@ def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> Non
 
 
 def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
-    """Check only that what loads is what was saved. Returns whether a restore still finds everything acknowledged."""
+    """Check only that a state that loads was saved. Returns whether the promise of the default mode holds too."""
     choices = ledger.choices()
     try:
         found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
@@ -196,17 +197,17 @@ def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
     at = at_of(found)
     if at is None:
         return not ledger.owed()
-    must(at in ledger.given and state == ledger.given[at], f"{at} does not load as it was saved")
+    must(at in ledger.given and state == ledger.given[at], f"{at} was never saved, or its loaded bytes differ")
     return any(at in line and (not oldest or ledger.rank(at) >= ledger.rank(oldest)) for line, oldest in choices)
 
 
 def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
-    """The ledger of the next process after a crash: every commit that it finds is durable now."""
+    """Return the ledger of the next process after a crash, in which every commit on the disk is durable."""
     after = ledger.copied()
     if after.in_flight:
-        there = survey(opened(disk, ledger)).generations.keys()
-        after.tables = (frozenset(there),)
-        after.acknowledged |= there
+        found = survey(opened(disk, ledger)).generations.keys()
+        after.tables = (frozenset(found),)
+        after.acknowledged |= found
     for name, folder in disk.root.names.get("gen", Folder()).names.items():
         if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), Commit):
             after.acknowledged.add(named(name))

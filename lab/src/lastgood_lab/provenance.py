@@ -1,4 +1,4 @@
-"""Which code a report was made of: the commit of the checkout, and a digest of the sources that the report is about."""
+"""Identifies the code that a report is about: the commit of the checkout, and a digest of the sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ NO_CHECKOUT = "no commit known: not run from a git checkout"
 
 
 def commit() -> str:
-    """Short name of the commit that lastgood runs from, and whether its sources or the lab's were changed since."""
+    """The short hash of the checkout's commit, and whether the sources of lastgood or the lab have uncommitted changes.
+
+    Returns `NO_CHECKOUT` outside of a git checkout.
+    """
     name = _git(PACKAGE, "rev-parse", "--short=7", "HEAD")
     if not name:
         return NO_CHECKOUT
@@ -27,10 +30,10 @@ def commit() -> str:
 
 
 def digest(rooms: Iterable[str]) -> str:
-    """SHA-256 over the code of these rooms ("" is all of lastgood), as hexadecimal text.
+    """The SHA-256 of the code in these folders of the package ("" is the whole package), as hexadecimal text.
 
-    Docstrings, comments and blank lines do not count. It needs no git, so a source archive can be held against a report
-    too.
+    Docstrings, comments and blank lines do not count. No git is needed, so a source archive can be compared with a
+    report too.
     """
     found = hashlib.sha256()
     for path in sorted({path for room in rooms for path in (PACKAGE / room).rglob("*.py")}):
@@ -39,7 +42,7 @@ def digest(rooms: Iterable[str]) -> str:
 
 
 def code_of(source: str) -> str:
-    """The lines of a Python source without docstrings, comments and blank lines, in any version of Python the same."""
+    """The lines of a Python source without docstrings, comments and blank lines; every version of Python agrees."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -53,7 +56,7 @@ def code_of(source: str) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """What git prints in this folder; empty where there is no git or no checkout."""
+    """Run git in this folder and return its output; empty without git or outside of a checkout."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

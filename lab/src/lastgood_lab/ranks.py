@@ -1,9 +1,9 @@
-"""`lastgood bench ranks`: saves and loads by several ranks beside torch.distributed.checkpoint, in the same run.
+"""`lastgood bench ranks`: saves and loads by several ranks, compared with torch.distributed.checkpoint (DCP).
 
-Real processes under gloo on this machine, sharded by FSDP2. The contenders take turns; both are durable: DCP with its
-default sync_files=True, the fsyncs of its metadata and directory added. Files are dropped from the page cache before
-each load. Also measured: how much of replicated tensors is written, how it is balanced, and the cost of agreement and
-planning.
+The ranks are processes on this machine with gloo and FSDP2. The contenders alternate, and both saves are durable: DCP's
+by its default sync_files=True and added fsyncs of its metadata and directory. Files are dropped from the page cache
+before each load. Also measured: how many bytes of replicated tensors are written, how evenly the ranks share them, and
+the cost of agreement and planning.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Row = Mapping[str, Any]
 OURS, THEIRS = "lastgood", "DCP, durable"
 WIDTH = 1024
 LAYER_BYTES = 3 * 4 * WIDTH * WIDTH
-"""of a weight and its two moments"""
+"""Bytes of a layer's weight and of its two moments."""
 AGREEING = 8
-"""ranks for what agreeing takes"""
+"""The number of ranks with which agreement is measured."""
 AGREEMENTS = 50
 SMALL = 1000
-"""tensors for what planning takes"""
+"""The number of small tensors with which planning is measured."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `mib`: of the state, all ranks together."""
+    """`mib` is the size of the state of all ranks, in MiB."""
 
     out: Path
     mib: int = 768
@@ -65,7 +65,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "ranks.journal.jsonl", {"hardware": hardware(), "mib": options.mib})
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="lastgood-ranks-", dir=options.place or options.out) as folder:
@@ -90,7 +90,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
 
 def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
-    """Seconds of each save and load, from when all begin until all have ended; the bytes of the state."""
+    """Measure the seconds of each save and load, from a barrier of all ranks to the next; also the state's bytes."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -125,7 +125,7 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
                     if rank == 0 and theirs.exists():
                         shutil.rmtree(theirs)
                     seconds = timed_on_all_ranks(save_theirs)
-                if number:  # the first touches memory and makes folders
+                if number:  # the first saves are not measured: they fault in memory and create folders
                     result[f"{name} save"].append(seconds)
         for number in range(rounds):
             for name in (OURS, THEIRS) if number % 2 else (THEIRS, OURS):
@@ -138,8 +138,11 @@ def speeds(rank: int, size: int, folder: Path, mib: int, rounds: int) -> Row:
 
 
 def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
-    """One save under DDP: bytes written, bytes of the state, bytes of each rank; and the bytes that a restore by all
-    ranks reads from the disk."""
+    """Save once under DDP, and restore; returns numbers of bytes.
+
+    These are the bytes written, the bytes of the state, those that each rank wrote, and those that all ranks together
+    read from the disk in the restore.
+    """
     net = layers(mib)
     optimizer = stepped(nn.parallel.DistributedDataParallel(net))
     with Checkpointer(folder, {"net": net, "optimizer": optimizer}) as ckpt:
@@ -158,8 +161,8 @@ def replicas(rank: int, size: int, folder: Path, mib: int) -> Row:
     pieces = [[one for one in each.pieces if not one.own] for each in commit.read_manifests(tier, generation)]
     by_rank = [sum(one.extent.length for one in mine if not one.name.startswith("rng.")) for mine in pieces]
     unique = {(one.name, tuple(one.offsets)): one.extent.length for mine in pieces for one in mine}
-    there = sum(length for (name, _), length in unique.items() if not name.startswith("rng."))
-    return {"written": sum(by_rank), "unique": there, "by_rank": by_rank, "read": int(read)}
+    of_state = sum(length for (name, _), length in unique.items() if not name.startswith("rng."))
+    return {"written": sum(by_rank), "unique": of_state, "by_rank": by_rank, "read": int(read)}
 
 
 def read_bytes() -> int:
@@ -169,16 +172,16 @@ def read_bytes() -> int:
 
 
 def agreeing(rank: int, size: int, folder: Path) -> Row:
-    """Seconds of the agreement of a save and of its commit, when all ranks begin at once."""
+    """Measure the seconds of a save's agreements and its commit, when all ranks begin at once."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks, tier = join_group(folder), Disk(PosixFiles(), str(folder))
-    share = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
+    part = {"seal": {"rank": rank, "manifest": f"r{rank:05d}.json", "length": 1000, "digest": "0" * 32}, "bytes": 1000}
     found = []
 
     def agree(step: int) -> None:
         topic, name = ranks.step_topic("save", step), f"gen/{step:012d}-5ca1ab1e/COMMIT.json"
         topic.agree({"structure": "0" * 64, "sums": {"0": ["0" * 64, "0" * 64]}}, lambda answers: "same")
-        topic.agree(share, lambda answers: tier.put_new(name, repr(answers).encode()))
+        topic.agree(part, lambda answers: tier.put_new(name, repr(answers).encode()))
 
     for step in range(AGREEMENTS):
         found.append(timed_on_all_ranks(partial(agree, step)))
@@ -186,7 +189,7 @@ def agreeing(rank: int, size: int, folder: Path) -> Row:
 
 
 def planning(rank: int, size: int, folder: Path) -> Row:
-    """Seconds to capture many small tensors and to plan which rank writes them, with a cached plan; no copy."""
+    """Measure the seconds to capture many small tensors and to plan, with a cached plan, which rank writes them."""
     state = {"w": {f"{n:04d}": torch.zeros(4) for n in range(SMALL)}}
     with Checkpointer(folder, state, cadence=Every(steps=10**9)) as ckpt:
         ckpt.restore()
@@ -202,7 +205,7 @@ def planning(rank: int, size: int, folder: Path) -> Row:
 
 
 def timed_on_all_ranks(act: Callable[[], object]) -> float:
-    """Seconds from when all ranks begin until all have ended."""
+    """The seconds from a barrier before `act` to a barrier after it."""
     dist.barrier()
     begun = time.perf_counter()
     act()
@@ -216,7 +219,7 @@ def layers(mib: int) -> nn.Sequential:
 
 
 def stepped(net: nn.Module) -> torch.optim.Optimizer:
-    """Its optimizer, which has moments."""
+    """The network's optimizer after one step, so that it has moments."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
     for one in net.parameters():
         one.grad = torch.zeros_like(one)
@@ -240,28 +243,29 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     for row in of(rows, "replicas"):
         most = max(row["by_rank"]) / statistics.mean(row["by_rank"])
         notes.append(
-            f"{row['ranks']} ranks of DDP: {row['written'] / row['unique']:.4f} bytes written for each of the state; "
-            f"the rank that writes most writes {most:.3f} times the mean; a restore of all reads "
-            f"{row['read'] / row['unique']:.3f} bytes from the disk for each of the state."
+            f"{row['ranks']} ranks of DDP: {row['written'] / row['unique']:.4f} bytes written for each byte of the "
+            f"state; the rank that writes the most writes {most:.3f} times the mean; a restore by all ranks reads "
+            f"{row['read'] / row['unique']:.3f} bytes from the disk for each byte of the state."
         )
     for row in of(rows, "agreeing"):
         milliseconds = [1000 * one for one in row["seconds"]]
         notes.append(
-            f"{row['ranks']} ranks agree and a record is durable: {spread(milliseconds, '.1f')} ms in "
-            f"{len(milliseconds)} rounds, all processes on these cores."
+            f"{row['ranks']} ranks agree and a record becomes durable: {spread(milliseconds, '.1f')} ms in "
+            f"{len(milliseconds)} rounds, with all processes on this machine's cores."
         )
     for row in of(rows, "plans"):
         took, planned = ([1000 * one for one in row[part]] for part in ("capture", "seconds"))
         notes.append(
-            f"A plan of {SMALL:,} tensors, one being known: {spread(planned, '.3f')} ms; taking them: "
+            f"Planning {SMALL:,} tensors with a cached plan: {spread(planned, '.3f')} ms; capturing them: "
             f"{spread(took, '.2f')} ms."
         )
     return Report(
         name="ranks",
         title="Saves and loads by several ranks",
-        about=f"FSDP2 over gloo, a state of {options.mib:,} MiB in all; medians of {options.rounds} rounds, "
-        "(least-most), from when all ranks begin until all have ended. Loads: page cache dropped; ours verified.",
-        tables=[Table("", ["ranks", "", f"{OURS}, s", f"{THEIRS}, s", "theirs / ours, round by round"], lines)],
+        about=f"FSDP2 over gloo with a state of {options.mib:,} MiB in all; medians of {options.rounds} rounds, "
+        "(least-most), from the start on all ranks to the end on all. The page cache is dropped before each load; "
+        "lastgood's loads are verified.",
+        tables=[Table("", ["ranks", "", f"{OURS}, s", f"{THEIRS}, s", "DCP / lastgood, round by round"], lines)],
         rows=rows,
         notes=notes,
         figures={"seconds": lambda: _figure(of(rows, "speed"))},

@@ -1,7 +1,8 @@
-"""A training process that is killed and started again: how long until it is back at the step of the kill.
+"""Measures how long a training process that was killed and restarted needs to reach the step of the kill again.
 
-The child trains and reports each step on its standard output. The parent kills it between two steps that a seed
-chooses, starts it again and waits until the step of the kill has been done again. A peer process outlives both.
+The child trains and reports each step on its standard output. The parent kills it during a step that is drawn from a
+seed, restarts it and waits until the last step before the kill is completed again. The peer process of Gemini outlives
+both children.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .stores import end_peer, start_peer
 
 
 class Spec(NamedTuple):
-    """What the child trains and how it saves."""
+    """The network that the child trains, and the policy with which it saves."""
 
     model: str
     scale: float
@@ -38,7 +39,10 @@ class Spec(NamedTuple):
 
 
 def killed_and_restarted(spec: Spec, seed: int, save_steps: float) -> dict[str, Any]:
-    """Kill a run in its third interval or later, `save_steps` (Tw / t) allowed for, and recover. Seconds and steps."""
+    """Kill a run in its third interval or later, restart it, and return the measured seconds and steps.
+
+    `save_steps` is the duration of a save in steps (Tw / t). The kill happens late enough for a save to be durable.
+    """
     chance = random.Random(f"{seed} {spec.policy} {spec.interval}")
     first = max(2 * spec.interval, math.ceil(1.5 * save_steps) + spec.interval)
     fatal = first + chance.randrange(spec.interval)
@@ -47,7 +51,7 @@ def killed_and_restarted(spec: Spec, seed: int, save_steps: float) -> dict[str, 
         with _life(spec) as process:
             for kind, step, seconds in _messages(process):
                 if kind == "step" and step == fatal:
-                    time.sleep(chance.random() * seconds)  # anywhere in the step after it
+                    time.sleep(chance.random() * seconds)  # until a random time within the next step
                     break
             process.send_signal(signal.SIGKILL)
             reached = max([fatal, *(step for kind, step, _ in _messages(process) if kind == "step")])
@@ -91,7 +95,7 @@ def _life(spec: Spec) -> subprocess.Popen[bytes]:
 
 
 def _messages(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, int, float]]:
-    """The messages of a child until it ends; a torn last line is left out."""
+    """Yield the messages of a child until it ends, without a truncated last line."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.endswith(b"\n"):
@@ -100,7 +104,7 @@ def _messages(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, int, floa
 
 
 def live(spec: Spec) -> None:
-    """Load, then train and save until killed."""
+    """Load the newest state, then train and save until this process is killed."""
     from .models import Workload
 
     workload = Workload(spec.model, spec.scale, spec.work, spec.device)

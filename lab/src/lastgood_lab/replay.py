@@ -1,8 +1,8 @@
-"""Spot traces, replayed: what a policy gets done when its machines go and come. Pure: no clock, no files.
+"""Replays spot traces: how many steps a policy completes while machines leave and join. Uses no clock and no files.
 
-Two counts stand side by side. *Event by event*: each change of the trace is a failure at its own time; training goes
-back to the newest state that was durable by then, and restarts. *The published formula* (PCcheck, ASPLOS'25, section
-5.2.3 and its artifact): every failure costs the average of its recovery bound, wherever it falls.
+Goodput is computed in two ways. *Event by event*: each change of the trace is a failure at its own time, after which
+training restarts from the newest state that was durable at that time. *The published formula* (PCcheck, ASPLOS'25,
+section 5.2.3 and its artifact): every failure costs the average of the policy's recovery bound, whenever it happens.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from typing import NamedTuple
 
 
 class Trace(NamedTuple):
-    """Change points of a cluster: `times` (seconds, ascending, from 0) and `alive` from then on; `seconds` in all."""
+    """Sizes of a cluster over time.
+
+    `alive[i]` machines (or GPUs) are alive from `times[i]` on, in ascending seconds from 0; the trace lasts `seconds`.
+    """
 
     times: list[float]
     alive: list[int]
     seconds: float
 
     def drops(self) -> list[float]:
-        """When machines went."""
+        """The times at which the number of machines fell."""
         return [at for at, before, now in self._changes() if now < before]
 
     def changes(self) -> list[float]:
-        """When machines went or came: where a job must roll back that cannot grow without a restart."""
+        """The times at which the number of machines fell or rose: a job that cannot grow in place restarts at each."""
         return [at for at, _, _ in self._changes()]
 
     def _changes(self) -> list[tuple[float, int, int]]:
@@ -35,10 +38,10 @@ class Trace(NamedTuple):
 
 
 def parse(text: str) -> Trace:
-    """Read either kind of trace. Raises ValueError for anything else.
+    """Parse a trace in one of two CSV formats. Raises ValueError for any other text.
 
-    `,Time,GPUs`: samples of how many were alive; the tear-down at its end is cut off. `time_ms,add|remove,node`:
-    events; the first moment's additions are the start.
+    `,Time,GPUs`: samples of the number of GPUs that are alive; the tear-down at the end is cut off.
+    `time_ms,add|remove,node`: events; the additions at the first time are the initial size.
     """
     rows = [row for row in csv.reader(text.splitlines()) if row]
     if rows and rows[0][1:] == ["Time", "GPUs"]:
@@ -49,7 +52,7 @@ def parse(text: str) -> Trace:
 
 
 def without_teardown(samples: Sequence[tuple[float, int]]) -> Trace:
-    """A trace of samples without the fall to zero at its end, and without the rows on the way down to it."""
+    """Make a trace of samples, without the zeroes at the end and without the descending samples just before them."""
     end = len(samples)
     while end and samples[end - 1][1] == 0:
         end -= 1
@@ -62,7 +65,7 @@ def without_teardown(samples: Sequence[tuple[float, int]]) -> Trace:
 
 
 def artifact_count(samples: Sequence[int]) -> int:
-    """Failures as the paper's artifact counts them: sum(|change| // 4), from 0 before the start, tear-down included."""
+    """Count failures as the paper's artifact does: sum(|change| // 4), starting from 0 and with the tear-down."""
     return sum(abs(now - before) // 4 for before, now in zip([0, *samples], samples, strict=False))
 
 
@@ -78,15 +81,16 @@ def _from_events(events: Sequence[tuple[float, int]]) -> Trace:
     return Trace([at - times[0] for at in times], alive, times[-1] - times[0])
 
 
-# ---- what a policy costs -------------------------------------------------------------------------------------
+# ---- costs of a policy ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What one policy at one interval was measured to cost, in seconds.
+    """The measured costs of one policy at one interval (in steps).
 
-    `stall_seconds`: what a save adds to the loop; `save_seconds` (Tw): from its call until it is durable;
-    `restart_seconds`: from a failure until loading begins; `load_seconds` (l).
+    `stall_seconds` is the time by which one save delays the loop. `save_seconds` (Tw in the paper) is the time from
+    the call of a save until it is durable. `restart_seconds` is the time from a failure until loading begins, and
+    `load_seconds` (l in the paper) that of loading. `in_flight` is the number of saves that may be under way at once.
     """
 
     policy: str
@@ -100,17 +104,21 @@ class Costs:
 
     @property
     def period_seconds(self) -> float:
-        """One save and the steps until the next."""
+        """Seconds of one save's stall and of the steps until the next save."""
         return self.interval * self.step_seconds + self.stall_seconds
 
 
 def ideal(costs: Costs) -> Costs:
-    """The same interval with saves that cost nothing and are durable at once."""
+    """The costs of the same interval with saves that take no time and are durable at once."""
     return Costs("ideal", costs.interval, costs.step_seconds, 0.0, 0.0, costs.load_seconds, costs.restart_seconds)
 
 
 class Outcome(NamedTuple):
-    """`steps` that count at the end, steps `redone`, and the share of the ideal throughput without any failure."""
+    """The result of a replay.
+
+    `steps` are the steps that count at the end, `redone` those that were lost and repeated, and `goodput` is the
+    throughput as a share of that without failures and without saves.
+    """
 
     steps: int
     redone: int
@@ -119,11 +127,11 @@ class Outcome(NamedTuple):
 
 
 def replay(failures: Iterable[float], seconds: float, costs: Costs) -> Outcome:
-    """Event by event: what is done `seconds` after the start when training dies at each of `failures`.
+    """Return the outcome of `seconds` of training that dies at each time in `failures`, event by event.
 
-    A save of step n begins when n is completed and is durable `save_seconds` later, unless training died before.
-    After a failure the newest durable step is restored, `restart_seconds + load_seconds` later; one that comes in a
-    restart restarts the restart.
+    The save of step n begins when step n is completed and is durable `save_seconds` later, unless training dies before.
+    After a failure, training continues from the newest durable step `restart_seconds + load_seconds` later; a failure
+    during a restart begins the restart again.
     """
     base, begun, redone, count = 0, 0.0, 0, 0
     for failed in sorted(one for one in failures if 0 < one < seconds):
@@ -138,7 +146,7 @@ def replay(failures: Iterable[float], seconds: float, costs: Costs) -> Outcome:
 
 
 def _steps(seconds: float, costs: Costs) -> int:
-    """Steps completed so long after a start. The save of a period delays the steps after it."""
+    """The number of steps completed `seconds` after a start. A save delays the steps after it."""
     if seconds < 0:
         return 0
     first = costs.interval * costs.step_seconds
@@ -150,7 +158,7 @@ def _steps(seconds: float, costs: Costs) -> int:
 
 
 def _durable(seconds: float, costs: Costs, done: int) -> int:
-    """The newest step whose save was durable so long after a start; 0: where it started from."""
+    """The newest step whose save is durable `seconds` after a start; 0 means the step it started from."""
     first = costs.interval * costs.step_seconds + costs.save_seconds
     if seconds < first:
         return 0
@@ -159,10 +167,11 @@ def _durable(seconds: float, costs: Costs, done: int) -> int:
 
 
 def published(failures: int, seconds: float, costs: Costs) -> float:
-    """The share of the ideal throughput by the published formula: the average redo for every failure, the rest useful.
+    """The goodput by the published formula: every failure costs the average recovery time, and the rest is useful.
 
-    Average redo: f t for CheckFreq and Gemini, f t / 2 for those that stop, f t / 2 + t min(Tw / t, N f) / 2 for
-    PCcheck and ours; loading, and here restarting, in each.
+    With interval f and step time t, the average time of repeated steps is f t for CheckFreq, Gemini and DCP async,
+    f t / 2 for policies that stop the loop, and f t / 2 + t min(Tw / t, N f) / 2 for PCcheck and lastgood (N saves in
+    flight). Loading is added to each, and here the restart too, which the paper leaves out.
     """
     redo = costs.load_seconds + costs.restart_seconds + _average_redo(costs)
     useful = max(0.0, seconds - failures * redo)

@@ -1,6 +1,7 @@
-"""The report of a benchmark: JSON, Markdown tables and figures, with the hardware, the date and the command.
+"""Writes the report of a benchmark as JSON, Markdown tables and figures, with the hardware, the date and the command.
 
-The files of one report share a stem, such as `interval-2026-11-21-2core`. They name no path of the machine.
+The names of one report's files begin with the same stem, such as `interval-2026-11-21-2core`. The files contain no path
+of the machine.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Progress = Callable[[str], None]
-"""called with each line of progress"""
+"""Called with each line of progress."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts with a heading; `title` may be empty."""
+    """A table of texts with a title, which may be empty."""
 
     title: str
     head: Sequence[str]
@@ -42,7 +43,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """The outcome of one benchmark. `figures`: name -> how to draw it; `rows`: the measurements, written as JSON."""
+    """The outcome of one benchmark.
+
+    `about` is a paragraph below the title, `rows` are the measurements that are written as JSON, and `figures` maps the
+    name of each figure to the function that draws it.
+    """
 
     name: str
     title: str
@@ -60,7 +65,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def write(self, out: Path, command: str, today: str) -> list[Path]:
-        """Write all of it into `out`; returns the files."""
+        """Write the report's files into `out`; returns their paths."""
         out.mkdir(parents=True, exist_ok=True)
         stem = f"{self.name}-{today}-{hardware()}"
         text, data = out / f"{stem}.md", out / f"{stem}.json"
@@ -77,7 +82,7 @@ class Report:
         return [text, data, *self.draw(out, f"{stem}-")]
 
     def draw(self, out: Path, prefix: str = "") -> list[Path]:
-        """Write the figures into `out`; returns the files."""
+        """Write the figures into `out`; returns their paths."""
         files: list[Path] = []
         if self.figures:
             from .figures import save
@@ -93,14 +98,14 @@ class Report:
 
 
 def hardware() -> str:
-    """The hardware in a file name, such as `2core` or `16core-h100`."""
+    """A name of this hardware for file names, such as `2core` or `16core-h100`."""
     accelerator = _accelerator()
     parts = accelerator.lower().replace("nvidia", "").split()
     return "-".join([f"{os.cpu_count()}core", *(["".join(parts[:1])] if parts else [])])
 
 
 def machine() -> str:
-    """This machine, in one line."""
+    """A description of this machine in one line."""
     import torch
 
     cores = f"{os.cpu_count()} cores {platform.machine()}"
@@ -119,7 +124,7 @@ def today() -> str:
 
 
 def command_line(argv: Sequence[str] | None = None) -> str:
-    """The command that was given, with only the last part of each path."""
+    """The command line of this process, with only the last part of each path."""
     shown = [_last_part(argument) for argument in (sys.argv if argv is None else argv)]
     return " ".join(["lastgood", *shown[1:]])
 
@@ -133,7 +138,7 @@ def _last_part(argument: str) -> str:
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """Median (least-most); the median alone where there is one value."""
+    """The median of the values and, if there are several, their range: "2.0 (1.0-3.0)"."""
     if not values:
         return "-"
     middle = format(statistics.median(values), form)
@@ -141,7 +146,7 @@ def spread(values: Sequence[float], form: str = ".3f") -> str:
 
 
 def percent(values: Sequence[float]) -> str:
-    """Shares as per cent: median (least to most)."""
+    """Like `spread`, for shares in per cent: "1.0 % (-2.0 to 3.0)"."""
     if not values:
         return "-"
     middle = f"{100 * statistics.median(values):.1f} %"
@@ -149,7 +154,7 @@ def percent(values: Sequence[float]) -> str:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie; between neighbours it is interpolated linearly, as NumPy does."""
+    """The quantile `share` of the values, interpolated linearly between neighbours, as NumPy does."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     below = math.floor(place)

@@ -1,8 +1,8 @@
-"""Restore of one large state: this project, a raw direct read of the same bytes, torch.load and dcp.load.
+"""`lastgood bench restore`: a restore of one large state by lastgood, a raw direct read, torch.load and dcp.load.
 
-Each round does every contender once, in an order that rotates; before each, everything is synced and dropped from the
-page cache. Raw reads the tensor file into one reused buffer per thread and checks nothing. Every other
-contender ends with the state in the live tensors, except the plain torch.load.
+Each round measures every contender once, in an order that rotates. Before each, all files are synced and dropped from
+the page cache. The raw read reads the tensor file into one reused buffer per thread and checks nothing. Each of the
+other contenders ends with the state in the live tensors, except the plain torch.load.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ RAW = [f"raw direct read, {count} thread{'s'[: count - 1]}" for count in RAW_THR
 OURS, FRESH, SLOTS = "lastgood, in place", "lastgood, optimizer state new", "lastgood, slots, in place"
 Row = Mapping[str, Any]
 Restore = Callable[[], float]
-"""restores once; seconds"""
+"""Restores once and returns the seconds."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: GPT-2 124M with AdamW, times `scale`."""
+    """The state is GPT-2 124M with AdamW; `scale` is the share of its parameters."""
 
     out: Path
     place: Path | None = None
@@ -52,7 +52,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "restore.journal.jsonl", {"hardware": hardware()})
     names = [*RAW, OURS, FRESH, SLOTS, *_PEERS]
     restores: dict[str, Restore] = {}
@@ -75,7 +75,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
 
 def _prepared(trained: Workload, place: Path) -> tuple[dict[str, Restore], int]:
-    """The state saved in every way; how each contender restores it, and its bytes."""
+    """Save the state for every contender; returns the function with which each restores it, and the state's bytes."""
     state = {"model": trained.module, "optimizer": trained.optimizer}
     live = {"model": trained.module.state_dict(), "optimizer": trained.optimizer.state_dict()}
     run, slots = str(place / "run"), f"slots://{place.resolve()}/slots"
@@ -88,7 +88,7 @@ def _prepared(trained: Workload, place: Path) -> tuple[dict[str, Restore], int]:
     buffer = warm_memory(max(RAW_THREADS))
 
     def ours(target: str, optimizer: Callable[[], torch.optim.Optimizer] = lambda: trained.optimizer) -> Restore:
-        """A new Checkpointer each time, whose buffers are new too; the restore alone is timed."""
+        """Restore with a new Checkpointer, and so with new buffers, each time; only the restore is timed."""
 
         def restore() -> float:
             with lastgood.Checkpointer(target, {**state, "optimizer": optimizer()}, in_flight=1) as ckpt:
@@ -192,8 +192,8 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         name="restore",
         title=f"Restore, {total / 1e9:.2f} GB GPT-2-size AdamW state",
         about=(
-            f"Medians of {options.rounds} interleaved rounds, (least-most), page cache dropped before each; ours with "
-            "verification. Speeds beside another's are ratios of one round's times."
+            f"Medians of {options.rounds} interleaved rounds, (least-most); the page cache is dropped before each "
+            "restore; lastgood's are verified. Relative speeds are ratios of the times within one round."
         ),
         tables=[Table("", ["contender", "s", "GB/s"], lines)],
         rows=rows,

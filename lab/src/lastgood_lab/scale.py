@@ -1,8 +1,8 @@
 """`lastgood lab scale`: the cost of the records with up to 16,384 ranks and a million pieces. No tensor is written.
 
-The records are real, and so is the store through which the ranks agree (a TCPStore on loopback, its posts set as the
-ranks would). The tier is a table in memory that counts its calls; the time that these calls would take is reported
-beside the processor time, from latencies that are measured on a real directory first.
+The records are real, and so is the key-value store through which the ranks agree: a TCPStore on loopback, into which
+this process posts the messages of all ranks. The tier is a table in memory that counts its calls. The time that these
+calls would wait for a disk is reported beside the processor time, and computed from latencies of a real directory.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ if TYPE_CHECKING:
 RANKS = (16, 128, 1024, 4096, 16_384)
 PIECES = (1_000, 10_000, 100_000, 1_000_000)
 COLUMNS = 1024
-"""elements in the row of a tensor that is one rank's piece of it"""
+"""Elements of one rank's piece of a tensor, which is one row."""
 AT = GenerationId(step=100, incarnation="5ca1ab1e")
 ALGORITHM = "xxh3_128"
 PROBES = 30
 ROUNDS = 4
-"""of agreements; the last one counts"""
+"""Saves through which the ranks agree; only the last one is timed."""
 STEPS = ("seal", "commit", "list", "read", "plan", "delete")
 
 
@@ -65,7 +65,7 @@ class Options:
     ranks: tuple[int, ...] = RANKS
     pieces: tuple[int, ...] = PIECES
     place: Path | None = None
-    """a folder on the disk whose latencies count"""
+    """folder on the disk whose latencies are measured (default: `out`)"""
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
@@ -95,26 +95,26 @@ def measured(ranks: int, pieces: int) -> Row:
         begun = time.perf_counter()
         seals.append(commit.seal(tier, one))
         seal_seconds.append(time.perf_counter() - begun)
-    shares = [RankPart(seal=seal, bytes=seal.length) for seal in seals]
-    told: Row = {"seal": statistics.median(seal_seconds), "manifest_bytes": statistics.median(s.length for s in seals)}
-    told["met"] = met(ranks)
-    told["commit"], generation = committed(tier, shares)
-    told["commit_bytes"] = tier.list(layout.folder(AT))[layout.COMMIT]
-    told["list"], _ = timed(lambda: commit.survey(tier))
+    parts_of_ranks = [RankPart(seal=seal, bytes=seal.length) for seal in seals]
+    row: Row = {"seal": statistics.median(seal_seconds), "manifest_bytes": statistics.median(s.length for s in seals)}
+    row["met"] = rendezvous_seconds(ranks)
+    row["commit"], generation = committed(tier, parts_of_ranks)
+    row["commit_bytes"] = tier.list(layout.folder(AT))[layout.COMMIT]
+    row["list"], _ = timed(lambda: commit.survey(tier))
     tier.calls.clear()
-    told["read"], read = timed(lambda: commit.read_manifests(tier, generation))
-    told["read_bytes"], told["read_calls"] = sum(seal.length for seal in seals), tier.calls["read"]
+    row["read"], read = timed(lambda: commit.read_manifests(tier, generation))
+    row["read_bytes"], row["read_calls"] = sum(seal.length for seal in seals), tier.calls["read"]
     assert read == manifests
-    told["plan"], parts = timed(lambda: planned(read, ranks))
-    told["parts"] = parts
+    row["plan"], parts = timed(lambda: planned(read, ranks))
+    row["parts"] = parts
     tier.calls.clear()
-    told["delete"], _ = timed(lambda: commit.retire(tier, AT))
-    told["delete_calls"] = tier.calls["delete"]
-    return told
+    row["delete"], _ = timed(lambda: commit.retire(tier, AT))
+    row["delete_calls"] = tier.calls["delete"]
+    return row
 
 
 def manifest_of(rank: int, ranks: int, tensors: int) -> Manifest:
-    """One row of each tensor."""
+    """The manifest of a rank that holds one row of each of `tensors` tensors."""
     mine = (
         Tensor(f"model.layers.{n}.weight", "float32", (1, COLUMNS), True, (rank, 0), (ranks, COLUMNS))
         for n in range(tensors)
@@ -149,39 +149,41 @@ def manifest_of(rank: int, ranks: int, tensors: int) -> Manifest:
     )
 
 
-def met(ranks: int) -> float:
-    """What the coordinator does at an opening until all have met, who have come already."""
+def rendezvous_seconds(ranks: int) -> float:
+    """Seconds of the coordinator's rendezvous when a run is opened and all other ranks have posted their nonces."""
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store, others = MessageStore(GroupStore(Clients(master.clone), 60.0)), range(1, ranks)
     store.post_all({f"run/joining/{rank}": f"nonce{rank}" for rank in others})
 
-    def take() -> None:
+    def acknowledge() -> None:
         name = store.receive([f"run/named/nonce{rank}" for rank in others], 60.0)[0]
         store.post_all({f"run/received/{name}/{rank}": True for rank in others})
 
     with ThreadPoolExecutor(1) as pool:
-        taking = pool.submit(take)
+        acknowledging = pool.submit(acknowledge)
         seconds, _ = timed(lambda: join(store, "run", 0, ranks, 60.0))
-        taking.result()
+        acknowledging.result()
     return seconds
 
 
-def committed(tier: Tier, shares: Sequence[RankPart]) -> tuple[float, Generation]:
-    """What the coordinator does once all have posted: hear that all hold the same, answer; hear every seal, commit,
-    answer; and forget what is older, which the first rounds have made.
+def committed(tier: Tier, parts: Sequence[RankPart]) -> tuple[float, Generation]:
+    """Seconds of the coordinator's work for one save after all other ranks have posted; and the generation.
+
+    The coordinator receives every answer of the replica check and publishes its verdict, receives every seal, commits
+    and publishes that, and deletes the older keys, which the earlier rounds have left in the store.
     """
     master: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    coordinator = RankGroup(0, len(shares), GroupStore(Clients(master.clone), 60.0), "run")
-    mine, *others = (msgspec.to_builtins(share) for share in shares)
+    coordinator = RankGroup(0, len(parts), GroupStore(Clients(master.clone), 60.0), "run")
+    mine, *others = (msgspec.to_builtins(part) for part in parts)
     alike = {
         "structure": "0" * 64,
         "holders": "",
-        "sums": {f"{'0' * 32} {len(shares)}": ["0" * 64, "0" * 64]},
-    }  # as under DDP
+        "sums": {f"{'0' * 32} {len(parts)}": ["0" * 64, "0" * 64]},
+    }  # the same answer from every rank, as under DDP
     found: list[Generation] = []
 
-    def decide(told: list[Any]) -> None:
-        seals = [msgspec.convert(one, RankPart).seal for one in told]
+    def decide(answers: list[Any]) -> None:
+        seals = [msgspec.convert(one, RankPart).seal for one in answers]
         record = Commit(
             format=layout.FORMAT,
             run="0" * 32,
@@ -215,7 +217,7 @@ def _post(store: MessageStore, at: str, answers: Sequence[Any]) -> None:
 
 
 def planned(manifests: Sequence[Manifest], ranks: int) -> int:
-    """Plan what one rank reads when half as many ranks restore; returns the number of parts."""
+    """Plan the reads of one rank when half as many ranks restore; returns the number of parts."""
     target = Box((0, 0), (2, COLUMNS))
     tensors = reshard.tensors(manifests)
     return sum(len(reshard.parts(one, target, 0)) for one in tensors.values())
@@ -228,7 +230,7 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 
 
 class _Table(Tier):
-    """A tier in memory that holds records only, and counts reads and deletions."""
+    """A tier in memory that holds only records, and counts reads and deletions."""
 
     place, newest_only = "memory", False
 
@@ -237,14 +239,14 @@ class _Table(Tier):
         self._folders: dict[str, dict[str, bytes | int]] = {"gen": {}}
 
     def folder(self, manifest: Manifest) -> None:
-        """Pretend that the tensor files of this manifest exist."""
+        """List the tensor files of this manifest as if they existed."""
         folder = layout.folder(GenerationId(step=manifest.step, incarnation=manifest.incarnation))
         self._folders["gen"].setdefault(folder.partition("/")[2], -1)
         self._folders.setdefault(folder, {}).update({blob.name: blob.length for blob in manifest.blobs})
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        there = self._folders.get(folder, {})
-        return {name: len(one) if isinstance(one, bytes) else one if one >= 0 else None for name, one in there.items()}
+        found = self._folders.get(folder, {})
+        return {name: len(one) if isinstance(one, bytes) else one if one >= 0 else None for name, one in found.items()}
 
     def put_new(self, name: str, data: bytes) -> None:
         folder, _, last = name.rpartition("/")
@@ -263,7 +265,7 @@ class _Table(Tier):
         raise AssertionError("no tensor is written")
 
     def point(self, name: str, data: bytes, to: str) -> None:
-        raise AssertionError("nothing points here")
+        raise AssertionError("no pointer is written")
 
     def delete(self, name: str) -> None:
         self.calls["delete"] += 1
@@ -275,7 +277,7 @@ class _Table(Tier):
 
 
 def latencies(place: Path) -> Row:
-    """Median seconds to put, read and delete a record in a real directory, and to list one name."""
+    """Median seconds to create, read and delete a record in a real directory, and seconds to list one name."""
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lastgood-scale-", dir=place) as folder:
         tier = Disk(PosixFiles(), folder)
@@ -314,22 +316,24 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         for row in sizes
     ]
     head = ["ranks", "pieces", "manifest of a rank", "its seal, ms", "coordinator, s", "COMMIT", "list, ms"]
-    head += ["records read by a rank", "that, s", "plan of a rank, s", "deleted, s"]
+    head += ["records read by a rank", "reading them, s", "plan of a rank, s", "deletion, s"]
     most = max(row["commit"] for row in sizes)
     return Report(
         name="scale",
-        title="Records, with many ranks and many pieces",
+        title="Cost of the records with many ranks and many pieces",
         about="One generation: each rank seals; the coordinator receives every seal through a TCPStore on loopback, "
-        "commits, answers and forgets; a restore on half as many ranks reads every record; the generation is deleted. "
-        "Time of one processor; after a plus what the calls would wait for this directory, one after the other.",
+        "commits, publishes the verdict and deletes older keys; a restore on half as many ranks reads every record; "
+        "the generation is deleted. Seconds are those of one processor; the number after a plus is the time that the "
+        "calls would wait for this directory, one after the other.",
         tables=[Table("", head, lines)],
         rows=rows,
         notes=[
             f"The coordinator needs at most {most:.2f} s for one save, and {max(row['met'] for row in sizes):.2f} s "
-            "once, when the run is opened, for all to find each other.",
-            f"One call here, medians: a record put {1000 * probe['put']:.2f} ms, read {1000 * probe['get']:.3f} ms, "
-            f"deleted {1000 * probe['removed']:.2f} ms; a name listed {1e6 * probe['name']:.1f} us.",
-            "Every rank that restores reads the records of all: in sum that grows with the pieces times the ranks.",
+            "once for the rendezvous, when the run is opened.",
+            f"Medians of one call here: creating a record {1000 * probe['put']:.2f} ms, reading it "
+            f"{1000 * probe['get']:.3f} ms, deleting it {1000 * probe['removed']:.2f} ms, listing one name "
+            f"{1e6 * probe['name']:.1f} us.",
+            "Every rank that restores reads the records of all ranks: in total that grows with pieces times ranks.",
         ],
         figures={"growth": lambda: _figure(sizes)},
     )
@@ -345,7 +349,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _waits(row: Row, probe: Row) -> dict[str, float]:
-    """Seconds that the calls of a step wait for the directory."""
+    """The seconds that the calls of a step would wait for the directory."""
     return {"read": row["read_calls"] * probe["get"], "delete": row["delete_calls"] * probe["removed"]}
 
 
@@ -370,6 +374,6 @@ def _figure(sizes: Sequence[Row]) -> Figure:
 
 
 def _most_measured(sizes: Sequence[Row], what: str) -> int:
-    """The value with which most sizes were measured, the largest of them."""
+    """The value of `what` with which the most sizes were measured; of several such values, the largest."""
     count = Counter(row[what] for row in sizes)
     return max(value for value, times in count.items() if times == max(count.values()))

@@ -1,8 +1,8 @@
 """The scenarios of the crash model: histories of a run, whose faults and variants are drawn from a seed.
 
-`SCENARIOS` plays the basic histories in directories, in slots, and with three ranks that write each generation; others
-add errors of the file system, a full disk, damage, rebuilding from parity, labels and several saves in flight. Parity
-is played in directories written by one rank.
+`SCENARIOS` contains the histories in `LIVES` for directories, for slots, and for three ranks that write each
+generation. Further scenarios have a full disk, rebuilding from parity, labels and several saves in flight. Parity is
+played only in directories that one rank writes.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def damage_after_verification(world: World) -> None:
 
 
 def saves_in_flight(world: World) -> None:
-    """The inner save ends first, then the outer one, which is newer. A third one is begun and never ends."""
+    """The inner save ends first, then the outer one, which is newer. A third save has begun and never ends."""
     world.open()
     world.steps(1)
     world.run.tier.create("gen/000000000009-00000009/r00000.safetensors", 9000)
@@ -145,7 +145,7 @@ def saves_in_flight(world: World) -> None:
 
 
 def overtaken_saves(world: World) -> None:
-    """The inner save ends first and is newer: the outer one is dropped, unless retention must keep its step."""
+    """The inner save ends first and is newer: the outer one is given up, unless retention has to keep its step."""
     world.open()
     world.steps(1)
     for older in (2, 5):
@@ -196,11 +196,11 @@ def _fail_at(world: World, name: str, applied: bool, call: str, path: str) -> No
 
 
 _BEST: tuple[str, Literal["min"], int] = (LOSS, "min", 1)
-"""the `best` of `Keep`: beside the newest, the generation with the lowest loss is kept"""
+"""The `best` of `Keep` with which retention keeps the generation with the lowest loss, too."""
 
 
 def labels(world: World) -> None:
-    """Each generation gets a metric before its verification, and some another one and a milestone after it."""
+    """Each generation is labelled with a metric before its verification, and some again, as milestones, after it."""
     rng = world.judge.rng
     world.ledger.keep = Keep(last=1, best=_BEST)
     world.open()
@@ -218,7 +218,7 @@ def labels(world: World) -> None:
 
 
 def two_labels(world: World) -> None:
-    """Labels in slots, where each is a write of the table; shorter than `labels`."""
+    """Labels in slots, each of which is a write of the table. The history is shorter than `labels`."""
     world.open()
     world.steps(1)
     world.label(1, 0.5, milestone=True)
@@ -249,7 +249,7 @@ def labels_on_a_full_disk(world: World) -> None:
 
 
 def failing_labels(world: World) -> None:
-    """A call fails while a label is written; it is requested again. Then one fails while the run is opened anew."""
+    """A call fails while a label is written, and some labels are requested again. Then one fails during an opening."""
     rng = world.judge.rng
     world.ledger.keep = Keep(last=1, best=_BEST)
     world.open()
@@ -302,7 +302,7 @@ def failing_rebuilding(world: World) -> None:
 
 
 _PARTS = [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
-"""files of a generation, and the offset of a byte in each"""
+"""Files of a generation, and the offset of the byte to damage in each."""
 
 
 def growing_states(world: World) -> None:
@@ -346,7 +346,7 @@ KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
 
 
 def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -> None:
-    """One run of a scenario, its variant drawn from the judge's seed. Raises Violation."""
+    """Play a scenario once, in a variant that is drawn from the judge's generator. Raises Violation."""
     rng = judge.rng
     disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 5000, 700]))
     direct = disk.most_bytes != 700 and rng.random() < 0.3

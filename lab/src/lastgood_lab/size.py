@@ -1,4 +1,7 @@
-"""Time of a save against the size of the state, and against each option: saves in flight, writers, chunk, memory."""
+"""`lastgood bench size`: the time of a save for states of several sizes, and for several values of each option.
+
+The options are the saves in flight, the writers, the length of a chunk and the memory of the arena.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,11 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `sizes_mib`: of the state; `knob_mib`: of the one with which options are varied, 0: none."""
+    """`sizes_mib` are the sizes of the state in MiB.
+
+    `knob_mib` is the size of the state with which the options of a Checkpointer are varied (0: they are not), in
+    `burst` saves in a row.
+    """
 
     out: Path
     place: Path | None = None
@@ -40,7 +47,7 @@ class Options:
     device: str = "cpu"
 
     def knobs(self) -> dict[str, list[int]]:
-        """Name of an argument of Checkpointer -> values to try."""
+        """Name of an argument of Checkpointer -> the values to measure."""
         whole = self.knob_mib * MIB
         return {
             "in_flight": [1, 2, 3, 4],
@@ -51,7 +58,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "size.journal.jsonl", {"hardware": hardware(), "device": options.device})
     rows = [row for mib in options.sizes_mib for row in _by_size(options, mib, journal, progress)]
     if options.knob_mib:
@@ -105,7 +112,7 @@ def _by_knob(options: Options, journal: Journal, progress: Progress) -> list[Row
 
 
 def _burst(trained: Plain, place: Path, options: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Saves as fast as the loop may ask for them, until the last is durable."""
+    """Measure `count` saves, each requested as soon as possible, until the last one is durable."""
     state = {"model": trained.module, "optimizer": trained.optimizer}
     with lastgood.Checkpointer(
         str(place), state, cadence=lastgood.Every(steps=1), retention=lastgood.Keep(last=1), on_error="raise", **options
@@ -153,11 +160,11 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         figures["knobs"] = lambda: _draw_knobs(knobs)
     return Report(
         name="size" if options.device == "cpu" else "size-gpu",
-        title="Time of a save against the size of the state",
+        title="Time of a save by the size of the state",
         about=f"Medians of {options.rounds} rounds, (least-most).",
         tables=tables,
         rows=rows,
-        notes=["torch.save here with fsync, rename and fsync of the directory"],
+        notes=["torch.save is followed by fsync, rename and fsync of the directory"],
         figures=figures,
     )
 

@@ -1,7 +1,7 @@
-"""Where the policies of the bench put a state: slots of a file, a mapped file, the memory of a peer process.
+"""The places where the policies of the benchmark store a state: slots of a file, a mapped file, a peer's memory.
 
-All speak the same verbs. A state lies in one slot; `point` names the newest complete one, and what `newest` says
-survives what the store promises to survive: a file the loss of power, a peer the death of the trainer.
+All have the interface `Store`. A state occupies one slot, and `point` records which slot holds the newest complete
+state. A state that `newest` returns survives loss of power in a file, and the death of the trainer in a peer process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FRAME = struct.Struct("<cQQQQ")  # verb, slot, offset, length, step
 
 
 class Newest(NamedTuple):
-    """The newest complete state: the number of its pointer, where it lies, its step."""
+    """The newest complete state: the number of its pointer record, its slot and its step."""
 
     number: int
     slot: int
@@ -37,7 +37,10 @@ class Newest(NamedTuple):
 
 
 class Store(Protocol):
-    """`write` and `read` from any thread; `view` is page-aligned, as long as a multiple of 4096."""
+    """Slots for states. `write` and `read` may be called by any thread.
+
+    `view` is page-aligned and its length is a multiple of 4096 bytes.
+    """
 
     def write(self, slot: int, view: memoryview, offset: int) -> None: ...
     def flush(self) -> None: ...
@@ -48,9 +51,9 @@ class Store(Protocol):
 
 
 class SlotFile:
-    """Slots in one file, written once when it is made, overwritten in place with direct I/O from then on.
+    """Slots in one file, which is filled with zeroes when it is created, and then overwritten in place with direct I/O.
 
-    In front of them two pointer records take turns: a torn one leaves the other, older one.
+    Two pointer records precede the slots and are written alternately: if one is torn, the older one is still valid.
     """
 
     def __init__(self, path: Path, slots: int, slot_bytes: int) -> None:
@@ -100,7 +103,7 @@ class SlotFile:
 
 
 class MappedFile(SlotFile):
-    """The same file, written through a mapping that is synced piece by piece: what GPM does."""
+    """The same file, written through a memory mapping that is synced in parts, as GPM does."""
 
     def __init__(self, path: Path, slots: int, slot_bytes: int) -> None:
         super().__init__(path, slots, slot_bytes)
@@ -115,27 +118,28 @@ class MappedFile(SlotFile):
         self._libc = ctypes.CDLL(None, use_errno=True)  # mmap.flush would hold the interpreter's lock while it waits
 
     def place(self, slot: int, offset: int, length: int) -> memoryview:
-        """The mapped memory itself."""
+        """Return a view of the mapped memory itself."""
         at = self._at(slot) + offset
         return self._view[at : at + length]
 
     def sync(self, slot: int, offset: int, length: int) -> None:
-        """Make a page-aligned piece of the mapping durable."""
+        """Make a page-aligned part of the mapping durable."""
         at = ctypes.c_void_p(self._address + self._at(slot) + offset)
         if self._libc.msync(at, ctypes.c_size_t(length), 4) != 0:  # MS_SYNC
             raise OSError(ctypes.get_errno(), "msync failed")
 
     def close(self) -> None:
-        super().close()  # the mapping goes with the last view of it
+        super().close()  # the mapping is removed when its last view is garbage-collected
 
 
 # ---- a peer's memory -----------------------------------------------------------------------------------------
 
 
 class Peer:
-    """The memory of another process, over a socket: what Gemini keeps on another node. Two slots, none on a disk.
+    """Two slots in the memory of another process, reached by a Unix socket. Gemini uses the memory of another node.
 
-    Starts the process unless `path` is a socket that one listens on already; whoever started it ends it.
+    If no socket exists at `path`, this object starts the process, and `close` ends it. An existing process is used
+    and left running.
     """
 
     def __init__(self, path: Path, slot_bytes: int) -> None:
@@ -182,7 +186,7 @@ class Peer:
 
 
 def start_peer(path: Path, slot_bytes: int) -> subprocess.Popen[bytes]:
-    """A process that keeps two slots in its memory and listens on `path`; ready on return."""
+    """Start a process that holds two slots in its memory and listens on `path`; it is ready on return."""
     program = [sys.executable, "-m", "lastgood_lab.stores", str(path), str(round_up(slot_bytes))]
     process = subprocess.Popen(program, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -200,10 +204,10 @@ def end_peer(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(path: str, slot_bytes: int) -> None:
-    """Answer one trainer after the other, until terminated."""
+    """Serve one trainer after the other until this process is terminated."""
     memory = mmap.mmap(-1, 2 * slot_bytes)
     for at in range(0, len(memory), DIRECT_IO_BYTES):
-        memory[at] = 0  # touched before the clock runs
+        memory[at] = 0  # fault in every page before any time is measured
     view, newest = memoryview(memory), (0, 0, 0)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listening.bind(path)
@@ -211,7 +215,7 @@ def serve(path: str, slot_bytes: int) -> None:
     print("ready", flush=True)
     while True:
         trainer, _ = listening.accept()
-        with trainer, contextlib.suppress(ConnectionError):  # it died; what it completed stays
+        with trainer, contextlib.suppress(ConnectionError):  # the trainer died; its completed states stay
             for verb, slot, offset, length, step in _frames(trainer):
                 at = slot * slot_bytes + offset
                 if verb == b"w":
@@ -220,7 +224,7 @@ def serve(path: str, slot_bytes: int) -> None:
                     trainer.sendall(view[at : at + length])
                 elif verb == b"p":
                     newest = (offset, slot, step)
-                else:  # flush, newest
+                else:  # flush and newest
                     trainer.sendall(_FRAME.pack(verb, newest[1], newest[0], 0, newest[2]))
 
 
@@ -236,7 +240,7 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
     while done < len(view):
         count = connection.recv_into(view[done:])
         if count == 0:
-            raise ConnectionResetError("the other side has gone")
+            raise ConnectionResetError("the other process closed the connection")
         done += count
 
 
@@ -244,7 +248,7 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
 
 
 def _fill(fd: int, length: int) -> None:
-    """Write zeroes, so that no later write allocates or converts anything."""
+    """Write zeroes, so that no later write allocates blocks or converts unwritten extents."""
     os.posix_fallocate(fd, 0, length)
     zeroes = memoryview(mmap.mmap(-1, ZEROES_BYTES))
     for offset in range(0, length, ZEROES_BYTES):

@@ -1,8 +1,8 @@
-"""Cost of a save as the number of tensors grows: what the loop waits for, what runs behind it, metadata, memory.
+"""`lastgood bench tensors`: the time, metadata and memory of a save as the number of tensors grows.
 
-Tensors of 16 numbers, parameters and their AdamW state, so that hardly anything is copied and the overhead stays. Each
-part is measured alone, in the thread's own processor time, with the plan of the capture warm; then whole saves by the
-clock; then the most memory that saves in flight take beyond their arena.
+All tensors have 16 numbers (parameters and their AdamW state), so that almost nothing is copied and the overhead
+remains. First each part of a save is measured alone, in the processor time of its thread and with a cached plan of the
+capture. Then whole saves are timed, and the largest memory is measured that saves in flight take beyond their arena.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. `in_flight`: saves, when memory is weighed."""
+    """`counts` are the numbers of tensors; `in_flight` is the number of saves in flight while memory is measured."""
 
     out: Path
     place: Path | None = None
@@ -57,7 +57,7 @@ class Options:
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
-    """Measure what the journal in `out` does not hold yet; returns all rows, those of earlier runs included."""
+    """Take the measurements that are missing in the journal in `out`; returns all rows, also those of earlier runs."""
     journal = Journal(options.out / "tensors.journal.jsonl", {"hardware": hardware()})
     rows: list[Row] = []
     for count in options.counts:
@@ -74,7 +74,7 @@ def run(options: Options, progress: Progress) -> list[Row]:
 
 
 def _built(count: int) -> dict[str, Any]:
-    """A model of modules with ten parameters each, and an optimizer with three tensors for each of them."""
+    """Build a model of modules with ten parameters each, and an optimizer with three tensors for each parameter."""
     parameters = max(1, count // 4)
     model = nn.ModuleList(
         nn.ParameterList([nn.Parameter(torch.randn(WIDTH)) for _ in range(min(10, parameters - start))])
@@ -89,7 +89,7 @@ def _built(count: int) -> dict[str, Any]:
 
 
 def _parts(state: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Seconds of each part of a save, and the bytes of its manifest."""
+    """Measure the processor seconds of each part of a save, and the bytes of its manifest."""
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], Any]) -> Any:
@@ -132,7 +132,7 @@ def _parts(state: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def _whole(state: dict[str, Any], place: Path, rounds: int) -> dict[str, Any]:
-    """Seconds by the clock of whole saves: until the loop goes on, and until durable."""
+    """Measure the seconds of whole saves until the loop may continue, and until they are durable."""
     found: dict[str, list[float]] = {name: [] for name in WHOLE}
     with lastgood.Checkpointer(place / "run", state, retention=lastgood.Keep(last=1)) as ckpt:
         ckpt.restore()
@@ -141,7 +141,7 @@ def _whole(state: dict[str, Any], place: Path, rounds: int) -> dict[str, Any]:
             save = ckpt.save(step)
             waited = time.perf_counter() - begun
             save.result()
-            if step == 1:  # it walks, lays out, and touches the arena for the first time
+            if step == 1:  # the first save walks the state, lays out the file, and faults in the arena
                 found["first save waits"].append(waited)
             elif step > 2:
                 found["save waits"].append(waited)
@@ -153,10 +153,10 @@ def _whole(state: dict[str, Any], place: Path, rounds: int) -> dict[str, Any]:
 
 
 def _weighed(state: dict[str, Any], place: Path, in_flight: int) -> dict[str, Any]:
-    """The most memory beyond what the arena may hold, while so many saves are in flight."""
+    """Measure the largest memory beyond the arena's while `in_flight` saves are in flight."""
     with lastgood.Checkpointer(place / "run", state, retention=lastgood.Keep(last=1), in_flight=in_flight) as ckpt:
         ckpt.save(1).result()
-        ckpt.wait()  # what is made once and stays (plan, threads, arena) is there now
+        ckpt.wait()  # from now on everything that is created once (plan, threads, arena) exists
         before = resident_bytes()
         with _most_resident() as most:
             for step in range(2, 2 + 3 * in_flight):
@@ -168,7 +168,7 @@ def _weighed(state: dict[str, Any], place: Path, in_flight: int) -> dict[str, An
 
 @contextmanager
 def _most_resident() -> Iterator[list[int]]:
-    """The most memory that this process had in between, sampled every few milliseconds."""
+    """A context during which the memory of this process is sampled; yields a list whose item is the largest sample."""
     most, over = [0], threading.Event()
 
     def sample() -> None:
@@ -214,13 +214,13 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         tables=[
             Table("Parts, ms of their thread's processor time", ["tensors", *PARTS, "capture to encode"], parts),
             Table(
-                f"Whole saves, ms by the clock; memory with {options.in_flight} in flight",
+                f"Whole saves, ms of wall time; memory with {options.in_flight} in flight",
                 [
                     "tensors",
                     *WHOLE,
                     "manifest",
                     "bytes a tensor",
-                    "memory beyond what stays",
+                    "memory beyond the first save's",
                     "bytes a tensor and save in flight",
                 ],
                 whole,
@@ -228,10 +228,10 @@ def report(rows: Sequence[Row], options: Options) -> Report:
         ],
         rows=rows,
         notes=[
-            "the capture runs in the loop, everything after it behind the loop; the first ones are reused "
-            "while names, dtypes and shapes stay the same",
-            f"memory: the most that was seen every {1000 * SAMPLE_SECONDS:.0f} ms in {3 * options.in_flight} saves one "
-            "after the other, less what the process had after its first save",
+            "the capture runs in the training loop, and everything after it in the background; the results of the "
+            "first capture and the first layout are reused while names, dtypes and shapes stay the same",
+            f"memory: the largest of the samples that are taken every {1000 * SAMPLE_SECONDS:.0f} ms during "
+            f"{3 * options.in_flight} saves one after the other, minus the memory of the process after its first save",
         ],
         figures={"seconds": lambda: _draw(rows)},
     )

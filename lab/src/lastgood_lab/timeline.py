@@ -1,7 +1,8 @@
-"""`lastgood lab timeline`: disk activity beside the events of a run's saves, also as a trace file.
+"""`lastgood lab timeline`: records disk activity and the events of a run's saves, as a figure and as a trace file.
 
-A small loop saves every few steps while `/proc/diskstats` is read ten times a second. `trace.json` opens in Perfetto or
-chrome://tracing: a row for each kind of event, and counters of what the disk read and wrote.
+A small training loop saves every few steps while `/proc/diskstats` is read ten times a second. The file `trace.json`
+can be opened in Perfetto or chrome://tracing. It has a row for each kind of event, and counters of the bytes that the
+disk read and wrote.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SECTOR_BYTES = 512
-"""of /proc/diskstats, whatever the device has"""
+"""The unit of /proc/diskstats, which does not depend on the device."""
 SPANS = ("staged", "written", "durable", "verified")
-"""events that say how long something took; the others are instants"""
+"""The events that have a duration; the others are instants."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,21 @@ class Options:
     seconds: float = 20.0
     hertz: float = 10.0
     width: int = 4096
-    """of the three layers of the network: 4096 makes a state of 600 MB"""
+    """width of the network's three layers; with 4096 the state has 600 MB"""
     every: int = 10
     place: Path | None = None
 
 
 class Disk:
-    """Bytes read from and written to the device that holds a folder, since it was started. Linux only."""
+    """The bytes read from and written to the device of a folder since the system started. Linux only.
+
+    Raises Refused without /proc/diskstats, and if the folder is not on a block device.
+    """
 
     def __init__(self, folder: Path) -> None:
         device = os.stat(folder).st_dev
         self._device = [str(os.major(device)), str(os.minor(device))]
-        self.seen()  # refuses here
+        self.seen()  # raises Refused
 
     def seen(self) -> tuple[int, int]:
         try:
@@ -65,7 +69,7 @@ class Disk:
             fields = line.split()
             if fields[:2] == self._device:
                 return int(fields[5]) * SECTOR_BYTES, int(fields[9]) * SECTOR_BYTES
-        raise Refused("the folder is on no block device", todo="Give a place on a disk: --place DIR.")
+        raise Refused("the folder is not on a block device", todo="Give a directory on a disk: --place DIR.")
 
 
 def run(options: Options, progress: Progress) -> list[Row]:
@@ -133,7 +137,7 @@ def _train(path: Path, options: Options, begun: float, record: Any) -> int:
 
 
 def trace(rows: Sequence[Row]) -> dict[str, Any]:
-    """The events in the Trace Event Format: microseconds, complete events (X), instants (i) and counters (C)."""
+    """The rows in the Trace Event Format, in microseconds: complete events (X), instants (i) and counters (C)."""
     found: list[dict[str, Any]] = []
     threads = {
         kind: number for number, kind in enumerate(dict.fromkeys(row["kind"] for row in rows if "step" in row), 1)
@@ -164,13 +168,14 @@ def report(rows: Sequence[Row], options: Options) -> Report:
     written, read = (sum(row[name] for row in disk) for name in ("written_bytes", "read_bytes"))
     return Report(
         name="timeline",
-        title="Disk activity under the events of saves",
-        about=f"A loop of {options.seconds:g} s that saves every {options.every} steps; the disk is read "
-        f"{options.hertz:g} times a second. `trace.json` opens in Perfetto.",
+        title="Disk activity and the events of saves",
+        about=f"A loop of {options.seconds:g} s that saves every {options.every} steps; the disk's counters are read "
+        f"{options.hertz:g} times a second. `trace.json` can be opened in Perfetto.",
         tables=[Table("", ["event", "count", "mean s", "most s"], lines)],
         rows=rows,
         notes=[
-            f"The disk took {written / 1e9:.2f} GB and gave {read / 1e9:.2f} GB (verification reads past the cache)."
+            f"{written / 1e9:.2f} GB were written to the disk and {read / 1e9:.2f} GB read from it (verification reads "
+            "past the page cache)."
         ],
         figures={"timeline": lambda: _figure(rows)},
     )

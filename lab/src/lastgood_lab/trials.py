@@ -1,6 +1,6 @@
-"""Many trials with one outcome each, reported as shares. An interrupted run resumes where it stopped.
+"""Runs many trials with one outcome each, which are reported as shares. An interrupted run resumes where it stopped.
 
-A trial depends on its key only, which includes the seed, so a trial that was lost is repeated exactly.
+A trial depends only on its key, which includes the seed, so that a trial that was lost is repeated exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .report import Progress, Report, machine
 
 Row = dict[str, Any]
 CHUNK = 20
-"""trials that a process takes at a time"""
+"""The number of trials that are sent to a process at a time."""
 Z = 1.959963984540054
 
 
@@ -43,7 +43,7 @@ def memory() -> str | None:
 
 
 class Share(NamedTuple):
-    """`hits` of `total`, with Wilson's 95 % interval (Wilson 1927; the study printed Clopper-Pearson)."""
+    """`hits` of `total`, with Wilson's 95 % interval (Wilson 1927; the study in `crash.py` has Clopper-Pearson's)."""
 
     hits: int
     total: int
@@ -77,7 +77,7 @@ def share(rows: Iterable[Mapping[str, Any]], of: Callable[[Mapping[str, Any]], o
 
 
 def error_bars(shares: Sequence[Share]) -> list[list[float]]:
-    """Down from each value, and up from it, to the ends of its interval."""
+    """The lengths of the error bars below and above each value, as matplotlib's `yerr` expects them."""
     ends = [(one.value, *one.interval) for one in shares]
     return [[max(0.0, value - low) for value, low, _ in ends], [max(0.0, high - value) for value, _, high in ends]]
 
@@ -91,7 +91,7 @@ def run(
     begin: Callable[..., object] | None = None,
     arguments: Sequence[Any] = (),
 ) -> list[Row]:
-    """Do every trial that the journal has not; returns all of them, keys and outcomes, in the order of the keys.
+    """Run every trial that is not in the journal; returns the keys and outcomes of all trials, in the order of `keys`.
 
     `begin(*arguments)` is called once in each process before its first trial.
     """
@@ -115,7 +115,7 @@ def _keyed(one: Callable[[Row], Row], key: Row) -> tuple[Row, Row]:
 
 
 def write(report: Report, summary: Mapping[str, Any], out: Path, command: str, today: str) -> list[Path]:
-    """report.md, trials.csv, summary.json and the figures, into `out`; returns the files."""
+    """Write report.md, trials.csv, summary.json and the figures into `out`; returns their paths."""
     out.mkdir(parents=True, exist_ok=True)
     text, table, totals = out / "report.md", out / "trials.csv", out / "summary.json"
     text.write_text(report.markdown(command, today))

@@ -1,4 +1,4 @@
-"""Resources that benchmarks use and measure: a directory to save into, memory, and space on the disk."""
+"""Resources of benchmarks: a temporary directory for saves, and measurements of memory and disk space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def working_place(options: Any) -> Iterator[Path]:
-    """A temporary directory to save into; it is deleted afterwards."""
+    """Make a temporary directory for saves in `options.place` or `options.out`, and delete it at the end."""
     place = Path(tempfile.mkdtemp(prefix="bench-", dir=options.place or options.out))
     try:
         yield place
@@ -25,7 +25,7 @@ def working_place(options: Any) -> Iterator[Path]:
 
 
 def resident_bytes(others: Sequence[int] = ()) -> int:
-    """Memory of this process, and of others, that is not a copy of a file: anonymous and shared."""
+    """Bytes of anonymous and shared memory that this process and the processes `others` occupy."""
     total = 0
     for process in ("self", *others):
         with open(f"/proc/{process}/status") as status:
@@ -40,6 +40,6 @@ def stored_bytes(place: Path) -> int:
     total = 0
     for folder, _, files in os.walk(place):
         for name in files:
-            with suppress(FileNotFoundError):  # deleted since it was listed
+            with suppress(FileNotFoundError):  # deleted after it was listed
                 total += 512 * os.lstat(os.path.join(folder, name)).st_blocks
     return total

@@ -1,4 +1,4 @@
-"""Real processes on this machine that form a gloo process group; their rendezvous is a TCPStore on loopback."""
+"""Runs a function on real processes that form a gloo process group through a TCPStore on loopback."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def world(
     try:
         for one, (_, sender) in zip(ranks, pipes, strict=True):
             one.start()
-            sender.close()  # it ends with the process
+            sender.close()  # only the process holds it now, so that the receiver ends when the process does
         found = _results([receiver for receiver, _ in pipes], until)
         for one in ranks:
             one.join(max(0.0, until - time.monotonic()))
@@ -44,7 +44,7 @@ def world(
             one.kill()
     ends = {rank: one.exitcode for rank, one in enumerate(ranks) if (9 if rank in dies else 0) != one.exitcode}
     if ends:
-        raise RuntimeError(f"ranks ended with {ends} (None: not at all)")
+        raise RuntimeError(f"ranks ended with the statuses {ends} (None: still running)")
     return [found.get(rank) for rank in range(size)]
 
 
@@ -55,7 +55,7 @@ def _results(pipes: list[Connection], until: float) -> dict[int, Any]:
     while waiting:
         ready = wait([pipes[rank] for rank in waiting], max(0.0, until - time.monotonic()))
         if not ready:
-            raise RuntimeError(f"ranks hang: {waiting} have sent no result in time")
+            raise RuntimeError(f"timed out: ranks {waiting} have sent no result")
         for rank in [rank for rank in waiting if pipes[rank] in ready]:
             waiting.remove(rank)
             try:
