@@ -22,7 +22,7 @@ from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, HeardLate, Overtaken, RankFailed, StepDiffers, TierDown, TimedOut
 from lastgood.format import layout
 from lastgood.io.files import PosixFiles
-from lastgood.limits import VERDICT_HISTORY
+from lastgood.limits import MAX_IN_FLIGHT, VERDICT_HISTORY
 from lastgood.loop.adaptive_interval import Pace
 from lastgood.loop.schedule import AgreedSchedule
 from lastgood.policy.cadence import Every
@@ -448,6 +448,29 @@ def test_a_rank_fails_the_saves_it_left_out_before_it_knew_of_a_place(cadence, s
     assert second.failed and set(first.saved) == {*second.saved, *second.failed}
     assert not set(second.saved) & set(second.failed)
     assert first.saved[-3:] == second.saved[-3:] and first.skipped[-3:] == second.skipped[-3:]
+
+
+def test_steps_of_announcements_ascend_when_the_loop_slows_down():
+    """After a long evaluation the lead shrank, and a later announcement took effect before an earlier one."""
+    clock = Clock()
+    leader = Announcements(two_on(Board())[0], clock)
+    for n in range(1, 101):
+        clock.advance(0.01)
+        leader.poll(n)
+    assert leader.announce(100, "ended", 10)
+    clock.advance(600.0)
+    leader.poll(101)
+    assert leader.announce(101, "ended", 20)
+    first, second = (one.step for one in leader.pending)
+    assert second >= first > 102
+
+
+def test_the_saves_that_rank_0_watches_are_bounded():
+    """With a cadence in steps nothing is announced, and every save of the run stayed in memory."""
+    leader = Rank(two_on(Board())[0], Clock(), Every(steps=1))
+    for n in range(1, 200):
+        leader.timing.begun(Save(n), 0.0, 0.0, 0.0)
+    assert len(leader.timing._started) == MAX_IN_FLIGHT
 
 
 def test_a_save_that_only_a_late_rank_made_does_not_keep_its_place():

@@ -12,8 +12,8 @@ Invariants
   1. The coordinator announces so far ahead that every rank polls before the step: LEAD_POLLS times the time between two
      polls, counted in steps at the measured speed of the loop. Each rank polls every ANNOUNCEMENT_POLL_SECONDS, on the
      training thread, through the quick store.
-  2. A number is used for one announcement only. One whose post failed may have reached the store, so it is posted again
-     before anything else is announced.
+  2. Steps of announcements ascend, but for the end. A number is used for one announcement only. One whose post failed
+     may have reached the store, so it is posted again before anything else is announced.
   3. A rank that receives an announcement after its step fails that step on all ranks, with the error HeardLate
      (loop/schedule.py); only the end is obeyed late. The coordinator then doubles the lead, up to LEAD_POLLS_LIMIT.
   4. While the store cannot be reached, every attempt raises TierDown and doubles the pause before the next one.
@@ -56,6 +56,8 @@ class Announcements:
         self._down_until = 0.0
         """when to call the store again, after a call that failed"""
         self._lead_polls = LEAD_POLLS
+        self._latest_step = 0
+        """the step of the newest announcement but for the end"""
         self._unposted: Announcement | None = None
         """an announcement whose post failed, or is under way"""
         self._first: tuple[int, float] | None = None
@@ -120,7 +122,8 @@ class Announcements:
         ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * steps / seconds if seconds > 0 else 1.0
         # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough. In
         # faster loops, and before the speed is known, one more step covers the step that a rank has just begun.
-        return step + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
+        safe = step + max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)  # guard: announced-ahead-of-step
+        return safe if kind == END else max(safe, self._latest_step)  # guard: announced-steps-ascend
 
     def _exchange(self, step: int, requests: bool) -> None:
         store = self._ranks.quick
@@ -139,6 +142,8 @@ class Announcements:
         self.pending.append(new)
         if new.kind == END:
             self.end = new.step
+        else:
+            self._latest_step = new.step
 
     @contextmanager
     def _backing_off(self) -> Iterator[None]:

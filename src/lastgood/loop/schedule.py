@@ -23,7 +23,7 @@ from typing import NamedTuple
 from ..coordination.announcements import Announcements
 from ..coordination.rounds import RankGroup
 from ..errors import HeardLate
-from ..limits import STEPS_REMEMBERED
+from ..limits import MAX_IN_FLIGHT, STEPS_REMEMBERED
 from ..policy.cadence import Every, crossed
 from ..policy.tune import FIRST_STEPS
 from ..run.save_handle import Save
@@ -79,11 +79,10 @@ class Schedule:
 
 
 class _Step(NamedTuple):
-    """A step of the loop: whether a save was due, and whether as many saves were in flight as are allowed."""
+    """A step of the loop, and whether a save was due at it."""
 
     n: int
     due: bool
-    full: bool
 
 
 class AgreedSchedule(Schedule):
@@ -107,7 +106,7 @@ class AgreedSchedule(Schedule):
         """the step of the last save whose end was announced, until that takes effect"""
         self._left_out: deque[int] = deque(maxlen=STEPS_REMEMBERED)
         """the newest steps that were not saved because too many saves were in flight"""
-        self._started: list[Save] = []
+        self._started: deque[Save] = deque(maxlen=MAX_IN_FLIGHT)
         """at rank 0: the saves that were under way when it last checked"""
         self._steps: deque[_Step] = deque(maxlen=STEPS_REMEMBERED)
 
@@ -126,7 +125,7 @@ class AgreedSchedule(Schedule):
             self._ranks.step_topic("save", step).fail(late)
             self._reports.emit("failed", step, str(late))
         due = (due or self._by_steps(n, since)) and n != self._begun
-        self._steps.append(_Step(n, due, bool(self.full())))
+        self._steps.append(_Step(n, due))
         return due
 
     def announce(self, n: int, now: float) -> None:
@@ -134,7 +133,7 @@ class AgreedSchedule(Schedule):
             return
         ahead, cadence = self._ahead, self._cadence
         ended = [one for one in self._started if one.ended()]
-        self._started = [one for one in self._started if one not in ended]
+        self._started = deque((one for one in self._started if one not in ended), MAX_IN_FLIGHT)
         if any(isinstance(one.error(), HeardLate) for one in ended):  # guard: late-rank-extends-lead
             ahead.extend_lead()
         if isinstance(cadence, Pace):
@@ -168,6 +167,8 @@ class AgreedSchedule(Schedule):
     def admitted(self, n: int) -> None:
         if self._in_flight is not None:
             self._unended[n] = None
+        if n in self._left_out:
+            self._left_out.remove(n)
 
     def left_out(self, n: int) -> None:
         self._left_out.append(n)
@@ -193,11 +194,11 @@ class AgreedSchedule(Schedule):
         loop takes effect at the second of them.
         """
         due, missed = False, list[int]()
-        for one in self._ahead.pop_due(n):  # in the order of their publication, which is that of their steps
+        for one in self._ahead.pop_due(n):  # in the order of their steps
             if one.kind == "ended":
-                places = self._free(one.value)
-                if one.step <= before:
-                    missed += self._take_left_out(one.step, places)  # guard: missed-place-fails
+                self._free(one.value)
+                if one.step <= before and not self._ranks.is_coordinator:
+                    missed += self._take_left_out(one.step)  # guard: missed-place-fails
             elif one.kind == "save":
                 due |= one.step > before
                 if one.step <= before:
@@ -208,32 +209,33 @@ class AgreedSchedule(Schedule):
                 missed += self._take_unsaved(range(one.step + one.value, before + 1, one.value))
         return due, sorted(set(missed))
 
-    def _free(self, last: int) -> int:
-        """Free the places of the saves up to step `last`. Returns how many these are."""
-        freed = [step for step in self._unended if step <= last]
-        for step in freed:
+    def _free(self, last: int) -> None:
+        """Free the places of the saves up to step `last`."""
+        for step in [step for step in self._unended if step <= last]:
             del self._unended[step]
         if self._announced_end == last:
             self._announced_end = None
-        return len(freed)
 
-    def _take_left_out(self, since: int, places: int) -> list[int]:
-        """The steps from `since` on that this rank has left out and the others save, as they had `places` more free."""
-        missed = [step for step in self._left_out if step >= since][:places]
-        for step in missed:
-            self._left_out.remove(step)
-            self.admitted(step)
+    def _take_left_out(self, since: int) -> list[int]:
+        """The steps from `since` on that this rank has left out, as many as have a place now: the others save these."""
+        missed = list[int]()
+        for step in sorted(self._left_out):
+            if step >= since and not self.full():
+                self.admitted(step)
+                missed.append(step)
         return missed
 
     def _take_unsaved(self, announced: Iterable[int]) -> list[int]:
         """The steps of the loop, of those announced too late, that this rank has not saved and the others have.
 
-        An announced number between two steps of the loop means the second of them.
+        An announced number between two steps of the loop means the second of them. Steps that the others have left out
+        may be among these: nobody waits for them, so to fail them too is harmless.
         """
-        unknown = (_Step(number, False, False) for number in announced)
-        effective = [next((one for one in self._steps if one.n >= number.n), number) for number in unknown]
-        missed = [one for one in effective if not one.due]
-        for one in missed:
-            if not one.full:
-                self.admitted(one.n)
-        return [one.n for one in missed]
+        missed = list[int]()
+        for number in announced:
+            step = next((one for one in self._steps if one.n >= number), _Step(number, False))
+            if not step.due or step.n in self._left_out:
+                missed.append(step.n)
+                if not self.full():
+                    self.admitted(step.n)
+        return missed

@@ -56,6 +56,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "announced-ahead-of-step",
             Swap("max(math.ceil(ahead), 1) + (ahead > 1 or steps == 0)", "1"),
         ),
+        (
+            "a later announcement may take effect before an earlier one",
+            "announced-steps-ascend",
+            Swap("max(safe, self._latest_step)", "safe"),
+        ),
         ("an announcement is acted on more than once", "announcement-taken-once", Remove()),
         ("a timed save that this rank missed does not fail", "missed-timed-save-fails", Remove()),
         ("saves of an interval that this rank missed do not fail", "missed-interval-save-fails", Remove()),
