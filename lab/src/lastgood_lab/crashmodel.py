@@ -124,15 +124,22 @@ class World:
             going = at in self.ledger.acknowledged and (call, name) == ("remove", layout.COMMIT)
             if at and going and layout.COMMIT in self.disk.root.names["gen"].names.get(folder[4:], Folder()).names:
                 self.ledger.end(at)
-            if at is not None and call == "open" and name.startswith(layout.DAMAGED) and at not in self.ledger.rotten:
-                must(self.disk.fault and self.disk.fault.fired, f"{at} is being marked as damaged although it is good")
-                self.ledger.doubted.add(at)
+            if at is not None and call == "open" and name.startswith(layout.DAMAGED):
+                self.mark_damaged(at)
             if at is not None and name == layout.COMMIT and call in ("link", "rename", "open"):
                 self._seal(at, self.disk._find(f"{ROOT}/{folder}").names)
         except Exception as error:
             reason = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
             self.judge.violation = Violation(f"{reason}\n  level {self.depth}: {'; '.join(self.past[-8:])}")
             raise self.judge.violation from error
+
+    def mark_damaged(self, at: GenerationId) -> None:
+        """Record that a generation is being marked as damaged. Without damage, a read must have failed before."""
+        if at in self.ledger.rotten:
+            self.ledger.found.add(at)
+            return
+        must(self.disk.fault and self.disk.fault.fired, f"{at} is being marked as damaged although it is good")
+        self.ledger.doubted.add(at)
 
     def _seal(self, at: GenerationId, names: dict[str, Inode]) -> None:
         if layout.COMMIT not in names:
@@ -159,6 +166,9 @@ class World:
             environment=Environment(new_id=self._ident, wall_seconds=lambda: 0.0, monotonic_seconds=lambda: 0.0),
         )
         self._note_verified()
+        known = self.run.survey.generations
+        # A new process knows of damage only by a durable mark, or if the COMMIT itself cannot be read.
+        self.ledger.found = {at for at in self.ledger.rotten if at not in known or known[at].damaged}
         if self.disk.fault is None:
             self.ledger.labels.settle(self.run.survey.generations.values())
         if not self.ledger.disturbed:
@@ -303,6 +313,7 @@ class World:
 
     def _mended(self, at: GenerationId) -> None:
         self.ledger.rotten.discard(at)
+        self.ledger.found.discard(at)
         self.ledger.mending.discard(at)
 
     def rewind(self, step: int) -> None:
@@ -342,10 +353,8 @@ class Noted:
             spare = [one for one, marks in kept.items() if layout.VERIFIED in marks and layout.DAMAGED not in marks]
             spare = spare or [one for one, marks in kept.items() if layout.DAMAGED not in marks]
             kept = {**{one: kept[one] for one in spare[-1:]}, at: {}}
-        if at is not None and file == layout.DAMAGED and at not in self._world.ledger.rotten:
-            disk = self._world.disk
-            must(disk.fault and disk.fault.fired, f"{at} is being marked as damaged although it is good")
-            self._world.ledger.doubted.add(at)
+        if at is not None and file == layout.DAMAGED:
+            self._world.mark_damaged(at)
         sure = at is not None and file in (layout.COMMIT, layout.VERIFIED, layout.DAMAGED, layout.GOING)
         self._noting(lambda: self._tier.put_new(name, data), kept, sure)
 

@@ -80,6 +80,8 @@ class Ledger:
     ending: set[GenerationId] = field(default_factory=set)
     """generations that retention has begun to delete"""
     rotten: set[GenerationId] = field(default_factory=set)
+    found: set[GenerationId] = field(default_factory=set)
+    """those of `rotten` whose damage the running process knows of, so that retention may not count them as verified"""
     mending: set[GenerationId] = field(default_factory=set)
     """damaged generations that are being rebuilt from parity, so that they may be good again"""
     doubted: set[GenerationId] = field(default_factory=set)
@@ -155,7 +157,7 @@ class Ledger:
         if at in self.ending:
             return
         line = self.line(self.current)
-        good = self.verified - self.ending - self.rotten - self.doubted
+        good = self.verified - self.ending - self.found - self.doubted
         newer = [one for one in line if one in good and self.rank(one) > self.rank(at)]
         need = self.keep.last if (at in good or at not in line) and not self.full else 1
         must(
