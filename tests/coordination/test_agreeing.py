@@ -473,6 +473,21 @@ def test_the_saves_that_rank_0_watches_are_bounded():
     assert len(leader.timing._started) == MAX_IN_FLIGHT
 
 
+def test_the_end_of_a_save_is_announced_after_those_of_older_ones():
+    """The announced end frees the places of all older saves too: two saves more were in flight than allowed."""
+    leader = Rank(two_on(Board())[0], Clock(), Every(steps=10), in_flight=2)
+    saves = [Save(n) for n in (1, 2)]
+    for one in saves:
+        leader.timing.admitted(one.step)
+        leader.timing.begun(one, 0.0, 0.0, 0.0)
+    for n, ended in ((3, saves[1]), (4, saves[0])):
+        ended.note_outcome(None, Overtaken(""))
+        leader.ahead.poll(n)
+        leader.timing.announce(n, 0.0)
+        announced = [one.value for one in leader.ahead.pending if one.kind == "ended"]
+        assert announced == ([] if n == 3 else [2])
+
+
 def test_a_save_that_only_a_late_rank_made_does_not_keep_its_place():
     """The end of such a save was never announced, so that rank had one place in flight less than the others for
     ever."""

@@ -75,6 +75,17 @@ def test_an_idle_sampler_on_rank_0_of_a_data_group_is_reported_once(capsys, capl
     assert capsys.readouterr().err.count("no batch was read") == 1
 
 
+def test_a_sampler_that_counted_this_step_already_leaves_others_idle(caplog) -> None:
+    """A second Checkpointer with both samplers took the first one for idle, and advanced both: the idle one then
+    stood in the middle of its data without any training on it."""
+    counted, idle = make(), make()
+    counted.restart_after(4)
+    counted.advance_to(5)
+    count_step([counted, idle], 5, 4, first=True)
+    assert place(counted) == (0, 1) and place(idle) == (0, 0)
+    assert "no batch was read" not in caplog.text
+
+
 # ---- loops that are right -------------------------------------------------------------------------------------------
 
 

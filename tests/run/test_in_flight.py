@@ -111,8 +111,8 @@ def test_a_save_overtaken_just_before_its_commit_is_not_committed(tmp_path, door
 
 def test_an_older_commit_does_not_overtake_the_newer_save(tmp_path, doors):
     doors(2)
-    with lastgood.Checkpointer(tmp_path, build(), in_flight=2) as ckpt:
-        older, newer = ckpt.save(1), ckpt.save(2)
+    with lastgood.Checkpointer(tmp_path, build(), cadence=EACH, in_flight=2) as ckpt:
+        older, newer = ckpt.step(1), ckpt.step(2)
         older.result(60)
         ckpt._pipeline._lanes.submit(int).result(60)  # the lane has finished the older save
         doors(2).set()
@@ -283,7 +283,7 @@ def test_a_save_with_a_known_outcome_has_freed_its_lane(tmp_path, monkeypatch):
 def test_an_interrupted_step_is_saved_again_only_after_its_cleanup(tmp_path, monkeypatch):
     """The cleanup of the interrupted save was still running, and deleted the generation of the second one, which had
     been reported as durable."""
-    begun_anew = threading.Event()
+    begun_anew, second_waited = threading.Event(), list[bool]()
     wait_ended, retire, copy = Save.wait_ended, commit.retire, Snapshot._copy
 
     def waited(self: Save) -> None:
@@ -291,7 +291,7 @@ def test_an_interrupted_step_is_saved_again_only_after_its_cleanup(tmp_path, mon
         wait_ended(self)
 
     def slow(*given: object) -> None:
-        assert begun_anew.wait(60)
+        second_waited.append(begun_anew.wait(10))
         retire(*given)
 
     def interrupted(*given: object) -> None:
@@ -309,6 +309,7 @@ def test_an_interrupted_step_is_saved_again_only_after_its_cleanup(tmp_path, mon
         with reported("interrupted"):
             ckpt.save(1).result(60)
             ckpt.wait()
+    assert all(second_waited)
     assert lastgood.load(tmp_path, build()).step == 1
 
 

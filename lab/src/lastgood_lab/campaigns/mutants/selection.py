@@ -41,7 +41,7 @@ LOOP = (
     "reports_of_failures",
 )
 """saves in the training loop and in its background threads; these need torch"""
-MENDING = ("guard", "parity", "scrub", "mending")
+MENDING = ("guard", "parity", "scrub", "mending", "golden")
 """verification, parity, scrubbing and repair"""
 RANKS = ("agreeing", "reshard", "ranks_faults", "ranks")
 """coordination of several ranks; the last two start processes"""
