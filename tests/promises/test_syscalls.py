@@ -64,6 +64,18 @@ def first_fault(
     return sweep.trial(next(one for one in found if fnmatch(one.path, f"*{path}")))
 
 
+def test_a_sweep_continues_with_the_trials_that_have_no_kept_result(tmp_path: Path, monkeypatch) -> None:
+    fault = syscalls.Fault("fresh", "fsync", 3, "run/gen", "EIO", False)
+    kept = syscalls.Kept(tmp_path / "kept")
+    kept.append(syscalls.Result(fault, "TierDown", []))
+    kept.append(syscalls.Result(fault._replace(n=4), "ignored", ["not reported"]))
+    with open(tmp_path / "kept", "a") as file:
+        file.write('["cut')
+    assert kept.read() == {fault: syscalls.Result(fault, "TierDown", [])}, "one with a problem is tried again"
+    monkeypatch.setattr(syscalls.provenance, "digest", lambda rooms: "other code")
+    assert syscalls.Kept(tmp_path / "kept").read() == {}
+
+
 @pytest.mark.parametrize(
     ("first", "outcome"), [("run/lastgood.json", "Unreadable"), ("/COMMIT.json", "NothingGood+unread")]
 )

@@ -9,13 +9,15 @@ Each errno was reported as an error, or IGNORED has a reason why it need not be.
 and leave no litter.
 
 strace can neither shorten a write nor fill a disk: RLIMIT_FSIZE, a small ext4 image and a small tmpfs do that (the
-latter two as root). Needs strace. Writes lab/reports/syscalls.*
+latter two as root). With `--keep FILE` the results are kept in a file, so a sweep that was stopped can continue; they
+hold for the code that they were made of. Needs strace. Writes lab/reports/syscalls.*
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
 import random
 import re
 import shutil
@@ -30,8 +32,9 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from lastgood.format import layout
+from lastgood_lab import provenance
 from lastgood_lab.campaigns.full_disks import full_disks
-from lastgood_lab.campaigns.reports import report
+from lastgood_lab.campaigns.reports import PROVED, report
 from lastgood_lab.campaigns.trials import VICTIM, environment, in_memory, progress
 from lastgood_lab.campaigns.victim import TIERS, live
 from lastgood_lab.campaigns.victim_ledger import Ledger
@@ -90,6 +93,26 @@ class Result(NamedTuple):
     fault: Fault
     outcome: str
     problems: list[str]
+
+
+class Kept:
+    """The results of a sweep in a file, one to a line; without a file nothing is kept."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file, self._code = file, provenance.digest(PROVED["syscalls"])
+
+    def read(self) -> dict[Fault, Result]:
+        """The kept results without problems that were made of the present code."""
+        lines = self._file.read_text().splitlines() if self._file and self._file.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("]")]  # the last one may have been cut
+        own = [(Fault(*fault), outcome) for code, fault, outcome in rows if code == self._code]
+        return {fault: Result(fault, outcome, []) for fault, outcome in own}
+
+    def append(self, one: Result) -> None:
+        """Keep one result, unless it has problems: such a trial is to be repeated."""
+        if self._file and not one.problems:
+            with self._file.open("a") as file:
+                file.write(json.dumps([self._code, one.fault, one.outcome]) + "\n")
 
 
 class Sweep:
@@ -282,6 +305,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="trials at a time")
     parser.add_argument("--tier", choices=TIERS, default="directory", help="how the runs are stored")
     parser.add_argument("--scenario", action="append", choices=list(SCENARIOS), help="only this one; may be repeated")
+    parser.add_argument("--keep", type=Path, help="file in which results are kept, to continue from it")
     parser.add_argument("--no-disks", action="store_true", help="no trials on full disks and with short writes")
     options = parser.parse_args()
     begun = time.monotonic()
@@ -289,14 +313,9 @@ def main() -> int:
         sweep = Sweep(at, options.scenario or list(SCENARIOS), options.jobs, options.tier)
         faults = sweep.faults()
         faults = spread(faults, options.trials, options.seed) if options.trials else faults
-        results: list[Result] = []
-        show = progress(len(faults))
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for one in pool.map(sweep.trial, faults):
-                results.append(one)
-                if one.problems:
-                    print(f"\n{one.fault}: {one.outcome}\n  " + "\n  ".join(one.problems), flush=True)
-                show(len(results), sum(bool(one.problems) for one in results))
+        kept = Kept(options.keep)
+        known = len(kept.read().keys() & set(faults))
+        results = _played(sweep, faults, kept, options.jobs)
         disks = [] if options.no_disks else list(full_disks(at, 1024, options.tier))
     for name, errors, problems in disks:
         if problems:
@@ -304,6 +323,7 @@ def main() -> int:
     wrong = sum(bool(one.problems) for one in results) + sum(bool(problems) for *_, problems in disks)
     facts = {
         "trials": len(results),
+        "trials_of_earlier_runs_of_the_same_code": known,
         "full_disks_and_short_writes": len(disks),
         "lives_that_hung": sweep.hung,
         "lives_whose_fault_missed_its_call_and_was_tried_again": sweep.missed,
@@ -325,6 +345,21 @@ def main() -> int:
     title = f"{'A seeded choice of the' if options.trials else 'All'} system calls of save, restore and gc"
     report("syscalls", title, facts, _tables(facts, results), options.tier)
     return 1 if wrong else 0
+
+
+def _played(sweep: Sweep, faults: Sequence[Fault], kept: Kept, jobs: int) -> list[Result]:
+    """Run the trials of these faults that have no kept result. Returns the results of all."""
+    known = kept.read()
+    results = [known[one] for one in faults if one in known]
+    show = progress(len(faults))
+    with ThreadPoolExecutor(jobs) as pool:
+        for one in pool.map(sweep.trial, [one for one in faults if one not in known]):
+            kept.append(one)
+            results.append(one)
+            if one.problems:
+                print(f"\n{one.fault}: {one.outcome}\n  " + "\n  ".join(one.problems), flush=True)
+            show(len(results), sum(bool(one.problems) for one in results))
+    return results
 
 
 def _counted(keys: Iterable[str]) -> dict[str, int]:
