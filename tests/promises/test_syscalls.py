@@ -70,8 +70,11 @@ def test_a_sweep_continues_with_the_trials_that_have_no_kept_result(tmp_path: Pa
     kept.append(syscalls.Result(fault, "TierDown", []))
     kept.append(syscalls.Result(fault._replace(n=4), "ignored", ["not reported"]))
     with open(tmp_path / "kept", "a") as file:
-        file.write('["cut')
-    assert kept.read() == {fault: syscalls.Result(fault, "TierDown", [])}, "one with a problem is tried again"
+        file.write('\n["cut')
+    other = fault._replace(n=5)
+    kept.append(syscalls.Result(other, "killed", []))
+    found = {one: result.outcome for one, result in kept.read().items()}
+    assert found == {fault: "TierDown", other: "killed"}, "one with a problem is tried again"
     monkeypatch.setattr(syscalls.provenance, "digest", lambda rooms: "other code")
     assert syscalls.Kept(tmp_path / "kept").read() == {}
 

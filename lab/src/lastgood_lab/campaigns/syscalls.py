@@ -112,7 +112,8 @@ class Kept:
         """Keep one result, unless it has problems: such a trial is to be repeated."""
         if self._file and not one.problems:
             with self._file.open("a") as file:
-                file.write(json.dumps([self._code, one.fault, one.outcome]) + "\n")
+                # The line break comes first: a process that was killed may have left a part of a line.
+                file.write("\n" + json.dumps([self._code, one.fault, one.outcome]))
 
 
 class Sweep:
