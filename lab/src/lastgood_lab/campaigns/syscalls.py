@@ -178,7 +178,7 @@ class Sweep:
             else:
                 reported = {one.partition(" ")[0] for one in ledger.reported} or {"warned" for _ in ledger.warned[:1]}
                 outcome = "+".join(sorted(reported)) or "ignored"
-                problems += _unreported(hits, box) if outcome == "ignored" else []
+                problems += _unreported(hits, trace, box) if outcome == "ignored" else []
                 if code not in (0, 3, 4, 5) or (code == 0) != (not [one for one in lines if one[:5] == "error"]):
                     problems.append(f"exit code {code}: {stderr[-400:]}")
             ledger.judge(run)
@@ -230,7 +230,8 @@ class Sweep:
         """Run one life under strace; returns exit code, lines of its output, lines of the trace, and standard error."""
         log = box.with_suffix(".trace")
         command = ["strace", "-y", "-qq", "-e", "signal=none", "-o", str(log)]
-        command += ["-e", f"trace={fault.call if fault else '%file,%desc,msync'}"]
+        # mkdir shows what folder a later sync of its parent is for.
+        command += ["-e", f"trace={f'{fault.call},mkdir' if fault else '%file,%desc,msync'}"]
         if fault:
             what = "signal=KILL" if fault.what == "KILL" else f"error={fault.what}"
             command += ["-e", f"inject={fault.call}:{what}:when={fault.n}{'+' if fault.sticky else ''}"]
@@ -272,11 +273,16 @@ def _path(line: str, box: Path) -> str:
     return re.sub(r"\d+-\d+(?=\.tmp)|(?<=\.probe-)\d+", "*", found[-1].replace("(deleted)", "") or ".") if found else ""
 
 
-def _unreported(hits: list[str], box: Path) -> list[str]:
-    """Problems for the first three failed calls that were not reported and that IGNORED does not excuse."""
+def _unreported(hits: list[str], trace: list[str], box: Path) -> list[str]:
+    """Problems for the first three failed calls that were not reported and that IGNORED does not excuse.
+
+    Calls on a folder right after a folder was made in it are for that one: they make its name durable.
+    """
     wrong = []
     for line in hits:
-        if not any(re.search(call, line) and re.search(path, _path(line, box)) for call, path, _ in IGNORED):
+        before = trace[max(trace.index(line) - 1, 0)]
+        path = _path(before if _call(before) == "mkdir" and _call(line) in ("openat", "fsync") else line, box)
+        if not any(re.search(call, line) and re.search(of, path) for call, of, _ in IGNORED):
             wrong.append(f"an error that was not reported: {line}")
     return wrong[:3]
 
