@@ -62,7 +62,7 @@ IGNORED: list[tuple[str, str, str]] = [
     (r"flock\(.*LOCK_UN", r"/\.lock$", "closing the file releases the lock as well"),
     (r"access\(", r"", "a check before the probe: if it fails, the probe is not made"),
     (r"(unlink|newfstatat)\(", r"\.tmp$", "the second name of a durable record: the next opening removes it"),
-    (_READS, r"/(VERIFIED|DAMAGED|LASTGOOD)\.json$", "a hint, which is written again when it is needed"),
+    (_READS, r"/(VERIFIED|DAMAGED|POINTER)\.json$", "a hint, which is written again when it is needed"),
     (_READS, r"/lastgood\.json$", "every commit repeats its content"),
     (r".*", r"/incarnations(/|$)", "each commit repeats its content, and the next save writes the record"),
     (_FULL, r"^run/gen(/|$)", "on a full disk a generation is deleted without its GOING record, to free space"),
