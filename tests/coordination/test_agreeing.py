@@ -474,7 +474,7 @@ def test_the_saves_that_rank_0_watches_are_bounded():
 
 
 def test_the_end_of_a_save_is_announced_after_those_of_older_ones():
-    """The announced end frees the places of all older saves too: two saves more were in flight than allowed."""
+    """An announced end frees the places of all older saves too, so more saves than allowed would be in flight."""
     leader = Rank(two_on(Board())[0], Clock(), Every(steps=10), in_flight=2)
     saves = [Save(n) for n in (1, 2)]
     for one in saves:

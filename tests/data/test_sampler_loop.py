@@ -76,8 +76,7 @@ def test_an_idle_sampler_on_rank_0_of_a_data_group_is_reported_once(capsys, capl
 
 
 def test_a_sampler_that_counted_this_step_already_leaves_others_idle(caplog) -> None:
-    """A second Checkpointer with both samplers took the first one for idle, and advanced both: the idle one then
-    stood in the middle of its data without any training on it."""
+    """Taken for idle beside another idle one, it would leave no sampler in use, and the step would count on both."""
     counted, idle = make(), make()
     counted.restart_after(4)
     counted.advance_to(5)

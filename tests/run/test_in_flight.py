@@ -309,7 +309,7 @@ def test_an_interrupted_step_is_saved_again_only_after_its_cleanup(tmp_path, mon
         with reported("interrupted"):
             ckpt.save(1).result(60)
             ckpt.wait()
-    assert all(second_waited)
+    assert second_waited and all(second_waited)
     assert lastgood.load(tmp_path, build()).step == 1
 
 

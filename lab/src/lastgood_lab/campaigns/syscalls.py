@@ -27,6 +27,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -178,7 +179,7 @@ class Sweep:
             else:
                 reported = {one.partition(" ")[0] for one in ledger.reported} or {"warned" for _ in ledger.warned[:1]}
                 outcome = "+".join(sorted(reported)) or "ignored"
-                problems += _unreported(hits, trace, box) if outcome == "ignored" else []
+                problems += _unreported(trace, box) if outcome == "ignored" else []
                 if code not in (0, 3, 4, 5) or (code == 0) != (not [one for one in lines if one[:5] == "error"]):
                     problems.append(f"exit code {code}: {stderr[-400:]}")
             ledger.judge(run)
@@ -273,15 +274,19 @@ def _path(line: str, box: Path) -> str:
     return re.sub(r"\d+-\d+(?=\.tmp)|(?<=\.probe-)\d+", "*", found[-1].replace("(deleted)", "") or ".") if found else ""
 
 
-def _unreported(hits: list[str], trace: list[str], box: Path) -> list[str]:
+def _unreported(trace: list[str], box: Path) -> list[str]:
     """Problems for the first three failed calls that were not reported and that IGNORED does not excuse.
 
-    Calls on a folder right after a folder was made in it are for that one: they make its name durable.
+    An open or a sync of a folder right after a folder was made in it is for that one: it makes its name durable.
     """
     wrong = []
-    for line in hits:
-        before = trace[max(trace.index(line) - 1, 0)]
-        path = _path(before if _call(before) == "mkdir" and _call(line) in ("openat", "fsync") else line, box)
+    for before, line in pairwise(["", *trace]):
+        if "(INJECTED)" not in line:
+            continue
+        path = _path(line, box)
+        if "mkdir(" in before and _call(line) in ("openat", "fsync"):
+            made = _path(before, box)
+            path = made if made.rpartition("/")[0] == path else path
         if not any(re.search(call, line) and re.search(of, path) for call, of, _ in IGNORED):
             wrong.append(f"an error that was not reported: {line}")
     return wrong[:3]
@@ -321,8 +326,9 @@ def main() -> int:
         faults = sweep.faults()
         faults = spread(faults, options.trials, options.seed) if options.trials else faults
         kept = Kept(options.keep)
-        known = len(kept.read().keys() & set(faults))
-        results = _played(sweep, faults, kept, options.jobs)
+        known = kept.read()
+        earlier = [known[one] for one in faults if one in known]
+        results = earlier + _played(sweep, [one for one in faults if one not in known], kept, options.jobs)
         disks = [] if options.no_disks else list(full_disks(at, 1024, options.tier))
     for name, errors, problems in disks:
         if problems:
@@ -330,7 +336,7 @@ def main() -> int:
     wrong = sum(bool(one.problems) for one in results) + sum(bool(problems) for *_, problems in disks)
     facts = {
         "trials": len(results),
-        "trials_of_earlier_runs_of_the_same_code": known,
+        "trials_of_earlier_runs_of_the_same_code": len(earlier),
         "full_disks_and_short_writes": len(disks),
         "lives_that_hung": sweep.hung,
         "lives_whose_fault_missed_its_call_and_was_tried_again": sweep.missed,
@@ -355,12 +361,11 @@ def main() -> int:
 
 
 def _played(sweep: Sweep, faults: Sequence[Fault], kept: Kept, jobs: int) -> list[Result]:
-    """Run the trials of these faults that have no kept result. Returns the results of all."""
-    known = kept.read()
-    results = [known[one] for one in faults if one in known]
+    """Run one trial for each of these faults; each result is kept. Returns the results."""
+    results: list[Result] = []
     show = progress(len(faults))
     with ThreadPoolExecutor(jobs) as pool:
-        for one in pool.map(sweep.trial, [one for one in faults if one not in known]):
+        for one in pool.map(sweep.trial, faults):
             kept.append(one)
             results.append(one)
             if one.problems:
