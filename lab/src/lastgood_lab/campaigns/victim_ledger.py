@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterable, Set
@@ -18,6 +19,9 @@ from lastgood.ports import Tier
 from lastgood.records import Generation
 from lastgood.run import access
 from lastgood_lab.campaigns.victim import bytes_of, differs, live, path, place, restored
+
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""in a warning: the disk, or the quota of the user, was full"""
 
 
 @dataclass
@@ -61,7 +65,8 @@ class Ledger:
         for line in lines:
             kind, _, rest = line.partition(" ")
             self._read_line(kind, rest)
-        if "NoSpace" in self.reported:
+        # A deletion that fails is reported by a warning, and no save need fail with it.
+        if "NoSpace" in self.reported or any(full in one for full in _FULL for one in self.warned):
             self.cut_short |= self._deleting
 
     def _read_line(self, kind: str, rest: str) -> None:
