@@ -103,7 +103,9 @@ class Ledger:
             self._wrong(f"the victim restored {at}, expected was one of {sorted(self.heads | self.maybe)}")
 
     def _read_began(self, at: str) -> None:
-        self.heads, self.maybe = {at}, set()
+        # An incarnation is durable only with its first commit. Until then a generation that this process could not
+        # read is the newest one again for the next process that can read it.
+        self.heads, self.maybe = {at} if at in self.maybe else self.heads | {at}, set()
         if at != "-" and at not in self.durable:
             # The commit of an unknown outcome came true. With slots, it may have replaced the generations beside it.
             self.durable = [*self.durable, at] if self.tier == "directory" else [at]
