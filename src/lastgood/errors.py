@@ -5,7 +5,7 @@ The class says whether a retry can help, and which exit code the command line en
     LastgoodError
     |- Refused       the request was wrong; nothing was changed            do not retry          exit 3
     |    StateMismatch  Unstorable  UnknownFormat  RunLocked  StepTaken  NoSuchStep  NoSuchTensor
-    |    NotARun  NotWritable  NotRestored  NameTaken  NotInstalled
+    |    NotARun  NotWritable  NotRestored  NameTaken  NotInstalled  RunReplaced
     |- Damaged       stored bytes are not those that were committed        load an older one     exit 4
     |    SumMismatch  Truncated  ManifestInvalid  MissingBlob  Unreadable  BeyondRepair  NothingGood
     |    HalfLoaded (LoadFailed)
@@ -95,6 +95,10 @@ class UnknownFormat(Refused):
 
 class RunLocked(Refused):
     """Another process has this run open for writing."""
+
+
+class RunReplaced(Refused):
+    """Another process has opened this run, which is in an object store, for writing since: this one may not commit."""
 
 
 class StepTaken(Refused):

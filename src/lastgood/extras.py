@@ -10,6 +10,7 @@ from .errors import NotInstalled
 PACKAGES = {
     "torch": ("torch",),
     "cli": ("typer", "rich"),
+    "objects": ("obstore",),
     "transformers": ("transformers", "accelerate"),
     "lightning": ("torchmetrics", "lightning", "pytorch_lightning"),
     "accelerate": ("accelerate",),

@@ -14,9 +14,21 @@ from lastgood.cli import app
 from lastgood.run import paths
 
 MISTYPED = {
-    "s3:/bucket/run": "is a URL.*mounted.*or ./s3:/bucket/run",
-    "gs:/b": "is a URL",
-    "file:///data/run": "is a URL.*Give /data/run",
+    "s3:/bucket/run": "Write s3://bucket/run .in small letters, as text, and with two",
+    "S3://bucket/run": "Write s3://bucket/run",
+    "s3a://bucket/run": "Write s3://bucket/run",
+    "s3:///bucket": "Write s3://bucket",
+    "s3://": "Write s3://BUCKET/RUN",
+    "gs:/b": "Write gs://b",
+    "s3://bucket//run": "'' cannot be part of a name",
+    "s3://bucket/../run": "'..' cannot be part of a name",
+    "s3://bucket/run?region=x": "cannot be part of a name.*no [?]",
+    "s3://bucket/$NOWHERE/run": r"'\$NOWHERE' cannot be part of a name.*variable",
+    "s3://bucket/run\n": "cannot be part of a name.*white space",
+    "memory://": "memory that outlives the trainer is not there yet",
+    "hdfs://nodes/run": "is a URL.*mounted.*or ./hdfs://nodes/run",
+    "https://bucket.s3.amazonaws.com/run": "is a URL",
+    "file:/data/run": "is a URL.*Give /data/run",
     "slots:run": "Write slots:///.*/run",
     "slots:/data/run": "Write slots:///data/run",
     "SLOTS:///data/run": "Write slots:///data/run .in small letters",
@@ -62,7 +74,21 @@ def test_names_with_colons_and_dollars_that_are_no_variables_are_accepted(
     tmp_path: Path, monkeypatch, path: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert paths.parsed(path) == (str(tmp_path / path), False)
+    assert paths.parsed(path) == (str(tmp_path / path), "directory")
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("s3://bucket/runs/gpt-2/", ("s3://bucket/runs/gpt-2", "objects")),
+        ("gs://bucket", ("gs://bucket", "objects")),
+        ("az://container/a b", ("az://container/a b", "objects")),
+        ("file:///data/run", ("/data/run", "directory")),
+        ("slots:///data/run", ("/data/run", "slots")),
+    ],
+)
+def test_a_url_names_a_place(path: str, place: tuple[str, str]) -> None:
+    assert paths.parsed(path) == place
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import typer
 
 from . import completion
 
-Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory of the run.", show_default=False)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Directory or URL of the run.", show_default=False)]
 AnyStep = Annotated[
     str | None,
     typer.Argument(
@@ -18,6 +18,13 @@ AnyStep = Annotated[
         help="4000, or 4000-9f3ac21b to name the incarnation too; without it, what a restore takes (`repair`: all).",
         show_default=False,
         autocompletion=completion.steps,
+    ),
+]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--take-over",
+        help="In an object store: go on though the run was not closed; who has it open cannot save any more.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]

@@ -13,7 +13,7 @@ from ..limits import STEP_LIMIT
 from ..run import access, paths
 from ..units import size
 from .answer import Answer
-from .arguments import Json, Run, require_suffix
+from .arguments import Json, Run, TakeOver, require_suffix
 from .exporting import FILES
 from .terminal import progress
 from .texts import named, plural
@@ -36,6 +36,7 @@ def import_file(
             metavar="PREFIX", help="Put the names under this one: the opposite of export --only.", show_default=False
         ),
     ] = "",
+    take_over: TakeOver = False,
     as_json: Json = False,
 ) -> Answer:
     """Make a new generation from a file or folder, and verify it. Nothing that lies in there is run."""
@@ -52,9 +53,9 @@ def import_file(
     with importing.opened(file, under) as source:
         total = sum(one.length for one in source.tensors)
         with progress("importing", 2 * total) as count_bytes:
-            generation = importing.bring(source, run, step, count_bytes)
+            generation = importing.bring(source, run, step, count_bytes, take_over)
     data = {
-        "place": access.directory(run),
+        "place": access.many_files(run),
         **named(generation.id),
         "verified": generation.verified,
         "tensors": len(source.tensors),

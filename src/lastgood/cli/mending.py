@@ -28,7 +28,7 @@ from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size
 from .answer import Answer
-from .arguments import AnyStep, Json, Run, bytes_of
+from .arguments import AnyStep, Json, Run, TakeOver, bytes_of
 from .protection import unprotected
 from .selection import find
 from .terminal import clean, progress
@@ -41,13 +41,14 @@ def scrub(
         int | None,
         typer.Option(metavar="SIZE", parser=bytes_of, help="Bytes a second, at most.", show_default=False),
     ] = None,
+    take_over: TakeOver = False,
     as_json: Json = False,
 ) -> Answer:
     """Read every generation again, past the page cache; mark what is damaged, and rebuild it where there is parity.
 
     After one that is damaged come its neighbours in time. Exit code 4 where one stays damaged, 8 where one is not good.
     """
-    data = scrubbed(run, rate or float("inf"))
+    data = scrubbed(run, rate or float("inf"), take_over)
     code = 0 if data["good"] else NotFinite.exit_code if data["intact"] else Damaged.exit_code
     return Answer(data, scrubbed_view(data), code)
 
@@ -56,6 +57,7 @@ def repair(
     run: Run,
     step: AnyStep = None,
     known: Annotated[bool, typer.Option("--known", help="Read only what is known to be damaged already.")] = False,
+    take_over: TakeOver = False,
     as_json: Json = False,
 ) -> Answer:
     """Read STEP, or every generation if none is given, and rebuild what is damaged from parity.
@@ -66,7 +68,7 @@ def repair(
     A damaged file stays until its replacement is durable and was read back.
     """
     survey = commit.survey(access.for_reading(run))
-    data = repaired(run, find(survey, step) if step is not None else None, known)
+    data = repaired(run, find(survey, step) if step is not None else None, known, take_over)
     failed = [row["error"] for row in data["generations"] if row["error"]]
     unavailable = bool(failed) and BeyondRepair.__name__ not in failed
     code = Unavailable.exit_code if unavailable else Damaged.exit_code if failed else 0
@@ -74,20 +76,23 @@ def repair(
 
 
 @contextmanager
-def _writing(run: str, what: str) -> Iterator[tuple[RunWriter, Arena]]:
+def _writing(run: str, what: str, take_over: bool) -> Iterator[tuple[RunWriter, Arena]]:
     """Open a run for writing, with a progress bar over the bytes that are read from it."""
     access.for_reading(run)  # refuses a path that is no run, before opening it for writing would make it one
-    with access.for_writing(run, "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+    with (
+        access.for_writing(run, "atomic_dirsync", take_over=take_over) as tier,
+        ThreadPoolExecutor(WORKERS, "lastgood-read") as workers,
+    ):
         total = sum(one.bytes for one in commit.survey(tier).generations.values())
         with progress(what, total) as count_bytes:
             watched = Watched(tier, count_bytes)
             yield RunWriter(watched, workers), Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
 
 
-def scrubbed(run: str, bytes_per_second: float) -> dict[str, Any]:
+def scrubbed(run: str, bytes_per_second: float, take_over: bool = False) -> dict[str, Any]:
     """Read every generation once, at `bytes_per_second` at most. Raises what opening and reading raise."""
     rows = []
-    with _writing(run, "reading again") as (writer, arena):
+    with _writing(run, "reading again", take_over) as (writer, arena):
         scrubber = Scrubber(writer.known, writer.mender, lambda: arena, bytes_per_second=bytes_per_second)
         while (one := scrubber.scrub_next()) is not None:
             rows.append(
@@ -118,14 +123,14 @@ def _state(one: Scrubbed) -> str:
     return "damaged" if not one.whole else "not good" if one.findings else "good"
 
 
-def repaired(run: str, wanted: GenerationId | None, known: bool) -> dict[str, Any]:
+def repaired(run: str, wanted: GenerationId | None, known: bool, take_over: bool = False) -> dict[str, Any]:
     """Read the `wanted` generation, or all of them if None, and rebuild what is damaged.
 
     `known`: read only what is known to be damaged. A failure to rebuild `wanted` is raised; of several generations it
     is reported in the row of each.
     """
     rows, read = [], 0
-    with _writing(run, "repairing") as (writer, arena):
+    with _writing(run, "repairing", take_over) as (writer, arena):
         others = set() if known else {*writer.survey.generations}
         for at in [wanted] if wanted else sorted({*damaged(writer.survey), *others}):
             try:

@@ -29,7 +29,7 @@ from ..run.watched import Watched
 from ..run.writer import RunWriter
 from ..units import size
 from .answer import Answer
-from .arguments import Json, Run
+from .arguments import Json, Run, TakeOver
 from .listing import bytes_on_disk
 from .terminal import clean, progress
 from .texts import id_of, named, new_table, plural
@@ -52,6 +52,7 @@ def gc(
     ] = None,
     damaged: Annotated[bool, typer.Option("--damaged", help="Delete what is damaged or lost, too.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Change nothing; show what would be deleted.")] = False,
+    take_over: TakeOver = False,
     as_json: Json = False,
 ) -> Answer:
     """Finish deletions and clear saves that did not end; with --keep-*, delete older generations.
@@ -60,12 +61,12 @@ def gc(
     the newest generation is read and checked first, unless it was verified before.
     """
     keep = Keep(last=keep_last or KEEP.last, every=keep_every) if keep_last or keep_every else None
-    data = swept(run, keep, damaged, dry_run)
+    data = swept(run, keep, damaged, dry_run, take_over)
     code = Damaged.exit_code if data["damaged"] else Unavailable.exit_code if data["stuck"] else 0
     return Answer(data, swept_view(data), code)
 
 
-def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str, Any]:
+def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool, take_over: bool = False) -> dict[str, Any]:
     """Finish deletions and clear interrupted saves. Returns what was deleted, or with `dry_run` what would be.
 
     `keep`: also delete generations that this retention does not keep. `damaged`: also delete those that are damaged or
@@ -76,7 +77,7 @@ def swept(run: str, keep: Keep | None, damaged: bool, dry_run: bool) -> dict[str
     with ExitStack() as open_run:
         workers = open_run.enter_context(ThreadPoolExecutor(WORKERS))
         if not dry_run:
-            tier = open_run.enter_context(access.for_writing(run, "atomic_dirsync"))
+            tier = open_run.enter_context(access.for_writing(run, "atomic_dirsync", take_over=take_over))
         survey = commit.survey(tier)
         lost = survey.incomplete - restore.never_committed(survey)
         rows = [_going(tier, at, "an unfinished deletion") for at in sorted(survey.going)]
@@ -138,8 +139,9 @@ def _left(
     left = {}
     for at in map(id_of, rows):
         folder = layout.folder(at)
-        if _exists(tier, folder):
-            names = ", ".join(sorted(tier.list(folder).keys() - {layout.GOING})[:NAMES_SHOWN])
+        listing = tier.list(folder)  # an object store may go on listing a folder that is empty
+        if listing or (at in reasons and _exists(tier, folder)):
+            names = ", ".join(sorted(listing.keys() - {layout.GOING})[:NAMES_SHOWN])
             left[at] = reasons.get(at) or f"its folder stays, with {names or 'nothing in it'}"
     return left
 

@@ -95,7 +95,7 @@ class Writer(StorageWriter):
     """
 
     def __init__(self, path: str | os.PathLike[str], *, digest: str = "xxh3_128") -> None:
-        self.path, self._digest = access.directory(path), digest
+        self.path, self._digest = access.many_files(path), digest
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.save_id: str | None = None
         """id of the last save: the incarnation that it began; a load of this generation reports the same id"""
@@ -241,7 +241,7 @@ class Reader(StorageReader):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = access.directory(path)
+        self.path = access.many_files(path)
         self.checkpoint_id: str | os.PathLike[str] | None = None
         self.load_id = uuid.uuid4().hex
         self._content: _Content | None = None

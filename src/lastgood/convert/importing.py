@@ -78,14 +78,18 @@ class Foreign:
             raise Unstorable(f"the name {name!r} occurs twice", safe="Nothing was touched.", todo="Rename it.")
 
 
-def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes) -> Generation:
+def bring(source: Foreign, run: str, step: int, count_bytes: CountBytes, take_over: bool = False) -> Generation:
     """Save the contents as a generation that continues the newest one, and verify it. The run is made if need be.
 
-    `count_bytes` is called for every byte twice: when it is copied for the write, and when it is verified. Raises
+    `count_bytes` is called for every byte twice: when it is copied for the write, and when it is verified.
+    `take_over`: as for `access.for_writing`. Raises
     StepTaken if the lineage of the run has, or has lost, a generation of this step or of a later one; what opening and
     saving raise.
     """
-    with access.for_writing(run, "atomic_dirsync") as disk, ThreadPoolExecutor(WORKERS) as workers:
+    with (
+        access.for_writing(run, "atomic_dirsync", take_over=take_over) as disk,
+        ThreadPoolExecutor(WORKERS) as workers,
+    ):
         writer = RunWriter(Watched(disk, count_bytes), workers)
         chain, lost = restore.lineage(writer.survey)
         newest = max([*chain, *lost], default=None)

@@ -1,8 +1,9 @@
-"""Opens the directory or the slots of a run, for reading or for writing.
+"""Opens the directory, the slots or the folder in an object store of a run, for reading or for writing.
 
-Before a run is changed, three checks are made: the path is a run or may become one; this user may create the directory
-and the file `.lock` in it, which are all that an opening leaves that fails later; and no other process has the run open
-for writing (a lock on that file, which ends with its process).
+Before a run on a disk is changed, three checks are made: the path is a run or may become one; this user may create the
+directory and the file `.lock` in it, which are all that an opening leaves that fails later; and no other process has
+the run open for writing (a lock on that file, which ends with its process). In an object store the last opening counts,
+and replaces the one before (claims.py).
 """
 
 from __future__ import annotations
@@ -10,21 +11,27 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import LastgoodError, NotARun, Refused, RunLocked
+from ..extras import needed
 from ..format import layout
 from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
+from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
-from . import paths
+from . import claims, paths
+
+if TYPE_CHECKING:
+    from ..storage.objects import Objects
 
 LOCK = ".lock"
 _GENERATIONS = {"gen", FOLDER}
-_RUN_NAMES = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", *_GENERATIONS}
+_RUN_NAMES = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", claims.FOLDER}
+_RUN_NAMES |= _GENERATIONS
 
 Persist = Literal["direct", "mmap"]
 """How slots are written: with direct I/O if the file system supports it, or through a shared memory mapping."""
@@ -35,8 +42,10 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
 
     Raises NotARun, TierDown, and NotWritable if this user may not read the run.
     """
-    root, in_slots = paths.parsed(path)
-    names = _names_at(root, in_slots)
+    place = paths.parsed(path)
+    root, in_slots = place.root, place.kind == "slots"
+    objects = _objects(root) if place.kind == "objects" else None
+    names = set(objects.list("")) or None if objects else _names_at(root, in_slots)
     if names is None:
         raise NotARun(f"there is nothing at {root}", safe="Nothing was touched.", todo="Check the path.")
     if not names & {layout.HEADER, *_GENERATIONS}:
@@ -45,6 +54,8 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
             safe="It is untouched.",
             todo="Check the path.",
         )
+    if objects is not None:
+        return objects
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
     return slots(files, root) if in_slots else Disk(files, root)
 
@@ -64,18 +75,26 @@ def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) 
 
 @contextlib.contextmanager
 def for_writing(
-    path: str | os.PathLike[str], mode: WriteMode, *, in_flight: int = 1, persist: Persist = "direct"
+    path: str | os.PathLike[str],
+    mode: WriteMode,
+    *,
+    in_flight: int = 1,
+    persist: Persist = "direct",
+    take_over: bool = True,
 ) -> Iterator[Tier]:
     """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
-    `mode`: how files are written; slots accept "atomic_dirsync" only. `in_flight` (default 1): how many saves may be
-    in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
+    `mode`: how files are written; slots and object stores accept "atomic_dirsync" only. `in_flight` (default 1): how
+    many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
+    `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
+    is replaced; otherwise RunLocked is raised.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
-    root, in_slots = paths.parsed(path)
-    if mode != "atomic_dirsync" and in_slots:
+    place = paths.parsed(path)
+    root, in_slots = place.root, place.kind == "slots"
+    if mode != "atomic_dirsync" and place.kind != "directory":
         raise Refused(
-            f"write_mode={mode!r} is for directories; slots are always synced",
+            f"write_mode={mode!r} is for directories; slots and object stores always make everything durable",
             safe="Nothing was touched.",
             todo="Leave write_mode out, or give a directory.",
         )
@@ -85,17 +104,13 @@ def for_writing(
             safe="Nothing was touched.",
             todo=f"Open the run as {paths.SLOTS}{root}",
         )
-    names = _names_at(root, in_slots)
-    if names is not None:
-        foreign = sorted(
-            name for name in names - _RUN_NAMES if not name.endswith(".tmp") and not name.startswith(".probe-")
-        )
-        if foreign and not names & {layout.HEADER, *_GENERATIONS}:
-            raise NotARun(
-                f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
-                safe="It is untouched.",
-                todo=f"Give a new or empty directory, for example one inside it: {os.path.join(root, 'checkpoints')}",
-            )
+    if place.kind == "objects":
+        objects = _objects(root)
+        _require_no_other_files(root, set(objects.list("")))
+        with claims.claimed(objects, take_over) as held:
+            yield held
+        return
+    _require_no_other_files(root, _names_at(root, in_slots) or set())
     try:
         _make_durably(root)
         lock = Lock(os.path.join(root, LOCK))
@@ -123,7 +138,10 @@ def for_writing(
 @contextlib.contextmanager
 def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]:
     """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable."""
-    root, _ = paths.parsed(path)
+    root, kind = paths.parsed(path)
+    if kind == "objects":
+        yield _objects(root)
+        return
     if _names_at(root, False) is None:
         raise NotARun(
             f"there is nothing at {root} on this machine, though rank 0 has opened it",
@@ -133,21 +151,52 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
     yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root), shared=True)
 
 
-def directory(path: str | os.PathLike[str]) -> str:
-    """The absolute directory of a run that is not in slots. Raises Refused, also for slots."""
-    root, slots = paths.parsed(path)
-    if slots:
+def many_files(path: str | os.PathLike[str]) -> str:
+    """The directory or URL of a run that is not in slots. Raises Refused, also for slots."""
+    place = paths.parsed(path)
+    if place.kind == "slots":
         raise Refused(
             f"path={path!r}: only a Checkpointer writes slots",
             safe="Nothing was touched.",
-            todo=f"Give a directory, for example {root}",
+            todo=f"Give a directory, for example {place.root}",
         )
-    return root
+    return place.root
+
+
+def directory(path: str | os.PathLike[str]) -> str:
+    """The absolute directory of a run that is on a disk and not in slots. Raises Refused for any other place."""
+    if paths.parsed(path).kind == "objects":
+        raise Refused(
+            f"path={path!r} is in an object store, and a directory is needed here",
+            safe="Nothing was touched.",
+            todo="Give a directory.",
+        )
+    return many_files(path)
 
 
 def in_slots(path: str | os.PathLike[str]) -> bool:
     """Whether a path names a run in slots. Raises NotARun or Refused, as `paths.parsed`."""
-    return paths.parsed(path)[1]
+    return paths.parsed(path).kind == "slots"
+
+
+def _objects(url: str) -> Objects:
+    """The tier of a run in an object store. Raises NotInstalled without obstore, Refused for wrong settings."""
+    with needed("objects", f"a run at {url}"):
+        from ..storage.objects import Objects
+    return Objects(object_store.opened(url, object_store.DEADLINES), url, object_store.DEADLINES)
+
+
+def _require_no_other_files(root: str, names: set[str]) -> None:
+    """Raise NotARun if a place holds files that are not of a run, and none that is."""
+    foreign = sorted(
+        name for name in names - _RUN_NAMES if not name.endswith(".tmp") and not name.startswith(".probe-")
+    )
+    if foreign and not names & {layout.HEADER, *_GENERATIONS}:
+        raise NotARun(
+            f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
+            safe="It is untouched.",
+            todo=f"Give a new or empty directory, for example one inside it: {os.path.join(root, 'checkpoints')}",
+        )
 
 
 def _names_at(root: str, in_slots: bool) -> set[str] | None:

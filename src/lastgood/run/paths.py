@@ -1,7 +1,8 @@
-"""Parses paths that users give. URLs and typing errors are refused, so that no folder of such a name is created.
+"""Parses paths and URLs that users give. Typing errors are refused, so that no folder of such a name is created.
 
 Every path of a run is parsed here, and so is every file name that the command line reads or writes. The disk is only
-asked whether a path exists literally: if it does, a dollar sign or white space at its ends belongs to the name.
+asked whether a path exists literally: if it does, a dollar sign or white space at its ends belongs to the name. No
+object store is asked.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ from __future__ import annotations
 import os
 import re
 import reprlib
+from typing import Literal, NamedTuple
 
 from ..errors import NotARun, Refused
 
 SLOTS = "slots://"
 """The prefix of the absolute path of a run in slots."""
+STORES = ("s3", "gs", "az")
+"""The schemes of object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
+_MEANT = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az"}
+"""schemes that other tools use -> the scheme that is meant"""
+_KEY = re.compile(r"[A-Za-z0-9!_.'()=+@,:~$& -]+")
+"""The characters of a name in an object store that every store and every tool accepts as they are."""
 
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]*):/+")
 """The scheme of a URL. One slash is enough, because pathlib turns two slashes into one."""
@@ -22,10 +30,23 @@ _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
 _SAFE = "Nothing was touched."
 
 
-def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
-    """Parse the path of a run. Returns its absolute directory, with `~` expanded, and whether the run is in slots.
+class Place(NamedTuple):
+    """Where a run is: an absolute directory, or the URL of a folder in an object store, without a slash at its end."""
 
-    Raises NotARun for slots without an absolute path; Refused if `path` is not a path, and in the cases of `local`.
+    root: str
+    kind: Literal["directory", "slots", "objects"]
+
+    @property
+    def url(self) -> str:
+        """The text that names this place wherever a run is given."""
+        return f"{SLOTS}{self.root}" if self.kind == "slots" else self.root
+
+
+def parsed(path: str | os.PathLike[str]) -> Place:
+    """Parse the path or URL of a run; `~` is expanded, and `file:///a/b` is the directory `/a/b`.
+
+    Raises NotARun for slots without an absolute path; Refused if `path` is not a path, for a URL that names no place of
+    a run, and in the cases of `local`.
     """
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -38,7 +59,9 @@ def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
         root = local(text.removeprefix(SLOTS), "path")
         if not os.path.isabs(root):
             raise NotARun(f"{text} has no absolute path", safe=_SAFE, todo=f"Write {SLOTS}{os.path.abspath(root)}")
-        return os.path.normpath(root), True
+        return Place(os.path.normpath(root), "slots")
+    if (url := _SCHEME.match(text)) and url[1].lower() != "slots":
+        return _of_url(text, url[1], text[url.end() :], is_text=isinstance(path, str))
     scheme, colon, rest = text.partition(":")
     if colon and scheme.lower() == "slots":
         meant = "/" + os.path.abspath(rest).lstrip("/")
@@ -47,7 +70,40 @@ def parsed(path: str | os.PathLike[str]) -> tuple[str, bool]:
             safe=_SAFE,
             todo=f"Write {SLOTS}{meant} (in small letters, as text), or ./{text} for a folder of that name.",
         )
-    return os.path.abspath(local(text, "path")), False
+    return Place(os.path.abspath(local(text, "path")), "directory")
+
+
+def _of_url(text: str, scheme: str, rest: str, is_text: bool) -> Place:
+    """The place that a URL names. `rest`: what follows the slashes after the scheme."""
+    given, lower = f"path={text!r}", scheme.lower()
+    if lower == "file" and is_text and text.startswith(f"{scheme}:///"):
+        return Place(os.path.abspath(local("/" + rest, "path")), "directory")
+    if lower == "memory":
+        raise Refused(
+            f"{given}: memory that outlives the trainer is not there yet",
+            safe=_SAFE,
+            todo="Give a directory, slots:///..., or an object store.",
+        )
+    meant = _MEANT.get(lower, lower)
+    if meant not in STORES:
+        local(text, "path")  # refuses every other URL
+    correct = f"{meant}://{rest.strip('/')}"
+    if scheme != meant or not is_text or not text.startswith(f"{scheme}://") or text.startswith(f"{scheme}:///"):
+        raise Refused(
+            f"{given} is not the URL of a place in an object store",
+            safe=_SAFE,
+            todo=f"Write {correct if rest.strip('/') else f'{meant}://BUCKET/RUN'} (in small letters, as text, and "
+            "with two slashes).",
+        )
+    for part in rest.rstrip("/").split("/"):
+        if not _KEY.fullmatch(part) or part in (".", "..") or part != part.strip() or _VARIABLE.search(part):
+            raise Refused(
+                f"{given}: {part!r} cannot be part of a name in an object store",
+                safe=_SAFE,
+                todo=f"Write {meant}://BUCKET/RUN with letters, digits and -_.=: no empty part, no variable that was "
+                "not expanded, no white space at the ends, no ? and no #.",
+            )
+    return Place(correct, "objects")
 
 
 def local(text: str, argument: str) -> str:

@@ -20,6 +20,7 @@ class Watched:
         self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
         self.list, self.delete = tier.list, tier.delete
         self.replace = getattr(tier, "replace", None)  # only tiers with files that can be rebuilt have it
+        self.next_order = getattr(tier, "next_order", None)  # only tiers that other machines may open have it
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         self._tier.read_into(extent, mv, fresh=fresh)

@@ -112,6 +112,8 @@ class RunWriter:
             if parent is not None:
                 commit.confirm(self.tier, parent)  # guard: parent-durable-before-continuing
             order = self.survey.order + 1  # guard: incarnation-order-ascends
+            claim = getattr(self.tier, "next_order", None)  # where other machines may open the run too (claims.py)
+            order = order if claim is None else claim(order)
             ident = self.known.environment.new_id()
             self.known.begin(Incarnation(format=layout.FORMAT, order=order, id=ident, parent=parent))
             return msgspec.to_builtins(self.known.incarnation)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import background, data, integrity, mending, protocol, ranks, slots, state, storage
+from . import background, data, integrity, mending, objects, protocol, ranks, slots, state, storage
 from .record import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -10,6 +10,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *protocol.MUTANTS,
     *integrity.MUTANTS,
     *slots.MUTANTS,
+    *objects.MUTANTS,
     *background.MUTANTS,
     *mending.MUTANTS,
     *ranks.MUTANTS,

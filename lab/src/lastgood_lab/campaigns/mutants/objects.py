@@ -1,0 +1,45 @@
+"""Mutants of the safeguards of runs in object stores: conditional creations, uploads, claims."""
+
+from __future__ import annotations
+
+from .change import Never, Remove, Swap
+from .record import Mutant, table
+
+OBJECTS = ("objects", "tiers", "object_runs")
+"""the tests with a real S3 server, which they start"""
+
+MUTANTS: tuple[Mutant, ...] = (
+    *table(
+        "objects",
+        OBJECTS,
+        (
+            "an object is created without a condition",
+            "object-created-if-absent",
+            Swap('mode="create"', 'mode="overwrite"'),
+        ),
+        ("a creation whose reply was lost is not read back", "lost-reply-read-back", Never()),
+        (
+            "a creation with an unknown outcome is reported as failed",
+            "unknown-creation-deletes-nothing",
+            Swap("CommitUnknown", "TierDown"),
+        ),
+        ("the length of an upload that failed at its end is not read", "failed-upload-read-back", Never()),
+        (
+            "an aborted upload is completed",
+            "aborted-upload-never-completes",
+            Swap('raise Cancelled("the upload was aborted")', "return"),
+        ),
+        ("a blob that replaced another one stays beside it", "replacing-blob-copied-first", Remove()),
+        ("names lead out of the folder of the run", "object-name-inside-run", Never()),
+        ("an object that is too short is no damage", "short-object-is-damage", Never()),
+    ),
+    *table(
+        "claims",
+        OBJECTS,
+        ("two incarnations in a bucket have the same order", "incarnation-order-claimed", Remove()),
+        ("a commit is acknowledged although the run was claimed", "commit-acknowledged-only-while-claimed", Remove()),
+        ("a writer that was replaced deletes generations", "replaced-writer-deletes-nothing", Remove()),
+        ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
+        ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
+    ),
+)

@@ -1,0 +1,246 @@
+"""A tier in an object store: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+
+Keys equal the names of files in a directory run. A folder exists as long as an object has its name as a prefix.
+
+Invariants
+  1. `put_new` creates with a condition that the store checks (If-None-Match), and never replaces an object.
+  2. After any error of a creation but a clear refusal, the name is read: the same bytes are success, other bytes are
+     NameTaken. An object that is absent may still appear, because a request may be under way, so the creation of the
+     same bytes is repeated; CommitUnknown is raised when that fails too. Nothing is deleted on a guess.
+  3. Every request has a deadline, and is repeated a bounded number of times.
+The store is assumed to show a completed write to every later read and listing, and to keep what it has acknowledged.
+S3, Google and Azure promise both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, NotWritable, TierDown, Truncated
+from ..records import Extent
+from .object_errors import is_past_the_end, translated, was_never_sent
+from .object_store import DEADLINES, Deadlines
+from .object_upload import PART_BYTES, ShortUpload, StreamedUpload
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+READ_PART_BYTES = 2 << 20
+"""A longer read is divided into requests of this length, which are sent at the same time: one connection to a store is
+slower than most networks."""
+READS_AT_ONCE = 8
+"""Requests of one read that are under way at the same time."""
+CREATION_PAUSES_SECONDS = (0.1, 0.5, 2.0, 8.0)
+"""The pauses before a creation whose outcome is not known is repeated."""
+COPY_LIMIT_BYTES = 5 << 30
+"""S3 copies objects up to this length by itself; a longer one is read and written again."""
+
+ERRORS = (BaseError, OSError)
+"""What obstore raises: its own errors, and FileNotFoundError and PermissionError."""
+REFUSALS = (AlreadyExistsError, PreconditionError)
+"""The condition of a creation does not hold: an object of this name exists, or a request about it is under way."""
+
+
+class Objects:
+    """`ports.Tier` over a folder in an object store.
+
+    `store`: the client of that folder (object_store.opened). `place`: its URL. `deadlines`: of `store`. `pause`: waits
+    for a number of seconds.
+    """
+
+    newest_only: bool = False  # nothing is deleted unless it is asked for (ports.Tier)
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        place: str,
+        deadlines: Deadlines = DEADLINES,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.store, self.place = store, place
+        self._deadlines, self._pause = deadlines, pause
+
+    # ---- writing -------------------------------------------------------------------------------------------
+
+    def create(self, name: str, length: int) -> ShortUpload | StreamedUpload:
+        """A new blob of `length` bytes. Raises NameTaken, NotWritable, TierDown. No space is reserved."""
+        if self.length_of(name) is not None:
+            raise NameTaken(f"{self.place}/{name} exists already", safe="It is untouched.")
+        if length <= PART_BYTES:
+            return ShortUpload(self, name, length)
+        return StreamedUpload(self, name, length, self._deadlines)
+
+    def put_new(self, name: str, data: bytes) -> None:
+        """Create a small object, or confirm that it has these bytes. Commits rest on this method.
+
+        Raises NameTaken, CommitUnknown, NoSpace, NotWritable, TierDown.
+        """
+        key, unknown = self.key(name), False
+        for pause_seconds in (0.0, *CREATION_PAUSES_SECONDS):
+            if pause_seconds:
+                self._pause(pause_seconds)
+            try:
+                # guard: object-created-if-absent
+                obstore.put(self.store, key, data, mode="create", use_multipart=False)
+                return
+            except ERRORS as error:
+                last = error
+            meaning, refused = translated(last, self.place, name), isinstance(last, REFUSALS)
+            if not (refused or unknown or isinstance(meaning, TierDown)):
+                raise meaning from last
+            unknown |= not refused and not was_never_sent(last)
+            if unknown or refused:
+                with contextlib.suppress(TierDown, NotWritable):  # whether the name exists is not known either
+                    if self._holds(name, data):  # guard: lost-reply-read-back
+                        return
+        if not unknown:
+            raise meaning from last
+        raise CommitUnknown(  # guard: unknown-creation-deletes-nothing
+            f"{meaning.what}; the object may or may not exist",
+            safe="Nothing was deleted.",
+            todo="The next opening of the run reads it and decides by it.",
+        ) from last
+
+    def point(self, name: str, data: bytes, to: str) -> None:
+        """Replace the pointer record `name`. An object store has no symbolic links. Raises as `put`."""
+        self.put(name, data)
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a whole object in one request, over an older one. Raises NoSpace, NotWritable, TierDown."""
+        with self._translated(name):
+            obstore.put(self.store, self.key(name), data, use_multipart=False)
+
+    def replace(self, name: str, by: str) -> None:
+        """Copy the finished blob `by` over `name`, then delete `by`. Readers find the old or the new object."""
+        length = self.length_of(by)
+        if length is None:
+            raise MissingBlob(f"missing: {self.place}/{by}", blob=by)
+        if length <= COPY_LIMIT_BYTES:
+            with self._translated(name):
+                obstore.copy(self.store, self.key(by), self.key(name))
+        else:
+            self._copy_in_parts(by, name, length)
+        self.delete(by)  # guard: replacing-blob-copied-first
+
+    def delete(self, name: str) -> None:
+        """Remove an object. Raises NotWritable, TierDown."""
+        with self._translated(name), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.store, self.key(name))
+
+    def discard(self, name: str) -> None:
+        """Remove an object that no record names, as far as possible. Raises nothing."""
+        with contextlib.suppress(LastgoodError):
+            self.delete(name)
+
+    def forget(self, folder: str) -> None:
+        """Nothing is cached about folders (ports.Shared)."""
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        """Name -> length of an object in bytes, None for a folder. Raises NotWritable, NotARun, TierDown."""
+        with self._translated(folder):
+            found = obstore.list_with_delimiter(self.store, self.key(folder) or None)
+        names: dict[str, int | None] = {one.rpartition("/")[2]: None for one in found["common_prefixes"]}
+        # Some stores list an empty folder as an object of no bytes with the name of the folder.
+        objects = [one for one in found["objects"] if one["path"].rstrip("/") != folder]
+        return names | {one["path"].rpartition("/")[2]: one["size"] for one in objects}
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        """Fill mv[:extent.length]. Raises Truncated, MissingBlob, NotWritable, TierDown. No read is cached."""
+        key, end = self.key(extent.blob), extent.offset + extent.length
+        starts = range(extent.offset, end, READ_PART_BYTES)
+        lengths = [min(READ_PART_BYTES, end - start) for start in starts]
+        try:
+            with self._translated(extent.blob):
+                parts = self._ranges(key, starts, lengths) if lengths else []
+        except TierDown as error:
+            if error.__cause__ is None or not is_past_the_end(error.__cause__):
+                raise
+            parts = []
+        at = 0
+        for part in parts:
+            mv[at : at + len(part)] = part
+            at += len(part)
+        if at < extent.length or not lengths:
+            self._require_length(extent)
+
+    def length_of(self, name: str) -> int | None:
+        """The length of an object in bytes; None if there is none. Raises NotWritable, TierDown."""
+        try:
+            with self._translated(name):
+                return obstore.head(self.store, self.key(name))["size"]
+        except MissingBlob:
+            return None
+
+    def key(self, name: str) -> str:
+        """The key of a name, below the prefix of the run. Raises MissingBlob for a name outside of the run."""
+        if name.startswith("/") or ".." in name.split("/"):  # guard: object-name-inside-run
+            raise MissingBlob(f"{name!r} is not a name inside a run", blob=name)
+        return name
+
+    # ---- steps ---------------------------------------------------------------------------------------------
+
+    def _holds(self, name: str, data: bytes) -> bool:
+        """Whether an object of this name holds these bytes. Raises NameTaken if it holds others; TierDown."""
+        try:
+            with self._translated(name):
+                found = obstore.get(self.store, self.key(name)).bytes()
+        except MissingBlob:
+            return False
+        if found == data:
+            return True
+        raise NameTaken(f"{self.place}/{name} exists already with other bytes", safe="It is untouched.")
+
+    def _ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> Sequence[obstore.Bytes]:
+        """Each range in a request of its own, all at the same time (obstore.get_ranges joins ranges that meet)."""
+        if len(starts) == 1:
+            return [obstore.get_range(self.store, key, start=starts[0], length=lengths[0])]
+        with ThreadPoolExecutor(min(len(starts), READS_AT_ONCE), "lastgood-get") as readers:
+            jobs = [
+                readers.submit(obstore.get_range, self.store, key, start=at, length=length)
+                for at, length in zip(starts, lengths, strict=True)
+            ]
+            return [job.result() for job in jobs]
+
+    def _require_length(self, extent: Extent) -> None:
+        """Raise for an object that is missing, or that ends before the extent does."""
+        length = self.length_of(extent.blob)
+        if length is None:
+            raise MissingBlob(f"missing: {self.place}/{extent.blob}", blob=extent.blob)
+        if length < extent.offset + extent.length:  # guard: short-object-is-damage
+            raise Truncated(
+                f"{self.place}/{extent.blob} ends at {length:,} bytes, before {extent.offset + extent.length:,}",
+                blob=extent.blob,
+                offset=length,
+            )
+        if extent.length:
+            raise TierDown(f"{self.place}/{extent.blob}: the store returned fewer bytes than it has")
+
+    def _copy_in_parts(self, name: str, to: str, length: int) -> None:
+        buffer = memoryview(bytearray(PART_BYTES))
+        upload = StreamedUpload(self, to, length, self._deadlines)
+        try:
+            for start in range(0, length, PART_BYTES):
+                part = min(PART_BYTES, length - start)
+                self.read_into(Extent(blob=name, offset=start, length=part), buffer)
+                upload.write_at(buffer[:part], start)
+        except BaseException:
+            upload.abort()
+            raise
+        upload.finish()
+
+    @contextlib.contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        """Raise each error of the client as the package's error for a request on `name`."""
+        try:
+            yield
+        except ERRORS as error:
+            raise translated(error, self.place, name) from error
