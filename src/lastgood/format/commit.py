@@ -19,7 +19,7 @@ together with every blob of the same folder that was finished before (docs/forma
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -29,6 +29,7 @@ from ..errors import (
     LastgoodError,
     ManifestInvalid,
     MissingBlob,
+    NameTaken,
     NoSpace,
     SumMismatch,
     Truncated,
@@ -99,6 +100,69 @@ def confirm_labels(tier: Tier, at: GenerationId) -> None:
         if layout.label_number(name) is not None:
             with contextlib.suppress(Damaged):  # a damaged label has no effect, so it need not be durable
                 tier.put_new(f"{folder}/{name}", _read(tier, f"{folder}/{name}", length))
+
+
+def copy_records(sources: Sequence[Tier], target: Tier, generation: Generation) -> list[str]:
+    """Make a generation exist in `target`, where every tensor file of it is finished already. Returns what was written.
+
+    The records are copied byte for byte, so all places hold the same generation: manifests first, then COMMIT, then its
+    labels. Each comes from the first of `sources` that has it as committed; one that is damaged at the target is
+    deleted first, because it is of no use. Raises Damaged if no source has a record; NameTaken if the target holds
+    another generation of this id; CommitUnknown, NoSpace, NotWritable, TierDown.
+    """
+    folder, written = layout.folder(generation.id), list[str]()
+    records = {one.manifest: _from_any(sources, generation, one) for one in generation.commit.seals}
+    records[layout.COMMIT] = _from_any(sources, generation, None)
+    for name, data in records.items():  # COMMIT is the last: the generation exists in `target` after it
+        length = target.list(folder).get(name)
+        try:
+            target.put_new(f"{folder}/{name}", data)
+        except NameTaken:
+            if name == layout.COMMIT and _hint(target, f"{folder}/{name}", length, Commit) is not None:
+                raise  # guard: other-commit-not-replaced
+            target.delete(f"{folder}/{name}")
+            target.put_new(f"{folder}/{name}", data)
+            length = None
+        written += [name] if length is None else []
+    for source in sources:
+        for name, length in sorted(source.list(folder).items()):
+            if layout.label_number(name) is not None:
+                with contextlib.suppress(Damaged, NameTaken):  # a damaged label has no effect
+                    target.put_new(f"{folder}/{name}", _read(source, f"{folder}/{name}", length))
+    return written
+
+
+def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
+    """A rank's manifest, checked against its seal alone: its files may be missing. Raises Damaged, Unavailable."""
+    name = f"{layout.folder(generation.id)}/{one.manifest}"
+    manifest = layout.decode(_committed_bytes(tier, generation, one), Manifest, name)
+    validation.validate_manifest(manifest, generation.id, one.rank, generation.commit.world.ranks)
+    return manifest
+
+
+def _committed_bytes(tier: Tier, generation: Generation, one: Seal | None) -> bytes:
+    """The bytes of a manifest as it was sealed, or with None of the commit record. Raises Damaged, Unavailable."""
+    folder = layout.folder(generation.id)
+    if one is None:
+        name = f"{folder}/{layout.COMMIT}"
+        data = _read(tier, name, tier.list(folder).get(layout.COMMIT))
+        layout.decode(data, Commit, name)
+        if layout.root_of(data) != generation.root:  # guard: copied-commit-has-root
+            raise SumMismatch(f"{name} is the record of another generation", blob=layout.COMMIT)
+        return data
+    name = f"{folder}/{one.manifest}"
+    data = _read(tier, name, one.length, limit=one.length)
+    if digest(layout.decode(data, Manifest, name).digest, data) != one.digest:  # guard: copied-manifest-matches-seal
+        raise SumMismatch(f"{name} differs from the manifest that was sealed", blob=one.manifest)
+    return data
+
+
+def _from_any(sources: Sequence[Tier], generation: Generation, one: Seal | None) -> bytes:
+    """As `_committed_bytes`, from the first of `sources` that has them."""
+    for tier in sources[:-1]:
+        with contextlib.suppress(Damaged):
+            return _committed_bytes(tier, generation, one)
+    return _committed_bytes(sources[-1], generation, one)
 
 
 def retire(tier: Tier, at: GenerationId) -> None:

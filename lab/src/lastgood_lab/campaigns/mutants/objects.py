@@ -1,4 +1,4 @@
-"""Mutants of the safeguards of runs in object stores: conditional creations, uploads, claims."""
+"""Mutants of the safeguards of places: object stores (conditional creations, uploads, claims), and copies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from .record import Mutant, table
 
 OBJECTS = ("objects", "tiers", "object_runs")
 """the tests with a real S3 server, which they start"""
+
+COPYING = ("copying",)
+"""generations that are made whole in one place from another one"""
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
@@ -41,5 +44,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a writer that was replaced deletes generations", "replaced-writer-deletes-nothing", Remove()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
+    ),
+    *table(
+        "copies",
+        COPYING,
+        ("a copy is not marked after its reading", "copy-marked-after-reading", Remove()),
+        ("a run is copied into another run", "copy-only-into-same-run", Never()),
+        (
+            "a file that is there already counts by its length alone",
+            "found-copy-read-back",
+            Swap(" and _reads_back(RankFiles(target, folder, manifest), blob, copying)", ""),
+        ),
+        ("a damaged chunk is copied", "damaged-chunk-not-copied", Never()),
+        ("a commit of another generation is copied", "copied-commit-has-root", Never()),
+        ("a manifest is copied that differs from its seal", "copied-manifest-matches-seal", Never()),
+        ("a valid commit of another generation is replaced", "other-commit-not-replaced", Swap("raise", "pass")),
     ),
 )

@@ -1,0 +1,85 @@
+"""`lastgood copy`: generations of a run, from one place to another."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, cast
+
+import typer
+from rich.text import Text
+
+from ..engine.arena import Arena
+from ..errors import Damaged, Unreadable
+from ..format import commit
+from ..limits import CHUNK_BYTES, WORKERS
+from ..ports import Mendable
+from ..run import access, copying
+from ..units import size
+from .answer import Answer
+from .arguments import Json, TakeOver
+from .selection import find
+from .terminal import progress
+from .texts import named, plural
+
+
+def copy(
+    source: Annotated[str, typer.Argument(metavar="RUN", help="Where the run is.", show_default=False)],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The other place of it.", show_default=False)],
+    steps: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="STEP...", help="Only these; without them, all.", show_default=False),
+    ] = None,
+    take_over: TakeOver = False,
+    as_json: Json = False,
+) -> Answer:
+    """Copy generations between any two places. Each is read again at the target before it counts as copied.
+
+    What is there already is left as it is, so a copy that was interrupted goes on where it stopped. Exit code 4
+    where a generation is damaged in RUN; the others are copied.
+    """
+    data = copied(source, target, steps or [], take_over)
+    lines = [f"step {row['step']} ({row['incarnation']}): {row['why']}" for row in data["failed"]]
+    lines.append(
+        f"{plural(len(data['copied']), 'generation')} copied to {data['target']} and verified there, "
+        f"{size(data['bytes'])}; {len(data['present'])} were there already"
+    )
+    return Answer(data, Text("\n".join(lines)), 4 if data["failed"] else 0)
+
+
+def copied(source: str, target: str, steps: list[str], take_over: bool) -> dict[str, Any]:
+    """Copy the generations that `steps` name, or all. Raises what opening, reading and writing raise."""
+    tier, place = access.for_reading(source), access.many_files(target)
+    survey = commit.survey(tier)
+    wanted = [find(survey, one) for one in steps] if steps else [*survey.generations, *survey.broken]
+    failed = [{**named(at), "why": survey.broken[at].what} for at in wanted if at in survey.broken]
+    chosen = [survey.generations[at] for at in sorted(set(wanted)) if at in survey.generations]
+    present, done = [], []
+    with (
+        access.for_writing(place, "atomic_dirsync", take_over=take_over) as to,
+        ThreadPoolExecutor(WORKERS, "lastgood-copy") as workers,
+        progress("copying", sum(one.bytes for one in chosen)) as count_bytes,
+    ):
+        copying.adopt_run(tier, to, survey)
+        arena = Arena(WORKERS * CHUNK_BYTES, CHUNK_BYTES)
+        for one in chosen:  # the oldest first: what is there at any time is a beginning of the run
+            if copying.holds(to, one):
+                present.append(one)
+                count_bytes(one.bytes)
+                continue
+            try:
+                copying.complete(cast(Mendable, to), [tier], one, copying.Copying(arena, workers, count_bytes))
+            except Unreadable:
+                raise
+            except Damaged as error:
+                failed.append({**named(one.id), "why": error.what})
+                continue
+            done.append(one)
+        copying.copy_incarnations(tier, to)
+    return {
+        "place": tier.place,
+        "target": to.place,
+        "copied": [named(one.id) for one in done],
+        "present": [named(one.id) for one in present],
+        "failed": failed,
+        "bytes": sum(one.bytes for one in done),
+    }
