@@ -487,7 +487,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, signalled_rank: int, 
 
     announcements.ANNOUNCEMENT_POLL_SECONDS = 5.0 if late and rank == 1 else 0.05
     loop = Loop(kind, size)
-    options = {"cadence": lastgood.Every(steps=10_000 if late else 4), "preemption": lastgood.Preemption()}
+    options = {"cadence": lastgood.Every(steps=1_000_000 if late else 4), "preemption": lastgood.Preemption()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

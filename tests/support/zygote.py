@@ -103,11 +103,10 @@ def _of_rank(output: Path, rank: int) -> Path:
 
 
 def _printed_values(output: Path) -> Iterator[tuple[str, str]]:
-    """Yields ("step 7 loss", "0.25") for each complete line `step 7 loss 0.25`; a line that a kill has cut short is
-    skipped."""
-    for line in output.read_text().splitlines(keepends=True):
+    """Yields ("step 7 loss", "0.25") for each line `step 7 loss 0.25`."""
+    for line in output.read_text().splitlines():
         fields = line.split()
-        if line.endswith("\n") and fields[:1] in (["step"], ["digest"]) and len(fields) >= 2:
+        if fields[:1] in (["step"], ["digest"]) and len(fields) >= 2:
             yield " ".join(fields[:-1]), fields[-1]
 
 
@@ -151,10 +150,17 @@ def _as_rank(request: dict[str, Any], rank: int, port: int) -> dict[str, Any]:
     return {**kept, "output": str(_of_rank(Path(request["output"]), rank))}
 
 
+def _remove_cut_line(output: int) -> None:
+    """Remove the part of a line that a killed run has left: what the next run prints would continue it."""
+    text = os.pread(output, os.fstat(output).st_size, 0)
+    os.ftruncate(output, text.rfind(b"\n") + 1)
+
+
 def _live(request: dict[str, Any]) -> None:
     code = 1
     try:
-        output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        output = os.open(request["output"], os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _remove_cut_line(output)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(os.path.dirname(request["output"]))
