@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .loop.opened import open_run as open
     from .loop.options import Ranks, Tuning
     from .loop.preemption import Preempted, Preemption
+    from .loop.tiers import Tier
     from .run.save_handle import Save
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ _LAZY = {
     "Restored": ("loop.load", "Restored"),
     "Run": ("loop.opened", "Run"),
     "Save": ("run.save_handle", "Save"),
+    "Tier": ("loop.tiers", "Tier"),
     "Tuning": ("loop.options", "Tuning"),
     "dcp": ("convert.dcp", ""),
     "load": ("loop.oneshot", "load_once"),
@@ -69,6 +71,7 @@ __all__ = [
     "Run",
     "Save",
     "Scrub",
+    "Tier",
     "Tuning",
     "Verdict",
     "dcp",

@@ -34,6 +34,8 @@ EventKind = Literal[
     "not_protected",
     "deleted",
     "stepped_over",
+    "copied",
+    "not_copied",
 ]
 
 
@@ -204,6 +206,26 @@ class SteppedOver(Event):
     kind: Literal["stepped_over"] = "stepped_over"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Copied(Event):
+    """A generation was copied to a further place of the run, and read back there.
+
+    `seconds`: of the copy. `bytes`: of the generation's files there. `detail`: the place.
+    """
+
+    kind: Literal["copied"] = "copied"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotCopied(Event):
+    """A generation could not be copied to a further place of the run; what waits is tried again after a pause.
+
+    `detail`: the place, the class of the error, and its text.
+    """
+
+    kind: Literal["not_copied"] = "not_copied"
+
+
 EVENTS: dict[EventKind, type[Event]] = {
     "staged": Staged,
     "written": Written,
@@ -223,5 +245,7 @@ EVENTS: dict[EventKind, type[Event]] = {
     "not_protected": NotProtected,
     "deleted": Deleted,
     "stepped_over": SteppedOver,
+    "copied": Copied,
+    "not_copied": NotCopied,
 }
 """the class of each kind"""

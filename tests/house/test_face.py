@@ -32,6 +32,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         "Run",
         "Save",
         "Scrub",
+        "Tier",
         "Tuning",
         "Verdict",
         "dcp",
@@ -50,13 +51,14 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         (
             lastgood.Checkpointer,
             "path state * cadence retention include exclude on_error on_event parity scrub finite_also finite_except "
-            "preemption save_on_exit durable_within_seconds tuning ranks earlier",
+            "preemption save_on_exit durable_within_seconds tuning ranks tiers earlier",
         ),
         (
             lastgood.Tuning,
             "* memory in_flight writers chunk staging torn_check when_full overhead write_mode digest persist",
         ),
         (lastgood.Ranks, "* patience"),
+        (lastgood.Tier, "url * cadence retention parity copies spread shared"),
         (lastgood.Checkpointer.restore, "self step strict rename"),
         (lastgood.Checkpointer.step, "self n metrics"),
         (lastgood.Checkpointer.save, "self n milestone metrics"),
@@ -65,6 +67,7 @@ def test_the_public_names_are_exactly_these_and_each_exists() -> None:
         (lastgood.Checkpointer.latest, "self"),
         (lastgood.Checkpointer.fence, "self"),
         (lastgood.Save.result, "self timeout"),
+        (lastgood.Save.durable, "self survives"),
         (lastgood.ResumableSampler, "dataset_size global_batch seed rank world_size shuffle batches_per_step"),
         (lastgood.Keep, "last every milestones best"),
         (lastgood.Every, "steps seconds"),

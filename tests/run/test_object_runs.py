@@ -21,29 +21,12 @@ from lastgood.run import access
 from lastgood.storage import object_store
 from object_faults import Fault, FaultyProxy
 from object_server import ObjectServer
+from training import Training
 
 pytestmark = pytest.mark.slow
 
 QUICK = object_store.Deadlines(connect_seconds=2, request_seconds=4, retry_seconds=4, retries=1)
 EVERY = lastgood.Every(steps=1)
-
-
-class Training:
-    """A small model with its optimizer; each step changes every number."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = torch.nn.Linear(40, 30)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.state = {"model": self.model, "optimizer": self.optimizer}
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(4, 40)).square().sum().backward()
-        self.optimizer.step()
-
-    def weights(self) -> list[float]:
-        return self.model.weight.flatten().tolist()
 
 
 def train(url: str, total: int, **options: object) -> Training:
@@ -77,9 +60,9 @@ KILLED = """
 import os, sys
 import lastgood
 sys.path[:0] = {path!r}
-from test_object_runs import EVERY, Training
+from training import Training
 training = Training()
-ckpt = lastgood.Checkpointer({url!r}, training.state, cadence=EVERY)
+ckpt = lastgood.Checkpointer({url!r}, training.state, cadence=lastgood.Every(steps=1))
 for step in range(ckpt.restore().step + 1, 100):
     training.step()
     save = ckpt.step(step)
@@ -91,7 +74,7 @@ for step in range(ckpt.restore().step + 1, 100):
 
 def test_a_killed_process_leaves_a_run_that_the_next_one_continues(bucket, tmp_path):
     """Its claim on the run never ends: the next process replaces it without being asked to."""
-    script = KILLED.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")], url=bucket)
+    script = KILLED.format(path=[str(Path(__file__).parents[1] / "support")], url=bucket)
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         durable = int(process.stdout.readline())

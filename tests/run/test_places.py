@@ -1,500 +1,437 @@
-"""Opening a path as a run: every path that cannot be a run is refused by name and left unchanged."""
+"""Runs in several places: a directory in front of another directory or a bucket of a real S3 server."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
+import shutil
 import signal
-import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from harness import load, save
-from lastgood.engine.inline_executor import Inline
-from lastgood.errors import NameTaken, NotARun, NotRestored, NotWritable, Refused, RunLocked, UnknownFormat
-from lastgood.format import commit, layout
-from lastgood.format.commit import survey
-from lastgood.io.checksum import digest
-from lastgood.io.files import PosixFiles
-from lastgood.run import access
-from lastgood.run.reader import RunReader
-from lastgood.run.writer import RunWriter
-from lastgood.testing import Fault
+import lastgood
+from harness import flip, reported, reports, steps
+from lastgood import errors
+from lastgood.format import layout
+from lastgood.policy.places import holder, merged
+from lastgood.policy.restore import lineage
+from lastgood.run import access, lower_place
+from lastgood.run.claims import common_order
+from lastgood.run.known import KnownRun
+from lastgood.storage import object_store
+from object_faults import FaultyProxy
+from object_server import ObjectServer
+from training import Training
 
-STATE = {"weight": bytes(range(250))}
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount and to give up rights")
-
-
-def write(path: Path, step: int = 10, state: dict[str, bytes] = STATE) -> None:
-    with access.for_writing(path, "atomic_dirsync") as tier:
-        writer = RunWriter(tier, Inline())
-        newest = next(iter(writer.lineage()), None)
-        writer.begin(newest.id if newest else None)
-        save(writer, step, state)
+EVERY = lastgood.Every(steps=1)
+QUICK = object_store.Deadlines(connect_seconds=2, request_seconds=4, retry_seconds=4, retries=1)
 
 
-def read(path: Path) -> dict[str, bytes]:
-    return load(access.for_reading(path))[1]
+class Places:
+    """A run in two places, in front of each other, and the events of its last opening."""
+
+    def __init__(self, front: Path, last: Path | str) -> None:
+        self.front, self.last = front, last
+        self.training, self.events = Training(), list[lastgood.Event]()
+
+    def opened(self, every: int = 1, **options: object) -> lastgood.Checkpointer:
+        self.training, self.events = Training(), []
+        tier = lastgood.Tier(self.front, cadence=EVERY, retention=lastgood.Keep(last=2))
+        wanted = {"cadence": lastgood.Every(steps=every), "tiers": [tier], "on_event": self.events.append, **options}
+        return lastgood.Checkpointer(self.last, self.training.state, **wanted)
+
+    def train(self, total: int, every: int = 1, **options: object) -> lastgood.Restored:
+        """Train until step `total`, with every save complete in all places; returns the result of the restore."""
+        with self.opened(every, **options) as ckpt:
+            found = ckpt.restore()
+            for step in range(found.step + 1, total + 1):
+                self.training.step()
+                save = ckpt.step(step)
+                if save is not None:
+                    save.result()
+        return found
+
+    def weights_at(self, total: int, folder: Path) -> bool:
+        """Whether the weights are those of a run that was never interrupted."""
+        other = Training()
+        for _ in range(total):
+            other.step()
+        return self.training.weights() == other.weights()
 
 
-def opening(path: Path, verb: str) -> None:
-    if verb == "read":
-        access.for_reading(path)
-    else:
-        with access.for_writing(path, "atomic_dirsync"):
-            pass
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    return Places(tmp_path / "front", tmp_path / "last")
 
 
-def picture(path: Path) -> dict[str, tuple]:
-    """Everything that a careless opening could change, including the modification times."""
-    found = {}
-    for one in [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]:
-        status = one.lstat()
-        content = one.read_bytes() if one.is_file() else None
-        found[str(one)] = (status.st_mode, status.st_ino, status.st_mtime_ns, content)
+@pytest.fixture
+def proxy(object_server: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    monkeypatch.setattr(object_store, "DEADLINES", QUICK)
+    monkeypatch.setattr(lower_place, "PAUSES_SECONDS", (0.05,))
+    with FaultyProxy(object_server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
+
+
+def saved(ckpt: lastgood.Checkpointer, step: int) -> lastgood.Save:
+    """The save of a step that is due, after it has reached all places that receive it."""
+    save = ckpt.step(step)
+    assert save is not None
+    save.result()
+    return save
+
+
+def tensor_file(run: Path, step: int) -> Path:
+    (found,) = run.glob(f"gen/{step:012d}-*/*.safetensors")
     return found
 
 
-def in_child(job: Callable[[], None], uid: int = 0) -> None:
-    """Run the function in a forked process, with another user's rights if `user` is given; its failure fails the
-    test."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            if uid:
-                os.setgroups([])
-                os.setgid(uid)
-                os.setuid(uid)
-            job()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+def files(run: Path) -> dict[str, bytes]:
+    return {str(one.relative_to(run)): one.read_bytes() for one in run.glob("gen/*/*") if one.name != layout.VERIFIED}
 
 
-# ---- paths that are no run -------------------------------------------------------------------------------------
+# ---- which place receives what -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-def test_opening_a_regular_file_as_a_run_is_refused(tmp_path, verb):
-    path = tmp_path / "model.pt"
-    path.write_bytes(b"somebody's weights")
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
-    for one, kind in ((path, "a file"), (tmp_path / "pipe", "a file"), (tmp_path / "nowhere", "a link to .*missing")):
-        before = picture(tmp_path)
-        with pytest.raises(NotARun, match=f"is {kind}"):
-            opening(one, verb)
-        assert picture(tmp_path) == before
+def test_each_place_receives_what_its_own_cadence_asks_for(places):
+    places.train(10, every=4, retention=lastgood.Keep(last=9))
+    assert steps(places.front)[-1] == 10 and steps(places.last) == [4, 8, 10], "the last step goes to all places"
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-@pytest.mark.parametrize("names", [["notes.txt"], ["a", "b", "c", "d"], ["latest"], ["LASTGOOD.json", "model.pt"]])
-def test_a_foreign_directory_is_refused_and_left_unchanged(tmp_path, verb, names):
-    for name in names:
-        (tmp_path / name).write_bytes(b"theirs")
-    before = picture(tmp_path)
-    with pytest.raises(NotARun, match=r"lastgood\.json"):
-        opening(tmp_path, verb)
-    assert picture(tmp_path) == before
+def test_a_step_due_only_below_is_saved_in_front_too(tmp_path):
+    training, front = Training(), lastgood.Tier(tmp_path / "a", cadence=lastgood.Every(steps=5))
+    with lastgood.Checkpointer(
+        tmp_path / "b", training.state, cadence=lastgood.Every(steps=3), tiers=[front], save_on_exit=False
+    ) as ckpt:
+        saved = [one.result().step for one in map(ckpt.step, range(1, 8)) if one is not None]
+    assert saved == steps(tmp_path / "a") == [3, 5, 6] and steps(tmp_path / "b") == [3, 6]
 
 
-def test_reading_a_missing_path_is_refused(tmp_path):
-    with pytest.raises(NotARun, match="there is nothing at"):
-        access.for_reading(tmp_path / "missing" / "run")
-    with pytest.raises(NotARun, match="is not a run"):
-        access.for_reading(tmp_path)
-    assert not os.listdir(tmp_path)
+def test_a_generation_is_the_same_in_all_places(places):
+    places.train(3, retention=lastgood.Keep(last=2))
+    assert files(places.front) == files(Path(places.last))
 
 
-@pytest.mark.parametrize("verb", ["read", "write"])
-@pytest.mark.parametrize("name", ["gen", "incarnations"])
-@pytest.mark.parametrize("other", ["file", "link", "pipe"])
-def test_a_run_with_symlinked_folders_is_refused_and_targets_are_unchanged(tmp_path, verb, name, other):
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    write(run)
-    (run / name).rename(elsewhere)
-    if other == "file":
-        (run / name).write_bytes(b"")
-    elif other == "link":
-        (run / name).symlink_to(elsewhere)
-    else:
-        os.mkfifo(run / name)
-    before = picture(tmp_path)
-    with pytest.raises(NotARun, match="not a directory of its own"):
-        opening(run, verb)
-    assert picture(tmp_path) == before
+def test_a_save_knows_where_it_is_and_what_it_survives(places):
+    with places.opened(every=2) as ckpt:
+        first, second = saved(ckpt, 1), saved(ckpt, 2)
+        assert first.where() == [str(places.front)] and second.where() == [str(places.front), str(places.last)]
+        assert second.durable(survives="process") and second.durable() and not second.durable(survives="node")
+        with pytest.raises(errors.Refused, match="survives='region'"):
+            second.durable(survives="region")
 
 
-# ---- paths that are a run --------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_only_a_save_in_an_object_store_survives_its_node(bucket, tmp_path):
+    places = Places(tmp_path / "front", bucket)
+    with places.opened(every=2) as ckpt:
+        first, second = saved(ckpt, 1), saved(ckpt, 2)
+        assert not first.durable(survives="node") and second.durable(survives="node")
+        assert second.durable(survives="domain") and second.where() == [str(places.front), bucket]
 
 
-def test_a_new_run_creates_its_parent_folders(tmp_path):
-    write(tmp_path / "deep" / "er" / "run")
-    assert read(tmp_path / "deep" / "er" / "run") == STATE
+def test_a_save_that_the_user_asks_for_goes_to_all_places(places):
+    with places.opened(every=100) as ckpt:
+        ckpt.step(1).result()
+        assert steps(places.front) == [1] and not steps(places.last)
+        ckpt.save(1).result()
+        ckpt.save(2, milestone=True).result()
+        assert steps(places.last) == [1, 2]
 
 
-def test_the_names_of_a_new_run_and_its_parent_folders_are_durable(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(PosixFiles, "sync_dir", lambda self, path: synced.append(path))
-    with access.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
-        assert synced == [str(tmp_path), str(tmp_path / "deep")]
-    synced.clear()
-    with access.for_writing(tmp_path / "deep" / "run", "atomic_dirsync"):
-        assert synced == [str(tmp_path / "deep")], (
-            "the process that created it may have died before its name was durable"
-        )
+def test_a_label_that_is_added_later_reaches_all_places(places):
+    with places.opened(save_on_exit=False) as ckpt:
+        ckpt.save(1).result()
+        ckpt.save(1, milestone=True).result()
+    for run in (places.front, places.last):
+        assert [one.commit.milestone for one in lastgood.open(run).generations()] == [True]
 
 
-def test_an_empty_directory_or_an_interrupted_first_opening_becomes_a_run(tmp_path):
-    for name in (".lock", ".probe-123", "lastgood.json.1-2.tmp"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "incarnations").mkdir()
-    write(tmp_path)
-    assert read(tmp_path) == STATE
+def test_each_place_keeps_what_its_own_retention_keeps(places):
+    places.train(9, retention=lastgood.Keep(last=1, every=4))
+    assert steps(places.front) == [8, 9] and steps(places.last) == [4, 8, 9]
 
 
-def test_a_run_reached_through_a_link_or_a_relative_path_is_the_same_run(tmp_path, monkeypatch):
-    write(tmp_path / "run")
-    (tmp_path / "link").symlink_to("run")
-    write(tmp_path / "link", 20, {"weight": b"second"})
-    monkeypatch.chdir(tmp_path)
-    assert read(Path("run")) == read(Path("link")) == {"weight": b"second"}
+def test_a_place_below_writes_the_parity_that_it_is_given(places):
+    places.train(2, parity="4+2")
+    assert not list(places.front.glob("gen/*/*parity*"))
+    flip(tensor_file(Path(places.last), 2))
+    shutil.rmtree(places.front)
+    assert places.train(2).step == 2 and places.weights_at(2, places.front)
 
 
-def test_foreign_files_in_a_run_are_kept_and_do_no_harm(tmp_path):
-    write(tmp_path)
-    (tmp_path / "train.log").write_bytes(b"theirs")
-    (tmp_path / "gen" / "README").write_bytes(b"theirs")
-    write(tmp_path, 20, {"weight": b"second"})
-    assert read(tmp_path) == {"weight": b"second"}
-    assert (tmp_path / "train.log").read_bytes() == (tmp_path / "gen" / "README").read_bytes() == b"theirs"
+# ---- restoring -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm", ["gone", "empty", "flipped", "link"])
-def test_a_run_with_a_lost_or_damaged_header_opens_and_is_mended(tmp_path, harm):
-    write(tmp_path)
-    header = tmp_path / layout.HEADER
-    good = header.read_bytes()
-    header.unlink()
-    if harm == "empty":
-        header.write_bytes(b"")
-    elif harm == "flipped":
-        header.write_bytes(good[:30] + bytes([good[30] ^ 4]) + good[31:])
-    elif harm == "link":
-        (tmp_path / "elsewhere").write_bytes(good)
-        header.symlink_to("elsewhere")
-    assert read(tmp_path) == STATE, "reading needs no header, and does not write one"
-    write(tmp_path, 20, {"weight": b"second"})
-    assert header.read_bytes() == good and not header.is_symlink(), "the commits name the run"
-    assert [one.step for one in RunReader(access.for_reading(tmp_path)).lineage()] == [20, 10]
+def test_a_lost_front_is_restored_from_the_place_below(places):
+    places.train(5)
+    shutil.rmtree(places.front)
+    found = places.train(8)
+    assert found.step == 5 and list(found.sources) == [str(places.last)]
+    assert found.sources[str(places.last)].bytes >= found.bytes // 2
+    assert places.weights_at(8, places.front) and lastgood.open(places.front).verify().good
 
 
-def test_a_header_of_another_run_hides_the_generations_and_deletes_none(tmp_path):
-    write(tmp_path / "a")
-    write(tmp_path / "b")
-    (tmp_path / "a" / layout.HEADER).write_bytes((tmp_path / "b" / layout.HEADER).read_bytes())
-    found = survey(access.for_reading(tmp_path / "a"))
-    assert not found.generations and len(found.broken) == 1
-    assert "belongs to run" in str(next(iter(found.broken.values())))
-    with access.for_writing(tmp_path / "a", "atomic_dirsync") as tier:
-        RunWriter(tier, Inline())
-    assert len(survey(access.for_reading(tmp_path / "a")).broken) == 1
+def test_a_lost_last_place_is_filled_again_from_the_front(places):
+    places.train(5)
+    shutil.rmtree(places.last)
+    found = places.train(5)
+    assert found.step == 5 and list(found.sources) == [str(places.front)] and steps(places.last) == [5]
+    shutil.rmtree(places.front)
+    assert places.train(7).step == 5 and places.weights_at(7, places.front)
+
+
+def test_the_newest_step_is_restored_from_whichever_place_has_it(places):
+    places.train(4)
+    with places.opened(every=100, save_on_exit=False) as ckpt:
+        ckpt.restore()
+        places.training.step()
+        ckpt.step(5).result()
+    assert steps(places.last)[-1] == 4
+    assert places.train(6).step == 5 and places.weights_at(6, places.front) and steps(places.last)[-2:] == [5, 6]
+
+
+def test_a_step_is_restored_that_only_the_last_place_keeps(places):
+    places.train(6, retention=lastgood.Keep(last=9))
+    with places.opened(retention=lastgood.Keep(last=9)) as ckpt:
+        found = ckpt.restore(step=2)
+        assert found.step == 2 and list(found.sources) == [str(places.last)] and places.weights_at(2, places.front)
+
+
+def test_a_rewind_holds_in_all_places(places):
+    places.train(6, retention=lastgood.Keep(last=9))
+    with places.opened(retention=lastgood.Keep(last=9)) as ckpt:
+        ckpt.restore(step=2)
+        places.training.step()
+        ckpt.save(3).result()
+    shutil.rmtree(places.front)
+    assert places.train(4, retention=lastgood.Keep(last=9)).step == 3 and places.weights_at(4, places.front)
+
+
+def test_saving_before_a_restore_is_refused_for_every_place(places):
+    places.train(3)
+    shutil.rmtree(places.front)
+    with places.opened() as ckpt, pytest.raises(errors.NotRestored, match=str(places.last)):
+        ckpt.step(1)
+
+
+def test_latest_counts_all_places(places):
+    places.train(3)
+    shutil.rmtree(places.front)
+    with places.opened() as ckpt:
+        assert ckpt.latest() == 3 == ckpt.restore().step
+
+
+# ---- damage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["*.safetensors", "COMMIT.json", "*manifest*"])
+@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
+def test_damage_in_front_is_repaired_from_the_place_below(places, name, how):
+    places.train(3)
+    before = files(places.front)
+    victims = [one for one in places.front.glob(f"gen/{3:012d}-*/*") if one.match(name)]
+    assert victims
+    for one in victims:
+        flip(one, 60) if how == "flipped" else os.truncate(one, 50) if how == "cut" else one.unlink()
+    found = places.train(3)
+    assert found.step == 3 and not found.stepped_over and places.weights_at(3, places.front)
+    if name == "COMMIT.json":  # where it is gone the front has no such generation, and is not filled again
+        return
+    assert files(places.front) == before and [step for step, _ in found.repaired] == [3]
+
+
+def test_damage_in_different_chunks_of_both_copies_is_repaired(tmp_path):
+    state = {"big": torch.randn(3 << 20), "other": torch.randn(3 << 20)}
+    tiers, kept = [lastgood.Tier(tmp_path / "a")], {name: one.clone() for name, one in state.items()}
+    with lastgood.Checkpointer(tmp_path / "b", state, tiers=tiers) as ckpt:
+        ckpt.save(1).result()
+    flip(tensor_file(tmp_path / "a", 1), 1 << 20)
+    flip(tensor_file(tmp_path / "b", 1), 20 << 20)
+    for one in state.values():
+        one.zero_()
+    with lastgood.Checkpointer(tmp_path / "b", state, tiers=tiers) as ckpt:
+        assert ckpt.restore().step == 1
+    assert all(torch.equal(state[name], one) for name, one in kept.items())
+
+
+def test_a_damaged_front_that_cannot_be_repaired_is_passed_by(tmp_path):
+    """Slots cannot be mended in place; the copy below is read instead."""
+    training = Training()
+    options = {"tiers": [lastgood.Tier(f"slots://{tmp_path}/front")], "cadence": EVERY}
+    with lastgood.Checkpointer(tmp_path / "last", training.state, **options) as ckpt:
+        for step in range(1, 4):
+            training.step()
+            ckpt.save(step).result()
+    weights = training.weights()
+    for one in (tmp_path / "front" / "slots").iterdir():
+        for offset in range(8 << 10, one.stat().st_size, 4 << 10):
+            flip(one, offset)
+    training = Training()
+    with lastgood.Checkpointer(tmp_path / "last", training.state, **options) as ckpt:
+        assert ckpt.restore().step == 3 and training.weights() == weights
+
+
+def test_a_scrub_repairs_the_front_from_the_place_below(places):
+    places.train(3)
+    before = files(places.front)
+    flip(tensor_file(places.front, 3))
+    with places.opened(scrub=lastgood.Scrub()) as ckpt:
+        scrubber = ckpt._pipeline.upkeep._scrubber
+        assert [one.repaired for one in iter(scrubber.scrub_next, None)] == [False, True]
+    assert files(places.front) == before and "repaired" in {one.kind for one in places.events}
+
+
+def test_a_whole_copy_counts_although_a_nearer_one_is_damaged(places):
+    places.train(2)
+    flip(tensor_file(places.front, 2))
+    lastgood.open(places.front).verify(2)
+    with access.for_writing(places.front, "atomic_dirsync") as tier:
+        near = KnownRun(tier, lower_place.RunWriter(tier, None).known.environment).survey
+    far = KnownRun(access.for_reading(places.last), None).survey
+    at = max(far.generations)
+    assert holder([near.generations, far.generations], at) in (0, 1)
+    assert lineage(merged([near, far])).chain[0] == at
+
+
+# ---- a place that is down, full, or another run's ------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_training_goes_on_while_the_bucket_is_down_and_it_catches_up(bucket, tmp_path, proxy):
+    places = Places(tmp_path / "front", bucket)
+    with places.opened(retention=lastgood.Keep(last=3), save_on_exit=False) as ckpt:
+        ckpt.restore()
+        with reports() as texts, proxy.down():
+            for step in range(1, 31):
+                places.training.step()
+                ckpt.step(step).committed()
+            waiting = ckpt._pipeline.places.below[0].waiting()
+            held = len(steps(places.front))
+            ckpt.wait()
+        assert waiting <= 3 and held <= 3 + 4
+        assert sum(bucket in one for one in texts) == 1, "an outage is reported once"
+        ckpt.step(31).result()
+        ckpt.wait()
+    assert [one.step for one in lastgood.open(bucket).generations()] == [29, 30, 31]
+    assert {one.kind for one in places.events} >= {"copied", "not_copied"}
+
+
+@pytest.mark.slow
+def test_what_a_bucket_lacks_at_the_exit_is_copied_after_the_next_opening(bucket, tmp_path, proxy):
+    places = Places(tmp_path / "front", bucket)
+    places.train(2)
+    with reported(f"{bucket} has not received step 4"), places.opened() as ckpt:
+        ckpt.restore()
+        with proxy.down():
+            for step in (3, 4):
+                places.training.step()
+                ckpt.step(step).committed()
+            ckpt.close()
+    assert [one.step for one in lastgood.open(bucket).generations()] == [1, 2]
+    assert places.train(4).step == 4
+    assert [one.step for one in lastgood.open(bucket).generations()][-1] == 4
+
+
+@pytest.mark.slow
+def test_a_bucket_that_is_down_at_the_opening_is_an_error(bucket, tmp_path, proxy):
+    places = Places(tmp_path / "front", bucket)
+    places.train(3)
+    before = files(places.front)
+    with proxy.down(), pytest.raises(errors.TierDown):
+        places.opened()
+    assert files(places.front) == before and places.train(4).step == 3
+    assert not [one for one in threading.enumerate() if "drain" in one.name]
+
+
+@pytest.mark.slow
+def test_a_second_writer_of_the_bucket_stops_the_copies_of_the_first(bucket, tmp_path):
+    first, second = Places(tmp_path / "a", bucket), Places(tmp_path / "b", bucket)
+    with first.opened(save_on_exit=False) as ckpt:
+        first.training.step()
+        ckpt.save(1).result()
+        with second.opened() as other:
+            assert other.restore().step == 1
+            second.training.step()
+            other.save(2).result()
+            first.training.step()
+            with pytest.raises(errors.RunReplaced):
+                ckpt.save(3).result()
+    assert [one.step for one in lastgood.open(bucket).generations()] == [1, 2]
+    orders = [one.commit.order for one in lastgood.open(bucket).generations()]
+    assert orders == sorted(set(orders)), "two machines never give two incarnations one order"
+
+
+@pytest.mark.slow
+def test_an_incarnation_has_one_order_in_two_buckets(bucket):
+    """A process that opens only one of them later must not find an older order there than the run has."""
+    for _ in range(3):
+        with access.for_writing(f"{bucket}/a", "atomic_dirsync"):
+            """Each opening makes a claim."""
+    with (
+        access.for_writing(f"{bucket}/a", "atomic_dirsync") as first,
+        access.for_writing(f"{bucket}/b", "atomic_dirsync") as second,
+    ):
+        for least, expected in ((1, 4), (1, 5), (9, 9)):
+            assert common_order([first, second], least) == first.order == second.order == expected
+
+
+def test_places_of_different_runs_are_refused_and_left_alone(places, tmp_path):
+    places.train(2)
+    other = Places(tmp_path / "other", tmp_path / "other last")
+    other.train(3)
+    before = files(places.front), files(other.front)
+    mixed = Places(places.front, other.last)
+    with pytest.raises(errors.Refused, match="hold different runs"):
+        mixed.opened()
+    assert (files(places.front), files(other.front)) == before
+    assert places.train(2).step == 2 and other.train(3).step == 3
+
+
+def test_a_signal_leaves_the_last_step_in_all_places(places):
+    with places.opened(every=100, preemption=lastgood.Preemption()) as ckpt, pytest.raises(lastgood.Preempted):
+        for step in range(1, 10):
+            places.training.step()
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            ckpt.step(step)
+    assert steps(places.front)[-1] == 4 == steps(places.last)[-1]
 
 
 @pytest.mark.parametrize(
-    "name", [layout.HEADER, layout.POINTER, "gen/000000000010-{id}/COMMIT.json", "incarnations/000001-{id}.json"]
+    ("tier", "text"),
+    [
+        ({"url": "/x", "copies": 2}, "copies=2"),
+        ({"url": "/x", "spread": "rack"}, "spread='rack'"),
+        ({"url": "/x", "shared": False}, "shared=False"),
+        ({"url": "memory://"}, "in memory"),
+        ({"url": "s3a://bucket/x"}, "s3"),
+        ({"url": "/x", "cadence": 10}, "cadence=10"),
+        ({"url": "/x", "retention": 3}, "retention=3"),
+        ({"url": "/x", "parity": "ten"}, "parity"),
+        ({"url": "slots:///x", "parity": "4+2"}, "slots"),
+    ],
 )
-def test_a_run_of_a_newer_version_is_refused_and_left_unchanged(tmp_path, name):
-    write(tmp_path)
-    ident = next((tmp_path / "gen").iterdir()).name.split("-")[1]
-    body = b'{"format":2,"news":[1,2,3]}'
-    newer = b'{"digest":"xxh3_128:%s","record":%s}\n' % (digest("xxh3_128", body).encode(), body)
-    (tmp_path / name.format(id=ident)).write_bytes(newer)
-    before = picture(tmp_path)
-    tier = access.for_reading(tmp_path)
-    for attempt in (lambda: survey(tier), lambda: RunWriter(tier, Inline()), lambda: load(tier)):
-        with pytest.raises(UnknownFormat, match="newer lastgood"):
-            attempt()
-    after = picture(tmp_path)
-    assert {path: entry[3] for path, entry in after.items()} == {path: entry[3] for path, entry in before.items()}
+def test_a_tier_with_a_mistake_is_refused(tier, text):
+    with pytest.raises(errors.LastgoodError, match=text):
+        lastgood.Tier(**tier)
 
 
-# ---- locks -----------------------------------------------------------------------------------------------------
-
-
-def test_a_run_has_one_writer_and_any_number_of_readers(tmp_path):
-    write(tmp_path)
-    with access.for_writing(tmp_path, "atomic_dirsync"):
-        with pytest.raises(RunLocked, match="in this process already"), access.for_writing(tmp_path, "atomic_dirsync"):
-            pass
-        assert read(tmp_path) == STATE
-    write(tmp_path, 20)
-
-
-def test_the_lock_is_released_when_its_process_dies(tmp_path):
-    write(tmp_path)
-    code = (
-        "import os, sys\nfrom lastgood.run import access\n"
-        "context = access.for_writing(sys.argv[1], 'atomic_dirsync')\ncontext.__enter__()\n"
-        "print('held', flush=True)\nos.read(0, 1)\nos._exit(9)\n"
-    )
-    holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ}
-    )
-    try:
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(RunLocked), access.for_writing(tmp_path, "atomic_dirsync"):
-            pass
-        holder.communicate(b"x")
-    finally:
-        holder.kill()
-        holder.wait()
-    write(tmp_path, 20)
-
-
-def test_a_forked_worker_that_outlives_the_writer_holds_no_lock(tmp_path):
-    """flock belongs to the open file, which a data-loader worker inherits."""
-    ready, done = os.pipe(), os.pipe()
-    with access.for_writing(tmp_path, "atomic_dirsync"):
-        worker = os.fork()
-        if worker == 0:
-            os.close(done[1])
-            os.write(ready[1], b"x")
-            os.read(done[0], 1)
-            os._exit(0)
-        os.read(ready[0], 1)
-    try:
-        write(tmp_path)
-    finally:
-        for one in (*ready, *done):
-            os.close(one)
-        os.waitpid(worker, 0)
-
-
-def test_a_symlinked_lock_file_is_not_followed(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "theirs").write_bytes(b"theirs")
-    (tmp_path / "run" / access.LOCK).symlink_to("../theirs")
-    with pytest.raises(NotWritable), access.for_writing(tmp_path / "run", "atomic_dirsync"):
-        pass
-
-
-# ---- rights ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def open_path(tmp_path) -> Iterator[Path]:
-    """A folder that other users can reach; pytest creates its folders for their owner alone."""
-    above = [one for one in (tmp_path, *tmp_path.parents) if one != Path("/") and not one.stat().st_mode & 0o001]
-    modes = {one: one.stat().st_mode for one in above}
-    for one in above:
-        one.chmod(modes[one] | 0o711)
-    yield tmp_path
-    for one, mode in modes.items():
-        if one.exists():
-            one.chmod(mode)
-
-
-@root_only
-def test_a_run_of_another_user_can_be_read_and_refuses_a_writer(open_path):
-    write(open_path / "run")
-    before = picture(open_path / "run")
-
-    def job() -> None:
-        assert read(open_path / "run") == STATE
-        with pytest.raises(NotWritable, match="Permission denied"):
-            write(open_path / "run", 20)
-        with pytest.raises(NotWritable, match="Permission denied"):
-            write(open_path / "new", 20)
-
-    in_child(job, uid=65534)
-    assert picture(open_path / "run") == before and not (open_path / "new").exists()
-
-
-@root_only
-@pytest.mark.parametrize("folder", ["run", "run/gen", "above"])
-def test_a_run_without_read_permission_is_reported_as_such(open_path, folder):
-    write(open_path / "above" / "run")
-    locked = open_path / "above" if folder == "above" else open_path / "above" / folder
-    locked.chmod(0o700)
-
-    def job() -> None:
-        with pytest.raises(NotWritable, match=r"[Pp]ermi"):
-            read(open_path / "above" / "run")
-        with pytest.raises(NotWritable, match=r"[Pp]ermi"):
-            write(open_path / "above" / "run", 20)
-
-    in_child(job, uid=65534)
-
-
-@root_only
-def test_a_file_without_read_permission_is_not_reported_as_damage(open_path):
-    """Rights can be restored; skipping a generation because of them would lose its progress without need."""
-    write(open_path / "run")
-    write(open_path / "run", 20, {"weight": b"second"})
-    for name in ("COMMIT.json", "r00000.manifest.json", "r00000.safetensors"):
-        (path,) = (open_path / "run").glob(f"gen/000000000020-*/{name}")
-        path.chmod(0o600)
-
-        def job() -> None:
-            with pytest.raises(Refused, match="Permission denied"):
-                read(open_path / "run")
-
-        in_child(job, uid=65534)
-        path.chmod(0o644)
-
-
-@contextlib.contextmanager
-def mounted(path: Path) -> Iterator[None]:
-    """`path`, bind-mounted over itself and read-only."""
-    subprocess.run(["mount", "--bind", str(path), str(path)], check=True)
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", str(path)], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", str(path)], check=True)
-
-
-@root_only
-def test_a_read_only_mount_can_be_read_and_refuses_a_writer(tmp_path):
-    run = tmp_path / "run"
-    write(run)
-    before = picture(run)
-    try:
-        with mounted(run):
-            assert read(run) == STATE
-            for path in (run, run / "new"):
-                with pytest.raises(NotWritable, match="Read-only file system"):
-                    write(path, 20)
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        pytest.skip("needs the right to mount")
-    assert picture(run) == before
-
-
-def test_reading_a_run_changes_nothing_on_disk(tmp_path):
-    write(tmp_path)
-    before = picture(tmp_path)
-    read(tmp_path)
-    RunReader(access.for_reading(tmp_path)).verify()
-    assert picture(tmp_path).keys() == before.keys()
-    assert {path: entry[3] for path, entry in picture(tmp_path).items()} == {
-        path: entry[3] for path, entry in before.items()
-    }
-
-
-def test_opening_deletes_the_remains_of_dead_writers_and_nothing_else(tmp_path):
-    write(tmp_path)
-    (generation,) = (tmp_path / "gen").iterdir()
-    kept = {one for one in tmp_path.rglob("*") if not one.name.startswith(".probe-")}
-    staged = ["LASTGOOD.json.1-2.tmp", "lastgood.json.1-2.tmp", "latest_ok.tmp", ".probe-7", "incarnations/x.1-2.tmp"]
-    for name in [*staged, f"gen/{generation.name}/COMMIT.json.1-2.tmp", "notes.tmp"]:
-        (tmp_path / name).write_bytes(b"half")
-    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
-        RunWriter(tier, Inline())
-    assert {*tmp_path.rglob("*")} == kept | {tmp_path / "notes.tmp"}
-
-
-def test_a_save_deletes_nothing_that_exists_under_its_name(tmp_path):
-    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
-        writer = RunWriter(tier, Inline())
-        writer.begin(None)
-        taken = tmp_path / layout.folder(writer.admit(10)) / layout.blob_name(0)
-        taken.parent.mkdir(parents=True)
-        taken.write_bytes(b"somebody's")
-        with pytest.raises(NameTaken):
-            save(writer, 10, STATE)
-    assert taken.read_bytes() == b"somebody's"
-
-
-def test_a_run_with_generations_refuses_a_save_that_names_no_parent(tmp_path):
-    write(tmp_path)
-    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
-        writer = RunWriter(tier, Inline())
-        with pytest.raises(NotRestored):
-            writer.admit(11)
-    assert len([*(tmp_path / "incarnations").iterdir()]) == 1, "nothing was written"
-
-
-def test_a_full_disk_deletes_a_generation_without_recording_the_reason(tmp_path, faulty_files):
-    """Otherwise a full disk would stay full."""
-    write(tmp_path, 10)
-    write(tmp_path, 11)
-    with access.for_writing(tmp_path, "atomic_dirsync") as tier:
-        faulty_files.inject(Fault("open new", errno=errno.ENOSPC))
-        commit.retire(tier, min(commit.survey(tier).generations))
-    assert [at.step for at in commit.survey(access.for_reading(tmp_path)).generations] == [11]
-
-
-# ---- the lock --------------------------------------------------------------------------------------------------
-
-HOLDER = """
-import os, sys, time
-from lastgood.run import access
-with access.for_writing(sys.argv[1], "atomic_dirsync"):
-    if os.fork() == 0:  # what fork does in the child is done when it speaks
-        os.write(1, b"%d\\n" % os.getpid())
-    time.sleep(600)
-"""
-
-
-@pytest.fixture
-def lock_holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of tmp_path/run and has forked a child."""
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        child = int(holder.stdout.readline())
-        try:
-            yield holder
-        finally:
-            holder.kill()
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_run_open_in_another_process_is_refused_and_left_unchanged(
-    lock_holder: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    before = PosixFiles().list(str(tmp_path / "run"))
-    with (
-        pytest.raises(RunLocked, match=r"for writing in (process \d+|another process)"),
-        access.for_writing(tmp_path / "run", "atomic_dirsync"),
-    ):
-        raise AssertionError("two writers")
-    assert PosixFiles().list(str(tmp_path / "run")) == before
-
-
-def test_the_lock_is_released_with_its_holder_while_a_forked_child_lives(
-    lock_holder: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    """Data-loader workers are forked while the run is open, and flock belongs to the open file that they inherit: a
-    worker that outlived its killed trainer kept the run locked for ever."""
-    lock_holder.kill()
-    lock_holder.wait()
-    write(tmp_path / "run")
-
-
-def test_a_child_process_being_started_does_not_keep_the_run_locked(tmp_path: Path) -> None:
-    """Between fork and exec, a child that another thread starts has a copy of the lock's file, and no Python hook
-    runs in it: a run that was closed and opened again in that instant was reported as open in another process."""
-    run = tmp_path / "run"
-    with access.for_writing(run, "atomic_dirsync"):
-        files = [one for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
-        (lock_fd,) = [int(one.name) for one in files if one.readlink() == run / ".lock"]
-        copy = os.dup(lock_fd)
-    try:
-        write(run)
-    finally:
-        os.close(copy)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"tiers": ["x"]}, "Give a list"),
+        ({"tiers": lastgood.Tier("x")}, "Give a list"),
+        ({"tiers": [lastgood.Tier("x/run")]}, "given as two places"),
+        ({"tiers": [lastgood.Tier("x"), lastgood.Tier("slots:///y")]}, "slots below"),
+        ({"tiers": [lastgood.Tier("x", cadence=EVERY)], "cadence": "auto"}, "auto"),
+    ],
+)
+def test_tiers_that_do_not_fit_together_are_refused(options, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(errors.Refused, match=text):
+        lastgood.Checkpointer("x/run", Training().state, **options)
+    assert not any(tmp_path.iterdir())

@@ -28,6 +28,7 @@ from ..ranks.torch_store import among_ranks, join_group, require_group, world_si
 from ..run import access
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
+from ..run.watched import Sources
 from ..state.live_check import require_live
 from ..state.patterns import Patterns
 from .ending import Ending, refresh
@@ -40,6 +41,7 @@ from .reports import Reports
 from .restore import Restorer
 from .save_planner import SavePlanner, require_no_flat_parameters
 from .saver import Saver
+from .tiers import Tier
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -72,6 +74,8 @@ class Checkpointer:
     called with, unless it is saved, and waits for it; default True.
     `durable_within_seconds`: `step()` raises NothingDurable when no save has become durable for this many seconds,
     whatever `on_error` says; default None: no limit.
+    `tiers`: further places of the run, Tier(...), above `path`, which is its durable home; saves are committed in the
+    first one and copied to the others behind the loop; default (): `path` is the only place (docs/places.md).
     `tuning`: Tuning(...): memory, threads and the disk. `ranks`: Ranks(...): the timeout between ranks. Each field of
     these two may also be given as a keyword argument of its own.
 
@@ -105,6 +109,7 @@ class Checkpointer:
         durable_within_seconds: float | None = None,
         tuning: Tuning | None = None,
         ranks: Ranks | None = None,
+        tiers: Sequence[Tier] = (),
         **earlier: Unpack[EarlierKeywords],
     ) -> None:
         check_state(state)
@@ -124,6 +129,7 @@ class Checkpointer:
             durable_within_seconds=durable_within_seconds,
             tuning=tuning if tuning is not None else Tuning(),
             ranks=ranks if ranks is not None else Ranks(),
+            tiers=tiers,
         )
         self._options = options.with_keywords(earlier)
         self._open(path, state)
@@ -134,7 +140,8 @@ class Checkpointer:
         require_live(state)  # guard: state-dict-snapshots-refused
         require_group()
         several = among_ranks()
-        options.check_place(access.in_slots(path), several)
+        places = options.places(path)
+        options.check_place(access.in_slots(places[0].path), several)
         patterns = Patterns(options.include, options.exclude, options.finite_also, options.finite_except)
         include, exclude = tuple(options.include), tuple(options.exclude)
         self._request = request = LoadRequest(state, include=include, exclude=exclude, patterns=patterns)
@@ -143,7 +150,7 @@ class Checkpointer:
         self._process, self._closed = os.getpid(), False
         group = join_group(path, options.ranks.patience) if several else None
         self._ranks = ranks = group or SingleRank()
-        self._pipeline = pipeline = Pipeline(path, options.of_run(), ranks)
+        self._pipeline = pipeline = Pipeline(places[0].path, options.of_run(places), ranks)
         replicas = Replicas(group, options.tuning.digest) if group else None
         self._planner = planner = SavePlanner(options, pipeline, replicas)
         try:
@@ -186,6 +193,7 @@ class Checkpointer:
             restorer.run.share_survey(topic)
         request = replace(self._request, step=step, strict=strict, rename=rename)
         try:
+            restorer.run.sources = Sources()
             with restorer.noting_half_loaded():
                 restorer.run.mend_known(step)
                 found = load(request, restorer.run, self._ranks)
@@ -193,7 +201,7 @@ class Checkpointer:
             if step != 0 or not is_whole(step, 0):
                 raise
             found = restorer.start_over()
-        found = replace(found, repaired=restorer.run.repaired())
+        found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
         report(found, "resumed from")
         self._reports.deliver()
@@ -221,7 +229,7 @@ class Checkpointer:
         self._ending.end_if_requested(n)
         self._surface()
         self._pipeline.outcomes.require_durable(n, self._options.durable_within_seconds)
-        if not saver.schedule.due(n, time.monotonic()):
+        if not saver.due(n, time.monotonic()):
             return None
         return saver.save(n, False, numbers(metrics), must=False)
 

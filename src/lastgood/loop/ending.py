@@ -75,6 +75,8 @@ class Ending:
                 if (last is None or last.step < n or last.failed()) and self._in_time(n, last, request.left_seconds):
                     last = self._saver.save(n, False, {}, must=True, timeout_seconds=request.left_seconds) or last
                 if last is not None:
+                    last.committed(request.left_seconds)
+                    self._pipeline.pin_and_label(last, False, {})  # it is copied to all places
                     last.result(request.left_seconds)
                 problem = None
                 break
@@ -125,6 +127,8 @@ class Ending:
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
                 save.wait_ended()
+        elif last.durable():
+            self._pipeline.pin_and_label(last, False, {})  # so that every place receives the newest step
 
     def report(self) -> None:
         """Write the closing line, at rank 0: what is not durable, or that nothing was saved."""

@@ -32,6 +32,7 @@ from ..ranks.torch_store import machine
 from ..records import Finding, Generation
 from ..run.candidates import Candidates, RestorableRun
 from ..run.content import Content, ReadSettings
+from ..run.watched import Source
 from ..state.as_dict import AsDict, stored_names
 from ..state.match import Match, match
 from ..state.objects import seed_rng
@@ -61,6 +62,8 @@ class Restored:
     """what the first reading found and the second did not: a fault of memory or cable, and not of the files"""
     repaired: list[tuple[int, str]] = field(default_factory=list)
     """(step, files) of each generation that was damaged, and was rebuilt from its parity"""
+    sources: dict[str, Source] = field(default_factory=dict)
+    """of a Checkpointer: path or URL of each place that was read -> bytes and seconds"""
     skipped: list[str] = field(default_factory=list)
     """with strict=False: the name of each entry that did not fit, with the reason"""
     unfit: list[str] = field(default_factory=list)
@@ -204,7 +207,7 @@ class _Loading:
             ):  # entries that this one lacks would keep what was written
                 raise Damaged(f"step {self.half} was damaged, and had been loaded in part")
             findings = self._examine_unverified(generation, topic)
-            content = Content(self._run.tier, generation)
+            content = Content(self._run.place_of(generation), generation)
             fit = self._fit(content, topic)
             shared = self._is_read_several_times(generation, fit.bytes, topic)
             arena = self._run.arena(*content.reading_bytes())

@@ -7,6 +7,7 @@ Each field of these two is also a keyword argument of its own, as in earlier ver
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict, get_args
@@ -28,10 +29,11 @@ from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
-from ..run import access
-from ..run.planned_save import RunOptions
+from ..run import access, paths
+from ..run.planned_save import PlaceOptions, RunOptions
 from ..storage.directory import WriteMode
 from .preemption import Preemption
+from .tiers import Tier
 
 Staging = Literal["overlap", "blocking"]
 TornCheck = Literal["sampled", "full"]
@@ -156,11 +158,13 @@ class Options:
     durable_within_seconds: float | None = None
     tuning: Tuning = field(default_factory=Tuning)
     ranks: Ranks = field(default_factory=Ranks)
+    tiers: Sequence[Tier] = ()
 
     def __post_init__(self) -> None:
         _require_one_of("on_error", self.on_error, get_args(OnError))
         _require_one_of("save_on_exit", self.save_on_exit, (True, False))
         self._check_objects()
+        self._check_tiers()
         self._check_times()
 
     def with_keywords(self, earlier: Mapping[str, Any]) -> Options:
@@ -220,36 +224,82 @@ class Options:
         if self.parity is not None:
             parity_layout.parsed(self.parity)
 
-    def of_run(self) -> RunOptions:
-        """Those of the options with which the run is opened."""
-        tuning = self.tuning
+    def _check_tiers(self) -> None:
+        listed = isinstance(self.tiers, (list, tuple)) and all(isinstance(one, Tier) for one in self.tiers)
+        require(listed, f"tiers={self.tiers!r}", 'Give a list: tiers=[lastgood.Tier("/nvme/gpt")].')
+        below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
+        require(not below, "slots below another place", "Give slots as the first tier, or a directory.")
+        require(
+            self.cadence != "auto" or not self.tiers or self.tiers[0].cadence is None,
+            'cadence="auto" for a run whose first tier has its own cadence',
+            'Leave the cadence of the first tier out: "auto" then holds for it.',
+        )
+
+    @property
+    def front(self) -> Tier | Options:
+        """The options of the place that is written first: its cadence, retention and parity."""
+        return self.tiers[0] if self.tiers else self
+
+    def front_cadence(self) -> Every | Literal["auto"]:
+        """The cadence of the place that is written first."""
+        return self.front.cadence or self.cadence
+
+    def cadences_below(self) -> list[Every | None]:
+        """The cadences of the places that receive copies; None: all that are saved in the first place."""
+        if not self.tiers:
+            return []
+        last = self.cadence if isinstance(self.cadence, Every) and self.cadence != self.front_cadence() else None
+        return [*(one.cadence for one in self.tiers[1:]), last]
+
+    def places(self, path: str | os.PathLike[str]) -> list[PlaceOptions]:
+        """The places of the run, the one that is written first in front. Raises Refused if one is given twice.
+
+        `path`: of the run, which is the last of them.
+        """
+        places = [PlaceOptions(path=one.url, keep=one.retention, parity=one.parity) for one in self.tiers]
+        places.append(PlaceOptions(path=path, keep=self.retention, parity=self.parity))
+        urls = [paths.parsed(one.path).url for one in places]
+        twice = sorted({url for url in urls if urls.count(url) > 1})
+        require(not twice, f"{', '.join(twice)} is given as two places of the run", "Give each place once.")
+        return places
+
+    def of_run(self, places: Sequence[PlaceOptions]) -> RunOptions:
+        """Those of the options with which the run is opened in these places."""
+        tuning, (front, *below) = self.tuning, places
         return RunOptions(
             write_mode=tuning.write_mode,
-            keep=self.retention,
+            keep=front.keep,
             algorithm=tuning.digest,
             in_flight=tuning.in_flight,
             writers=tuning.writers,
             persist=tuning.persist,
-            parity=self.parity,
+            parity=front.parity,
             scrub=self.scrub,
+            below=below,
         )
 
     def check_place(self, slots: bool, several: bool) -> None:
-        """Raises Refused for options that do not exist for a run in `slots`, or for a job of `several` ranks."""
-        keep, persist, directory = self.retention, self.tuning.persist, "Put what is to be kept into a directory"
+        """Raises Refused for options that do not exist for a run whose first place is in `slots`, or for a job of
+        `several` ranks."""
+        keep, persist, directory = self.front.retention, self.tuning.persist, "Put what is to be kept into a directory"
         require(slots or persist == "direct", f"persist={persist!r}", '"mmap" is for slots://.')
         require(
             not slots or not (keep.every or keep.milestones or keep.best),
             f"{keep} in slots, which keep the newest only",
             f"{directory}: a second Checkpointer with a path, and its own cadence.",
         )
-        extras = self.parity is not None or self.scrub is not None
+        extras = self.front.parity is not None or self.scrub is not None
         require(not (slots and extras), "parity or scrub in slots, which keep the newest only", f"{directory}.")
         require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
         require(
-            not (several and extras),
+            not (several and (extras or self.parity is not None)),
             "parity or scrub with several ranks",
             "Leave them out: they are for one process so far.",
+        )
+        require(
+            not (several and self.tiers),
+            "tiers with several ranks",
+            "Leave them out: they are for one process so far. A bucket as the only place works with several ranks.",
         )
 
 

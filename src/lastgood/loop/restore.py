@@ -25,8 +25,8 @@ from ..ports import Tier
 from ..records import Finding, Generation
 from ..run import reader
 from ..run.follower import Follower
-from ..run.mend import Mender
 from ..run.pipeline import Pipeline
+from ..run.watched import Sources
 from ..run.writer import RunWriter
 from .load import LoadRequest, Restored
 from .progress import Progress
@@ -36,14 +36,11 @@ from .saver import Saver
 
 
 class WritableRun:
-    """The run of a Checkpointer as a `run.candidates.RestorableRun`. It also mends from parity, in a world of one."""
+    """The run of a Checkpointer as a `run.candidates.RestorableRun`. In a world of one it mends what is damaged."""
 
     def __init__(self, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
         self._pipeline, self._planner, self._ranks = pipeline, planner, ranks
-
-    @property
-    def tier(self) -> Tier:
-        return self._pipeline.run.tier
+        self.sources = Sources()
 
     @property
     def survey(self) -> Survey:
@@ -52,6 +49,11 @@ class WritableRun:
     @property
     def workers(self) -> Executor:
         return self._pipeline.workers
+
+    def place_of(self, generation: Generation) -> Tier:
+        """The nearest place whose copy may be restored. What is read from it is counted in `sources`."""
+        tier = self._pipeline.places.writer_of(generation.id).tier
+        return self.sources.counted(tier)
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         """Memory for reading: the arena of the saves if it is large enough, else a new one, which replaces it."""
@@ -76,7 +78,7 @@ class WritableRun:
         """
         run, arena = self._pipeline.run, self._pipeline.upkeep.arena()
         if self._ranks.size == 1:
-            return reader.read_all(run.tier, generation, arena, self._pipeline.workers)
+            return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
         topic = topic or self._ranks.topic("examine")
         with topic.failing():
             mine = run.own_findings(generation, arena)
@@ -90,31 +92,22 @@ class WritableRun:
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
         """Record what was found. If the mark cannot be written now, that is reported, and the restore goes on."""
         try:
-            self._pipeline.run.conclude(generation, findings)
+            self._pipeline.places.mark(generation, findings)
         except (Unavailable, NotWritable) as error:
             self._pipeline.outcomes.put(error)
 
     def mend(self, generation: Generation) -> bool:
-        """Rebuild a generation from its parity. Returns whether it is whole; several ranks have no parity."""
-        mender = self._mender
-        return mender is not None and mender.try_to_mend(generation.id, self._pipeline.upkeep.arena())
+        """Mend a generation from parity or another place. Returns whether it is whole; never with several ranks."""
+        return self._ranks.size == 1 and self._pipeline.places.mend(generation, self._pipeline.upkeep.arena())
 
     def mend_known(self, step: int | None) -> None:
-        """Rebuild from parity what is marked as damaged, of the generations that a restore of `step` would try."""
-        mender = self._mender
-        if mender is not None:
-            mender.mended.clear()
-            mender.mend_known(step, self._pipeline.upkeep.arena())
+        """Mend what is marked as damaged, of the generations that a restore of `step` would try."""
+        if self._ranks.size == 1:
+            self._pipeline.places.mend_known(step, self._pipeline.upkeep.arena())
 
     def repaired(self) -> list[tuple[int, str]]:
-        """(step, files) of each generation that was rebuilt since `mend_known`."""
-        mended = self._mender.mended if self._mender is not None else {}
-        return [(at.step, ", ".join(names)) for at, names in mended.items()]
-
-    @property
-    def _mender(self) -> Mender | None:
-        run = self._pipeline.run
-        return run.mender if isinstance(run, RunWriter) and self._ranks.size == 1 else None
+        """(step, files) of each generation that was mended since `mend_known`."""
+        return self._pipeline.places.mended()
 
 
 class Restorer:

@@ -43,6 +43,7 @@ from .options import Options
 from .reports import Reports
 from .save_planner import SavePlanner
 from .schedule import AgreedSchedule, Schedule
+from .tiers import PlaceCadence
 
 
 class Saver:
@@ -70,6 +71,7 @@ class Saver:
         self._restored: Generation | None = None
         """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options)
+        self._below = [PlaceCadence(one) for one in options.cadences_below()]
         self._fence_seconds = 0.0
         """the part of `Fence.waited_seconds` that is counted in a save already"""
         self.follow(0)
@@ -94,6 +96,8 @@ class Saver:
         else:
             self.schedule = Schedule(self._cadence, self._reports)
         self.schedule.restored(n, time.monotonic())
+        for one in self._below:
+            one.restored(n, time.monotonic())
 
     def require_idle(self) -> None:
         """Raises Refused while a save reads the state: a signal handler may have interrupted it."""
@@ -150,7 +154,8 @@ class Saver:
             with self._reading_the_state():
                 at, planned = self._planned(n, topic)
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
-                pinned = (must and not newest_only) or wanted(self._options.retention, n, milestone, metrics)
+                pinned = (must and not newest_only) or wanted(self._options.front.retention, n, milestone, metrics)
+                self._owe(n, must, time.monotonic())
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
                 self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
                 if planned.overlapped:
@@ -166,6 +171,18 @@ class Saver:
         self.schedule.begun(save, begun, now, waited)
         self._numbers.saved(n, self._request.state)
         return save
+
+    def due(self, n: int, now: float) -> bool:
+        """Whether to save at step `n`: in the place that is written first, or in one below. Once for each step."""
+        below = [one.due(n, now) for one in self._below]
+        return self.schedule.due(n, now) or any(below)
+
+    def _owe(self, n: int, must: bool, now: float) -> None:
+        """A save of step `n` begins: note to which places below it is copied. `must`: to all of them."""
+        for place, cadence in zip(self._pipeline.places.below, self._below, strict=True):
+            if must or cadence.is_due:
+                place.owe(n)
+                cadence.begun(n, now)
 
     @contextlib.contextmanager
     def _reading_the_state(self) -> Iterator[None]:
@@ -250,7 +267,7 @@ class Saver:
             return
         topic = self._ranks.step_topic("same", save.step)
         with topic.failing():
-            manifest = commit.read_manifest(self._pipeline.run.tier, save.result(), self._ranks.rank)
+            manifest = commit.read_manifest(self._pipeline.run.tier, save.committed(), self._ranks.rank)
             names = changed(self._planner.captured(self._request.state), manifest)
         names = topic.agree(names, lambda posts: sorted({name for one in posts for name in one}))
         require_unchanged(save.step, names)
@@ -260,10 +277,11 @@ class Saver:
         generation = self._restored
         if generation is None or generation.step != n:
             return None
+        tier = self._pipeline.run.tier
         with contextlib.suppress(Damaged):  # the manifest cannot be compared any more, so the step is written again
-            manifest = commit.read_manifest(self._pipeline.run.tier, generation)
+            manifest = commit.read_manifest(tier, generation)
             if is_same(self._planner.captured(self._request.state), manifest):  # guard: unchanged-restore-not-rewritten
-                return Save.of(generation)
+                return Save.of(generation, tier.place)
         return None
 
     # ---- reports -------------------------------------------------------------------------------------------
@@ -271,10 +289,11 @@ class Saver:
     def report_bound(self, state_bytes: int) -> None:
         """Report the largest disk space that the run will take. `state_bytes`: of one generation of all ranks."""
         run, options = self._pipeline.run, self._options
-        spare = parity_layout.share(options.parity) if options.parity else 0.0
+        parity, keep = options.front.parity, options.front.retention
+        spare = parity_layout.share(parity) if parity else 0.0
         total = state_bytes + round(state_bytes * spare)
         held = sum(one.bytes for one in run.known.survey.generations.values())
-        disk_space.report_bound(run.tier, options.retention, options.tuning.in_flight, total, held)
+        disk_space.report_bound(run.tier, keep, options.tuning.in_flight, total, held)
 
     def note_fence(self) -> None:
         """Add the time that the loop has waited at the fence to the stall of its last save."""
@@ -286,8 +305,9 @@ class Saver:
 
 
 def _cadence(options: Options) -> Every | Pace:
-    if isinstance(options.cadence, Every):
-        return options.cadence
+    front = options.front_cadence()
+    if isinstance(front, Every):
+        return front
     if options.tuning.overhead is None:
         return Pace(Auto(in_flight=options.tuning.in_flight))
     return Pace(Auto(overhead=options.tuning.overhead, in_flight=options.tuning.in_flight))

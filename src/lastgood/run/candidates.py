@@ -30,11 +30,12 @@ class RestorableRun(Protocol):
     """A run as a restore uses it: its survey, the memory and threads for reading, and the handling of damage."""
 
     @property
-    def tier(self) -> Tier: ...
-    @property
     def survey(self) -> Survey: ...
     @property
     def workers(self) -> Executor: ...
+
+    def place_of(self, generation: Generation) -> Tier:
+        """The place from which a generation is read."""
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         """The memory in which tensors are read: `total_bytes`, lent in chunks of `chunk_bytes`."""
@@ -58,13 +59,16 @@ class ReadOnlyRun:
     """A run that is open for reading only: generations are examined, but neither marked nor mended."""
 
     def __init__(self, tier: Tier, survey: Survey, workers: Executor) -> None:
-        self.tier, self.survey, self.workers = tier, survey, workers
+        self._tier, self.survey, self.workers = tier, survey, workers
+
+    def place_of(self, generation: Generation) -> Tier:
+        return self._tier
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         return Arena(total_bytes, chunk_bytes)
 
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
-        return read_all(self.tier, generation, Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self.workers)
+        return read_all(self._tier, generation, Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self.workers)
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
         """Stores nothing: a run that is open for reading is never changed."""

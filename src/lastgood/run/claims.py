@@ -20,14 +20,14 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import reporting
 from ..errors import Damaged, LastgoodError, MissingBlob, NameTaken, Refused, RunLocked, RunReplaced
 from ..format import layout
 from ..limits import RECORD_LIMIT_BYTES
-from ..ports import Upload
+from ..ports import Tier, Upload
 from ..records import Extent, Record
 
 if TYPE_CHECKING:
@@ -124,6 +124,20 @@ class ClaimedTier:
             safe="What this process has committed is kept; it commits and deletes nothing from now on.",
             todo="Stop this process, or the other one: only the one that opened the run last can save.",
         )
+
+
+def common_order(tiers: Sequence[Tier], least: int) -> int:
+    """The order of a new incarnation, at least `least`, claimed in each of these places in which runs are claimed.
+
+    Raises RunReplaced, and what a request of a store raises.
+    """
+    claims = [one for tier in tiers if (one := getattr(tier, "next_order", None)) is not None]
+    orders = [claim(least) for claim in claims]
+    order: int = max([least, *orders])
+    for claim, found in zip(claims, orders, strict=True):
+        if found < order:
+            claim(order)  # guard: one-order-in-all-places
+    return order
 
 
 @contextlib.contextmanager

@@ -13,14 +13,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import NotRestored, Overtaken, StepTaken
 from ..events import Event, EventKind
 from ..format import commit, layout
 from ..limits import STEP_LIMIT
-from ..policy import restore
+from ..policy import places, restore
 from ..ports import Tier
 from ..records import Generation, GenerationId, Incarnation
 
@@ -73,6 +73,10 @@ class KnownRun:
         """generations that are about to get a label: they are not deleted"""
         self.deleting: set[GenerationId] = set()
         """generations that are being deleted: they get no label"""
+        self.held: set[GenerationId] = set()
+        """generations that wait for their copy to another place: they are not deleted"""
+        self.below: Sequence[KnownRun] = ()
+        """the same run in the places to which generations are copied from here, the nearest first"""
         self.unread = 0
         """the number of commits since the newest verified one"""
         self.lock = threading.RLock()
@@ -81,15 +85,20 @@ class KnownRun:
     # ---- queries -------------------------------------------------------------------------------------------
 
     @property
+    def everywhere(self) -> commit.Survey:
+        """What this place and those below it hold together."""
+        return places.merged([self.survey, *(one.survey for one in self.below)])
+
+    @property
     def view(self) -> commit.Survey:
-        """The survey, in which the incarnation of this process is the newest one even before its first save."""
-        mine = self.incarnation
-        if mine is None or mine.id in self.survey.incarnations:
-            return self.survey
-        return replace(self.survey, incarnations={**self.survey.incarnations, mine.id: mine})
+        """As `everywhere`, but the incarnation of this process is the newest one even before its first save."""
+        mine, found = self.incarnation, self.everywhere
+        if mine is None or mine.id in found.incarnations:
+            return found
+        return replace(found, incarnations={**found.incarnations, mine.id: mine})
 
     def lineage(self) -> list[Generation]:
-        """Committed generations of the lineage, newest first. A generation whose commit cannot be read is left out."""
+        """Committed generations of the lineage in this place, newest first, without those with an unreadable commit."""
         with self.lock:
             known = self.survey.generations
             return [known[at] for at in restore.lineage(self.view).chain if at in known]
@@ -98,11 +107,18 @@ class KnownRun:
         """The lineage that the next process would find: an incarnation without a commit is not part of it."""
         with self.lock:
             known = self.survey.generations
-            return [known[at] for at in restore.lineage(self.survey).chain if at in known]
+            return [known[at] for at in restore.lineage(self.everywhere).chain if at in known]
 
     def newest_verified(self) -> Generation | None:
-        """The newest verified generation of the lineage."""
+        """The newest verified generation of the lineage in this place."""
         return next((one for one in self.lineage() if one.good), None)  # guard: pointer-names-verified
+
+    def latest(self) -> int | None:
+        """The step of the newest verified generation of the lineage in any place; None if there is none."""
+        with self.lock:
+            found = self.view
+            chain = (found.generations[at] for at in restore.lineage(found).chain if at in found.generations)
+            return next((one.step for one in chain if one.good), None)
 
     def newest_restorable(self) -> Generation | None:
         """The newest generation of the lineage that is neither damaged nor unfit, verified or not."""
@@ -125,10 +141,15 @@ class KnownRun:
     def require_restored(self) -> None:
         """Raises NotRestored if the run holds generations and no restore has chosen the one to continue."""
         # guard: unrestored-run-refused
-        if self.incarnation is None and (self.survey.generations or self.survey.broken):
-            newest = max([*self.survey.generations, *self.survey.broken])
+        if self.incarnation is not None:
+            return
+        held = {
+            at: one.tier.place for one in (*self.below, self) for at in (*one.survey.generations, *one.survey.broken)
+        }
+        if held:
+            newest = max(held)
             raise NotRestored(
-                f"{self.tier.place} already holds {newest}, which this state does not continue",
+                f"{held[newest]} already holds {newest}, which this state does not continue",
                 safe="Nothing was written.",
                 todo="Call restore() before the first step, or restore(step=0) to start over on purpose.",
             )

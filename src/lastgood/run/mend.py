@@ -1,24 +1,27 @@
-"""Mends damaged generations from their parity, and reads again, for the scrubber, generations that were good before.
+"""Mends damaged generations, and reads again, for the scrubber, generations that were good before.
 
-A damaged file is replaced only by bytes that agree with every digest of the manifest (engine/parity.py). Afterwards the
-whole generation is read again and marked; only if it is intact does the mending count as a success.
+A damaged file is rebuilt from the parity of its generation (engine/parity.py); if that does not suffice, it is taken
+chunk by chunk from another place of the run (copying.py). It is replaced only by bytes that agree with every digest of
+the manifest. Afterwards the whole generation is read again and marked; only if it is intact does the mending count as a
+success.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import cast
 
 from ..engine import guard, parity
 from ..engine.arena import Arena
-from ..errors import BeyondRepair, Cancelled, LastgoodError, Unreadable
-from ..format import commit
+from ..errors import BeyondRepair, Cancelled, Damaged, LastgoodError, Unreadable
+from ..format import commit, layout
+from ..io.reed_solomon import Code
 from ..policy import restore
-from ..ports import Mendable
+from ..ports import Mendable, Tier
 from ..records import Finding, Generation, GenerationId, intact, judged
-from . import reader
+from . import copying, reader
 from .known import KnownRun
 from .marks import Marks
 from .reader import Reading, read_all, read_on
@@ -26,19 +29,33 @@ from .verify import Stop, Verifier, never
 
 
 class Mender:
-    """Mends the generations of one run. `mended`: each generation that was mended -> the names of its rebuilt files."""
+    """Mends the generations of one place of a run.
+
+    `mended`: each generation that was mended -> the names of the files that were written. `sources`: other places of
+    the run, the cheapest first; none by default.
+    """
 
     def __init__(self, known: KnownRun, marks: Marks, verifier: Verifier, workers: Executor) -> None:
         self._known, self._marks, self._verifier, self._workers = known, marks, verifier, workers
         self.mended: dict[GenerationId, list[str]] = {}
+        self.sources: Sequence[Tier] = ()
 
     def mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> list[str]:
-        """Rebuild the damaged files of a generation from its parity, then read and mark it. Returns the file names.
+        """Mend the damaged files of a generation, then read and mark it. Returns the names of the files.
 
-        Damaged parity is written anew; if that fails, the event `not_protected` is emitted. Raises BeyondRepair if the
-        parity does not suffice, the errors of writing and reading, and Cancelled once `stop()` returns True. A damaged
-        file that was not rebuilt by then is unchanged.
+        Damaged parity is written anew; if that fails, the event `not_protected` is emitted. Raises BeyondRepair if
+        neither the parity nor the other places suffice, the errors of writing and reading, and Cancelled once `stop()`
+        returns True. A damaged file that was not rebuilt by then is unchanged.
         """
+        try:
+            return self._from_parity(at, arena, stop)
+        except BeyondRepair:
+            if not self.sources:
+                raise
+        return self._from_places(at, arena, stop)
+
+    def _from_parity(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
+        """As `mend`, from the parity of the generation alone."""
         known = self._known
         usable = self._parity(at)
         if usable is None:
@@ -54,26 +71,77 @@ class Mender:
         findings = read_all(known.tier, generation, arena, self._workers)  # guard: repair-rereads-everything
         with known.lock:
             self._marks.conclude(generation, findings)
-            known.survey.broken.pop(at, None)  # guard: repaired-is-not-broken
-            known.survey.incomplete.discard(at)
-            known.survey.witnessed.discard(at)
+            self._note_readable(at)
         if not intact(findings):  # guard: failed-repair-raised
             raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
+        self._note_mended(at, names)
+        self._protect(generation, usable.code, arena, stop)
+        return names
+
+    def _from_places(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
+        """As `mend`, with the good chunks and records of all places together."""
+        known, found = self._known, self._in_other_places(at)
+        if not found:
+            raise BeyondRepair(
+                f"{at} is damaged in {known.tier.place}, and no other place has it",
+                safe="Nothing was changed.",
+                todo="Name further places that may hold this run.",
+            )
+        code = self._verifier.code or ((usable := self._parity(at)) and usable.code)
+        how = copying.Copying(arena, self._workers, stop=stop)
+        try:
+            names = copying.complete(cast(Mendable, known.tier), list(found), next(iter(found.values())), how)
+        except Damaged as error:
+            raise BeyondRepair(
+                f"{at}: no place has all of it: {error.what}", safe="No good file was changed.", todo=""
+            ) from error
+        generation = commit.read_generation(known.tier, at, known.run_id)
+        with known.lock:
+            known.record(generation)
+            self._note_readable(at)
+        self._note_mended(at, names)
+        if code is not None:
+            self._protect(generation, code, arena, stop)
+        return names
+
+    def _in_other_places(self, at: GenerationId) -> dict[Tier, Generation]:
+        """The other places that have a readable commit record of this generation."""
+        found = dict[Tier, Generation]()
+        for tier in self.sources:
+            if layout.COMMIT in tier.list(layout.folder(at)):
+                with contextlib.suppress(Damaged):
+                    found[tier] = commit.read_generation(tier, at, self._known.run_id)
+        return found
+
+    def _note_readable(self, at: GenerationId) -> None:
+        """Note that the commit record of a generation exists again and can be read. The lock is held."""
+        survey = self._known.survey
+        survey.broken.pop(at, None)  # guard: repaired-is-not-broken
+        survey.incomplete.discard(at)
+        survey.witnessed.discard(at)
+
+    def _note_mended(self, at: GenerationId, names: list[str]) -> None:
         if names:
             self.mended[at] = names
-            known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported
+            self._known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported
+
+    def _protect(self, generation: Generation, code: Code, arena: Arena, stop: Stop) -> None:
+        """Write parity for a mended generation. A failure emits `not_protected`."""
         try:
-            self._verifier.protect(generation, usable.code, arena, stop)
+            self._verifier.protect(generation, code, arena, stop)
         except Cancelled:
             raise
         except LastgoodError as error:
-            known.emit("not_protected", at, detail=f"{type(error).__name__}: {error.what}")
-        return names
+            self._known.emit("not_protected", generation.id, detail=f"{type(error).__name__}: {error.what}")
 
     def try_to_mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> bool:
-        """Mend a generation if it has parity. Returns whether it was mended; a failure emits `not_repaired`."""
+        """Mend a generation that has parity, or for which there are other places to read from.
+
+        Returns whether it was mended; a failure emits `not_repaired`.
+        """
+        known = self._known
         try:
-            if self._known.tier.newest_only or parity.find(self._known.tier, at) is None:
+            if known.tier.newest_only or not (self.sources or parity.find(known.tier, at) is not None):
                 return False
             self.mend(at, arena, stop)
         except Cancelled:
@@ -89,18 +157,19 @@ class Mender:
 
         `step`: only generations of this step are mended (None: any).
         """
-        known = self._known
-        chain, lost = restore.lineage(known.view)
+        known, view = self._known, self._known.view
+        chain, lost = restore.lineage(view)
         in_lineage = sorted({*chain, *lost}, key=self._age, reverse=True)
         outside = known.survey.broken.keys() - set(in_lineage)
+        here = {*known.survey.generations, *known.survey.broken, *known.survey.incomplete}
         mended = False
         for at in (*outside, *in_lineage):
-            one = known.survey.generations.get(at)
+            one = (known.survey if at in here else view).generations.get(at)
             if one is not None and not one.damaged:  # guard: good-generation-not-mended
                 if step is None and not one.unfit:
                     break
                 continue
-            if step in (None, at.step):
+            if step in (None, at.step) and at in here:
                 mended |= self.try_to_mend(at, arena)
         if mended:
             with known.lock:

@@ -149,3 +149,9 @@ def _up_to(text: str, position: int) -> str:
     """Cut a path at the end of the component that contains `position`."""
     end = text.find("/", position)
     return text if end < 0 else text[:end]
+
+
+def in_object_store(place: str) -> bool:
+    """Whether a place, as tiers and messages name it, is in an object store."""
+    scheme, found, _ = place.partition("://")
+    return bool(found) and scheme in STORES

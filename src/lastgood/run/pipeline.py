@@ -38,6 +38,7 @@ from .chunk_queue import ChunkQueue
 from .follower import Follower
 from .known import Environment
 from .outcomes import Outcomes
+from .places import Below
 from .planned_save import PlannedSave, RunOptions
 from .save import SaveRequest, save
 from .save_handle import Save
@@ -93,6 +94,7 @@ class Pipeline:
             if not ranks.is_coordinator:
                 opening.agree(None, lambda _: None)  # the coordinator has now opened and settled the run
             disk = storage.enter_context(_opened(path, options, ranks))
+            below = Below(options.below, storage)
             pools = storage.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
             self._start_threads(options, pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))
@@ -100,6 +102,7 @@ class Pipeline:
             if isinstance(ranks, RankGroup) and not ranks.is_coordinator:
                 self.run = Follower(disk, self.workers, ranks, algorithm=options.algorithm, environment=environment)
             else:
+                below.unite(disk, environment)
                 self.run = RunWriter(
                     disk,
                     self.workers,
@@ -110,6 +113,7 @@ class Pipeline:
                     environment=environment,
                 )
                 opening.agree(None, lambda _: None)  # the same round as that of the other ranks above
+            self.places = below.opened(self.run, options.algorithm, self.outcomes, pools)
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
             self._storage = storage.pop_all()
@@ -234,7 +238,7 @@ class Pipeline:
     def pin_and_label(self, save: Save, milestone: bool, metrics: Mapping[str, float]) -> Save:
         """Pin a save that was started before, and label its generation as soon as it is durable.
 
-        On a tier with `newest_only` it is not pinned: a newer commit deletes it anyway.
+        On a tier with `newest_only` it is not pinned: a newer commit deletes it anyway. It is copied to all places.
         Returns `save`, or, if there is something to label, a handle that ends when the label is durable too.
         """
         with self._state:
@@ -242,6 +246,8 @@ class Pipeline:
                 if flight.handle is save and not self.run.tier.newest_only:
                     flight.pinned = True
                     self.run.known.pinned.add(flight.at)
+        if save.durable() and self.places.below:
+            save.note_places(self.run.tier.place, self.places.add(save.committed().id))
         if not milestone and not metrics:
             return save
         labelled = Save(save.step)
@@ -251,9 +257,10 @@ class Pipeline:
         def label() -> None:
             save.wait_ended()
             try:
-                generation = save.result()
+                generation = save.committed()
                 if isinstance(self.run, RunWriter):
                     generation = self.run.label(generation.id, milestone, metrics)
+                    labelled.note_places(self.run.tier.place, self.places.add(generation.id))
             except BaseException as error:  # noqa: BLE001 - reported by the training thread
                 labelled.note_outcome(None, error)
                 if save.durable():  # otherwise the failure of the save itself is reported
@@ -278,6 +285,7 @@ class Pipeline:
         try:
             while (job := self._unfinished()) is not None:
                 job.result(None if until is None else max(0.0, until - time.monotonic()))
+            self.places.wait(None if until is None else max(0.0, until - time.monotonic()))
         except FutureTimeout:
             raise TimedOut(
                 f"background work is not done after {timeout} s", safe="Every committed generation is untouched."
@@ -302,6 +310,7 @@ class Pipeline:
                 flights = list(self._flights)
             for flight in flights:
                 flight.cancel(Cancelled("the save was given up", safe="Nothing of it was committed."))
+            self.places.stop()
             self._ranks.closed.set()
             self._copier.submit(self._release_when_done)
             raise
@@ -343,6 +352,7 @@ class Pipeline:
     def _release_run(self) -> None:
         """Close the storage of the run and release its lock. It writes only hints: an error of it is reported."""
         self.upkeep.close()
+        self.places.close()
         try:
             self._storage.close()
         except LastgoodError as error:
@@ -376,6 +386,7 @@ class Pipeline:
             if not chunks.cancelled:
                 self.upkeep.before_save()
             generation = save(self.run, flight.request, self.run.rank_writer(writers), flight.topic)
+            handle.note_places(self.run.tier.place, self.places.offer(generation, flight.pinned))
             self.outcomes.durable(flight.at.step)
             self._overtake(flight)
         except BaseException as error:  # noqa: BLE001 - kept, and reported by the training thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -44,6 +45,15 @@ class PlannedSave:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlaceOptions:
+    """A place that receives copies of generations. `keep`: its retention. `parity`: as "8+2"; None: no parity."""
+
+    path: str | os.PathLike[str]
+    keep: Keep
+    parity: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """The options with which a run is opened for writing. `Checkpointer` documents each of them."""
 
@@ -55,3 +65,5 @@ class RunOptions:
     persist: access.Persist = "direct"
     parity: str | None = None
     scrub: Scrub | None = None
+    below: Sequence[PlaceOptions] = ()
+    """the places that receive copies, the nearest first"""

@@ -159,8 +159,9 @@ class Retirement:
             retired = [*sorted(known.survey.going), *decide(self._keep, chain, abandoned)]
             named = known.survey.pointer
             pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
+            free = [at for at in retired if at not in known.held]
             # guard: pointed-generation-kept
-            return [at for at in retired if at != pointed and not self._deletions.postponed(at)]
+            return [at for at in free if at != pointed and not self._deletions.postponed(at)]
 
     def _bytes_of(self, at: GenerationId) -> int:
         one = self._known.survey.generations.get(at)

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Literal, get_args
 
 from ..errors import Overtaken, TimedOut, TornSnapshot
-from ..policy.arguments import require_seconds
+from ..policy.arguments import require, require_seconds
 from ..records import Generation
+from . import paths
+
+Survives = Literal["process", "power", "node", "domain"]
 
 
 class Save:
@@ -31,11 +36,14 @@ class Save:
         self._ended: float | None = None
         self._staged, self._written = threading.Event(), threading.Event()
         self._outcome: Future[Generation] = Future()
+        self._places: dict[str, Future[None] | None] = {}
+        """the places of the save: None for the one where it is committed first, the end of its copy for the others"""
 
     @classmethod
-    def of(cls, generation: Generation) -> Save:
-        """A handle that has ended with `generation`, for a step that was saved before."""
+    def of(cls, generation: Generation, place: str) -> Save:
+        """A handle that has ended with `generation`, for a step that was saved before and was read from `place`."""
         save = cls(generation.step)
+        save.note_places(place, {})
         save.note_staged()
         save.note_written()
         save.note_outcome(generation, None)
@@ -49,9 +57,23 @@ class Save:
         """Whether every byte of the state has been written. The generation may not be committed yet."""
         return self._written.is_set()
 
-    def durable(self) -> bool:
-        """Whether the generation exists and survives power loss."""
-        return self._outcome.done() and self._outcome.exception() is None
+    def durable(self, survives: Survives = "power") -> bool:
+        """Whether the generation exists in a place that survives a failure.
+
+        `survives`: "process" or "power" (default), which every place survives; "node", the loss of a machine with its
+        disks, or "domain", that of a rack or a zone, which only object stores survive. Raises Refused for another text.
+        """
+        kinds = get_args(Survives)
+        require(survives in kinds, f"survives={survives!r}", f"Give one of {', '.join(kinds)}.")
+        if not self._outcome.done() or self._outcome.exception() is not None:
+            return False
+        return survives in ("process", "power") or any(map(paths.in_object_store, self.where()))
+
+    def where(self) -> list[str]:
+        """The places that have the generation, the nearest first: paths and URLs, as in messages."""
+        if not self._outcome.done() or self._outcome.exception() is not None:
+            return []
+        return [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
 
     def dropped(self) -> bool:
         """Whether the save was given up on purpose: because a newer step was committed first (Overtaken), or because
@@ -71,12 +93,27 @@ class Save:
         return self._outcome.exception() if self._outcome.done() else None
 
     def result(self, timeout: float | None = None) -> Generation:
-        """Wait until the save is durable and return its generation.
+        """Wait until the save is durable in every place that receives it, and return its generation.
 
         `timeout`: in seconds (None: no limit). Raises TimedOut after it, and the save goes on; raises the error of a
-        save that failed or was dropped.
+        save that failed or was dropped, or of its copy to one of the places (Overtaken if a newer one is copied).
         """
         require_seconds(timeout)
+        until = None if timeout is None else time.monotonic() + timeout
+        generation = self.committed(timeout)
+        for place, copied in list(self._places.items()):
+            if copied is not None:
+                try:
+                    copied.result(None if until is None else max(0.0, until - time.monotonic()))
+                except FutureTimeout:
+                    raise TimedOut(
+                        f"step {self.step} is not in {place} after {timeout} s",
+                        safe=f"It is durable in {', '.join(self.where())}, and is still being copied.",
+                    ) from None
+        return generation
+
+    def committed(self, timeout: float | None = None) -> Generation:
+        """As `result`, but waits only for the place where the save is committed first."""
         try:
             return self._outcome.result(timeout)
         except FutureTimeout:
@@ -101,6 +138,10 @@ class Save:
         """Called by the pipeline: every byte has been written."""
         self._written.set()
 
+    def note_places(self, first: str, copies: Mapping[str, Future[None]]) -> None:
+        """Called by the pipeline: where the save is committed first, and the copies to other places."""
+        self._places = {first: None, **copies}
+
     def note_outcome(self, generation: Generation | None, error: BaseException | None) -> None:
         """Called by the pipeline, once: the save has ended with a generation or with an error."""
         self._ended = time.monotonic()
@@ -108,3 +149,7 @@ class Save:
             self._outcome.set_exception(error)
         elif generation is not None:
             self._outcome.set_result(generation)
+
+
+def _succeeded(copied: Future[None]) -> bool:
+    return copied.done() and copied.exception() is None

@@ -68,8 +68,7 @@ class Upkeep:
 
     def note_latest(self) -> None:
         """Set `latest` to the step of the newest verified generation."""
-        newest = self._run.known.newest_verified()
-        self.latest = newest.step if newest else None
+        self.latest = self._run.known.latest()
 
     def close(self) -> None:
         """End a scrub that was interrupted, and free all memory."""

@@ -1,8 +1,11 @@
-"""A tier that reports how many bytes are read from it, for progress bars. It forwards every call unchanged."""
+"""Tiers that report how much is read from them, for progress bars and restores. They forward every call unchanged."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..ports import Tier
 from ..records import Extent
@@ -25,3 +28,38 @@ class Watched:
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         self._tier.read_into(extent, mv, fresh=fresh)
         self._count_bytes(extent.length)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one place has contributed to a restore."""
+
+    bytes: int
+    """the number of bytes that were read from it"""
+    seconds: float
+    """the time from the first of these readings to the end of the last"""
+
+
+class Sources:
+    """Counts what is read from each place, from any thread. `monotonic_seconds`: the clock."""
+
+    def __init__(self, monotonic_seconds: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._lock = monotonic_seconds, threading.Lock()
+        self._read: dict[str, tuple[int, float, float]] = {}
+        """place -> bytes, when the first reading began, when the last one ended"""
+
+    def counted(self, tier: Tier) -> Tier:
+        """The tier, with everything that is read from it counted."""
+        begun = self._now()
+
+        def count(size: int) -> None:
+            with self._lock:
+                total, first, _ = self._read.get(tier.place, (0, begun, begun))
+                self._read[tier.place] = total + size, first, self._now()
+
+        return Watched(tier, count)
+
+    def found(self) -> dict[str, Source]:
+        """Place -> what was read from it so far."""
+        with self._lock:
+            return {place: Source(size, last - first) for place, (size, first, last) in self._read.items()}

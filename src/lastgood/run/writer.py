@@ -24,9 +24,11 @@ from ..engine.arena import Arena
 from ..errors import LastgoodError, NoSpace, StepTaken
 from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
+from ..policy.places import holder
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
+from . import claims
 from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
@@ -109,11 +111,13 @@ class RunWriter:
         """
 
         def decide(_: list[Any]) -> Any:
+            places = [self.known, *self.known.below]
             if parent is not None:
-                commit.confirm(self.tier, parent)  # guard: parent-durable-before-continuing
-            order = self.survey.order + 1  # guard: incarnation-order-ascends
-            claim = getattr(self.tier, "next_order", None)  # where other machines may open the run too (claims.py)
-            order = order if claim is None else claim(order)
+                # In the place from which it was restored.
+                held = places[holder([one.survey.generations for one in places], parent) or 0]
+                commit.confirm(held.tier, parent)  # guard: parent-durable-before-continuing
+            order = 1 + max(one.survey.order for one in places)  # guard: incarnation-order-ascends
+            order = claims.common_order([one.tier for one in places], order)
             ident = self.known.environment.new_id()
             self.known.begin(Incarnation(format=layout.FORMAT, order=order, id=ident, parent=parent))
             return msgspec.to_builtins(self.known.incarnation)

@@ -8,6 +8,8 @@ from .record import Mutant, table
 OBJECTS = ("objects", "tiers", "object_runs")
 """the tests with a real S3 server, which they start"""
 
+TIERS = ("places",)
+"""runs in several places"""
 COPYING = ("copying",)
 """generations that are made whole in one place from another one"""
 
@@ -44,6 +46,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a writer that was replaced deletes generations", "replaced-writer-deletes-nothing", Remove()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
+    ),
+    *table(
+        "places",
+        TIERS,
+        (
+            "a damaged copy is read although another place has a whole one",
+            "whole-copy-preferred",
+            Swap("if places[index][at].restorable", ""),
+        ),
+        ("a generation is deleted before its copy is made", "waiting-generation-held", Remove()),
+        ("copies that wait are not bounded", "waiting-copies-bounded", Swap("others[: -keep.last]", "others[:0]")),
+        ("each failed attempt of an outage is reported", "outage-reported-once", Swap("self._failures == 1", "True")),
+        ("an incarnation has another order in another place", "one-order-in-all-places", Remove()),
+        ("two runs are mixed", "places-of-one-run", Never()),
     ),
     *table(
         "copies",

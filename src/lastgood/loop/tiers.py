@@ -1,0 +1,91 @@
+"""Tiers of a run, as the user gives them: further places above the durable home, and when each is due.
+
+`Tier` is one entry of `Checkpointer(tiers=[...])`. `PlaceCadence` decides when a copy to a place is due. Neither reads
+nor writes anything; run/places.py opens the places.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import KW_ONLY, dataclass
+
+from ..format import parity_layout
+from ..policy.arguments import require
+from ..policy.cadence import Every
+from ..policy.retention import KEEP, Keep
+from ..run import paths
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A place of a run above its durable home, such as a local disk in front of an object store.
+
+    `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run.
+    `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
+    Keep(last=3). `parity`: as that of a Checkpointer; default None: no parity.
+    `copies`, `spread`, `shared`: for places on other nodes; only their defaults 1, None and True exist so far.
+    Raises Refused for other values.
+
+        tiers=[lastgood.Tier("/nvme/gpt", cadence=lastgood.Every(steps=100), retention=lastgood.Keep(last=2))]
+    """
+
+    url: str | os.PathLike[str]
+    _: KW_ONLY
+    cadence: Every | None = None
+    retention: Keep = KEEP
+    parity: str | None = None
+    copies: int = 1
+    spread: str | None = None
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        later = "It comes with a later version; leave it out."
+        require(not _in_memory(self.url), f"Tier({self.url!r}): generations in memory", later)
+        require(self.copies == 1, f"Tier(copies={self.copies!r})", later)
+        require(self.spread is None, f"Tier(spread={self.spread!r})", later)
+        require(self.shared is True, f"Tier(shared={self.shared!r})", later)
+        place = paths.parsed(self.url)
+        require(
+            self.cadence is None or isinstance(self.cadence, Every),
+            f"Tier(cadence={self.cadence!r})",
+            "Give lastgood.Every(...), or None.",
+        )
+        require(isinstance(self.retention, Keep), f"Tier(retention={self.retention!r})", "Give lastgood.Keep(last=3).")
+        require(
+            self.parity is None or isinstance(self.parity, str),
+            f"Tier(parity={self.parity!r})",
+            'Give text such as "10+2".',
+        )
+        if self.parity is not None:
+            parity_layout.parsed(self.parity)
+        require(self.parity is None or place.kind != "slots", "parity in slots", "Put it into a directory.")
+
+
+def _in_memory(url: str | os.PathLike[str]) -> bool:
+    return isinstance(url, str) and url.startswith("memory:")
+
+
+class PlaceCadence:
+    """When copies to one place below are due. `cadence`: None: every save is copied."""
+
+    def __init__(self, cadence: Every | None) -> None:
+        self._cadence = cadence
+        self._saved_at, self._step = 0.0, 0
+        self.is_due = cadence is None
+        """whether the next save is to be copied to this place"""
+
+    def restored(self, n: int, now: float) -> None:
+        """Note that the state is that of step `n`: intervals begin there. `now`: in seconds of a monotonic clock."""
+        self._saved_at, self._step, self.is_due = now, n, self._cadence is None
+
+    def due(self, n: int, now: float) -> bool:
+        """Whether step `n` is to be saved for this place. Called once for each step; stays true until a save begins."""
+        if self._cadence is None:
+            return False  # it saves when the place above does
+        self.is_due |= self._cadence.due(n, now - self._saved_at, self._step)
+        self._step = max(n, self._step)
+        return self.is_due
+
+    def begun(self, n: int, now: float) -> None:
+        """Note that a save of step `n` has begun, which is copied to this place."""
+        self._saved_at, self._step, self.is_due = now, max(n, self._step), self._cadence is None

@@ -1,0 +1,48 @@
+"""One run in several places: what they hold together, and from which of them a generation is read. Pure.
+
+The places of a run are given in one order, the nearest first. A generation has the same id and the same content in all
+of them; its marks may differ, because a copy may be damaged in one place and whole in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..format.commit import Survey
+from ..records import Generation, GenerationId
+
+
+def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId) -> int | None:
+    """The index of the place from which a generation is read: the nearest one whose copy may be restored.
+
+    `places`: the generations of each place. If no copy may be restored it is the nearest place that has one; None if no
+    place has one.
+    """
+    have = [index for index, generations in enumerate(places) if at in generations]
+    # guard: whole-copy-preferred
+    return next((index for index in have if places[index][at].restorable), have[0] if have else None)
+
+
+def merged(surveys: Sequence[Survey]) -> Survey:
+    """What all places hold together. A generation is lost or broken only if no place has a readable copy."""
+    if len(surveys) == 1:
+        return surveys[0]
+    places = [dict(one.generations) for one in surveys]  # a copy at once: other threads add generations meanwhile
+    generations: dict[GenerationId, Generation] = {}
+    for at in {at for one in places for at in one}:
+        index = holder(places, at)
+        assert index is not None
+        generations[at] = places[index][at]
+    broken = {at: error for one in reversed(surveys) for at, error in dict(one.broken).items() if at not in generations}
+    incomplete = {at for one in surveys for at in set(one.incomplete) if at not in generations and at not in broken}
+    return Survey(
+        run=next((one.run for one in surveys if one.run is not None), None),
+        generations=generations,
+        broken=broken,
+        incomplete=incomplete,
+        witnessed={at for one in surveys for at in set(one.witnessed)} & incomplete,
+        going={at for one in surveys for at in set(one.going)},
+        incarnations={ident: found for one in reversed(surveys) for ident, found in dict(one.incarnations).items()},
+        order=max(one.order for one in surveys),
+        pointer=next((one.pointer for one in surveys if one.pointer is not None), None),
+    )

@@ -1,0 +1,240 @@
+"""A lower place of a run: generations are copied to it behind the training loop, from the place that is written first.
+
+Invariants
+  1. A generation that waits for its copy is not deleted from the place that it is copied from.
+  2. What waits is bounded: more than the retention of this place would keep of the newest generations never wait.
+     Milestones, and steps that its retention selects by their number, wait beside them.
+  3. While this place cannot be reached, the training loop waits for nothing; what waits is copied once it can.
+  4. `close` tries once more to copy what waits, and ends the thread. What is still missing then is copied after the
+     next opening of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import Future
+from typing import cast
+
+from ..engine.arena import Arena
+from ..errors import Cancelled, Damaged, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
+from ..format import commit
+from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
+from ..policy import restore
+from ..policy.retention import wanted
+from ..ports import Mendable, Tier
+from ..records import Generation, GenerationId
+from . import copying
+from .known import KnownRun
+from .outcomes import Outcomes
+from .thread_pools import Workers
+from .writer import RunWriter
+
+PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
+"""The pauses after failed attempts in a row; the last one is repeated."""
+
+
+class LowerPlace:
+    """Copies generations of an open run from the place of `source` to that of `writer`, in a thread of its own.
+
+    `writer`: of this place; it deletes what its retention does not keep. `source`: what the process knows of the run
+    where it is written first. `workers`: threads that read and digest; `close` ends them. `outcomes`: receives errors.
+    """
+
+    def __init__(self, writer: RunWriter, source: KnownRun, workers: Workers, outcomes: Outcomes) -> None:
+        self.writer, self._source, self._workers, self._outcomes = writer, source, workers, outcomes
+        self._changed = threading.Condition()
+        self._waiting: dict[GenerationId, Future[None]] = {}
+        self._pinned: set[GenerationId] = set()
+        self._owed: int | None = None
+        """the step from which on the next committed generation is copied; None: no copy is due"""
+        self._failures = self._failed_attempts = 0
+        """how many attempts in a row have failed, and how many since the run was opened"""
+        self._trying = self._hurried = self._closing = self._last_try = self._stopped = False
+        """whether an attempt is under way; whether no pause is made before the next one; whether this place is being
+        closed; whether the present attempt began after that; whether no attempt is to go on"""
+        self._thread = threading.Thread(target=self._run, name="lastgood-drain")
+        self._thread.start()
+
+    @property
+    def tier(self) -> Tier:
+        return self.writer.tier
+
+    def owe(self, step: int) -> None:
+        """Note that a copy is due: of the first generation of this step, or a later one, that is committed."""
+        with self._changed:
+            self._owed = step if self._owed is None else max(step, self._owed)
+
+    def offer(self, generation: Generation, pinned: bool) -> Future[None] | None:
+        """Called when a generation was committed. Copies it if a copy is due; returns as `add`, None if none is due."""
+        keep, one = self.writer.keep, generation.commit
+        with self._changed:
+            due = self._owed is not None and generation.step >= self._owed
+            if not due and not wanted(keep, one.step, one.milestone, one.metrics):
+                return None
+            self._owed = None if due else self._owed
+        return self.add(generation, pinned)
+
+    def add(self, generation: Generation, pinned: bool) -> Future[None]:
+        """Copy a generation behind the loop. The result ends when it is verified here, or when it is given up.
+
+        `pinned`: it is copied even if newer ones are waiting.
+        """
+        at, keep = generation.id, self.writer.keep
+        with self._changed:
+            copied = self._waiting.setdefault(at, Future())
+            self._source.held.add(at)  # guard: waiting-generation-held
+            if pinned or wanted(keep, at.step, generation.commit.milestone, generation.commit.metrics):
+                self._pinned.add(at)
+            others = sorted(one for one in self._waiting if one not in self._pinned)
+            for old in others[: -keep.last]:  # guard: waiting-copies-bounded
+                self._end(old, Overtaken(f"{old} was not copied to {self.tier.place}: newer generations are waiting"))
+            self._changed.notify_all()
+        return copied
+
+    def catch_up(self) -> None:
+        """After the opening: copy the newest good generation and those that retention selects, if they are not here."""
+        source, here = self._source, self.writer.known.survey.generations
+        chain, everywhere = restore.lineage(source.everywhere).chain, source.everywhere.generations
+        newest = next((at for at in chain if at in everywhere and everywhere[at].restorable), None)
+        for one in source.durable_lineage():
+            selected = wanted(self.writer.keep, one.step, one.commit.milestone, one.commit.metrics)
+            if one.restorable and one.id not in here and (selected or one.id == newest):
+                self.add(one, True)
+
+    def waiting(self) -> int:
+        """How many generations wait for their copy."""
+        with self._changed:
+            return len(self._waiting)
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Wait until everything is copied, or until an attempt that began after this call has failed.
+
+        Raises TimedOut after `timeout_seconds` (None: no limit).
+        """
+        with self._changed:
+            # An attempt that is under way may have begun before this call.
+            most = self._failed_attempts + (2 if self._trying else 1)
+            self._hurried = True
+            self._changed.notify_all()
+            done = self._changed.wait_for(lambda: not self._waiting or self._failed_attempts >= most, timeout_seconds)
+            self._hurried = False
+        if not done:
+            raise TimedOut(
+                f"{self.tier.place} has not received all generations after {timeout_seconds} s",
+                safe="They are kept where they were written first, and copied later.",
+            )
+
+    def stop(self) -> None:
+        """Interrupt the copy that is under way, at its next chunk, and begin no other one."""
+        with self._changed:
+            self._stopped = self._closing = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Try once more to copy what waits, unless `stop` was called, then end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._workers.shutdown()
+        with self._changed:
+            missing = sorted(self._waiting)
+            if not missing:
+                return
+            named = f"{missing[-1]}" + (f" and {len(missing) - 1} older ones" if len(missing) > 1 else "")
+            late = Unavailable(
+                f"{self.tier.place} has not received {named}",
+                safe=f"{self._source.tier.place} keeps what waits.",
+                todo="It is copied after the next opening of the run with the same places.",
+            )
+            self._outcomes.put(late)
+            for at in missing:
+                self._end(at, late)
+
+    # ---- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (at := self._next()) is not None:
+            self._attempt(at)
+
+    def _next(self) -> GenerationId | None:
+        """Wait for the next generation to copy; None: the thread ends."""
+        with self._changed:
+            self._trying = False
+            while not self._stopped and not (self._closing and (not self._waiting or self._last_try)):
+                if not self._waiting:
+                    self._changed.wait_for(lambda: self._waiting or self._closing)
+                    continue
+                if self._failures and not self._closing:
+                    pause = PAUSES_SECONDS[min(self._failures, len(PAUSES_SECONDS)) - 1]
+                    if self._changed.wait_for(lambda: self._closing, 0.0 if self._hurried else pause):
+                        continue
+                self._trying, self._last_try = True, self._closing
+                return max(self._waiting)  # the newest is worth most
+            return None
+
+    def _attempt(self, at: GenerationId) -> None:
+        """Try to copy one generation. If this place cannot be reached now, it goes on waiting."""
+        failed: LastgoodError | None = None
+        try:
+            self._copy(at)
+        except Cancelled:
+            return
+        except (Unavailable, NotWritable) as error:
+            self._source.emit("not_copied", at, detail=f"{self.tier.place}: {type(error).__name__}: {error.what}")
+            with self._changed:
+                self._failures += 1
+                self._failed_attempts += 1
+                if self._failures == 1:  # guard: outage-reported-once
+                    self._outcomes.put(error)
+                self._changed.notify_all()
+            return
+        except LastgoodError as error:  # it is damaged or deleted at the source, or this writer was replaced
+            self._outcomes.put(error)
+            failed = error
+        with self._changed:
+            self._failures, self._last_try = 0, False
+            self._end(at, failed)
+            self._changed.notify_all()
+
+    def _copy(self, at: GenerationId) -> None:
+        known, source = self.writer.known, self._source
+        with source.lock:
+            generation = source.survey.generations.get(at)
+            incarnations = dict(source.view.incarnations)
+        if generation is None:
+            self.owe(at.step)  # slots keep the newest only: the next commit is copied instead
+            raise Damaged(f"{at} was deleted from {source.tier.place} before it was copied to {self.tier.place}")
+        now = source.environment.monotonic_seconds
+        begun = now()
+        arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
+        target = cast(Mendable, self.tier)
+        with contextlib.suppress(LastgoodError):  # each COMMIT holds what its record says; the next copy tries again
+            copying.copy_incarnations(source.tier, target)
+        if held := copying.holds(target, generation):
+            commit.copy_records([source.tier], target, generation)  # labels that were added since
+        else:
+            how = copying.Copying(arena, self._workers, stop=lambda: self._stopped)
+            copying.complete(target, [source.tier], generation, how)
+        there = commit.read_generation(target, at, generation.commit.run)
+        with known.lock:
+            known.survey.incarnations.update(incarnations)
+            known.record(there)
+        if not held:
+            source.emit("copied", at, seconds=now() - begun, size=there.bytes, detail=self.tier.place)
+        code = self.writer.verifier.code
+        if code is not None and there.good:
+            self.writer.verifier.protect(there, code, arena, lambda: self._stopped)
+        self.writer.clean()
+
+    def _end(self, at: GenerationId, error: LastgoodError | None) -> None:
+        """Note that a generation waits no more. The lock is held."""
+        copied = self._waiting.pop(at, None)
+        self._pinned.discard(at)
+        self._source.held.discard(at)
+        if copied is not None:
+            if error is None:
+                copied.set_result(None)
+            else:
+                copied.set_exception(error)

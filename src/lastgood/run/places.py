@@ -1,0 +1,183 @@
+"""All places of a run that is open for writing: the one that is written first, and those that receive copies.
+
+Invariants
+  1. All places hold the same run: one id, and the same content for the same generation.
+  2. An incarnation has one order in all places, higher than every order in any of them (writer.py, claims.py).
+  3. A generation is read from the nearest place whose copy may be restored (policy/places.py). What is found there is
+     marked and mended there, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+from ..coordination.single_rank import SingleRank
+from ..engine import guard
+from ..engine.arena import Arena
+from ..errors import Refused, Unreadable
+from ..events import Event
+from ..format import commit, layout
+from ..limits import WORKERS
+from ..policy.places import holder
+from ..ports import Tier
+from ..records import Finding, Generation, GenerationId, RunHeader, intact, judged
+from . import access, copying
+from .follower import Follower
+from .known import Environment
+from .lower_place import LowerPlace
+from .outcomes import Outcomes
+from .planned_save import PlaceOptions
+from .thread_pools import Workers, started
+from .verify import Stop, never
+from .writer import RunWriter
+
+
+class Places:
+    """The places of an open run. `front`: the writer where each save is committed first. `below`: the other places, the
+    nearest first; none by default."""
+
+    def __init__(self, front: RunWriter | Follower, below: Sequence[LowerPlace] = ()) -> None:
+        self.front, self.below = front, below
+        front.known.below = [one.writer.known for one in below]
+        for one in self._writers():
+            one.mender.sources = [other.tier for other in self._writers() if other is not one]
+        for place in below:
+            place.catch_up()
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def writer_of(self, at: GenerationId) -> RunWriter | Follower:
+        """The writer of the place from which a generation is read."""
+        writers = [self.front, *(one.writer for one in self.below)]
+        return writers[holder([dict(one.known.survey.generations) for one in writers], at) or 0]
+
+    def mark(self, generation: Generation, findings: list[Finding]) -> None:
+        """Record what was found where the generation was read. As `Marks.conclude`."""
+        self.writer_of(generation.id).conclude(generation, findings)
+
+    def mend(self, generation: Generation, arena: Arena, stop: Stop = never) -> bool:
+        """Mend a generation where it was read. Returns whether it is whole now, there or in another place.
+
+        A copy that cannot be mended counts as bad in this process, so that the next place that has one is read.
+        """
+        tried = list[RunWriter]()
+        while isinstance(writer := self.writer_of(generation.id), RunWriter) and writer not in tried:
+            tried.append(writer)
+            if writer.mender.try_to_mend(generation.id, arena, stop):
+                return True
+            if not self.below:
+                break
+            try:
+                findings = writer.own_findings(generation, arena)
+            except Unreadable as error:  # it may be readable later, so no mark is written
+                with writer.known.lock:
+                    writer.known.record(judged(generation, [guard.finding(error)]))
+                continue
+            if intact(findings):
+                return True
+            writer.conclude(generation, findings)
+        return False
+
+    def mend_known(self, step: int | None, arena: Arena) -> None:
+        """As `Mender.mend_known`, in each place."""
+        for one in self._writers():
+            one.mender.mended.clear()
+            one.mender.mend_known(step, arena)
+
+    def mended(self) -> list[tuple[int, str]]:
+        """(step, files) of each generation that was mended since `mend_known`."""
+        return [(at.step, ", ".join(names)) for one in self._writers() for at, names in one.mender.mended.items()]
+
+    def _writers(self) -> list[RunWriter]:
+        return [one for one in (self.front, *(one.writer for one in self.below)) if isinstance(one, RunWriter)]
+
+    # ---- copying -------------------------------------------------------------------------------------------
+
+    def offer(self, generation: Generation, pinned: bool) -> dict[str, Future[None]]:
+        """Copy a generation that was committed to the places that are due. Returns place -> the end of the copy."""
+        offered = {one.tier.place: one.offer(generation, pinned) for one in self.below}
+        return {place: copied for place, copied in offered.items() if copied is not None}
+
+    def add(self, at: GenerationId) -> dict[str, Future[None]]:
+        """Copy a generation, or labels that were added to it, to all places below. Returns as `offer`."""
+        generation = self.front.known.survey.generations.get(at)
+        return {one.tier.place: one.add(generation, True) for one in self.below} if generation else {}
+
+    def wait(self, timeout_seconds: float | None) -> None:
+        """Wait for the copies, as `LowerPlace.wait`. Raises TimedOut after `timeout_seconds` (None: no limit)."""
+        until = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        for one in self.below:
+            one.wait(None if until is None else max(0.0, until - time.monotonic()))
+
+    def stop(self) -> None:
+        """Interrupt all copies: `close` then does not try to make them."""
+        for one in self.below:
+            one.stop()
+
+    def close(self) -> None:
+        """As `LowerPlace.close`, for each place."""
+        for one in self.below:
+            one.close()
+
+
+class Below:
+    """The places below, opened and claimed for writing before the front is settled."""
+
+    def __init__(self, options: Sequence[PlaceOptions], storage: contextlib.ExitStack) -> None:
+        self._options = options
+        self.tiers: list[Tier] = [
+            storage.enter_context(access.for_writing(one.path, "atomic_dirsync", in_flight=1)) for one in options
+        ]
+
+    def unite(self, front: Tier, environment: Environment) -> None:
+        """Make all places those of one run. Raises Refused if they hold different runs; nothing was changed then."""
+        if not self.tiers:
+            return
+        tiers = [front, *self.tiers]
+        found = [copying.run_of(commit.survey(tier)) for tier in tiers]
+        runs = {run: tier.place for run, tier in zip(found, tiers, strict=True) if run is not None}
+        if len(runs) > 1:  # guard: places-of-one-run
+            named = " and ".join(f"{place} ({run})" for run, place in runs.items())
+            raise Refused(
+                f"these places hold different runs: {named}",
+                safe="Nothing was touched.",
+                todo="Give each run places of its own; an empty place joins a run.",
+            )
+        run = next(iter(runs), None) or environment.new_id()
+        for tier, has in zip(tiers, found, strict=True):
+            if has is None:
+                tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run)))
+
+    def opened(
+        self, front: RunWriter | Follower, algorithm: str, outcomes: Outcomes, pools: contextlib.ExitStack
+    ) -> Places:
+        """Settle each place and start the thread that copies to it; `pools` ends it if the opening fails."""
+        places = list[LowerPlace]()
+        for tier, one in zip(self.tiers, self._options, strict=True):
+            workers = Workers(WORKERS, "lastgood-drain-read")
+            pools.callback(workers.shutdown)
+            writer = RunWriter(
+                tier,
+                started(workers, WORKERS),
+                keep=one.keep,
+                parity=one.parity,
+                algorithm=algorithm,
+                ranks=SingleRank(),
+                environment=_environment_of(tier.place, front.known.environment),
+            )
+            places.append(LowerPlace(writer, front.known, workers, outcomes))
+            pools.callback(places[-1].close)
+        return Places(front, places)
+
+
+def _environment_of(place: str, front: Environment) -> Environment:
+    """The environment of a place below: its events name the place, and it makes room on its own disk."""
+
+    def emit(event: Event) -> None:
+        front.emit(replace(event, detail=f"{place}: {event.detail}" if event.detail else place))
+
+    return replace(front, emit=emit, make_room=None)
