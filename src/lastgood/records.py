@@ -154,6 +154,13 @@ class Pointer(Record, frozen=True, kw_only=True):
     root: str
 
 
+class PlaceList(Record, frozen=True, kw_only=True):
+    """`PLACES.json`: the paths and URLs of all places of the run, the nearest first. A hint for commands and people."""
+
+    format: int
+    places: list[str]
+
+
 LAYERS = ("structure", "agreement", "contents", "digests", "finite")
 """The layers of the guard: the structure of each file is valid; names, shapes and dtypes are those of the manifest; the
 digest of each tensor agrees; the digests of each chunk and record agree, up to the commit; no NaN and no infinity where

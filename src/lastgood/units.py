@@ -9,3 +9,12 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:.0f} {unit}"
     return f"{count:.0f} B"
+
+
+def span(seconds: float) -> str:
+    """A time span for people: 45 s, 12 min, 3.2 h, 2.1 d."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 36 * 3600 else f"{seconds / 86400:.1f} d"

@@ -430,8 +430,53 @@ def test_a_tier_with_a_mistake_is_refused(tier, text):
         ({"tiers": [lastgood.Tier("x", cadence=EVERY)], "cadence": "auto"}, "auto"),
     ],
 )
-def test_tiers_that_do_not_fit_together_are_refused(options, text, tmp_path, monkeypatch):
+def test_tiers_that_contradict_each_other_are_refused(options, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(errors.Refused, match=text):
         lastgood.Checkpointer("x/run", Training().state, **options)
     assert not any(tmp_path.iterdir())
+
+
+# ---- commands ------------------------------------------------------------------------------------------------
+
+
+def test_the_command_tiers_lists_what_each_place_holds(places, call_json):
+    places.train(6, every=3, retention=lastgood.Keep(last=9))
+    code, data = call_json("tiers", str(places.last))
+    assert code == 0 and [one["place"] for one in data["places"]] == [str(places.front), str(places.last)]
+    held = {row["step"]: set(row["states"]) for row in data["generations"]}
+    assert held[3] == {str(places.last)} and held[6] == {str(places.front), str(places.last)}
+    assert data["restores"]["step"] == 6 and all(row["age_seconds"] < 600 for row in data["generations"])
+    shutil.rmtree(places.front)
+    code, data = call_json("tiers", str(places.last))
+    assert code == 5 and "there is nothing at" in data["places"][0]["error"] and data["restores"]["step"] == 6
+
+
+def test_the_command_tiers_lists_a_run_in_one_place(tmp_path, call_json):
+    lastgood.save(tmp_path / "run", {"n": 1}, step=7)
+    code, data = call_json("tiers", str(tmp_path / "run"))
+    assert code == 0 and [row["step"] for row in data["generations"]] == [7] and len(data["places"]) == 1
+
+
+@pytest.mark.parametrize("command", ["scrub", "repair"])
+@pytest.mark.parametrize("damaged", ["front", "last"])
+def test_a_command_repairs_a_place_from_the_other_one(places, command, damaged, call_json):
+    """Without parity; the run itself names its places."""
+    places.train(3)
+    run = getattr(places, damaged)
+    before = files(run)
+    flip(tensor_file(run, 3))
+    code, data = call_json(command, str(run))
+    assert code == 0 and data["good"] and files(run) == before
+
+
+def test_a_copy_that_the_run_does_not_name_is_given_with_from(tmp_path, call_json):
+    for name in ("a", "other"):
+        lastgood.save(tmp_path / name, {"w": torch.randn(1000)}, step=1)
+    assert call_json("copy", str(tmp_path / "a"), str(tmp_path / "b"))[0] == 0
+    before = files(tmp_path / "a")
+    flip(tensor_file(tmp_path / "a", 1))
+    assert call_json("repair", str(tmp_path / "a"))[0] == 4
+    assert call_json("repair", str(tmp_path / "a"), "--from", str(tmp_path / "other"))[0] == 3
+    assert call_json("repair", str(tmp_path / "a"), "--from", str(tmp_path / "b"))[0] == 0
+    assert files(tmp_path / "a") == before

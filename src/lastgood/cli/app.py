@@ -22,7 +22,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..errors import LastgoodError, NotInstalled
-from . import compare, copying, exporting, importing, listing, mending, show, sizing, sweep, tuning, verify
+from . import compare, copying, exporting, importing, listing, mending, show, sizing, sweep, tiers, tuning, verify
 from .answer import BROKEN_PIPE, INTERRUPTED, USAGE
 from .answer import Answer as Answer
 from .terminal import clean, console
@@ -59,6 +59,7 @@ app.command("gc")(sweep.gc)
 app.command("scrub")(mending.scrub)
 app.command("repair")(mending.repair)
 app.command("copy")(copying.copy)
+app.command("tiers")(tiers.tiers)
 app.command("export")(exporting.export)
 app.command("import")(importing.import_file)
 app.command("tune")(tuning.tune)

@@ -27,6 +27,10 @@ TakeOver = Annotated[
         help="In an object store: go on though the run was not closed; who has it open cannot save any more.",
     ),
 ]
+From = Annotated[
+    list[str] | None,
+    typer.Option("--from", metavar="PLACE", help="Another place of the run, from which damage is repaired too."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e\+?[0-9]+)?)\s*(?:([kmgt]?)b?|([kmgt])ib)\s*", re.IGNORECASE)

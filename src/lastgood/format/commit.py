@@ -118,7 +118,7 @@ def copy_records(sources: Sequence[Tier], target: Tier, generation: Generation) 
         try:
             target.put_new(f"{folder}/{name}", data)
         except NameTaken:
-            if name == layout.COMMIT and _hint(target, f"{folder}/{name}", length, Commit) is not None:
+            if name == layout.COMMIT and read_hint(target, f"{folder}/{name}", length, Commit) is not None:
                 raise  # guard: other-commit-not-replaced
             target.delete(f"{folder}/{name}")
             target.put_new(f"{folder}/{name}", data)
@@ -300,9 +300,9 @@ def survey(tier: Tier) -> Survey:
     the same facts.
     """
     root = tier.list("")
-    header = _hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
-    pointer = _hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
-    pointer = pointer or _hint(tier, layout.OLD_POINTER, root.get(layout.OLD_POINTER), Pointer)
+    header = read_hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
+    pointer = read_hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
+    pointer = pointer or read_hint(tier, layout.OLD_POINTER, root.get(layout.OLD_POINTER), Pointer)
     found = Survey(run=header.run if header else None, pointer=pointer)
     for name, length in sorted(tier.list("gen").items()):
         at = layout.parse_folder(name)
@@ -328,7 +328,7 @@ def survey(tier: Tier) -> Survey:
             continue
         found.order = max(found.order, named.order)
         # guard: incarnation-matches-its-name
-        if _hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # otherwise it was moved here
+        if read_hint(tier, f"incarnations/{name}", length, Incarnation) in (None, named):  # otherwise it was moved here
             found.incarnations[named.id] = named
     for at, generation in found.generations.items():
         found.order = max(found.order, generation.commit.order)
@@ -373,7 +373,7 @@ def label(tier: Tier, generation: Generation, milestone: bool, metrics: Mapping[
 def _labels(tier: Tier, folder: str, listing: Listing) -> tuple[list[Label], bool]:
     """The labels in a folder in ascending order, and whether there are others that cannot be read."""
     names = sorted((number, name) for name in listing if (number := layout.label_number(name)) is not None)
-    found = [_hint(tier, f"{folder}/{name}", listing[name], Label) for _, name in names]
+    found = [read_hint(tier, f"{folder}/{name}", listing[name], Label) for _, name in names]
     return [one for one in found if one is not None], None in found
 
 
@@ -383,12 +383,12 @@ def _with(commit: Commit, label: Label) -> Commit:
 
 
 def _mark(tier: Tier, folder: str, name: str, root: str, listing: Mapping[str, int | None]) -> Mark | None:
-    found = _hint(tier, f"{folder}/{name}", listing.get(name), Mark)
+    found = read_hint(tier, f"{folder}/{name}", listing.get(name), Mark)
     return found if found and found.root == root else None  # guard: mark-belongs-to-commit
 
 
-def _hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> layout.T | None:
-    """A record that is not needed; None if it is missing or damaged."""
+def read_hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -> layout.T | None:
+    """A record that is not needed; None if it is missing or damaged. `length`: from the listing of its folder."""
     if length is None:
         return None
     try:

@@ -62,6 +62,7 @@ SAFETENSORS_BITS = {name: bits for bits, name in DTYPES.values() if name}
 HEADER = "lastgood.json"
 POINTER = "POINTER.json"
 OLD_POINTER = "LASTGOOD.json"
+PLACES = "PLACES.json"
 """name of the pointer in runs written before 2026-11-22, which is still read. It was replaced because a file system
 that ignores case cannot distinguish it from HEADER."""
 LINK = "latest_ok"

@@ -30,7 +30,16 @@ if TYPE_CHECKING:
 
 LOCK = ".lock"
 _GENERATIONS = {"gen", FOLDER}
-_RUN_NAMES = {layout.HEADER, layout.POINTER, layout.OLD_POINTER, layout.LINK, LOCK, "incarnations", claims.FOLDER}
+_RUN_NAMES = {
+    layout.HEADER,
+    layout.POINTER,
+    layout.OLD_POINTER,
+    layout.PLACES,
+    layout.LINK,
+    LOCK,
+    "incarnations",
+    claims.FOLDER,
+}
 _RUN_NAMES |= _GENERATIONS
 
 Persist = Literal["direct", "mmap"]

@@ -18,13 +18,13 @@ from dataclasses import replace
 from ..coordination.single_rank import SingleRank
 from ..engine import guard
 from ..engine.arena import Arena
-from ..errors import Refused, Unreadable
+from ..errors import LastgoodError, Refused, Unreadable
 from ..events import Event
 from ..format import commit, layout
 from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
-from ..records import Finding, Generation, GenerationId, RunHeader, intact, judged
+from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
 from . import access, copying
 from .follower import Follower
 from .known import Environment
@@ -47,6 +47,8 @@ class Places:
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
         for place in below:
             place.catch_up()
+        if below:
+            _note([self.front.tier, *(one.tier for one in below)])
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -172,6 +174,23 @@ class Below:
             places.append(LowerPlace(writer, front.known, workers, outcomes))
             pools.callback(places[-1].close)
         return Places(front, places)
+
+
+def listed(tier: Tier) -> list[str]:
+    """The paths and URLs of all places of the run of which `tier` is one, as the last opening has noted them there."""
+    found = commit.read_hint(tier, layout.PLACES, tier.list("").get(layout.PLACES), PlaceList)
+    return found.places if found else []
+
+
+def _note(tiers: Sequence[Tier]) -> None:
+    """Write the list of all places to each of them. It is a hint: where it cannot be written, nothing is lost."""
+    record = PlaceList(format=layout.FORMAT, places=[one.place for one in tiers])
+    for tier in tiers:
+        if tier.newest_only or listed(tier) == record.places:  # slots have no room for it
+            continue
+        with contextlib.suppress(LastgoodError):
+            tier.delete(layout.PLACES)
+            tier.put_new(layout.PLACES, layout.encode(record))
 
 
 def _environment_of(place: str, front: Environment) -> Environment:

@@ -1,0 +1,100 @@
+"""`lastgood tiers`: which place of a run holds which generations. Reads no tensor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from ..errors import LastgoodError, Unavailable
+from ..format import commit
+from ..policy import restore
+from ..policy.places import merged
+from ..run import access, places
+from ..units import size, span
+from .answer import Answer
+from .arguments import Json, Run
+from .terminal import clean
+from .texts import NOTHING_YET, named, new_table, newest_first, plural, state_of, state_text
+
+
+def tiers(
+    run: Run,
+    others: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="PLACE...", help="Further places that the run does not name.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> Answer:
+    """Which place of a run holds which generations, how old they are and how large. RUN: any of its places.
+
+    Exit code 5 where a place cannot be read; the others are listed.
+    """
+    data = held(run, others or [])
+    code = Unavailable.exit_code if any(one["error"] for one in data["places"]) else 0
+    return Answer(data, held_view(data), code)
+
+
+def held(run: str, others: list[str]) -> dict[str, Any]:
+    """The places of a run with their generations. Raises what opening `run` raises."""
+    first = access.for_reading(run)
+    names = list(dict.fromkeys([*(places.listed(first) or [first.place]), first.place, *others]))
+    surveys, errors = {}, {}
+    for name in names:
+        try:
+            tier = first if name == first.place else access.for_reading(name)
+            surveys[name] = commit.survey(tier)
+        except LastgoodError as error:
+            errors[name] = error.what
+    whole = merged(list(surveys.values()))
+    takes = next(iter(restore.choose(whole, None).candidates), None)
+    now = time.time()
+    rows = []
+    for at in newest_first(whole, {*whole.generations, *whole.broken}):
+        one = whole.generations.get(at)
+        rows.append(
+            {
+                **named(at),
+                "age_seconds": round(max(now - one.commit.created, 0.0), 1) if one else None,
+                "bytes": one.bytes if one else None,
+                "restores": at == takes,
+                "states": {
+                    name: state_of(found, at)[0]
+                    for name, found in surveys.items()
+                    if at in found.generations or at in found.broken
+                },
+            }
+        )
+    listed = [
+        {
+            "place": name,
+            "generations": len(surveys[name].generations) if name in surveys else None,
+            "bytes": sum(one.bytes for one in surveys[name].generations.values()) if name in surveys else None,
+            "error": errors.get(name, ""),
+        }
+        for name in names
+    ]
+    return {"run": whole.run, "places": listed, "restores": takes and named(takes), "generations": rows}
+
+
+def held_view(data: Mapping[str, Any]) -> RenderableType:
+    listed, lines = data["places"], list[RenderableType]()
+    letters = {one["place"]: chr(ord("A") + index) for index, one in enumerate(listed)}
+    for one in listed:
+        text = one["error"] or f"{plural(one['generations'], 'generation')}, {size(one['bytes'])}"
+        style = "red" if one["error"] else ""
+        lines.append(Text(f"{letters[one['place']]}  {clean(one['place'])}: {clean(text)}", style=style))
+    if not data["generations"]:
+        return Group(*lines, Text(NOTHING_YET))
+    table = new_table("step", "incarnation", "age", "size", *letters.values(), right=("step", "age", "size"))
+    for row in data["generations"]:
+        age = "" if row["age_seconds"] is None else span(row["age_seconds"])
+        cells = [state_text(row["states"].get(place, "")) for place in letters]
+        table.add_row(str(row["step"]), row["incarnation"], age, size(row["bytes"] or 0), *cells)
+    takes = data["restores"]
+    end = f"a restore takes step {takes['step']} ({takes['incarnation']})" if takes else "NOTHING HERE CAN BE RESTORED"
+    return Group(*lines, Text(), table, Text(), Text(end, style="bold"))
