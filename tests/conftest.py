@@ -11,7 +11,7 @@ import pytest
 
 from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.testing import FaultyFiles
-from object_server import ObjectServer, make_bucket, weed
+from lastgood_lab.object_server import ObjectServer, make_bucket, weed
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
 hypothesis.settings.register_profile("check", deadline=None, max_examples=10)

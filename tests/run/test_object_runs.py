@@ -19,8 +19,8 @@ from lastgood.cli import app
 from lastgood.records import Extent
 from lastgood.run import access
 from lastgood.storage import object_store
-from object_faults import Fault, FaultyProxy
-from object_server import ObjectServer
+from lastgood_lab.object_faults import Fault, FaultyProxy
+from lastgood_lab.object_server import ObjectServer
 from training import Training
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,8 @@ def train(url: str, total: int, **options: object) -> Training:
     with lastgood.Checkpointer(url, training.state, cadence=EVERY, **options) as ckpt:
         for step in range(ckpt.restore().step + 1, total + 1):
             training.step()
-            ckpt.step(step)
+            if (save := ckpt.step(step)) is not None:
+                save.result()
     return training
 
 

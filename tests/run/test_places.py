@@ -22,8 +22,8 @@ from lastgood.run import access, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
 from lastgood.storage import object_store
-from object_faults import FaultyProxy
-from object_server import ObjectServer
+from lastgood_lab.object_faults import FaultyProxy
+from lastgood_lab.object_server import ObjectServer
 from training import Training
 
 EVERY = lastgood.Every(steps=1)

