@@ -1,5 +1,6 @@
 # make check: lint, types, contracts and the fast tests, in a minute. make test: the same with all tests.
 # make demo: the main job on real images, killed and damaged on purpose. make coverage: which lines the fast tests run.
+# make demo-bucket: kills, damage and an outage against a real S3 server.
 # make prove: the long campaigns (hours on 2 cores). Reports land in lab/reports/.
 # make bench: the figures, hours on 2 cores (docs/bench.md); it resumes where it stopped. TRACES=FILE... replays those.
 # make gpu: on a CUDA machine, tests and a short bench, under eight minutes. Both land in benchmarks/results/.
@@ -7,7 +8,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: check demo test coverage prove bench gpu clean
+.PHONY: check demo demo-bucket test coverage prove bench gpu clean
 
 FAST := tests -n 2 --dist loadfile -m "not slow" --hypothesis-profile=check
 
@@ -23,6 +24,9 @@ coverage: .venv/.ready
 
 demo: .venv/.ready
 	$(BIN)/python demo/run.py
+
+demo-bucket: .venv/.ready
+	$(BIN)/python demo/bucket.py
 
 test: .venv/.ready
 	$(BIN)/ruff check .
