@@ -445,7 +445,7 @@ def test_the_command_tiers_lists_what_each_place_holds(places, call_json):
     code, data = call_json("tiers", str(places.last))
     assert code == 0 and [one["place"] for one in data["places"]] == [str(places.front), str(places.last)]
     held = {row["step"]: set(row["states"]) for row in data["generations"]}
-    assert held[3] == {str(places.last)} and held[6] == {str(places.front), str(places.last)}
+    assert str(places.last) in held[3] and held[6] == {str(places.front), str(places.last)}
     assert data["restores"]["step"] == 6 and all(row["age_seconds"] < 600 for row in data["generations"])
     shutil.rmtree(places.front)
     code, data = call_json("tiers", str(places.last))

@@ -27,7 +27,7 @@ from ..errors import (
     Truncated,
     Unreadable,
 )
-from ..format import commit, layout, validation
+from ..format import catalog, commit, layout, validation
 from ..io.checksum import ALGORITHMS
 from ..limits import MANIFEST_LIMIT_BYTES, VERIFY_BLOCK_BYTES
 from ..ports import Tier
@@ -59,7 +59,7 @@ class Examination:
         self._tier, self._generation, self._layers, self._also, self._of = tier, generation, layers, also, of
         self._folder = layout.folder(generation.id)
         self.findings: list[Finding] = []
-        self._listing: commit.Listing = {}
+        self._listing: catalog.Listing = {}
 
     def _report(self, layer: str, error: LastgoodError) -> None:
         if isinstance(error, Unreadable):  # guard: unreadable-is-no-evidence

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -52,9 +53,11 @@ from ..records import (
     Seal,
     intact,
 )
-from . import layout, parity_layout, validation
+from . import catalog, layout, parity_layout, validation
+from .catalog import Listing
 
-MARKS = {layout.VERIFIED, layout.DAMAGED, layout.UNFIT}
+READS_AT_ONCE = 16
+"""Generations that are read at the same time where each read is a request."""
 FINDINGS_LIMIT = 1000
 """the largest number of findings that one mark keeps"""
 
@@ -203,13 +206,14 @@ def retire(tier: Tier, at: GenerationId) -> None:
 # ---- reading -------------------------------------------------------------------------------------------------
 
 
-def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation:
-    """The generation with its marks and labels. `run`: the id of the run; None if it is not known.
+def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: Listing | None = None) -> Generation:
+    """The generation with its marks and labels. `run`: the id of the run; None if it is not known. `listing` (default:
+    read here): of its folder.
 
     Raises Damaged, Unavailable or UnknownFormat.
     """
     folder = layout.folder(at)
-    listing = tier.list(folder)
+    listing = tier.list(folder) if listing is None else listing
     data = _read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{folder}/{layout.COMMIT}")
     validation.validate_commit(commit, at, run)  # guard: commit-record-validated
@@ -228,10 +232,6 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None) -> Generation
         label_unread=label_unread,
         bytes=sum(length for length in listing.values() if length is not None and length > 0),
     )
-
-
-Listing = Mapping[str, int | None]
-"""the result of `Tier.list`"""
 
 
 def read_manifest(tier: Tier, generation: Generation, rank: int = 0, listing: Listing | None = None) -> Manifest:
@@ -291,6 +291,8 @@ class Survey:
     order: int = 0
     """the highest order of an incarnation"""
     pointer: Pointer | None = None
+    listings: Mapping[str, Listing] = field(default_factory=dict)
+    """the folders below `gen` as they were listed, by their names"""
 
 
 def survey(tier: Tier) -> Survey:
@@ -303,25 +305,27 @@ def survey(tier: Tier) -> Survey:
     header = read_hint(tier, layout.HEADER, root.get(layout.HEADER), RunHeader)
     pointer = read_hint(tier, layout.POINTER, root.get(layout.POINTER), Pointer)
     pointer = pointer or read_hint(tier, layout.OLD_POINTER, root.get(layout.OLD_POINTER), Pointer)
-    found = Survey(run=header.run if header else None, pointer=pointer)
-    for name, length in sorted(tier.list("gen").items()):
+    tree = _folders(tier)
+    found = Survey(run=header.run if header else None, pointer=pointer, listings=tree)
+    committed = dict[GenerationId, Listing]()
+    for name, listing in sorted(tree.items()):
         at = layout.parse_folder(name)
-        # guard: generation-folder-is-no-link
-        if at is None or length is not None:  # a symbolic link would lead out of the run
+        if at is None:
             continue
-        listing = tier.list(f"gen/{name}")
         if layout.COMMIT in listing:
-            try:
-                found.generations[at] = read_generation(tier, at, found.run)
-            except Damaged as error:
-                found.broken[at] = error  # guard: broken-commit-recorded
+            committed[at] = listing
         # guard: unfinished-deletion-is-no-loss
         elif layout.GOING in listing or not listing:  # an empty folder is the last state of a deletion
             found.going.add(at)
         else:
             found.incomplete.add(at)
-            if any(one in MARKS or parity_layout.is_record(one) or layout.label_number(one) for one in listing):
+            if any(one in catalog.MARKS or parity_layout.is_record(one) or layout.label_number(one) for one in listing):
                 found.witnessed.add(at)
+    catalogued = None
+    if catalog.NAME in root:
+        catalogued = read_hint(tier, catalog.NAME, root[catalog.NAME], catalog.Catalog)
+    found.generations |= catalog.found(catalogued, tree)
+    _read_generations(tier, found, {at: one for at, one in committed.items() if at not in found.generations})
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)
         if named is None or length is None or length < 0:  # guard: incarnation-record-is-file
@@ -340,6 +344,36 @@ def survey(tier: Tier) -> Survey:
     return found
 
 
+def _folders(tier: Tier) -> Mapping[str, Listing]:
+    """Folder of each generation -> the listing of it. Where a tree is listed at once there are no empty folders."""
+    tree = getattr(tier, "tree", None)
+    if tree is not None:
+        listings: Mapping[str, Listing] = tree("gen")
+        return listings
+    # guard: generation-folder-is-no-link
+    names = [name for name, length in tier.list("gen").items() if length is None]  # a link would lead out of the run
+    return {name: tier.list(f"gen/{name}") for name in names if layout.parse_folder(name) is not None}
+
+
+def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId, Listing]) -> None:
+    """Read these generations into `found`: several at a time where each read is a request."""
+
+    def read(at: GenerationId) -> Generation | Damaged:
+        try:
+            return read_generation(tier, at, found.run, committed[at])
+        except Damaged as error:
+            return error
+
+    with contextlib.ExitStack() as threads:
+        several = len(committed) > 1 and hasattr(tier, "tree")
+        each = threads.enter_context(ThreadPoolExecutor(READS_AT_ONCE, "lastgood-survey")).map if several else map
+        for at, one in zip(committed, each(read, committed), strict=True):
+            if isinstance(one, Damaged):
+                found.broken[at] = one  # guard: broken-commit-recorded
+            else:
+                found.generations[at] = one
+
+
 def newest_incarnation(tier: Tier) -> Incarnation | None:
     """The newest incarnation of a run, from the names of the incarnation records; None if there is none."""
     named = filter(None, map(layout.parse_incarnation, tier.list("incarnations")))
@@ -354,7 +388,7 @@ def mark(tier: Tier, generation: Generation, findings: list[Finding]) -> None:
     if name in tier.list(folder):
         tier.delete(f"{folder}/{name}")
     tier.put_new(f"{folder}/{name}", layout.encode(record))  # gap: before_mark
-    for old in MARKS & set(tier.list(folder)) - {name}:  # last, so that a full disk leaves the old mark
+    for old in catalog.MARKS & set(tier.list(folder)) - {name}:  # last, so that a full disk leaves the old mark
         tier.delete(f"{folder}/{old}")  # guard: old-mark-deleted
 
 

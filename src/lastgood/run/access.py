@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..errors import LastgoodError, NotARun, Refused, RunLocked
 from ..extras import needed
-from ..format import layout
+from ..format import catalog, layout
 from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.mapped import MappedFiles
@@ -36,6 +36,7 @@ _RUN_NAMES = {
     layout.OLD_POINTER,
     layout.PLACES,
     layout.LINK,
+    catalog.NAME,
     LOCK,
     "incarnations",
     claims.FOLDER,

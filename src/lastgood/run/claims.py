@@ -61,7 +61,7 @@ class ClaimedTier:
     def __init__(self, objects: Objects, order: int) -> None:
         self._objects, self.order = objects, order
         self.place = objects.place
-        self.list, self.read_into = objects.list, objects.read_into
+        self.list, self.tree, self.read_into = objects.list, objects.tree, objects.read_into
         self._used = False
         """whether an incarnation has the order of the present claim"""
         self._replaced_by = 0

@@ -28,7 +28,7 @@ from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
 from .thread_pools import Workers
-from .writer import RunWriter
+from .writer import CATALOG_LEAST, RunWriter
 
 PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
 """The pauses after failed attempts in a row; the last one is repeated."""
@@ -137,6 +137,8 @@ class LowerPlace:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        if not self._stopped:
+            self.writer.note_catalog(CATALOG_LEAST)
         self._workers.shutdown()
         with self._changed:
             missing = sorted(self._waiting)

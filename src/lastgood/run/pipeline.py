@@ -44,7 +44,7 @@ from .save import SaveRequest, save
 from .save_handle import Save
 from .thread_pools import Pool, Workers, started
 from .upkeep import Upkeep
-from .writer import RunWriter
+from .writer import CATALOG_LEAST, RunWriter
 
 
 class _Flight:
@@ -353,6 +353,8 @@ class Pipeline:
         """Close the storage of the run and release its lock. It writes only hints: an error of it is reported."""
         self.upkeep.close()
         self.places.close()
+        if isinstance(self.run, RunWriter):
+            self.run.note_catalog(CATALOG_LEAST)
         try:
             self._storage.close()
         except LastgoodError as error:

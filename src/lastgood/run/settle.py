@@ -54,12 +54,13 @@ def _ensure_header(known: KnownRun) -> str:
 def _remove_litter(known: KnownRun, deletions: Deletions) -> None:
     """Remove temporary files and unfinished parity that a crash left in the folders of the run."""
     survey, tier = known.survey, known.tier
-    kept = [*survey.generations, *survey.broken, *survey.incomplete]
-    for folder in ("", "incarnations", *map(layout.folder, kept)):
-        for name, length in tier.list(folder).items():
+    kept = {layout.folder(at) for at in (*survey.generations, *survey.broken, *survey.incomplete)}
+    listings = {f"gen/{name}": one for name, one in survey.listings.items() if f"gen/{name}" in kept}
+    for folder, listing in {"": tier.list(""), "incarnations": tier.list("incarnations"), **listings}.items():
+        for name, length in listing.items():
             if length is not None and layout.is_litter(folder, name):
                 deletions.remove(f"{folder}/{name}".lstrip("/"))  # guard: litter-removed-at-opening
-        for name in parity_layout.unfinished(tier.list(folder)):
+        for name in parity_layout.unfinished(listing):
             deletions.remove(f"{folder}/{name}")
     if {layout.HEADER, layout.OLD_POINTER} <= tier.list("").keys():  # two files: this disk distinguishes case
         deletions.remove(layout.OLD_POINTER)
@@ -83,6 +84,8 @@ def _complete(known: KnownRun) -> None:
                 newest = max(at for at in survey.generations if at.incarnation == record.id)
                 commit.confirm(tier, newest)  # guard: commit-durable-before-its-incarnation
                 tier.put_new(name, layout.encode(record))
+    if hasattr(tier, "tree"):  # an object store: what is visible there is durable
+        return
     for at, one in survey.generations.items():
         if one.commit.milestone or one.commit.metrics or one.label_unread:
             commit.confirm_labels(tier, at)  # guard: labels-durable-before-use

@@ -23,6 +23,8 @@ class Watched:
         self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
         self.list, self.delete = tier.list, tier.delete
         self.replace = getattr(tier, "replace", None)  # only tiers with files that can be rebuilt have it
+        if tree := getattr(tier, "tree", None):  # only places that list all files at once have it
+            self.tree = tree
         self.next_order = getattr(tier, "next_order", None)  # only tiers that other machines may open have it
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:

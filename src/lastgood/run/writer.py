@@ -22,8 +22,9 @@ from ..coordination.rounds import encode_error
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine.arena import Arena
 from ..errors import LastgoodError, NoSpace, StepTaken
-from ..format import commit, layout, parity_layout
+from ..format import catalog, commit, layout, parity_layout
 from ..io.reed_solomon import Code
+from ..limits import RECORD_LIMIT_BYTES
 from ..policy.places import holder
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
@@ -37,6 +38,11 @@ from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
 from .settle import record_incarnation, settle
 from .verify import Stop, Verifier, never, own_findings
+
+CATALOG_EVERY = 64
+"""So many generations are new in an object store until its catalog is written again."""
+CATALOG_LEAST = 16
+"""At the end of an opening the catalog is written if so many are new."""
 
 
 class SharedSurvey(Record, frozen=True, kw_only=True):
@@ -87,6 +93,8 @@ class RunWriter:
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
         self._roomy = RetryingTier(tier, self.make_room)
+        self._catalogued: set[GenerationId] = set()
+        """the generations in the catalog that this process has written, if the run has one"""
 
     @property
     def rank(self) -> int:
@@ -212,8 +220,28 @@ class RunWriter:
         self.verifier.verify(arena, stop)
 
     def clean(self, stop: Stop = never, most: int | None = None) -> None:
-        """As `Retirement.clean`."""
+        """As `Retirement.clean`. Where the run has a catalog, it is written from time to time."""
         self.retirement.clean(stop, most)
+        self.note_catalog(CATALOG_EVERY)
+
+    def note_catalog(self, least: int) -> None:
+        """Write the catalog of an object store, if at least `least` generations are new since it was written.
+
+        It is a cache (format/catalog.py): if it cannot be written, the next opening reads more.
+        """
+        known, tree = self.known, getattr(self.tier, "tree", None)
+        if tree is None or len(known.survey.generations.keys() - self._catalogued) < least:
+            return
+        with contextlib.suppress(LastgoodError):
+            listings = tree("gen")
+            # Taken after the listing: a record that is listed is known by now, because both come under the lock. What
+            # came after the listing makes an entry that no later listing agrees with.
+            with known.lock:
+                now = dict(known.survey.generations)
+            record = layout.encode(catalog.made(now, listings))
+            if len(record) <= RECORD_LIMIT_BYTES:
+                self.tier.point(catalog.NAME, record, "")
+                self._catalogued = set(now)
 
     def conclude(self, generation: Generation, findings: list[Finding]) -> None:
         """As `Marks.conclude`."""

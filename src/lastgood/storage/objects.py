@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 READ_PART_BYTES = 2 << 20
 """A longer read is divided into requests of this length, which are sent at the same time: one connection to a store is
 slower than most networks."""
+LISTED_AT_ONCE = 1000
+"""Objects of one reply to a listing: the most that S3 returns."""
 READS_AT_ONCE = 8
 """Requests of one read that are under way at the same time."""
 CREATION_PAUSES_SECONDS = (0.1, 0.5, 2.0, 8.0)
@@ -152,6 +154,21 @@ class Objects:
         # Some stores list an empty folder as an object of no bytes with the name of the folder.
         objects = [one for one in found["objects"] if one["path"].rstrip("/") != folder]
         return names | {one["path"].rpartition("/")[2]: one["size"] for one in objects}
+
+    def tree(self, folder: str) -> Mapping[str, Mapping[str, int]]:
+        """Folder below `folder` -> name -> length of each object directly in it: one request for a thousand objects.
+
+        Raises NotWritable, NotARun, TierDown.
+        """
+        found: dict[str, dict[str, int]] = {}
+        prefix = self.key(folder) + "/"
+        with self._translated(folder):
+            for batch in obstore.list(self.store, prefix, chunk_size=LISTED_AT_ONCE):
+                for one in batch:
+                    below, _, name = one["path"].removeprefix(prefix).partition("/")
+                    if name and "/" not in name:
+                        found.setdefault(below, {})[name] = one["size"]
+        return found
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. Raises Truncated, MissingBlob, NotWritable, TierDown. No read is cached."""

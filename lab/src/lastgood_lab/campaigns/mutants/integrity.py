@@ -91,7 +91,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a symbolic link is accepted as the folder of a generation",
             "generation-folder-is-no-link",
-            Swap(" or length is not None", ""),
+            Swap(" if length is None", ""),
         ),
         (
             "an incarnation record in a file with another name is accepted",

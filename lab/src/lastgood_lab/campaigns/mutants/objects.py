@@ -48,6 +48,15 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
     ),
     *table(
+        "catalog",
+        ("catalog",),
+        (
+            "a catalog hides what was changed after it",
+            "stale-catalog-entry-ignored",
+            Swap(" and records_in(listing) == one.records", ""),
+        ),
+    ),
+    *table(
         "places",
         TIERS,
         (
