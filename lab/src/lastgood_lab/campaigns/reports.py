@@ -23,6 +23,7 @@ PROVED = {
     "mutation": ("",),
     "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
     "ranks": ("",),
+    "requests": TORCH_FREE,
     "syscalls": TORCH_FREE,
 }
 """campaign -> the rooms of the package whose behaviour it tests ("" is the whole package)"""
