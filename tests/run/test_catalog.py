@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_requests_of_an_opening_do_not_grow_with_the_generations(bucket, proxy):
         with lastgood.Checkpointer(bucket, {"w": np.arange(8.0), "n": 0}, retention=ALL) as ckpt:
             assert ckpt.latest() == steps
             counted[steps] = reading, len(proxy.requests)
-    few = 4  # claims and incarnations come and go
+    few = 2 * writer.CATALOG_LEAST + 8  # so many may be newer than the catalog; claims and incarnations come and go
     assert all(many <= less + few for less, many in zip(counted[40], counted[120], strict=True)), counted
 
 
@@ -72,7 +73,8 @@ def test_a_run_is_the_same_with_its_catalog_and_without_it(bucket):
     assert catalog.NAME in tier.list("")
     found = commit.survey(tier)
     expected = without_catalog(bucket)
-    assert found == expected and len(found.generations) == 29
+    found.catalogued = frozenset()
+    assert found == replace(expected, listings=found.listings) and len(found.generations) == 29
     assert found.generations[first.id].commit.milestone and third.id in found.witnessed
     assert not found.generations[fourth.id].verified
 
@@ -102,7 +104,7 @@ def test_a_label_that_comes_while_the_catalog_is_written_is_not_hidden(bucket, m
         run.note_catalog(1)
     found = commit.survey(access.for_reading(bucket))
     assert catalog.NAME in access.for_reading(bucket).list("") and found.generations[at].commit.milestone
-    assert found == without_catalog(bucket)
+    assert found.generations == without_catalog(bucket).generations
 
 
 def test_a_catalog_is_written_again_after_many_saves(bucket, monkeypatch):

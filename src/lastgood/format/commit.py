@@ -293,6 +293,8 @@ class Survey:
     pointer: Pointer | None = None
     listings: Mapping[str, Listing] = field(default_factory=dict)
     """the folders below `gen` as they were listed, by their names"""
+    catalogued: frozenset[GenerationId] = frozenset()
+    """the generations that were read from the catalog"""
 
 
 def survey(tier: Tier) -> Survey:
@@ -325,6 +327,7 @@ def survey(tier: Tier) -> Survey:
     if catalog.NAME in root:
         catalogued = read_hint(tier, catalog.NAME, root[catalog.NAME], catalog.Catalog)
     found.generations |= catalog.found(catalogued, tree)
+    found.catalogued = frozenset(found.generations)
     _read_generations(tier, found, {at: one for at, one in committed.items() if at not in found.generations})
     for name, length in sorted(tier.list("incarnations").items()):
         named = layout.parse_incarnation(name)

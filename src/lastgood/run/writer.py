@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -93,8 +93,8 @@ class RunWriter:
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
         self._roomy = RetryingTier(tier, self.make_room)
-        self._catalogued: set[GenerationId] = set()
-        """the generations in the catalog that this process has written, if the run has one"""
+        self._catalogued: Set[GenerationId] = known.survey.catalogued
+        """the generations in the catalog, where the run has one"""
 
     @property
     def rank(self) -> int:

