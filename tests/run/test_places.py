@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import threading
@@ -22,6 +23,7 @@ from lastgood.run import access, lower_place
 from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
 from lastgood.storage import object_store
+from lastgood_lab import corrupt
 from lastgood_lab.object_faults import FaultyProxy
 from lastgood_lab.object_server import ObjectServer
 from training import Training
@@ -228,20 +230,21 @@ def test_latest_counts_all_places(places):
 # ---- damage --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["*.safetensors", "COMMIT.json", "*manifest*"])
-@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
-def test_damage_in_front_is_repaired_from_the_place_below(places, name, how):
-    places.train(3)
-    before = files(places.front)
-    victims = [one for one in places.front.glob(f"gen/{3:012d}-*/*") if one.match(name)]
-    assert victims
-    for one in victims:
-        flip(one, 60) if how == "flipped" else os.truncate(one, 50) if how == "cut" else one.unlink()
-    found = places.train(3)
+@pytest.mark.parametrize("kind", [kind for kind in corrupt.KINDS if kind != "none"])
+@pytest.mark.parametrize("where", ["front", "last"])
+def test_damage_of_every_kind_in_one_place_is_repaired(places, kind, where, call_json, monkeypatch):
+    """In front at the next restore; in the last place by a scrub, which also finds what no restore would read."""
+    run, options = getattr(places, where), {"retention": lastgood.Keep(last=9)}
+    places.train(3, **options)
+    before = files(run)
+    (folder,) = run.glob(f"gen/{3:012d}-*")
+    monkeypatch.setattr(corrupt, "OLDER", min(steps(run)))
+    corrupt.KINDS[kind](folder, random.Random(kind))
+    if where == "last":
+        assert call_json("repair", str(run))[0] == 0 or kind == "bitflip in pointer"
+    found = places.train(3, **options)
     assert found.step == 3 and not found.stepped_over and places.weights_at(3, places.front)
-    if name == "COMMIT.json":  # where it is gone the front has no such generation, and is not filled again
-        return
-    assert files(places.front) == before and [step for step, _ in found.repaired] == [3]
+    assert files(run) == before
 
 
 def test_damage_in_different_chunks_of_both_copies_is_repaired(tmp_path):

@@ -16,6 +16,7 @@ from . import layout
 
 NAME = "CATALOG.json"
 MARKS = {layout.VERIFIED, layout.DAMAGED, layout.UNFIT}
+RECORDS = {layout.COMMIT, *MARKS}
 
 Listing = Mapping[str, int | None]
 
@@ -36,9 +37,8 @@ class Catalog(Record, frozen=True, kw_only=True):
 
 def records_in(listing: Listing) -> dict[str, int]:
     """Name -> length of the records that a `Generation` is read from: COMMIT, marks and labels."""
-    named = {name: length for name, length in listing.items() if name == layout.COMMIT or name in MARKS}
-    labels = {name: length for name, length in listing.items() if layout.label_number(name) is not None}
-    return {name: length for name, length in {**named, **labels}.items() if length is not None}
+    named = {name for name in listing if name in RECORDS or layout.label_number(name) is not None}
+    return {name: length for name, length in listing.items() if name in named and length is not None}
 
 
 def found(catalog: Catalog | None, tree: Mapping[str, Listing]) -> dict[GenerationId, Generation]:

@@ -56,8 +56,7 @@ from ..records import (
 from . import catalog, layout, parity_layout, validation
 from .catalog import Listing
 
-READS_AT_ONCE = 16
-"""Generations that are read at the same time where each read is a request."""
+READS_AT_ONCE = 16  # generations, where each read is a request
 FINDINGS_LIMIT = 1000
 """the largest number of findings that one mark keeps"""
 
@@ -93,7 +92,15 @@ def confirm(tier: Tier, at: GenerationId) -> None:
     `put_new` of the bytes that a record has already writes nothing, and syncs the record and its name.
     """
     name = f"{layout.folder(at)}/{layout.COMMIT}"
-    tier.put_new(name, _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT)))
+    data = _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT))
+    # In an object store another process may have deleted the generation since: its COMMIT must not come back.
+    if not visible_is_durable(tier):  # guard: deleted-commit-not-created-again
+        tier.put_new(name, data)
+
+
+def visible_is_durable(tier: Tier) -> bool:
+    """Whether what can be read is durable: in an object store, which has no page cache and lists all files at once."""
+    return hasattr(tier, "tree")
 
 
 def confirm_labels(tier: Tier, at: GenerationId) -> None:
@@ -208,10 +215,7 @@ def retire(tier: Tier, at: GenerationId) -> None:
 
 def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: Listing | None = None) -> Generation:
     """The generation with its marks and labels. `run`: the id of the run; None if it is not known. `listing` (default:
-    read here): of its folder.
-
-    Raises Damaged, Unavailable or UnknownFormat.
-    """
+    read here): of its folder. Raises Damaged, Unavailable or UnknownFormat."""
     folder = layout.folder(at)
     listing = tier.list(folder) if listing is None else listing
     data = _read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
@@ -368,7 +372,7 @@ def _read_generations(tier: Tier, found: Survey, committed: Mapping[GenerationId
             return error
 
     with contextlib.ExitStack() as threads:
-        several = len(committed) > 1 and hasattr(tier, "tree")
+        several = len(committed) > 1 and visible_is_durable(tier)
         each = threads.enter_context(ThreadPoolExecutor(READS_AT_ONCE, "lastgood-survey")).map if several else map
         for at, one in zip(committed, each(read, committed), strict=True):
             if isinstance(one, Damaged):

@@ -7,7 +7,8 @@ Invariants
   1. Two openings never hold the same number, so two incarnations in one object store never have the same order.
   2. A commit is acknowledged only if no higher claim existed after its record was created. The holder of a higher claim
      lists the run after it has made its claim. So it sees every acknowledged commit.
-  3. A holder that was replaced deletes and replaces nothing from the moment at which it learns of the higher claim.
+  3. A holder that was replaced deletes and replaces nothing from the moment at which it learns of the higher claim. It
+     learns of it before each of these, and where a generation is not there any more that it knew of.
   4. The highest claim is never deleted.
 A process that was replaced may leave the record of one commit that it has not acknowledged. It is a generation of an
 older incarnation, which no later one continues.
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from .. import reporting
 from ..errors import Damaged, LastgoodError, MissingBlob, NameTaken, Refused, RunLocked, RunReplaced
-from ..format import layout
+from ..format import catalog, layout
 from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier, Upload
 from ..records import Extent, Record
@@ -61,7 +62,7 @@ class ClaimedTier:
     def __init__(self, objects: Objects, order: int) -> None:
         self._objects, self.order = objects, order
         self.place = objects.place
-        self.list, self.tree, self.read_into = objects.list, objects.tree, objects.read_into
+        self.tree = objects.tree
         self._used = False
         """whether an incarnation has the order of the present claim"""
         self._replaced_by = 0
@@ -81,18 +82,31 @@ class ClaimedTier:
         self._used = True
         return self.order
 
+    def list(self, folder: str) -> Mapping[str, int | None]:
+        found = self._objects.list(folder)
+        if folder.startswith("gen/") and layout.COMMIT not in found:  # the new holder may have deleted the generation
+            self._require_held()  # guard: replacement-noticed-at-deleted-generation
+        return found
+
+    def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
+        try:
+            self._objects.read_into(extent, mv, fresh=fresh)
+        except MissingBlob:
+            self._require_held()
+            raise
+
     def create(self, name: str, length: int) -> Upload:
         if self._replaced_by:
             raise self._replaced()
         return self._objects.create(name, length)
 
     def put_new(self, name: str, data: bytes) -> None:
-        if not name.endswith(f"/{layout.COMMIT}"):
-            self._objects.put_new(name, data)
-            return
-        self._require_held()
+        record = name.rpartition("/")[2]
+        if record in catalog.RECORDS or layout.label_number(record) is not None:
+            self._require_held()  # a mark beside a deleted generation would look like a lost one
         self._objects.put_new(name, data)
-        self._require_held()  # guard: commit-acknowledged-only-while-claimed
+        if record == layout.COMMIT:
+            self._require_held()  # guard: commit-acknowledged-only-while-claimed
 
     def point(self, name: str, data: bytes, to: str) -> None:
         self._require_held()

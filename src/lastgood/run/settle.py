@@ -84,7 +84,7 @@ def _complete(known: KnownRun) -> None:
                 newest = max(at for at in survey.generations if at.incarnation == record.id)
                 commit.confirm(tier, newest)  # guard: commit-durable-before-its-incarnation
                 tier.put_new(name, layout.encode(record))
-    if hasattr(tier, "tree"):  # an object store: what is visible there is durable
+    if commit.visible_is_durable(tier):
         return
     for at, one in survey.generations.items():
         if one.commit.milestone or one.commit.metrics or one.label_unread:

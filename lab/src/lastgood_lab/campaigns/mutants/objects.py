@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .change import Never, Remove, Swap
+from .change import Always, Never, Remove, Swap
 from .record import Mutant, table
 
 OBJECTS = ("objects", "tiers", "object_runs")
@@ -40,10 +40,16 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "claims",
-        OBJECTS,
+        (*OBJECTS, "requests"),
         ("two incarnations in a bucket have the same order", "incarnation-order-claimed", Remove()),
         ("a commit is acknowledged although the run was claimed", "commit-acknowledged-only-while-claimed", Remove()),
         ("a writer that was replaced deletes generations", "replaced-writer-deletes-nothing", Remove()),
+        (
+            "a writer that was replaced takes a deleted generation for damage",
+            "replacement-noticed-at-deleted-generation",
+            Remove(),
+        ),
+        ("a replaced writer creates a deleted commit again", "deleted-commit-not-created-again", Always()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
     ),
