@@ -394,6 +394,21 @@ def test_places_of_different_runs_are_refused_and_left_alone(places, tmp_path):
     assert places.train(2).step == 2 and other.train(3).step == 3
 
 
+def test_a_bug_in_a_copy_is_reported_and_ends_the_wait_for_it(places, monkeypatch):
+    """It ended the thread that copies, and with it every wait for a copy hung."""
+
+    def fails(*_: object) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    with reported("ZeroDivisionError: a bug"), places.opened(save_on_exit=False) as ckpt:
+        monkeypatch.setattr(lower_place.copying, "holds", fails)
+        with pytest.raises(ZeroDivisionError):
+            ckpt.save(1).result(60)
+        monkeypatch.undo()
+        ckpt.save(2).result(60)
+    assert steps(places.last) == [2]
+
+
 def test_a_signal_leaves_the_last_step_in_all_places(places):
     with places.opened(every=100, preemption=lastgood.Preemption()) as ckpt, pytest.raises(lastgood.Preempted):
         for step in range(1, 10):

@@ -25,7 +25,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .. import reporting
-from ..errors import Damaged, LastgoodError, MissingBlob, NameTaken, Refused, RunLocked, RunReplaced
+from ..errors import (
+    CommitUnknown,
+    Damaged,
+    LastgoodError,
+    MissingBlob,
+    NameTaken,
+    NotWritable,
+    Refused,
+    RunLocked,
+    RunReplaced,
+    TierDown,
+)
 from ..format import catalog, layout
 from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier, Upload
@@ -106,7 +117,14 @@ class ClaimedTier:
             self._require_held()  # a mark beside a deleted generation would look like a lost one
         self._objects.put_new(name, data)
         if record == layout.COMMIT:
-            self._require_held()  # guard: commit-acknowledged-only-while-claimed
+            try:
+                self._require_held()  # guard: commit-acknowledged-only-while-claimed
+            except (TierDown, NotWritable) as error:  # guard: unconfirmed-claim-is-unknown-commit
+                raise CommitUnknown(
+                    f"{name} was created, and whether this process still holds the run could not be read: {error.what}",
+                    safe="Nothing was deleted.",
+                    todo="The next opening of the run decides whether it counts.",
+                ) from error
 
     def point(self, name: str, data: bytes, to: str) -> None:
         self._require_held()

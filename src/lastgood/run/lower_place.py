@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from typing import cast
 
 from ..engine.arena import Arena
-from ..errors import Cancelled, Damaged, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
+from ..errors import Cancelled, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy import restore
@@ -178,7 +178,7 @@ class LowerPlace:
 
     def _attempt(self, at: GenerationId) -> None:
         """Try to copy one generation. If this place cannot be reached now, it goes on waiting."""
-        failed: LastgoodError | None = None
+        failed: Exception | None = None
         try:
             self._copy(at)
         except Cancelled:
@@ -192,9 +192,9 @@ class LowerPlace:
                     self._outcomes.put(error)
                 self._changed.notify_all()
             return
-        except LastgoodError as error:  # it is damaged or deleted at the source, or this writer was replaced
+        except Exception as error:  # noqa: BLE001 - it is damaged at the source, this writer was replaced, or a bug
             self._outcomes.put(error)
-            failed = error
+            failed = error  # guard: failed-copy-ends-its-wait
         with self._changed:
             self._failures, self._last_try = 0, False
             self._end(at, failed)
@@ -207,7 +207,7 @@ class LowerPlace:
             incarnations = dict(source.view.incarnations)
         if generation is None:
             self.owe(at.step)  # slots keep the newest only: the next commit is copied instead
-            raise Damaged(f"{at} was deleted from {source.tier.place} before it was copied to {self.tier.place}")
+            raise Overtaken(f"{at} was deleted from {source.tier.place} before it was copied to {self.tier.place}")
         now = source.environment.monotonic_seconds
         begun = now()
         arena = Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES)
@@ -230,7 +230,7 @@ class LowerPlace:
             self.writer.verifier.protect(there, code, arena, lambda: self._stopped)
         self.writer.clean()
 
-    def _end(self, at: GenerationId, error: LastgoodError | None) -> None:
+    def _end(self, at: GenerationId, error: Exception | None) -> None:
         """Note that a generation waits no more. The lock is held."""
         copied = self._waiting.pop(at, None)
         self._pinned.discard(at)

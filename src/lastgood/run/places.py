@@ -140,7 +140,7 @@ class Below:
         if not self.tiers:
             return
         tiers = [front, *self.tiers]
-        found = [copying.run_of(commit.survey(tier)) for tier in tiers]
+        found = [_run_of(tier) for tier in tiers]
         runs = {run: tier.place for run, tier in zip(found, tiers, strict=True) if run is not None}
         if len(runs) > 1:  # guard: places-of-one-run
             named = " and ".join(f"{place} ({run})" for run, place in runs.items())
@@ -174,6 +174,12 @@ class Below:
             places.append(LowerPlace(writer, front.known, workers, outcomes))
             pools.callback(places[-1].close)
         return Places(front, places)
+
+
+def _run_of(tier: Tier) -> str | None:
+    """The id of the run in a place; None if it is empty. Lists the generations only if the header cannot be read."""
+    header = commit.read_hint(tier, layout.HEADER, tier.list("").get(layout.HEADER), RunHeader)
+    return header.run if header else copying.run_of(commit.survey(tier))
 
 
 def listed(tier: Tier) -> list[str]:

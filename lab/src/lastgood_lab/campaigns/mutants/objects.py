@@ -49,6 +49,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "replacement-noticed-at-deleted-generation",
             Remove(),
         ),
+        (
+            "a commit is reported as refused because the claim cannot be read after it",
+            "unconfirmed-claim-is-unknown-commit",
+            Swap("(TierDown, NotWritable)", "()"),
+        ),
         ("a replaced writer creates a deleted commit again", "deleted-commit-not-created-again", Always()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
@@ -74,6 +79,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("copies that wait are not bounded", "waiting-copies-bounded", Swap("others[: -keep.last]", "others[:0]")),
         ("each failed attempt of an outage is reported", "outage-reported-once", Swap("self._failures == 1", "True")),
         ("an incarnation has another order in another place", "one-order-in-all-places", Remove()),
+        ("a save waits for ever for a copy that failed", "failed-copy-ends-its-wait", Swap("error", "None")),
         ("two runs are mixed", "places-of-one-run", Never()),
     ),
     *table(
