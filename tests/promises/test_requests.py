@@ -37,4 +37,4 @@ def test_of_two_writers_one_goes_through_and_nothing_is_lost():
             ends, problems = bench.tried(turns)
             outcomes.add(ends)
             assert not problems, (turns, problems)
-    assert {"went through | went through", "RunReplaced | went through"} <= outcomes
+    assert {"went through, went through", "RunReplaced, went through"} <= outcomes

@@ -143,7 +143,7 @@ def judged(run: str, lives: Sequence[Sequence[str]]) -> tuple[str, list[str]]:
     more: list[str] = []
     if live([run, "--saves=1", "--seed=9"], more.append):
         problems.append(f"an undisturbed life fails afterwards: {more[-2:]}")
-    return " | ".join(ends), problems
+    return ", ".join(ends), problems
 
 
 @contextlib.contextmanager
