@@ -31,6 +31,7 @@ from rich.console import Console
 from run import Failed, flip_a_bit, say, table
 
 import lastgood
+from lastgood import errors
 from lastgood.cli import app
 from lastgood_lab.object_server import ObjectServer, make_bucket
 
@@ -56,7 +57,10 @@ class Life:
 
 
 def live(run: str, front: Path, steps: int, kill_at: int = 0, outage: tuple[ObjectServer, int] | None = None) -> Life:
-    """Run the trainer to its end, or kill it after step `kill_at`. `outage`: a server that is down from a step on."""
+    """Run the trainer to its end, or kill it after step `kill_at`, once the bucket holds a generation.
+
+    `outage`: a server, and the step from which on it is down.
+    """
     life, log = Life(), front.with_suffix(".log")
     command = [sys.executable, str(TRAIN), run, "--front", str(front), "--steps", str(steps)]
     with open(log, "ab") as stderr:
@@ -68,7 +72,7 @@ def live(run: str, front: Path, steps: int, kill_at: int = 0, outage: tuple[Obje
                 life.resumed, life.sources = int(found[1]), [*life.sources, found[2]]
             elif found := STEP.match(line):
                 life.losses[int(found[1])] = found[2]
-                if kill_at and int(found[1]) >= kill_at:
+                if kill_at and int(found[1]) >= kill_at and holds_a_generation(run):
                     break
                 if outage is not None and int(found[1]) == outage[1]:
                     outage[0].stop()
@@ -84,6 +88,13 @@ def live(run: str, front: Path, steps: int, kill_at: int = 0, outage: tuple[Obje
     if life.status != (-signal.SIGKILL if kill_at else 0):
         raise Failed(f"the trainer ended with status {life.status} at step {life.reached}. It said:\n{log.read_text()}")
     return life
+
+
+def holds_a_generation(run: str) -> bool:
+    try:
+        return bool(lastgood.open(run).generations())
+    except errors.NotARun:  # nothing has been copied into the bucket yet
+        return False
 
 
 def damage_in_front(front: Path, rng: random.Random) -> str:

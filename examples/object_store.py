@@ -28,6 +28,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("run", nargs="?", help="URL of the run; without it, a bucket of a local server")
 parser.add_argument("--front", default="front", help="directory on the local disk")
 parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--pause-seconds", type=float, default=0.02, help="after each step: time to kill it")
 options = parser.parse_args()
 
 
@@ -100,6 +101,7 @@ def train(run: str) -> None:
                 ckpt.step(step)
                 if step == options.steps:
                     break
+                time.sleep(options.pause_seconds)
 
 
 if options.run:

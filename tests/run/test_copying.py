@@ -163,3 +163,27 @@ def test_a_valid_commit_of_another_generation_is_never_replaced(tmp_path):
     with pytest.raises(errors.NameTaken):
         complete(tmp_path / "b", tmp_path / "a", 1)
     assert files(tmp_path / "b") == before
+
+
+@pytest.mark.parametrize("kind", ["manifest", "COMMIT"])
+def test_a_valid_record_with_other_content_is_taken_from_the_next_place(tmp_path, kind, call_json):
+    """Its own digest is right, and it is not the record that was committed."""
+    saved(tmp_path / "good", 1)
+    assert call_json("copy", str(tmp_path / "good"), str(tmp_path / "other"))[0] == 0
+    before = files(tmp_path / "good")
+    source = access.for_reading(tmp_path / "good")
+    (generation,) = commit.survey(source).generations.values()
+    (name,) = [one for one in folder_of(tmp_path / "other", 1).iterdir() if kind in one.name]
+    if kind == "manifest":
+        manifest = commit.read_manifest(source, generation)
+        data = layout.encode(msgspec.structs.replace(manifest, values={**manifest.values, "n": 7}), manifest.digest)
+    else:
+        data = layout.encode(msgspec.structs.replace(generation.commit, created=1.0), "xxh3_128")
+    name.write_bytes(data)
+    sources = [access.for_reading(tmp_path / "other"), source]
+    with access.for_writing(tmp_path / "new", "atomic_dirsync") as tier, ThreadPoolExecutor(WORKERS) as workers:
+        how = copying.Copying(Arena(4 * CHUNK_BYTES, CHUNK_BYTES), workers)
+        copying.complete(tier, sources, generation, how)
+    assert {name: data for name, data in files(tmp_path / "new").items() if "VERIFIED" not in name} == {
+        name: data for name, data in before.items() if "VERIFIED" not in name
+    }
