@@ -92,15 +92,22 @@ class Store(Protocol):
     has(keys)                              returns whether all of these keys exist now; does not wait
     get(keys, timeout_seconds, cancelled)  waits up to `timeout_seconds` until every key exists and returns
                                            the values in the order of the keys; raises TimedOut after that.
-                                           `cancelled()` is polled with growing pauses in the calling thread;
-                                           once it is true, TimedOut is raised
+                                           `cancelled()` is polled in the calling thread, every
+                                           `poll_seconds` (None: with growing pauses); once it is true,
+                                           TimedOut is raised
     delete(keys)                           removes these keys; a key that does not exist is ignored
     =====================================  =============================================================
     """
 
     def set(self, values: Mapping[str, bytes]) -> None: ...
     def has(self, keys: Sequence[str]) -> bool: ...
-    def get(self, keys: Sequence[str], timeout_seconds: float, cancelled: Callable[[], bool] = ...) -> list[bytes]: ...
+    def get(
+        self,
+        keys: Sequence[str],
+        timeout_seconds: float,
+        cancelled: Callable[[], bool] = ...,
+        poll_seconds: float | None = ...,
+    ) -> list[bytes]: ...
     def delete(self, keys: Sequence[str]) -> None: ...
 
 

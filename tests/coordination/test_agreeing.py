@@ -52,7 +52,7 @@ class Board:
         self._answer()
         return self.posts.keys() >= set(keys)
 
-    def get(self, keys, timeout_seconds, cancelled=lambda: False):
+    def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
         self._answer()
         if not self.posts.keys() >= set(keys):
             cancelled()
@@ -81,7 +81,7 @@ class ThreadedBoard(Board):
             super().set(values)
             self.news.notify_all()
 
-    def get(self, keys, timeout_seconds, cancelled=lambda: False):
+    def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
         with self.news:
             self.news.notify_all()
             self.news.wait_for(lambda: self.posts.keys() >= set(keys), min(timeout_seconds, 20.0))

@@ -58,10 +58,17 @@ class MessageStore:
         self._store.set({key: msgspec.json.encode(message) for key, message in messages.items()})
 
     def receive(
-        self, keys: Sequence[str], timeout_seconds: float, cancelled: Callable[[], bool] = lambda: False
+        self,
+        keys: Sequence[str],
+        timeout_seconds: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        poll_seconds: float | None = None,
     ) -> list[Any]:
-        """Wait for a message under each key. Raises TimedOut, also once `cancelled()`, which is polled, is true."""
-        return [msgspec.json.decode(one) for one in self._store.get(keys, timeout_seconds, cancelled)]
+        """Wait for a message under each key. Raises TimedOut, also once `cancelled()` is true.
+
+        `poll_seconds`: the pause between two calls of `cancelled`; None: growing pauses.
+        """
+        return [msgspec.json.decode(one) for one in self._store.get(keys, timeout_seconds, cancelled, poll_seconds)]
 
     def read(self, key: str) -> Any | None:
         """The message under the key; None if there is none yet. Not for a message that may be deleted meanwhile."""
@@ -101,7 +108,8 @@ class RankGroup(MessageStore):
         """restores since the run was opened, as the coordinator counts them"""
         self.closed = threading.Event()
         """set when the run is closed: every wait ends with Cancelled"""
-        self._name = name
+        self.opening = name
+        """starts all keys of this opening of the run"""
         self._topic_counts: dict[str, int] = {}
         self._steps: dict[str, list[int]] = {}
         self._old_keys: list[str] = []
@@ -114,7 +122,7 @@ class RankGroup(MessageStore):
     @property
     def name(self) -> str:
         """The start of all keys that belong to steps since the last restore."""
-        return f"{self._name}/{self.restore_count}"
+        return f"{self.opening}/{self.restore_count}"
 
     def begin_restore(self, restore_count: int) -> None:
         """Begin topics and steps again after a restore: messages from before it have other keys and are not read."""
@@ -128,7 +136,7 @@ class RankGroup(MessageStore):
         Topics pair up by their number, so every rank must begin the same topics of a kind in the same order.
         """
         with self._lock:
-            name = f"{self._name if across_restores else self.name}/{kind}"
+            name = f"{self.opening if across_restores else self.name}/{kind}"
             number = self._topic_counts[name] = self._topic_counts.get(name, 0) + 1
         return Topic(self, f"{name}/{number}")
 

@@ -190,12 +190,12 @@ class Checkpointer:
         topic = self._ranks.topic("restore", across_restores=True)
         with topic.failing():
             self.wait()
+            restorer.run.mend_known(step, topic)
             restorer.run.share_survey(topic)
         request = replace(self._request, step=step, strict=strict, rename=rename)
         try:
             restorer.run.sources = Sources()
             with restorer.noting_half_loaded():
-                restorer.run.mend_known(step)
                 found = load(request, restorer.run, self._ranks)
         except NoSuchStep:
             if step != 0 or not is_whole(step, 0):
@@ -326,6 +326,7 @@ class Checkpointer:
                 self.close()
             return
         try:
+            self._pipeline.places.leave()
             self.close(self._ending.timeout_seconds())
         except Exception as second:  # noqa: BLE001 - reported, so that the exception of the loop is the one that is raised
             reporting.threat(f"while leaving: {type(second).__name__}: {second}")

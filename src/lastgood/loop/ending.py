@@ -77,7 +77,7 @@ class Ending:
                 if last is not None:
                     last.committed(request.left_seconds)
                     self._pipeline.pin_and_label(last, False, {})  # it is copied to all places
-                    last.result(request.left_seconds)
+                    self._wait_for_copies(last, request.left_seconds)
                 problem = None
                 break
             except Exception as error:  # noqa: BLE001 - reported below; the run ends all the same
@@ -92,6 +92,14 @@ class Ending:
         level = reporting.threat if newest is None or problem else reporting.warning
         level(f"asked to end at step {n}: {durable}, exit {request.options.exit_code}.{more}")
         raise Preempted(request.options.exit_code, newest.step if newest else None)
+
+    def _wait_for_copies(self, last: Save, left_seconds: float) -> None:
+        """Wait until the last save is in all places. Ranks other than 0 copy their parts until rank 0 has all of it."""
+        topic = self._ranks.step_topic("copied", last.step)
+        with topic.failing():
+            last.result(left_seconds)
+        if self._pipeline.run.known.below:
+            topic.agree(None, lambda _: None)
 
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
         """Whether a save would be durable in time if it took as long as the `last` one; with several ranks, on all.

@@ -288,18 +288,14 @@ class Options:
             f"{keep} in slots, which keep the newest only",
             f"{directory}: a second Checkpointer with a path, and its own cadence.",
         )
+        parity_below = self.parity is not None or any(one.parity is not None for one in self.tiers)
         extras = self.front.parity is not None or self.scrub is not None
         require(not (slots and extras), "parity or scrub in slots, which keep the newest only", f"{directory}.")
         require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
         require(
-            not (several and (extras or self.parity is not None)),
-            "parity or scrub with several ranks",
-            "Leave them out: they are for one process so far.",
-        )
-        require(
-            not (several and self.tiers),
-            "tiers with several ranks",
-            "Leave them out: they are for one process so far. A bucket as the only place works with several ranks.",
+            not (several and (self.front.parity is not None or parity_below)),
+            "parity with several ranks",
+            "Leave it out: it is for one process so far.",
         )
 
 

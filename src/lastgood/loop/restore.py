@@ -8,12 +8,13 @@ Everything here runs on the training thread.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from concurrent.futures import Executor
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
+from typing import Any, TypeVar, cast
 
 import msgspec
 
+from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..engine import guard
 from ..engine.arena import Arena
@@ -24,7 +25,6 @@ from ..policy.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..run import reader
-from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
@@ -34,9 +34,11 @@ from .reports import Reports
 from .save_planner import SavePlanner
 from .saver import Saver
 
+T = TypeVar("T")
+
 
 class WritableRun:
-    """The run of a Checkpointer as a `run.candidates.RestorableRun`. In a world of one it mends what is damaged."""
+    """The run of a Checkpointer as a `run.candidates.RestorableRun`. The coordinator mends what is damaged."""
 
     def __init__(self, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
         self._pipeline, self._planner, self._ranks = pipeline, planner, ranks
@@ -61,22 +63,24 @@ class WritableRun:
 
     def share_survey(self, topic: AnyTopic) -> None:
         """Make every rank adopt what rank 0 knows of the run, and count the same restores, so that all choose alike."""
-        run, ranks = self._pipeline.run, self._ranks
+        ranks = self._ranks
         if ranks.size == 1:
             return
         # guard: restore-counted-by-coordinator
         ranks.begin_restore(topic.agree(ranks.restore_count, lambda counts: 1 + max(counts)))
-        shared = topic.agree(None, lambda _: run.shared_survey() if isinstance(run, RunWriter) else None)
-        if isinstance(run, Follower):
-            run.adopt(shared)  # guard: followers-adopt-survey
+        self._adopt(topic)
         topic.agree(None, lambda _: None)
+
+    def _adopt(self, topic: AnyTopic) -> None:
+        places = self._pipeline.places
+        places.adopt(topic.agree(None, lambda _: places.shared_surveys()))
 
     def examine(self, generation: Generation, topic: AnyTopic | None = None) -> list[Finding]:
         """Read all of a generation again. Each of several ranks reads a part of the files; all return the same.
 
         `topic`: where the ranks agree; None for a new topic.
         """
-        run, arena = self._pipeline.run, self._pipeline.upkeep.arena()
+        run, arena = self._pipeline.places.writer_of(generation.id), self._pipeline.upkeep.arena()
         if self._ranks.size == 1:
             return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
         topic = topic or self._ranks.topic("examine")
@@ -97,13 +101,38 @@ class WritableRun:
             self._pipeline.outcomes.put(error)
 
     def mend(self, generation: Generation) -> bool:
-        """Mend a generation from parity or another place. Returns whether it is whole; never with several ranks."""
-        return self._ranks.size == 1 and self._pipeline.places.mend(generation, self._pipeline.upkeep.arena())
+        """Mend a generation from parity or another place. Returns whether it is whole now.
 
-    def mend_known(self, step: int | None) -> None:
-        """Mend what is marked as damaged, of the generations that a restore of `step` would try."""
-        if self._ranks.size == 1:
-            self._pipeline.places.mend_known(step, self._pipeline.upkeep.arena())
+        Of several ranks, rank 0 mends, and the others then know from which place it is read.
+        """
+        places, arena = self._pipeline.places, self._pipeline.upkeep.arena()
+        topic = self._ranks.topic("mend")
+        whole = self._by_coordinator(topic, lambda: places.mend(generation, arena))
+        if self._ranks.size > 1:
+            self._adopt(topic)
+        return whole
+
+    def mend_known(self, step: int | None, topic: AnyTopic) -> None:
+        """Mend what is marked as damaged, of the generations that a restore of `step` would try: rank 0 does."""
+        places, arena = self._pipeline.places, self._pipeline.upkeep.arena()
+        self._by_coordinator(topic, lambda: places.mend_known(step, arena))
+
+    def _by_coordinator(self, topic: AnyTopic, work: Callable[[], T]) -> T:
+        """Do something at rank 0 that may take longer than the timeout between ranks. All ranks return its result."""
+        ranks = self._ranks
+        if not isinstance(ranks, RankGroup):
+            return work()
+        if not ranks.is_coordinator:
+            while not (verdict := topic.agree(None, lambda _: None))[0]:
+                pass
+            return cast(T, verdict[1])
+        with ThreadPoolExecutor(1, "lastgood-mend") as thread, topic.failing():
+            job = thread.submit(work)
+            while wait([job], ranks.timeout_seconds / 2).not_done:
+                topic.agree(None, lambda _: (False, None))  # the others wait on
+            done = job.result()
+            topic.agree(None, lambda _: (True, done))
+            return done
 
     def repaired(self) -> list[tuple[int, str]]:
         """(step, files) of each generation that was mended since `mend_known`."""

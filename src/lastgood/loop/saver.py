@@ -71,7 +71,7 @@ class Saver:
         self._restored: Generation | None = None
         """the restored generation, if the next process would resume at it too"""
         self._cadence: Every | Pace = _cadence(options)
-        self._below = [PlaceCadence(one) for one in options.cadences_below()]
+        self._below = [PlaceCadence(one, ranks.size == 1) for one in options.cadences_below()]
         self._fence_seconds = 0.0
         """the part of `Fence.waited_seconds` that is counted in a save already"""
         self.follow(0)
@@ -179,9 +179,9 @@ class Saver:
 
     def _owe(self, n: int, must: bool, now: float) -> None:
         """A save of step `n` begins: note to which places below it is copied. `must`: to all of them."""
-        for place, cadence in zip(self._pipeline.places.below, self._below, strict=True):
+        for place, cadence in enumerate(self._below):
             if must or cadence.is_due:
-                place.owe(n)
+                self._pipeline.places.owe(place, n)
                 cadence.begun(n, now)
 
     @contextlib.contextmanager

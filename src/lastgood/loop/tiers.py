@@ -66,26 +66,35 @@ def _in_memory(url: str | os.PathLike[str]) -> bool:
 
 
 class PlaceCadence:
-    """When copies to one place below are due. `cadence`: None: every save is copied."""
+    """When copies to one place below are due. `cadence`: None: every save is copied. `alone`: whether there is one rank
+    only; several ranks save for this place at the same steps, so they do not follow their own clocks."""
 
-    def __init__(self, cadence: Every | None) -> None:
-        self._cadence = cadence
+    def __init__(self, cadence: Every | None, alone: bool) -> None:
+        self._cadence, self._alone = cadence, alone
         self._saved_at, self._step = 0.0, 0
+        self._asks = False
         self.is_due = cadence is None
         """whether the next save is to be copied to this place"""
 
     def restored(self, n: int, now: float) -> None:
         """Note that the state is that of step `n`: intervals begin there. `now`: in seconds of a monotonic clock."""
-        self._saved_at, self._step, self.is_due = now, n, self._cadence is None
+        self.begun(n, now)
+        self._step = n
 
     def due(self, n: int, now: float) -> bool:
-        """Whether step `n` is to be saved for this place. Called once for each step; stays true until a save begins."""
+        """Whether step `n` is to be saved for this place. Called once for each step; stays true until a save begins.
+
+        With several ranks an interval in seconds asks for no save: the next one that is made is copied here.
+        """
         if self._cadence is None:
             return False  # it saves when the place above does
-        self.is_due |= self._cadence.due(n, now - self._saved_at, self._step)
+        waited_seconds = now - self._saved_at
+        self._asks |= self._cadence.due(n, waited_seconds if self._alone else 0.0, self._step)
+        self.is_due |= self._asks or self._cadence.due(n, waited_seconds, self._step)
         self._step = max(n, self._step)
-        return self.is_due
+        return self._asks
 
     def begun(self, n: int, now: float) -> None:
         """Note that a save of step `n` has begun, which is copied to this place."""
-        self._saved_at, self._step, self.is_due = now, max(n, self._step), self._cadence is None
+        self._saved_at, self._step = now, max(n, self._step)
+        self._asks, self.is_due = False, self._cadence is None

@@ -80,7 +80,11 @@ class GroupStore:
         return bool(self._call(lambda client: client.check(list(keys))))
 
     def get(
-        self, keys: Sequence[str], timeout_seconds: float, cancelled: Callable[[], bool] = lambda: False
+        self,
+        keys: Sequence[str],
+        timeout_seconds: float,
+        cancelled: Callable[[], bool] = lambda: False,
+        poll_seconds: float | None = None,
     ) -> list[bytes]:
         names = list(keys)
 
@@ -97,13 +101,17 @@ class GroupStore:
                 return [bytes(one) for one in client.multi_get(names)]
             return [bytes(client.get(name)) for name in names]  # a FileStore
 
-        return self._call(get, timeout_seconds, cancelled)
+        return self._call(get, timeout_seconds, cancelled, poll_seconds)
 
     def delete(self, keys: Sequence[str]) -> None:
         self._call(lambda client: [client.delete_key(key) for key in keys])
 
     def _call(
-        self, act: Callable[[Any], T], wait_seconds: float = 0.0, cancelled: Callable[[], bool] = lambda: False
+        self,
+        act: Callable[[Any], T],
+        wait_seconds: float = 0.0,
+        cancelled: Callable[[], bool] = lambda: False,
+        poll_seconds: float | None = None,
     ) -> T:
         """Call `act` with a client in a new thread. `wait_seconds`: how long the store itself may wait for keys."""
         answer: Future[T] = Future()
@@ -123,7 +131,7 @@ class GroupStore:
 
         try:
             threading.Thread(target=run, name="lastgood-store", daemon=True).start()
-            return self._result(answer, wait_seconds, cancelled)
+            return self._result(answer, wait_seconds, cancelled, poll_seconds)
         except TimedOut:
             raise
         except (RuntimeError, NoAnswer) as error:
@@ -131,19 +139,22 @@ class GroupStore:
             safe = "Every committed generation is untouched."
             raise TierDown(f"the store of the process group cannot be reached: {why}", safe=safe) from error
 
-    def _result(self, answer: Future[T], wait_seconds: float, cancelled: Callable[[], bool]) -> T:
-        """Wait for the answer. `cancelled` is polled after a short pause, then after pauses of twice the length each.
+    def _result(
+        self, answer: Future[T], wait_seconds: float, cancelled: Callable[[], bool], poll_seconds: float | None
+    ) -> T:
+        """Wait for the answer. `cancelled` is polled every `poll_seconds`; with None after a short pause, and then
+        after pauses of twice the length each.
 
         Raises TimedOut once `cancelled()` is true, NoAnswer when the time is over.
         """
-        pause_seconds = self._timeout_seconds / POLLS_PER_TIMEOUT
+        pause_seconds = poll_seconds or self._timeout_seconds / POLLS_PER_TIMEOUT
         until = time.monotonic() + wait_seconds + self._timeout_seconds
         while time.monotonic() + pause_seconds < until:
             with contextlib.suppress(NoAnswer):
                 return answer.result(pause_seconds)
             if cancelled():
                 raise TimedOut("the wait for keys was cancelled")
-            pause_seconds *= 2
+            pause_seconds = poll_seconds or 2 * pause_seconds
         return answer.result(max(0.0, until - time.monotonic()))
 
 

@@ -14,9 +14,10 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..engine import read_file
 from ..engine.arena import Arena
@@ -25,8 +26,8 @@ from ..errors import Cancelled, Damaged, Refused
 from ..format import commit, layout
 from ..io.files import round_up
 from ..ports import Mendable, Tier
-from ..records import Blob, Generation, GenerationId, Manifest, RunHeader, intact
-from .reader import read_all
+from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, intact
+from .reader import disagreeing, read_all
 from .watched import CountBytes
 
 Stop = Callable[[], bool]
@@ -77,22 +78,57 @@ class Copying:
     stop: Stop = lambda: False
 
 
-def complete(target: Mendable, sources: Sequence[Tier], generation: Generation, copying: Copying) -> list[str]:
+class Others(Protocol):
+    """The other processes that copy a part of the same generation at the same time (part_copies.OtherRanks)."""
+
+    def own_part(self, generation: Generation) -> Collection[int] | None:
+        """The ranks that wrote the generation whose files this process copies; None: all of them."""
+
+    def ask(self, at: GenerationId, *, reads: bool) -> None:
+        """Ask the others to copy their files, or to read them again at the target."""
+
+    def answers(self) -> list[Finding]:
+        """Wait until they have done so. Returns their findings; raises what has failed."""
+
+
+class Nobody:
+    """`Others` where this process copies everything."""
+
+    def own_part(self, generation: Generation) -> None:
+        """All ranks."""
+
+    def ask(self, at: GenerationId, *, reads: bool) -> None:
+        """Nobody is there to ask."""
+
+    def answers(self) -> list[Finding]:
+        return []
+
+
+def complete(
+    target: Mendable,
+    sources: Sequence[Tier],
+    generation: Generation,
+    copying: Copying,
+    others: Others | None = None,
+) -> list[str]:
     """Make a generation whole at the target, and read it again there. Returns the names of the files that were written.
 
     `sources`: places that may hold the generation, the cheapest first; `generation`: as one of them has it. Each chunk
-    comes from the target if it is good there, else from the first source where it is. Raises Damaged if no place has
-    a chunk or record, and if the result does not read back; NameTaken if the target holds another generation of this
-    id; the errors of writing.
+    comes from the target if it is good there, else from the first source where it is. `others`: processes that copy a
+    part of it (None: nobody). Raises Damaged if no place has a chunk or record, and if the result does not read back;
+    NameTaken if the target holds another generation of this id; the errors of writing.
     """
-    written: list[str] = []
-    manifests = [_manifest([*sources, target], generation, seal.rank) for seal in generation.commit.seals]
-    for manifest in manifests:
-        for blob in manifest.blobs:
-            if _complete_blob(target, sources, generation.id, manifest, blob, copying):
-                written.append(blob.name)
+    others = others or Nobody()
+    mine = others.own_part(generation)
+    others.ask(generation.id, reads=False)
+    written = copy_files(target, sources, generation, mine, copying)
+    others.answers()  # guard: commit-copied-after-all-parts
     written += commit.copy_records(sources, target, generation)
-    findings = read_all(target, generation, copying.arena, copying.workers, copying.stop)
+    others.ask(generation.id, reads=True)
+    findings = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
+    findings += others.answers()
+    if mine is not None and not findings:
+        findings = disagreeing(target, generation)
     commit.mark(target, generation, findings)  # guard: copy-marked-after-reading
     if not intact(findings):
         raise Damaged(
@@ -100,6 +136,23 @@ def complete(target: Mendable, sources: Sequence[Tier], generation: Generation, 
             safe="What was copied from is untouched. The copy is marked as damaged.",
             todo=f"Check {target.place}, then copy it again.",
         )
+    return written
+
+
+def copy_files(
+    target: Mendable, sources: Sequence[Tier], generation: Generation, of: Collection[int] | None, copying: Copying
+) -> list[str]:
+    """Make the tensor files of these ranks whole at the target. Returns the names of those that were written.
+
+    `of`: the ranks that wrote them; None: all. The other parameters and the errors are those of `complete`.
+    """
+    written: list[str] = []
+    ranks = [one.rank for one in generation.commit.seals if of is None or one.rank in of]
+    manifests = [_manifest([*sources, target], generation, rank) for rank in ranks]
+    for manifest in manifests:
+        for blob in manifest.blobs:
+            if _complete_blob(target, sources, generation.id, manifest, blob, copying):
+                written.append(blob.name)
     return written
 
 

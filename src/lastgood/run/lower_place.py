@@ -16,6 +16,7 @@ import threading
 from concurrent.futures import Future
 from typing import cast
 
+from ..coordination.single_rank import AnyRanks, SingleRank
 from ..engine.arena import Arena
 from ..errors import Cancelled, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit
@@ -27,6 +28,7 @@ from ..records import Generation, GenerationId
 from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
+from .part_copies import OtherRanks
 from .thread_pools import Workers
 from .writer import CATALOG_LEAST, RunWriter
 
@@ -39,10 +41,21 @@ class LowerPlace:
 
     `writer`: of this place; it deletes what its retention does not keep. `source`: what the process knows of the run
     where it is written first. `workers`: threads that read and digest; `close` ends them. `outcomes`: receives errors.
+    `ranks`: the ranks of the job, each of which copies its part (None: this process copies everything); `index`: the
+    position of this place among the lower ones.
     """
 
-    def __init__(self, writer: RunWriter, source: KnownRun, workers: Workers, outcomes: Outcomes) -> None:
+    def __init__(
+        self,
+        writer: RunWriter,
+        source: KnownRun,
+        workers: Workers,
+        outcomes: Outcomes,
+        ranks: AnyRanks | None = None,
+        index: int = 0,
+    ) -> None:
         self.writer, self._source, self._workers, self._outcomes = writer, source, workers, outcomes
+        self._others = OtherRanks(ranks or SingleRank(), index, lambda: self._stopped)
         self._changed = threading.Condition()
         self._waiting: dict[GenerationId, Future[None]] = {}
         self._pinned: set[GenerationId] = set()
@@ -137,6 +150,7 @@ class LowerPlace:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        self._others.end()
         if not self._stopped:
             self.writer.note_catalog(CATALOG_LEAST)
         self._workers.shutdown()
@@ -218,7 +232,7 @@ class LowerPlace:
             commit.copy_records([source.tier], target, generation)  # labels that were added since
         else:
             how = copying.Copying(arena, self._workers, stop=lambda: self._stopped)
-            copying.complete(target, [source.tier], generation, how)
+            copying.complete(target, [source.tier], generation, how, self._others)
         there = commit.read_generation(target, at, generation.commit.run)
         with known.lock:
             known.survey.incarnations.update(incarnations)

@@ -14,8 +14,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
-from ..coordination.single_rank import SingleRank
+from ..coordination.single_rank import AnyRanks, SingleRank
 from ..engine import guard
 from ..engine.arena import Arena
 from ..errors import LastgoodError, Refused, Unreadable
@@ -30,6 +31,7 @@ from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
 from .outcomes import Outcomes
+from .part_copies import FollowedPlace
 from .planned_save import PlaceOptions
 from .thread_pools import Workers, started
 from .verify import Stop, never
@@ -38,11 +40,19 @@ from .writer import RunWriter
 
 class Places:
     """The places of an open run. `front`: the writer where each save is committed first. `below`: the other places, the
-    nearest first; none by default."""
+    nearest first; none by default. `followed`: the same at a rank other than the coordinator, which has no `below`."""
 
-    def __init__(self, front: RunWriter | Follower, below: Sequence[LowerPlace] = ()) -> None:
-        self.front, self.below = front, below
-        front.known.below = [one.writer.known for one in below]
+    def __init__(
+        self,
+        front: RunWriter | Follower,
+        below: Sequence[LowerPlace] = (),
+        followed: Sequence[FollowedPlace] = (),
+    ) -> None:
+        self.front, self.below, self._followed = front, below, followed
+        self._all: list[RunWriter | Follower] = [front]
+        self._all += [one.writer for one in below]
+        self._all += [one.writer for one in followed]
+        front.known.below = [one.known for one in self._all[1:]]
         for one in self._writers():
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
         for place in below:
@@ -54,8 +64,17 @@ class Places:
 
     def writer_of(self, at: GenerationId) -> RunWriter | Follower:
         """The writer of the place from which a generation is read."""
-        writers = [self.front, *(one.writer for one in self.below)]
-        return writers[holder([dict(one.known.survey.generations) for one in writers], at) or 0]
+        return self._all[holder([dict(one.known.survey.generations) for one in self._all], at) or 0]
+
+    def shared_surveys(self) -> list[Any]:
+        """What the coordinator knows of the run in each place, as `adopt` receives it at the other ranks."""
+        return [one.shared_survey() for one in self._writers()]
+
+    def adopt(self, posted: list[Any]) -> None:
+        """As `Follower.adopt`, for each place."""
+        for one, shared in zip(self._all, posted, strict=True):
+            if isinstance(one, Follower):
+                one.adopt(shared)  # guard: followers-adopt-survey
 
     def mark(self, generation: Generation, findings: list[Finding]) -> None:
         """Record what was found where the generation was read. As `Marks.conclude`."""
@@ -74,7 +93,7 @@ class Places:
             if not self.below:
                 break
             try:
-                findings = writer.own_findings(generation, arena)
+                findings = writer.all_findings(generation, arena)
             except Unreadable as error:  # it may be readable later, so no mark is written
                 with writer.known.lock:
                     writer.known.record(judged(generation, [guard.finding(error)]))
@@ -95,9 +114,14 @@ class Places:
         return [(at.step, ", ".join(names)) for one in self._writers() for at, names in one.mender.mended.items()]
 
     def _writers(self) -> list[RunWriter]:
-        return [one for one in (self.front, *(one.writer for one in self.below)) if isinstance(one, RunWriter)]
+        return [one for one in self._all if isinstance(one, RunWriter)]
 
     # ---- copying -------------------------------------------------------------------------------------------
+
+    def owe(self, place: int, step: int) -> None:
+        """As `LowerPlace.owe`, for the place of this position among the lower ones. Other ranks decide nothing."""
+        if self.below:
+            self.below[place].owe(step)
 
     def offer(self, generation: Generation, pinned: bool) -> dict[str, Future[None]]:
         """Copy a generation that was committed to the places that are due. Returns place -> the end of the copy."""
@@ -119,20 +143,34 @@ class Places:
         """Interrupt all copies: `close` then does not try to make them."""
         for one in self.below:
             one.stop()
+        self.leave()
+
+    def leave(self) -> None:
+        """Called when an exception ends the loop of this rank: at a rank other than the coordinator nothing more is
+        copied, because the others may wait for the end of this process."""
+        for one in self._followed:
+            one.leave()
 
     def close(self) -> None:
         """As `LowerPlace.close`, for each place."""
         for one in self.below:
             one.close()
+        for rank_place in self._followed:
+            rank_place.close()
 
 
 class Below:
-    """The places below, opened and claimed for writing before the front is settled."""
+    """The places below, opened before the front is settled; the coordinator claims them for writing."""
 
-    def __init__(self, options: Sequence[PlaceOptions], storage: contextlib.ExitStack) -> None:
-        self._options = options
-        self.tiers: list[Tier] = [
-            storage.enter_context(access.for_writing(one.path, "atomic_dirsync", in_flight=1)) for one in options
+    def __init__(self, options: Sequence[PlaceOptions], storage: contextlib.ExitStack, ranks: AnyRanks) -> None:
+        self._options, self._ranks = options, ranks
+        self.tiers: list[Any] = [
+            storage.enter_context(
+                access.for_writing(one.path, "atomic_dirsync", in_flight=1)
+                if ranks.is_coordinator
+                else access.for_sharing(one.path, "atomic_dirsync")
+            )
+            for one in options
         ]
 
     def unite(self, front: Tier, environment: Environment) -> None:
@@ -158,10 +196,15 @@ class Below:
         self, front: RunWriter | Follower, algorithm: str, outcomes: Outcomes, pools: contextlib.ExitStack
     ) -> Places:
         """Settle each place and start the thread that copies to it; `pools` ends it if the opening fails."""
-        places = list[LowerPlace]()
-        for tier, one in zip(self.tiers, self._options, strict=True):
+        places, followed = list[LowerPlace](), list[FollowedPlace]()
+        for index, (tier, one) in enumerate(zip(self.tiers, self._options, strict=True)):
             workers = Workers(WORKERS, "lastgood-drain-read")
             pools.callback(workers.shutdown)
+            if isinstance(front, Follower):
+                followed.append(FollowedPlace(tier, index, front, front.ranks, started(workers, WORKERS)))
+                pools.callback(followed[-1].close)
+                pools.callback(followed[-1].leave)
+                continue
             writer = RunWriter(
                 tier,
                 started(workers, WORKERS),
@@ -171,9 +214,9 @@ class Below:
                 ranks=SingleRank(),
                 environment=_environment_of(tier.place, front.known.environment),
             )
-            places.append(LowerPlace(writer, front.known, workers, outcomes))
+            places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index))
             pools.callback(places[-1].close)
-        return Places(front, places)
+        return Places(front, places, followed)
 
 
 def _run_of(tier: Tier) -> str | None:

@@ -34,6 +34,7 @@ from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
 from .mend import Mender
+from .reader import read_all
 from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
 from .settle import record_incarnation, settle
@@ -271,6 +272,10 @@ class RunWriter:
     def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
         """As `verify.own_findings`."""
         return own_findings(self.known, self.ranks, generation, arena, self._workers)
+
+    def all_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
+        """Read all files of a generation, of every rank, and return the findings."""
+        return read_all(self.tier, generation, arena, self._workers)
 
     def shared_survey(self) -> Any:
         """What this process knows of the run, as `Follower.adopt` receives it."""

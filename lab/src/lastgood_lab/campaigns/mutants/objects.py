@@ -83,6 +83,12 @@ MUTANTS: tuple[Mutant, ...] = (
         ("two runs are mixed", "places-of-one-run", Never()),
     ),
     *table(
+        "rank places",
+        ("ranks_places",),
+        ("a part that a rank could not copy is taken as copied", "failed-part-fails-copy", Never()),
+        ("a copy is committed before all ranks have copied", "commit-copied-after-all-parts", Remove()),
+    ),
+    *table(
         "copies",
         COPYING,
         ("a copy is not marked after its reading", "copy-marked-after-reading", Remove()),

@@ -1,0 +1,183 @@
+"""Copies of a generation of several ranks to a lower place: each rank copies the files of its own part.
+
+    rank         key                 message
+    -----------  ------------------  ------------------------------------------------------------------------
+    coordinator  COPIES/NUMBER       what the other ranks are asked to do (`Request`); None: nothing more comes
+    any other    COPIES/NUMBER/RANK  the findings of its reading, or the error that kept it from an answer
+
+COPIES is OPENING/copies/PLACE: the opening of the run, and the place by its position among the lower ones.
+
+Invariants
+  1. The coordinator answers to itself as well: all ranks together copy and read every file. Only it writes COMMIT, and
+     only after all ranks have answered that their files are durable at the place (copying.complete).
+  2. A rank that does not answer within its timeout fails the attempt. The next one asks under a new number, and finds
+     what was copied before.
+  3. A rank serves requests until it receives None. Once it is being closed it waits no longer than for a verdict
+     (coordination/rounds.py); after an exception in its loop it does not wait at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Collection
+from concurrent.futures import Executor
+from typing import Any, cast
+
+import msgspec
+
+from ..coordination.rounds import RankGroup, decode_error, encode_error
+from ..coordination.single_rank import AnyRanks
+from ..engine.arena import Arena
+from ..errors import TierDown, TimedOut
+from ..format import commit, layout
+from ..limits import CHUNK_BYTES, COORDINATOR_TIMEOUTS, EXAMINATION_CHUNKS
+from ..ports import Mendable, Shared, Tier
+from ..records import Finding, Generation, GenerationId, Record
+from . import copying
+from .follower import Follower
+from .reader import read_all
+from .verify import Stop, ranks_read_by
+
+POLL_SECONDS = 0.2
+"""How soon a rank that waits for a request notices that it is to end."""
+
+
+class Request(Record, frozen=True, kw_only=True):
+    """What the coordinator asks of the other ranks."""
+
+    at: GenerationId
+    reads: bool
+    """whether they read their files at the place again; otherwise they copy them there"""
+
+
+class OtherRanks:
+    """The other ranks of the job, as the coordinator asks them for their part of a copy. `ranks`: of the job.
+
+    `place`: the position of the place among the lower ones. `stop`: once it is true, nothing is waited for.
+    """
+
+    def __init__(self, ranks: AnyRanks, place: int, stop: Stop) -> None:
+        self._ranks, self._stop = ranks, stop
+        self._group = ranks if isinstance(ranks, RankGroup) else None
+        self._keys = _keys(self._group, place) if self._group else ""
+        self._asked = 0
+        self._asked_at = 0.0
+
+    def own_part(self, generation: Generation) -> Collection[int] | None:
+        """The ranks that wrote the generation whose files this process copies; None: all of them."""
+        return ranks_read_by([self._ranks.rank], self._ranks, generation) if self._group else None
+
+    def ask(self, at: GenerationId, *, reads: bool) -> None:
+        """Ask the other ranks to copy their files of a generation, or to read them again. Raises TierDown."""
+        if self._group is not None:
+            self._group.post(f"{self._keys}/{self._asked}", Request(at=at, reads=reads))
+            self._asked, self._asked_at = self._asked + 1, time.monotonic()
+
+    def answers(self) -> list[Finding]:
+        """Wait until the other ranks have done what they were asked last; returns their findings.
+
+        They have as much time again as this rank took for its own part, and the timeout between ranks. Raises the error
+        of the first rank that failed, and TierDown if one does not answer in time.
+        """
+        group, number = self._group, self._asked - 1
+        if group is None:
+            return []
+        keys = [f"{self._keys}/{number}/{rank}" for rank in range(1, group.size)]
+        seconds = group.timeout_seconds + time.monotonic() - self._asked_at
+        try:
+            posts = group.receive(keys, seconds, self._stop, POLL_SECONDS)
+        except TimedOut as error:
+            silent = [rank for rank, key in enumerate(keys, 1) if not group.has(key)]
+            raise TierDown(
+                f"rank {silent[0] if silent else 1} has not copied its part within {seconds:.0f} s",
+                safe="The generation is kept where it was written.",
+            ) from error
+        group.delete([f"{self._keys}/{number}", *keys])
+        for rank, post in enumerate(posts, 1):
+            if "error" in post:  # guard: failed-part-fails-copy
+                raise decode_error({**post, "what": f"rank {rank}: {post['what']}"})
+        return msgspec.convert([one for post in posts for one in post["answer"]], list[Finding])
+
+    def end(self) -> None:
+        """Tell the other ranks that nothing more is asked. Without a store they time out."""
+        if self._group is not None:
+            with contextlib.suppress(TierDown):
+                self._group.post(f"{self._keys}/{self._asked}", None)
+
+
+class FollowedPlace:
+    """A lower place at a rank other than the coordinator: a thread copies this rank's part of what is asked for.
+
+    `tier`: the place. `index`: its position among the lower ones. `source`: the run where it is written first.
+    `workers`: threads that read and digest.
+    """
+
+    def __init__(self, tier: Shared, index: int, source: Follower, ranks: RankGroup, workers: Executor) -> None:
+        self.writer = Follower(tier, workers, ranks, environment=source.known.environment)
+        self._source, self._ranks, self._workers = source.tier, ranks, workers
+        self._keys = _keys(ranks, index)
+        self._left = threading.Event()
+        self._closing_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="lastgood-drain")
+        self._thread.start()
+
+    def leave(self) -> None:
+        """End after the request that is being served, or at its next chunk."""
+        self._left.set()
+
+    def close(self) -> None:
+        """Serve requests until the coordinator ends them, then end the thread."""
+        self._closing_since = time.monotonic()
+        self._thread.join()
+
+    # ---- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        number = 0
+        while (asked := self._next(number)) is not None:
+            try:
+                post: dict[str, Any] = {"answer": msgspec.to_builtins(self._served(asked))}
+            except Exception as error:  # noqa: BLE001 - the coordinator raises it
+                post = encode_error(error)
+            with contextlib.suppress(TierDown):  # the coordinator asks again
+                self._ranks.post(f"{self._keys}/{number}/{self._ranks.rank}", post)
+            number += 1
+            if self._closing_since is not None:
+                self._closing_since = time.monotonic()
+
+    def _next(self, number: int) -> Request | None:
+        """Wait for a request; None: this rank serves no more."""
+        while not self._is_over():
+            try:
+                key = f"{self._keys}/{number}"
+                (post,) = self._ranks.receive([key], self._ranks.timeout_seconds, self._is_over, POLL_SECONDS)
+                return msgspec.convert(post, Request | None)
+            except TimedOut:
+                continue
+            except TierDown:  # rank 0 may have ended
+                self._left.wait(self._ranks.timeout_seconds / COORDINATOR_TIMEOUTS)
+                if self._closing_since is not None:
+                    return None
+        return None
+
+    def _is_over(self) -> bool:
+        since, limit_seconds = self._closing_since, COORDINATOR_TIMEOUTS * self._ranks.timeout_seconds
+        return self._left.is_set() or (since is not None and time.monotonic() - since > limit_seconds)
+
+    def _served(self, asked: Request) -> list[Finding]:
+        """Do what is asked for with this rank's part; returns the findings if it was read."""
+        source, target = self._source, cast(Mendable, self.writer.tier)
+        generation = commit.read_generation(cast(Tier, source), asked.at, None)
+        mine = ranks_read_by([self._ranks.rank], self._ranks, generation)
+        how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self._workers, stop=self._is_over)
+        if asked.reads:
+            return read_all(target, generation, how.arena, how.workers, how.stop, of=mine)
+        self.writer.tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
+        copying.copy_files(target, [source], generation, mine, how)
+        return []
+
+
+def _keys(ranks: RankGroup, place: int) -> str:
+    return f"{ranks.opening}/copies/{place}"

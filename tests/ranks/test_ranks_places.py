@@ -1,0 +1,99 @@
+"""Runs of several ranks in several places: each rank copies its own part, and each restores from the nearest place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from harness import flip, steps
+from lastgood_lab.campaigns.rank_jobs import PATIENCE
+from lastgood_lab.worlds import world
+from ranked_places import copied_by, failing, interrupted, preempted, trained
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    root = tmp_path_factory.mktemp("whole")
+    return world(2, trained, root, root / "last", 12)[0]["losses"]
+
+
+def test_every_rank_copies_its_own_part_to_the_place_below(tmp_path):
+    copied = world(2, copied_by, tmp_path, tmp_path / "last")
+    assert copied == [["r00000.safetensors"], ["r00001.safetensors"]]
+    assert steps(tmp_path / "front") == [2, 4] and steps(tmp_path / "last") == [4]
+    for place in ("front", "last"):
+        run = lastgood.open(tmp_path / place)
+        assert run.generation(4).commit.world.ranks == 2 and run.verify(4).good and run.generation(4).verified
+
+
+@pytest.mark.parametrize("lost", ["front", "last"])
+def test_ranks_that_lost_a_place_go_on_exactly_from_the_other(tmp_path, lost, uninterrupted):
+    before = world(2, trained, tmp_path, tmp_path / "last", 8)
+    shutil.rmtree(tmp_path / lost)
+    after = world(2, trained, tmp_path, tmp_path / "last", 12)
+    other = "last" if lost == "front" else "front"
+    for rank in (0, 1):
+        assert after[rank]["step"] == 8 and list(after[rank]["sources"]) == [str(tmp_path / other)]
+        assert before[rank]["losses"] + after[rank]["losses"] == uninterrupted
+    assert lastgood.open(tmp_path / lost).verify(12).good and steps(tmp_path / "last")[-1] == 12
+
+
+def tensor_file(run: Path, step: int, rank: int) -> Path:
+    (found,) = run.glob(f"gen/{step:012d}-*/r{rank:05d}.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_in_front_is_repaired_from_the_place_below(tmp_path, rank, uninterrupted):
+    world(2, trained, tmp_path, tmp_path / "last", 8)
+    damaged = tensor_file(tmp_path / "front", 8, rank)
+    good = damaged.read_bytes()
+    flip(damaged)
+    flip(tensor_file(tmp_path / "last", 8, 1 - rank))
+    after = world(2, trained, tmp_path, tmp_path / "last", 9)
+    assert {one["step"] for one in after} == {8} and after[1]["losses"] == uninterrupted[8:9]
+    assert damaged.read_bytes() == good, "the damaged files of both places are of different ranks"
+    assert [step for step, _ in after[0]["repaired"]] == [8]
+
+
+def test_more_and_fewer_ranks_go_on_from_the_place_below(tmp_path):
+    world(3, trained, tmp_path, tmp_path / "last", 8)
+    for size in (2, 1, 3):
+        shutil.rmtree(tmp_path / "front")
+        found = world(size, trained, tmp_path, tmp_path / "last", 8)
+        assert {one["step"] for one in found} == {8}, f"{size} ranks"
+
+
+def test_ranks_go_on_in_a_bucket_behind_their_disk(bucket, tmp_path, uninterrupted):
+    environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    before = world(2, trained, tmp_path, bucket, 8, environ)
+    shutil.rmtree(tmp_path / "front")
+    after = world(2, trained, tmp_path, bucket, 12, environ)
+    assert {tuple(one["sources"]) for one in after} == {(bucket,)}
+    assert before[1]["losses"] + after[1]["losses"] == uninterrupted
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_copy_that_fails_on_one_rank_is_made_again(tmp_path, faulty_rank):
+    first, _ = world(2, failing, tmp_path, tmp_path / "last", faulty_rank)
+    assert "not_copied" in first["events"] and "copied" in first["events"]
+    assert steps(tmp_path / "last")[-1] == 8 and lastgood.open(tmp_path / "last").verify(8).good
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_rank_that_raises_does_not_wait_for_the_copies_of_others(tmp_path, faulty_rank):
+    world(2, interrupted, tmp_path, tmp_path / "last", faulty_rank)
+    assert float((tmp_path / "left").read_text()) < PATIENCE
+
+
+def test_a_signal_leaves_the_last_step_of_all_ranks_in_all_places(tmp_path):
+    assert world(2, preempted, tmp_path, tmp_path / "last") == [75, 75]
+    newest = steps(tmp_path / "front")[-1]
+    assert steps(tmp_path / "last")[-1] == newest >= 5
+    assert lastgood.open(tmp_path / "last").verify(newest).good

@@ -1,0 +1,108 @@
+"""The functions that the ranks of tests with several places run, in worlds of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import lastgood
+from lastgood.run import lower_place, part_copies
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
+
+PLACES = {"cadence": lastgood.Every(steps=4), "retention": lastgood.Keep(last=9), "patience": PATIENCE}
+
+
+def opened(loop: Loop, root: Path, last: str | Path, **options: Any) -> lastgood.Checkpointer:
+    """A run with its front in `root`/front, which saves every second step, and its last place in `last`."""
+    front = lastgood.Tier(root / "front", cadence=lastgood.Every(steps=2), retention=lastgood.Keep(last=2))
+    return lastgood.Checkpointer(last, loop.state, **{**PLACES, "tiers": [front], **options})
+
+
+def trained(
+    rank: int, size: int, root: Path, last: str | Path, upto: int, environ: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Restore and train; returns the step that was restored, from where, what was mended, and the losses."""
+    os.environ.update(environ or {})
+    loop = Loop("fsdp" if size > 1 else "plain", size)
+    events: list[str] = []
+    with opened(loop, root, last, on_event=lambda event: events.append(event.kind)) as ckpt:
+        found = ckpt.restore()
+        losses = []
+        for n in range(found.step + 1, upto + 1):
+            losses.append(loop.step(n))
+            ckpt.step(n)
+    sources = {place: one.bytes for place, one in found.sources.items()}
+    return {"step": found.step, "sources": sources, "losses": losses, "repaired": found.repaired, "events": events}
+
+
+def copied_by(rank: int, size: int, root: Path, last: str | Path) -> list[str]:
+    """Train with a last place; returns the files that this rank has copied there."""
+    copied: list[str] = []
+    real = part_copies.copying._complete_blob
+
+    def noted(target: Any, sources: Any, at: Any, manifest: Any, blob: Any, copying: Any) -> bool:
+        copied.append(blob.name)
+        return real(target, sources, at, manifest, blob, copying)
+
+    part_copies.copying._complete_blob = noted
+    trained(rank, size, root, last, 4)
+    return copied
+
+
+def failing(rank: int, size: int, root: Path, last: Path, faulty_rank: int) -> dict[str, Any]:
+    """As `trained`; the first copies of one rank fail."""
+    real, failures = part_copies.copying._complete_blob, [2 if rank == faulty_rank else 0]
+
+    def faulty(*arguments: Any) -> bool:
+        if failures[0]:
+            failures[0] -= 1
+            raise lastgood.errors.TierDown("the place is down on purpose")
+        return real(*arguments)
+
+    part_copies.copying._complete_blob = faulty
+    lower_place.PAUSES_SECONDS = (0.05,)
+    return trained(rank, size, root, last, 8)
+
+
+def interrupted(rank: int, size: int, root: Path, last: Path, faulty_rank: int) -> None:
+    """One rank raises in its loop, and notes the seconds that leaving takes; the other one goes on until then."""
+    loop, left = Loop("ddp", size), root / "left"
+    try:
+        with opened(loop, root, last) as ckpt:
+            ckpt.restore()
+            for n in range(1, 6):
+                loop.step(n)
+                ckpt.step(n)
+            if rank == faulty_rank:
+                begun = time.monotonic()
+                raise ArithmeticError("the loop fails")
+            while not left.exists():
+                time.sleep(0.05)
+            os._exit(0)
+    except ArithmeticError:
+        (root / "left.tmp").write_text(str(time.monotonic() - begun))
+        (root / "left.tmp").rename(left)
+
+
+def preempted(rank: int, size: int, root: Path, last: Path) -> int:
+    """Rank 0 receives a signal; returns the exit code."""
+    loop = Loop("ddp", size)
+    try:
+        with opened(loop, root, last, preemption=lastgood.Preemption(grace_seconds=60)) as ckpt:
+            ckpt.restore()
+            for n in range(1, 10_000):
+                loop.step(n)
+                ckpt.step(n)
+                time.sleep(0.01)
+                if n == 5 and rank == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+    except SystemExit as end:
+        dist.barrier()
+        return int(end.code or 0)
+    return 0
