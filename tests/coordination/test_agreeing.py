@@ -230,6 +230,39 @@ def test_announcements_reach_every_rank_before_their_step(step_seconds, ahead):
     assert n <= asking.end == leading.end
 
 
+def test_an_end_that_a_rank_receives_late_is_postponed():
+    """The loop became faster after its first steps, so a rank passed the step of the end before it polled. It waited
+    for rank 0 in a collective operation, and rank 0 waited for its answer until the grace period was over."""
+    board, clock = Board(), Clock()
+    leading, following = (Announcements(one, clock) for one in two_on(board))
+    for n in range(1, 6):
+        clock.advance(0.1)
+        leading.poll(n)
+        following.poll(n)
+    clock.advance(1.0)
+    leading.poll(6, request_end=True)
+    first = leading.end
+    assert not leading.end_holds(first) and leading.end > first
+    following.poll(first + 50)
+    assert following.end == leading.end, "the clock stands still, and the last poll was a second ago"
+    assert not leading.end_holds(leading.end), "the other rank is known to have passed this step too"
+    assert leading.end > first + 50
+    assert not following.end_holds(first + 50) and following.end is None
+    following.poll(first + 51)
+    assert following.end == leading.end, "after an announcement of the end, a rank polls at each step"
+    assert leading.end_holds(leading.end) and following.end_holds(following.end)
+
+
+def test_ranks_end_without_a_decision_while_the_store_is_down():
+    board, clock = Board(), Clock()
+    leading, following = (Announcements(one, clock) for one in two_on(board))
+    clock.advance(1.0)
+    leading.poll(1, request_end=True)
+    following.poll(1)
+    board.down = True
+    assert leading.end_holds(leading.end) and following.end_holds(following.end)
+
+
 def test_the_end_is_posted_again_after_pauses_that_double():
     """Rank 0, which requests the end itself, waited four times as long after each failed call of the store."""
     board, clock = Board(), Clock()

@@ -479,7 +479,7 @@ def timed(rank: int, size: int, root: Path, late: bool) -> list[tuple[str, int]]
 
 def preempted(rank: int, size: int, kind: str, root: Path, signalled_rank: int, late: bool) -> dict[str, Any]:
     """Step until a signal to rank `signalled_rank` at step 5 ends the ranks; returns the final reports. `late`: rank
-    1 polls too rarely, and does not wait for the others."""
+    1 polls too rarely until step 200."""
     import signal
 
     import lastgood

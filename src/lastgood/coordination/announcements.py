@@ -1,9 +1,12 @@
-"""Announcements: what all ranks do from some step on, where no rank can know it by itself. No rank waits for another.
+"""Announcements: what all ranks do from some step on, where no rank can know it by itself. No rank waits for another,
+but at the end.
 
-    rank         key                message
-    -----------  -----------------  ------------------------------------------------------------------------------
-    coordinator  PLACE/NUMBER       an `Announcement`, numbered from 0 since the last restore
-    any other    PLACE/end-request  its rank, when it has received a signal that asks for the end
+    rank         key                   message
+    -----------  --------------------  ---------------------------------------------------------------------------
+    coordinator  PLACE/NUMBER          an `Announcement`, numbered from 0 since the last restore
+    any other    PLACE/end-request     its rank, when it has received a signal that asks for the end
+    any other    PLACE/NUMBER/at/RANK  the step at which it received the announcement NUMBER of the end
+    coordinator  PLACE/NUMBER/holds    whether all ranks end at the step of that announcement
 
 PLACE is RUN/RESTORES/announcements (coordination/rounds.py). The coordinator deletes old announcements
 as it deletes old verdicts (`RankGroup.delete_later`).
@@ -15,8 +18,12 @@ Invariants
   2. Steps of announcements ascend, but for the end. A number is used for one announcement only. One whose post failed
      may have reached the store, so it is posted again before anything else is announced.
   3. A rank that receives an announcement after its step fails that step on all ranks, with the error HeardLate
-     (loop/schedule.py); only the end is obeyed late. The coordinator then doubles the lead, up to LEAD_POLLS_LIMIT.
-  4. While the store cannot be reached, every attempt raises TierDown and doubles the pause before the next one.
+     (loop/schedule.py). The coordinator then doubles the lead, up to LEAD_POLLS_LIMIT.
+  4. All ranks end at one step, or none does: an announced end holds only if every rank received it before its step.
+     The coordinator finds out when it reaches the step. If the end does not hold, it announces another one and goes on:
+     a rank that has passed the step may be waiting for it in a collective operation. From its first announcement of
+     the end on, a rank polls at each step.
+  5. While the store cannot be reached, every attempt raises TierDown and doubles the pause before the next one.
 """
 
 from __future__ import annotations
@@ -24,11 +31,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from ..errors import TierDown
-from ..limits import ANNOUNCEMENT_POLL_SECONDS, LEAD_POLLS, LEAD_POLLS_LIMIT
+from ..errors import TierDown, TimedOut
+from ..limits import ANNOUNCEMENT_POLL_SECONDS, COORDINATOR_TIMEOUTS, LEAD_POLLS, LEAD_POLLS_LIMIT
 from .rounds import RankGroup
 
 END = "end"
@@ -66,7 +73,9 @@ class Announcements:
         self.pending: list[Announcement] = []
         """announcements whose step has not come yet"""
         self.end: int | None = None
-        """the step at which all ranks end, once it is announced"""
+        """the step at which all ranks end, once it is announced, unless it is found not to hold"""
+        self._ends: list[int] = []
+        """the numbers of all announcements of the end"""
 
     def poll(self, step: int, request_end: bool = False) -> None:
         """Receive new announcements, if the time for it has come; the loop is at `step`.
@@ -77,7 +86,7 @@ class Announcements:
         self._first, self._last = self._first or (step, now), (step, now)
         requests = request_end and not self._requested and self.end is None
         # A new request for the end is posted without waiting for the next poll, but not during a pause after a failure.
-        if now < (self._down_until if requests else self._next_poll):
+        if now < (self._down_until if requests or self._ends else self._next_poll):
             return
         with self._backing_off():
             self._exchange(step, requests)
@@ -100,24 +109,63 @@ class Announcements:
         with self._backing_off():
             return self._publish(step, kind, value)
 
+    def end_holds(self, step: int) -> bool:
+        """Whether all ranks end now: the loop of this rank has reached the announced end, and is at `step`.
+
+        The coordinator decides, and the other ranks wait for its decision. True also where the decision cannot be
+        exchanged: then this rank ends, and its last save fails with the reason.
+        """
+        key = f"{self._place}/{self._ends[-1]}"
+        try:
+            return self._decide_end(key, step) if self._ranks.is_coordinator else self._await_end(key)
+        except (TierDown, TimedOut):
+            return True
+
     def extend_lead(self) -> None:
         """A rank received the last announcement too late: the next ones are made twice as far ahead."""
         self._lead_polls = min(2 * self._lead_polls, LEAD_POLLS_LIMIT)
 
+    def _decide_end(self, key: str, step: int) -> bool:
+        """Decide whether the end holds. If it does not, announce another one, for a step that no rank is known to have
+        reached; the distance doubles each time."""
+        assert self.end is not None
+        ranks, keys = self._ranks, [f"{key}/at/{rank}" for rank in range(1, self._ranks.size)]
+        received = ranks.receive(keys, ranks.timeout_seconds) if ranks.quick.has(*keys) else None
+        holds = received is not None and all(at < self.end for at in received)  # guard: end-received-by-all
+        ranks.quick.post(f"{key}/holds", holds)
+        ranks.delete_later(f"{key}/holds")
+        if not holds:
+            self.end = None
+            with suppress(TierDown), self._backing_off():  # after a TierDown, the next poll posts it again
+                if self._unposted is not None:
+                    self._post(self._unposted)
+                self._post(Announcement(max([step, *(received or ())]) + 2 ** len(self._ends), END))
+        return holds
+
+    def _await_end(self, key: str) -> bool:
+        timeout_seconds = COORDINATOR_TIMEOUTS * self._ranks.timeout_seconds
+        (holds,) = self._ranks.receive([f"{key}/holds"], timeout_seconds, self._ranks.closed.is_set)
+        if not holds:
+            self.end = None
+        return bool(holds)
+
     def _publish(self, step: int, kind: str, value: int = 0) -> bool:
         new = self._unposted or Announcement(self._first_safe_step(step, kind), kind, value)
+        self._post(new)
+        return (new.kind, new.value) == (kind, value)
+
+    def _post(self, new: Announcement) -> None:
         self._unposted = new  # if the post fails, the store may have it: nothing else may get its number
         self._ranks.quick.post(f"{self._place}/{self._count}", new)
         self._unposted = None
         self._ranks.delete_later(f"{self._place}/{self._count}")
         self._record(new)
-        return (new.kind, new.value) == (kind, value)
 
     def _first_safe_step(self, step: int, kind: str) -> int:
         """The first step before which every rank polls, at the speed of the loop so far."""
         assert self._first is not None and self._last is not None
         steps, seconds = self._last[0] - self._first[0], self._last[1] - self._first[1]
-        # The grace period of a preemption is short, and a rank that receives the end too late ends all the same.
+        # The grace period of a preemption is short, and an end that a rank receives too late is announced once more.
         lead_polls = LEAD_POLLS if kind == END else self._lead_polls
         ahead = lead_polls * ANNOUNCEMENT_POLL_SECONDS * steps / seconds if seconds > 0 else 1.0
         # Where a step takes longer than the lead, every rank polls in each step, and the next step is early enough. In
@@ -135,15 +183,19 @@ class Announcements:
             store.post(f"{self._place}/end-request", self._ranks.rank)  # guard: failed-end-request-repeated
             self._requested = True
         while (received := store.read(f"{self._place}/{self._count}")) is not None:
-            self._record(Announcement(*received))
+            new = Announcement(*received)
+            if new.kind == END:
+                store.post(f"{self._place}/{self._count}/at/{self._ranks.rank}", step)
+            self._record(new)
 
     def _record(self, new: Announcement) -> None:
-        self._count += 1
         self.pending.append(new)
         if new.kind == END:
             self.end = new.step
+            self._ends.append(self._count)
         else:
             self._latest_step = new.step
+        self._count += 1
 
     @contextmanager
     def _backing_off(self) -> Iterator[None]:

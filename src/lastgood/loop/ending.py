@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from .. import reporting
 from ..coordination.single_rank import AnyRanks
-from ..errors import CommitUnknown, HeardLate, LastgoodError, NotRestored
+from ..errors import CommitUnknown, LastgoodError, NotRestored
 from ..run.follower import Follower
 from ..run.pipeline import Pipeline
 from ..run.save_handle import Save
@@ -57,7 +57,7 @@ class Ending:
             return
         else:
             self._end_request.begin_grace()
-            ends = n >= announced.end
+            ends = n >= announced.end and announced.end_holds(n)
         if ends:
             self._end(n, self._end_request)
 
@@ -82,8 +82,6 @@ class Ending:
                 break
             except Exception as error:  # noqa: BLE001 - reported below; the run ends all the same
                 problem = error
-                if isinstance(error, HeardLate):  # a rank had passed the step, so there is no step that all can save
-                    break
         with contextlib.suppress(LastgoodError):  # then the report is about what this rank knew before
             refresh(self._pipeline)
         newest = self._pipeline.run.known.newest_restorable()
@@ -102,20 +100,12 @@ class Ending:
             topic.agree(None, lambda _: None)
 
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
-        """Whether a save would be durable in time if it took as long as the `last` one; with several ranks, on all.
-
-        Raises HeardLate if this rank had passed the announced step before it received the announcement.
-        """
+        """Whether a save would be durable in time if it took as long as the `last` one; with several ranks, on all."""
         mine = (last.seconds if last is not None and last.durable() else 0.0) <= left_seconds
         announced = self._saver.announcements
         if announced is None or announced.end is None:
             return mine
-        topic = self._ranks.step_topic("leave", announced.end)
-        if self._saver.schedule.previous_step >= announced.end:
-            late = HeardLate(f"the end at step {announced.end} was announced to this rank only at its step {n}")
-            topic.fail(late)
-            raise late
-        return bool(topic.agree(mine, all))
+        return bool(self._ranks.step_topic("leave", announced.end).agree(mine, all))
 
     def save_newest(self) -> None:
         """At a normal end: save the newest step of the loop, unless it is saved, and wait until that has ended.

@@ -61,6 +61,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "announced-steps-ascend",
             Swap("max(safe, self._latest_step)", "safe"),
         ),
+        (
+            "ranks end at a step that some of them have passed",
+            "end-received-by-all",
+            Swap("received is not None and all(at < self.end for at in received)", "True"),
+        ),
         ("an announcement is acted on more than once", "announcement-taken-once", Remove()),
         ("a timed save that this rank missed does not fail", "missed-timed-save-fails", Remove()),
         ("saves of an interval that this rank missed do not fail", "missed-interval-save-fails", Remove()),
