@@ -85,7 +85,10 @@ def test_a_run_of_two_ranks_is_verified_and_scrubbed_with_parity(copied) -> None
     run = RunWriter(Disk(PosixFiles(), str(path)), Inline(), parity="2+1")
     run.begin(max(run.survey.generations, key=lambda one: one.step))
     run.verify(arena)
-    assert run.known.newest_verified().step == 4 and not [*path.glob("gen/*/*parity*")]
+    assert run.known.newest_verified().step == 4
+    assert {one.name for one in path.glob("gen/*04-*/*parity*")} == {
+        f"r0000{rank}.parity-0{end}" for rank in (0, 1) for end in ("", ".json")
+    }
 
 
 def test_the_parity_of_a_golden_run_rebuilds_damage(copied) -> None:

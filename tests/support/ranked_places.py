@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 import lastgood
+from harness import reports
 from lastgood.run import lower_place, part_copies
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
@@ -25,13 +26,19 @@ def opened(loop: Loop, root: Path, last: str | Path, **options: Any) -> lastgood
 
 
 def trained(
-    rank: int, size: int, root: Path, last: str | Path, upto: int, environ: Mapping[str, str] | None = None
+    rank: int,
+    size: int,
+    root: Path,
+    last: str | Path,
+    upto: int,
+    environ: Mapping[str, str] | None = None,
+    parity: str | None = None,
 ) -> dict[str, Any]:
     """Restore and train; returns the step that was restored, from where, what was mended, and the losses."""
     os.environ.update(environ or {})
     loop = Loop("fsdp" if size > 1 else "plain", size)
     events: list[str] = []
-    with opened(loop, root, last, on_event=lambda event: events.append(event.kind)) as ckpt:
+    with opened(loop, root, last, parity=parity, on_event=lambda event: events.append(event.kind)) as ckpt:
         found = ckpt.restore()
         losses = []
         for n in range(found.step + 1, upto + 1):
@@ -106,3 +113,32 @@ def preempted(rank: int, size: int, root: Path, last: Path) -> int:
         dist.barrier()
         return int(end.code or 0)
     return 0
+
+
+def protected(rank: int, size: int, root: Path, upto: int, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Train in one place with parity; each save is verified and protected before the next begins; as `trained`."""
+    loop, losses, events = Loop("fsdp" if size > 1 else "plain", size), [], list[str]()
+    settings = {"cadence": lastgood.Every(steps=2), "parity": "3+1", "patience": PATIENCE, **(options or {})}
+    with lastgood.Checkpointer(root, loop.state, on_event=lambda one: events.append(one.kind), **settings) as ckpt:
+        found = ckpt.restore()
+        for n in range(found.step + 1, upto + 1):
+            losses.append(loop.step(n))
+            ckpt.step(n)
+            ckpt.wait()
+    return {"step": found.step, "losses": losses, "repaired": found.repaired, "events": events}
+
+
+def scrubbed(rank: int, size: int, root: Path, upto: int) -> list[str]:
+    """Train and scrub: each round of upkeep has ended before the next save begins. Returns the events."""
+    loop, events = Loop("fsdp", size), list[str]()
+    options = {"parity": "3+1", "scrub": lastgood.Scrub(seconds=0.0), "retention": lastgood.Keep(last=99)}
+    with lastgood.Checkpointer(root, loop.state, on_event=lambda one: events.append(one.kind), **options) as ckpt:
+        for n in range(ckpt.restore().step + 1, upto + 1):
+            loop.step(n)
+            ckpt.save(n).result()
+            for _ in range(2):
+                ckpt._pipeline._upkeep_thread.submit(int).result()
+            dist.barrier()
+            with reports():  # the damage that the scrub has found
+                ckpt.step(n)
+    return events

@@ -151,7 +151,7 @@ class _Bench:
         with path.open("r+b") as file:
             file.seek(self._size // 2)
             file.write(bytes(self._size // 10))
-        return _timed(lambda: parity.rebuild(self._tier, usable, self._workers), self._size)
+        return _timed(lambda: parity.rebuild(self._tier, [usable], self._workers), self._size)
 
 
 def _timed(work: Callable[[], object], count: int) -> dict[str, Any]:

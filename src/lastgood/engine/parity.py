@@ -1,5 +1,7 @@
 """Parity: writes the redundancy of a verified generation, and rebuilds damaged files from it.
 
+The files of each rank have parity of their own, which that rank writes; a function here works on those of one rank.
+
 Invariants
   1. Parity is never the truth: a rebuilt file is put in place only if the manifest's digests of all its chunks agree.
   2. A damaged file is not changed until its replacement is durable, read back and found good; then it is renamed over.
@@ -70,23 +72,23 @@ def protect(
     readers: Executor,
     stop: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Write the parity of a generation durably; returns its length in bytes.
+    """Write the parity of one rank's files durably; returns its length in bytes.
 
-    `cells`: the digests of the data cells, computed while the generation was verified. `readers` read the cells.
+    `manifest`: of that rank. `cells`: the digests of the data cells, from its verification. `readers` read the cells.
     `stop()` is polled once per row. Raises SumMismatch if a cell does not agree with its digest, Cancelled after
     `stop()`, NoSpace, NotWritable, TierDown; then no parity file is left.
     """
-    folder, algorithm = layout.folder(generation.id), manifest.digest
-    clear(tier, folder)  # guard: old-parity-cleared-first
+    folder, algorithm, rank = layout.folder(generation.id), manifest.digest, manifest.rank
+    clear(tier, folder, rank)  # guard: old-parity-cleared-first
     grid = parity_layout.grid(manifest.blobs, code.data, code.parity)
-    seal = generation.commit.seals[0]
+    seal = generation.commit.seals[rank]
     copy = read_file.some(tier, f"{folder}/{seal.manifest}", seal.length)
     commit_bytes = read_file.some(tier, f"{folder}/{layout.COMMIT}", tier.list(folder).get(layout.COMMIT) or 0)
     size = grid.file_bytes + len(copy)
     with contextlib.ExitStack() as undo:
         uploads: list[Upload] = []
         for index in range(code.parity):
-            uploads.append(tier.create(f"{folder}/{parity_layout.parity_name(0, index)}", size))
+            uploads.append(tier.create(f"{folder}/{parity_layout.parity_name(rank, index)}", size))
             undo.callback(uploads[index].abort)  # guard: failed-parity-aborted
         with contextlib.closing(read_rows(tier, folder, grid, algorithm, cells, readers)) as rows:
             sums = _write_cells(folder, rows, code, grid.cell_bytes, algorithm, uploads, stop)
@@ -109,7 +111,7 @@ def protect(
                 manifest_bytes=len(copy),
                 commit=commit_bytes.decode(),
             )
-            tier.put_new(f"{folder}/{parity_layout.record_name(0, index)}", layout.encode(record, algorithm))
+            tier.put_new(f"{folder}/{parity_layout.record_name(rank, index)}", layout.encode(record, algorithm))
         undo.pop_all()
     return size * code.parity
 
@@ -141,31 +143,35 @@ def _write_cells(
     return sums
 
 
-def clear(tier: Tier, folder: str) -> None:
-    """Delete the parity of a generation, the records first."""
+def clear(tier: Tier, folder: str, rank: int = 0) -> None:
+    """Delete the parity of one rank's files, the records first."""
     # guard: parity-records-deleted-first
     for name in sorted(tier.list(folder), key=lambda one: not one.endswith(".json")):
-        if parity_layout.is_parity(name):
+        if parity_layout.rank_of(name) == rank:
             tier.delete(f"{folder}/{name}")
 
 
 def complete(
     tier: Tier, generation: Generation, manifest: Manifest, code: Code, stop: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Whether the parity is complete and agrees with its digests. Raises Cancelled after `stop()`."""
-    folder, seal, usable = layout.folder(generation.id), generation.commit.seals[0], find(tier, generation.id)
+    """Whether the parity of the rank of `manifest` is complete and agrees with its digests.
+
+    Raises Cancelled after `stop()`.
+    """
+    folder, rank = layout.folder(generation.id), manifest.rank
+    seal, usable = generation.commit.seals[rank], find(tier, generation.id, rank)
     kept = usable.records if usable is not None and usable.generation.root == generation.root else []
     if [(one.index, one.data, one.parity) for one in kept] != [(n, code.data, code.parity) for n in range(code.parity)]:
         return False
     for record in kept:
-        name = parity_layout.parity_name(0, record.index)
+        name = parity_layout.parity_name(rank, record.index)
         copy = _stored(tier, folder, name, record.manifest_bytes, len(record.sums) * record.cell_bytes)
         if digest(manifest.digest, copy) != seal.digest:
             return False
         for row in range(len(record.sums)):
             if stop():
                 raise Cancelled("reading parity was cancelled")
-            if _parity_cell(tier, folder, record, row) is None:
+            if _parity_cell(tier, folder, rank, record, row) is None:
                 return False
     return True
 
@@ -174,8 +180,9 @@ def complete(
 
 
 class UsableParity(NamedTuple):
-    """The usable parity of a generation."""
+    """The usable parity of one rank's files of a generation."""
 
+    rank: int
     generation: Generation
     """the generation as the copies of its commit in the parity records state it"""
     commit: bytes
@@ -189,8 +196,15 @@ class UsableParity(NamedTuple):
         return Code(self.records[0].data, self.records[0].parity)
 
 
-def find(tier: Tier, at: GenerationId) -> UsableParity | None:
-    """The usable parity of a generation; None if there is no valid record.
+def find_all(tier: Tier, at: GenerationId) -> list[UsableParity]:
+    """The usable parity of each rank that has any, all of the same commit. Raises Unavailable."""
+    ranks = {rank for name in tier.list(layout.folder(at)) if (rank := parity_layout.rank_of(name)) is not None}
+    found = [one for rank in sorted(ranks) if (one := find(tier, at, rank)) is not None]
+    return [one for one in found if one.generation.root == found[0].generation.root]
+
+
+def find(tier: Tier, at: GenerationId, rank: int = 0) -> UsableParity | None:
+    """The usable parity of the files of one rank; None if there is no valid record.
 
     If the commit can be read, only records with this commit are used. If it is lost or damaged, its copies in the
     records are. Raises Unavailable.
@@ -198,11 +212,12 @@ def find(tier: Tier, at: GenerationId) -> UsableParity | None:
     folder = layout.folder(at)
     found: dict[str, list[Parity]] = {}
     for name, length in sorted(tier.list(folder).items()):
-        if not parity_layout.is_record(name) or length is None or not 0 <= length <= PARITY_RECORD_LIMIT_BYTES:
+        mine = parity_layout.is_record(name) and parity_layout.rank_of(name) == rank
+        if not mine or length is None or not 0 <= length <= PARITY_RECORD_LIMIT_BYTES:
             continue
         with contextlib.suppress(Damaged):
             record = layout.decode(bytes(read_file.some(tier, f"{folder}/{name}", length)), Parity, name)
-            parity_layout.validate(record, name)
+            parity_layout.validate(record, name, rank)
             text = record.commit.encode()
             validation.validate_commit(layout.decode(text, Commit, name), at, None)
             if layout.root_of(text) == record.root:  # guard: parity-record-of-this-generation
@@ -215,29 +230,37 @@ def find(tier: Tier, at: GenerationId) -> UsableParity | None:
     first, *others = max(found.values(), key=len)
     text = first.commit.encode()
     copy = layout.decode(text, Commit, folder)
-    if len(copy.seals) != 1 or copy.seals[0].length != first.manifest_bytes:  # guard: seal-matches-manifest-copy
+    # guard: seal-matches-manifest-copy
+    if rank >= len(copy.seals) or copy.seals[rank].length != first.manifest_bytes:
         return None
     records = [first, *(one for one in others if one.alike(first))]  # guard: only-agreeing-parity-records
-    return UsableParity(Generation(commit=copy, root=first.root), text, sorted(records, key=lambda one: one.index))
+    return UsableParity(
+        rank, Generation(commit=copy, root=first.root), text, sorted(records, key=lambda one: one.index)
+    )
 
 
 def rebuild(
-    tier: Mendable, usable: UsableParity, readers: Executor, stop: Callable[[], bool] = lambda: False
+    tier: Mendable, usable: Sequence[UsableParity], readers: Executor, stop: Callable[[], bool] = lambda: False
 ) -> list[str]:
-    """Replace every file of a generation that is not as committed; returns the names of these files.
+    """Replace every file of these ranks that is not as committed; returns the names of these files.
 
-    The tensor files are replaced first and the commit last, so that no reader takes the generation for complete before
-    it is. Raises BeyondRepair, which states how much more was lost than parity can replace; Cancelled after `stop()`,
-    which is polled while the damage is determined; SumMismatch, Truncated or MissingBlob if a rebuilt file does not
-    read back; NoSpace, NotWritable, TierDown. A file that could not be rebuilt is unchanged.
+    `usable`: the parity of each rank, at least one. The tensor files are replaced first and the commit last, so that no
+    reader takes the generation for complete before it is. Raises BeyondRepair, which states how much more was lost than
+    parity can replace; Cancelled after `stop()`, which is polled while the damage is determined; SumMismatch, Truncated
+    or MissingBlob if a rebuilt file does not read back; NoSpace, NotWritable, TierDown. A file that could not be
+    rebuilt is unchanged.
     """
-    generation, folder = usable.generation, layout.folder(usable.generation.id)
-    seal = generation.commit.seals[0]
-    records = {seal.manifest: _manifest(tier, usable), layout.COMMIT: usable.commit}  # guard: repair-writes-commit-last
-    manifest = layout.decode(records[seal.manifest], Manifest, f"{folder}/{seal.manifest}")
-    validation.validate_manifest(manifest, generation.id, 0)
-    lost = _lost(tier, generation, manifest, usable, readers, stop)
-    done = _write(tier, generation, manifest, lost, readers) if lost is not None else []
+    done: list[str] = []
+    folder = layout.folder(usable[0].generation.id)
+    records = dict[str, bytes]()
+    for one in usable:
+        seal = one.generation.commit.seals[one.rank]
+        records[seal.manifest] = data = _manifest(tier, one)
+        manifest = layout.decode(data, Manifest, f"{folder}/{seal.manifest}")
+        validation.validate_manifest(manifest, one.generation.id, one.rank, one.generation.commit.world.ranks)
+        lost = _lost(tier, one, manifest, readers, stop)
+        done += _write(tier, one.generation, manifest, lost, readers) if lost is not None else []
+    records[layout.COMMIT] = usable[0].commit  # guard: repair-writes-commit-last
     for name, data in records.items():
         if tier.list(folder).get(name) != len(data) or _stored(tier, folder, name, len(data)) != data:
             _put_back(tier, folder, name, data)  # guard: repair-restores-records
@@ -247,10 +270,12 @@ def rebuild(
 
 def _manifest(tier: Tier, usable: UsableParity) -> bytes:
     """The manifest that was sealed, from its file or from a copy in a parity file. Raises BeyondRepair."""
-    folder, seal = layout.folder(usable.generation.id), usable.generation.commit.seals[0]
+    folder, seal = layout.folder(usable.generation.id), usable.generation.commit.seals[usable.rank]
     places = [(seal.manifest, 0)]
     # guard: manifest-copies-in-parity
-    places += [(parity_layout.parity_name(0, one.index), len(one.sums) * one.cell_bytes) for one in usable.records]
+    places += [
+        (parity_layout.parity_name(usable.rank, one.index), len(one.sums) * one.cell_bytes) for one in usable.records
+    ]
     for name, offset in places:
         data = _stored(tier, folder, name, seal.length, offset)
         if digest(usable.records[0].digest, data) == seal.digest:  # guard: repaired-manifest-matches-seal
@@ -271,19 +296,16 @@ class _Lost(NamedTuple):
     """the files to rebuild"""
     rows: dict[int, list[int]]
     """row -> the numbers of its damaged data cells"""
+    rank: int
     records: list[Parity]
+    """those of the parity of this rank"""
 
 
 def _lost(
-    tier: Tier,
-    generation: Generation,
-    manifest: Manifest,
-    usable: UsableParity,
-    readers: Executor,
-    stop: Callable[[], bool],
+    tier: Tier, usable: UsableParity, manifest: Manifest, readers: Executor, stop: Callable[[], bool]
 ) -> _Lost | None:
     """Read every cell; returns what is damaged, or None. Raises BeyondRepair, Cancelled."""
-    folder, first = layout.folder(generation.id), usable.records[0]
+    folder, first = layout.folder(usable.generation.id), usable.records[0]
     grid, records = parity_layout.grid_of(first, manifest.blobs, folder), usable.records
     rows: dict[int, list[int]] = {}
     with contextlib.closing(read_rows(tier, folder, grid, manifest.digest, first.cells, readers)) as all_rows:
@@ -301,7 +323,7 @@ def _lost(
         return None
     short: dict[int, int] = {}
     for row, missing in rows.items():
-        left = sum(1 for record in records if _parity_cell(tier, folder, record, row) is not None)
+        left = sum(1 for record in records if _parity_cell(tier, folder, usable.rank, record, row) is not None)
         if left < len(missing):  # guard: damage-beyond-parity-refused
             short[row] = len(missing) - left
     if short:
@@ -313,7 +335,7 @@ def _lost(
             safe="Nothing was changed.",
             todo="A restore uses an older generation; `lastgood gc --damaged` deletes this one.",
         )
-    return _Lost(grid, usable.code, first.cells, blobs, rows, records)
+    return _Lost(grid, usable.code, first.cells, blobs, rows, usable.rank, records)
 
 
 def _write(tier: Mendable, generation: Generation, manifest: Manifest, lost: _Lost, readers: Executor) -> list[str]:
@@ -352,7 +374,7 @@ def _all_cells(
     if len(known) == len(found):
         return list(known.values())
     for record in lost.records:
-        cell = _parity_cell(tier, folder, record, row)
+        cell = _parity_cell(tier, folder, lost.rank, record, row)
         if cell is not None:
             known[lost.grid.data + record.index] = memoryview(cell)
     if len(known) < lost.grid.data:
@@ -375,9 +397,9 @@ def _need_good(tier: Tier, folder: str, manifest: Manifest, blob: Blob, readers:
 # ---- cells -----------------------------------------------------------------------------------------------------
 
 
-def _parity_cell(tier: Tier, folder: str, record: Parity, row: int) -> bytes | None:
+def _parity_cell(tier: Tier, folder: str, rank: int, record: Parity, row: int) -> bytes | None:
     """The parity cell of a row; None if it is damaged."""
-    name = parity_layout.parity_name(0, record.index)
+    name = parity_layout.parity_name(rank, record.index)
     data = _stored(tier, folder, name, record.cell_bytes, row * record.cell_bytes)
     return data if data and digest(record.digest, data) == record.sums[row] else None  # guard: damaged-parity-unused
 

@@ -99,10 +99,7 @@ def _cell_bytes(blobs: Sequence[Blob], data: int) -> int:
 
 
 def parity_name(rank: int, index: int) -> str:
-    """The name of the parity file `index`, which holds one parity cell of every row.
-
-    `rank` is 0: only generations that one process saved have parity.
-    """
+    """The name of the parity file `index` of the files of one rank. It holds one parity cell of every row."""
     return f"r{rank:05d}.parity-{index}"
 
 
@@ -111,12 +108,18 @@ def record_name(rank: int, index: int) -> str:
     return parity_name(rank, index) + ".json"
 
 
-_NAME = re.compile(r"r\d{5}\.parity-\d{1,3}(\.json)?")
+_NAME = re.compile(r"r(\d{5})\.parity-\d{1,3}(\.json)?")
 
 
 def is_parity(name: str) -> bool:
     """Whether a file in a generation's folder is a parity file or the record of one."""
-    return _NAME.fullmatch(name) is not None
+    return rank_of(name) is not None
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose files a parity file or its record protects; None for another file."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found else None
 
 
 def is_record(name: str) -> bool:
@@ -129,13 +132,16 @@ def unfinished(names: Collection[str]) -> list[str]:
     return [name for name in names if is_parity(name) and not name.endswith(".json") and f"{name}.json" not in names]
 
 
-def validate(record: Parity, name: str) -> None:
-    """Check a record by itself, before memory is reserved or anything is read because of it. Raises ManifestInvalid."""
+def validate(record: Parity, name: str, rank: int) -> None:
+    """Check a record of a rank's parity by itself, before memory is reserved or anything is read because of it.
+
+    Raises ManifestInvalid.
+    """
     fits = record.data > 0 and record.parity > 0 and record.data + record.parity <= CODE_WORD_LIMIT
     if (  # guard: parity-record-plausible
         not fits
         or not 0 <= record.index < record.parity
-        or name != record_name(0, record.index)
+        or name != record_name(rank, record.index)
         or record.digest not in HEX_LENGTH
         or record.cell_bytes % PAGE_BYTES
         or not PAGE_BYTES <= record.cell_bytes <= CELL_LIMIT_BYTES

@@ -288,15 +288,9 @@ class Options:
             f"{keep} in slots, which keep the newest only",
             f"{directory}: a second Checkpointer with a path, and its own cadence.",
         )
-        parity_below = self.parity is not None or any(one.parity is not None for one in self.tiers)
         extras = self.front.parity is not None or self.scrub is not None
         require(not (slots and extras), "parity or scrub in slots, which keep the newest only", f"{directory}.")
         require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
-        require(
-            not (several and (self.front.parity is not None or parity_below)),
-            "parity with several ranks",
-            "Leave it out: it is for one process so far.",
-        )
 
 
 def option_names() -> list[str]:

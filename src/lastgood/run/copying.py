@@ -17,7 +17,7 @@ import contextlib
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ..engine import read_file
 from ..engine.arena import Arena
@@ -78,30 +78,41 @@ class Copying:
     stop: Stop = lambda: False
 
 
+Task = Literal["copy", "read", "protect"]
+"""What a rank does with the files of its part: copy them to a place, read them there again, write their parity there.
+"""
+
+
 class Others(Protocol):
-    """The other processes that copy a part of the same generation at the same time (part_copies.OtherRanks)."""
+    """The other ranks, which do their part of the same work at the same time (part_copies.OtherRanks)."""
 
     def own_part(self, generation: Generation) -> Collection[int] | None:
-        """The ranks that wrote the generation whose files this process copies; None: all of them."""
+        """The ranks that wrote the generation whose files are the part of this process; None: all of them."""
 
-    def ask(self, at: GenerationId, *, reads: bool) -> None:
-        """Ask the others to copy their files, or to read them again at the target."""
+    def ask(self, at: GenerationId, task: Task, code: str = "") -> None:
+        """Ask the others to do their part. `code`: of the parity, as "8+2"."""
 
     def answers(self) -> list[Finding]:
         """Wait until they have done so. Returns their findings; raises what has failed."""
 
+    def end(self) -> None:
+        """Tell the others that nothing more is asked."""
+
 
 class Nobody:
-    """`Others` where this process copies everything."""
+    """`Others` where this process does everything."""
 
     def own_part(self, generation: Generation) -> None:
         """All ranks."""
 
-    def ask(self, at: GenerationId, *, reads: bool) -> None:
+    def ask(self, at: GenerationId, task: Task, code: str = "") -> None:
         """Nobody is there to ask."""
 
     def answers(self) -> list[Finding]:
         return []
+
+    def end(self) -> None:
+        """Nobody waits."""
 
 
 def complete(
@@ -120,11 +131,11 @@ def complete(
     """
     others = others or Nobody()
     mine = others.own_part(generation)
-    others.ask(generation.id, reads=False)
+    others.ask(generation.id, "copy")
     written = copy_files(target, sources, generation, mine, copying)
     others.answers()  # guard: commit-copied-after-all-parts
     written += commit.copy_records(sources, target, generation)
-    others.ask(generation.id, reads=True)
+    others.ask(generation.id, "read")
     findings = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
     findings += others.answers()
     if mine is not None and not findings:

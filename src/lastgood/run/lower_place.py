@@ -16,7 +16,8 @@ import threading
 from concurrent.futures import Future
 from typing import cast
 
-from ..coordination.single_rank import AnyRanks, SingleRank
+from ..coordination.rounds import RankGroup
+from ..coordination.single_rank import AnyRanks
 from ..engine.arena import Arena
 from ..errors import Cancelled, LastgoodError, NotWritable, Overtaken, TimedOut, Unavailable
 from ..format import commit
@@ -41,8 +42,8 @@ class LowerPlace:
 
     `writer`: of this place; it deletes what its retention does not keep. `source`: what the process knows of the run
     where it is written first. `workers`: threads that read and digest; `close` ends them. `outcomes`: receives errors.
-    `ranks`: the ranks of the job, each of which copies its part (None: this process copies everything); `index`: the
-    position of this place among the lower ones.
+    `ranks`: the ranks of the job, each of which copies its part. `index`: the position of this place among the lower
+    ones.
     """
 
     def __init__(
@@ -51,11 +52,14 @@ class LowerPlace:
         source: KnownRun,
         workers: Workers,
         outcomes: Outcomes,
-        ranks: AnyRanks | None = None,
-        index: int = 0,
+        ranks: AnyRanks,
+        index: int,
     ) -> None:
         self.writer, self._source, self._workers, self._outcomes = writer, source, workers, outcomes
-        self._others = OtherRanks(ranks or SingleRank(), index, lambda: self._stopped)
+        self._others: copying.Others = copying.Nobody()
+        if isinstance(ranks, RankGroup):
+            self._others = OtherRanks(ranks, str(index), lambda: self._stopped)
+        writer.verifier.others = self._others
         self._changed = threading.Condition()
         self._waiting: dict[GenerationId, Future[None]] = {}
         self._pinned: set[GenerationId] = set()

@@ -58,7 +58,7 @@ class Mender:
         """As `mend`, from the parity of the generation alone."""
         known = self._known
         usable = self._parity(at)
-        if usable is None:
+        if not usable:
             raise BeyondRepair(f"{at} has no parity that can be read", safe="Nothing was changed.")
         try:
             names = parity.rebuild(cast(Mendable, known.tier), usable, self._workers, stop)
@@ -75,7 +75,7 @@ class Mender:
         if not intact(findings):  # guard: failed-repair-raised
             raise BeyondRepair(f"{at} was rebuilt and does not read back: {restore.summary(findings)}")
         self._note_mended(at, names)
-        self._protect(generation, usable.code, arena, stop)
+        self._protect(generation, usable[0].code, arena, stop)
         return names
 
     def _from_places(self, at: GenerationId, arena: Arena, stop: Stop) -> list[str]:
@@ -87,7 +87,7 @@ class Mender:
                 safe="Nothing was changed.",
                 todo="Name further places that may hold this run.",
             )
-        code = self._verifier.code or ((usable := self._parity(at)) and usable.code)
+        code = self._code(at)
         how = copying.Copying(arena, self._workers, stop=stop)
         try:
             names = copying.complete(cast(Mendable, known.tier), list(found), next(iter(found.values())), how)
@@ -141,7 +141,7 @@ class Mender:
         """
         known = self._known
         try:
-            if known.tier.newest_only or not (self.sources or parity.find(known.tier, at) is not None):
+            if known.tier.newest_only or not (self.sources or parity.find_all(known.tier, at)):
                 return False
             self.mend(at, arena, stop)
         except Cancelled:
@@ -181,8 +181,12 @@ class Mender:
         incarnation = self._known.survey.incarnations.get(at.incarnation)
         return incarnation.order if incarnation else 0, at.step
 
-    def _parity(self, at: GenerationId) -> parity.UsableParity | None:
-        return None if self._known.tier.newest_only else parity.find(self._known.tier, at)
+    def _parity(self, at: GenerationId) -> list[parity.UsableParity]:
+        return [] if self._known.tier.newest_only else parity.find_all(self._known.tier, at)
+
+    def _code(self, at: GenerationId) -> Code | None:
+        """The parity that a generation is to have: that of the run, or that which it has already."""
+        return self._verifier.code or next((one.code for one in self._parity(at)), None)
 
     # ---- scrubbing -----------------------------------------------------------------------------------------
 
@@ -214,8 +218,7 @@ class Mender:
                 self._marks.conclude(generation, findings)
         if not intact(findings):
             return findings, self.try_to_mend(generation.id, arena, stop)  # guard: scrub-damage-mended
-        usable = self._parity(generation.id)
-        code = self._verifier.code or (usable.code if usable else None)
+        code = self._code(generation.id)
         if code is not None and not findings:
             with contextlib.suppress(Cancelled):  # the reading is complete; the next round checks the parity again
                 self._verifier.protect(generation, code, arena, stop)  # guard: scrub-restores-parity

@@ -1,17 +1,17 @@
-"""Copies of a generation of several ranks to a lower place: each rank copies the files of its own part.
+"""Work on a generation of several ranks in which each rank does its part: copies to a lower place, and parity.
 
-    rank         key                 message
-    -----------  ------------------  ------------------------------------------------------------------------
-    coordinator  COPIES/NUMBER       what the other ranks are asked to do (`Request`); None: nothing more comes
-    any other    COPIES/NUMBER/RANK  the findings of its reading, or the error that kept it from an answer
+    rank         key                message
+    -----------  -----------------  ------------------------------------------------------------------------
+    coordinator  PARTS/NUMBER       what the other ranks are asked to do (`Request`); None: nothing more comes
+    any other    PARTS/NUMBER/RANK  the findings of its reading, or the error that kept it from an answer
 
-COPIES is OPENING/copies/PLACE: the opening of the run, and the place by its position among the lower ones.
+PARTS is OPENING/parts/PLACE: the opening of the run, and the place, "front" or its position among the lower ones.
 
 Invariants
-  1. The coordinator answers to itself as well: all ranks together copy and read every file. Only it writes COMMIT, and
-     only after all ranks have answered that their files are durable at the place (copying.complete).
+  1. The coordinator does its own part as well: all ranks together work on every file. Only it writes COMMIT at the
+     place, and only after all ranks have answered that their files are durable there (copying.complete).
   2. A rank that does not answer within its timeout fails the attempt. The next one asks under a new number, and finds
-     what was copied before.
+     what was done before.
   3. A rank serves requests until it receives None. Once it is being closed it waits no longer than for a verdict
      (coordination/rounds.py); after an exception in its loop it does not wait at all.
 """
@@ -22,23 +22,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import Executor
 from typing import Any, cast
 
 import msgspec
 
 from ..coordination.rounds import RankGroup, decode_error, encode_error
-from ..coordination.single_rank import AnyRanks
 from ..engine.arena import Arena
-from ..errors import TierDown, TimedOut
-from ..format import commit, layout
+from ..errors import Cancelled, TierDown, TimedOut
+from ..format import commit, layout, parity_layout
+from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, COORDINATOR_TIMEOUTS, EXAMINATION_CHUNKS
 from ..ports import Mendable, Shared, Tier
 from ..records import Finding, Generation, GenerationId, Record
 from . import copying
-from .follower import Follower
 from .reader import read_all
-from .verify import Stop, ranks_read_by
+from .thread_pools import Workers
+from .verify import Stop, never, protect_part, ranks_read_by
 
 POLL_SECONDS = 0.2
 """How soon a rank that waits for a request notices that it is to end."""
@@ -48,32 +47,31 @@ class Request(Record, frozen=True, kw_only=True):
     """What the coordinator asks of the other ranks."""
 
     at: GenerationId
-    reads: bool
-    """whether they read their files at the place again; otherwise they copy them there"""
+    task: copying.Task
+    code: str
+    """of the parity that they write, as "8+2"; "" for other tasks"""
 
 
 class OtherRanks:
-    """The other ranks of the job, as the coordinator asks them for their part of a copy. `ranks`: of the job.
+    """The other ranks of the job, as the coordinator asks them for their part (`copying.Others`).
 
-    `place`: the position of the place among the lower ones. `stop`: once it is true, nothing is waited for.
+    `ranks`: of the job. `place`: "front", or the position of the place among the lower ones. `stop`: once it is true,
+    no answer is waited for.
     """
 
-    def __init__(self, ranks: AnyRanks, place: int, stop: Stop) -> None:
-        self._ranks, self._stop = ranks, stop
-        self._group = ranks if isinstance(ranks, RankGroup) else None
-        self._keys = _keys(self._group, place) if self._group else ""
+    def __init__(self, ranks: RankGroup, place: str, stop: Stop = never) -> None:
+        self._group, self._stop, self._keys = ranks, stop, _keys(ranks, place)
         self._asked = 0
         self._asked_at = 0.0
 
-    def own_part(self, generation: Generation) -> Collection[int] | None:
-        """The ranks that wrote the generation whose files this process copies; None: all of them."""
-        return ranks_read_by([self._ranks.rank], self._ranks, generation) if self._group else None
+    def own_part(self, generation: Generation) -> Collection[int]:
+        """The ranks that wrote the generation whose files are the part of this process."""
+        return ranks_read_by([self._group.rank], self._group, generation)
 
-    def ask(self, at: GenerationId, *, reads: bool) -> None:
-        """Ask the other ranks to copy their files of a generation, or to read them again. Raises TierDown."""
-        if self._group is not None:
-            self._group.post(f"{self._keys}/{self._asked}", Request(at=at, reads=reads))
-            self._asked, self._asked_at = self._asked + 1, time.monotonic()
+    def ask(self, at: GenerationId, task: copying.Task, code: str = "") -> None:
+        """Ask the other ranks to do their part. `code`: of the parity. Raises TierDown."""
+        self._group.post(f"{self._keys}/{self._asked}", Request(at=at, task=task, code=code))
+        self._asked, self._asked_at = self._asked + 1, time.monotonic()
 
     def answers(self) -> list[Finding]:
         """Wait until the other ranks have done what they were asked last; returns their findings.
@@ -82,16 +80,16 @@ class OtherRanks:
         of the first rank that failed, and TierDown if one does not answer in time.
         """
         group, number = self._group, self._asked - 1
-        if group is None:
-            return []
         keys = [f"{self._keys}/{number}/{rank}" for rank in range(1, group.size)]
         seconds = group.timeout_seconds + time.monotonic() - self._asked_at
         try:
             posts = group.receive(keys, seconds, self._stop, POLL_SECONDS)
         except TimedOut as error:
+            if self._stop():
+                raise Cancelled("the copy was interrupted while other ranks made their part of it") from None
             silent = [rank for rank, key in enumerate(keys, 1) if not group.has(key)]
             raise TierDown(
-                f"rank {silent[0] if silent else 1} has not copied its part within {seconds:.0f} s",
+                f"rank {silent[0] if silent else 1} has not done its part within {seconds:.0f} s",
                 safe="The generation is kept where it was written.",
             ) from error
         group.delete([f"{self._keys}/{number}", *keys])
@@ -102,22 +100,20 @@ class OtherRanks:
 
     def end(self) -> None:
         """Tell the other ranks that nothing more is asked. Without a store they time out."""
-        if self._group is not None:
-            with contextlib.suppress(TierDown):
-                self._group.post(f"{self._keys}/{self._asked}", None)
+        with contextlib.suppress(TierDown):
+            self._group.post(f"{self._keys}/{self._asked}", None)
 
 
-class FollowedPlace:
-    """A lower place at a rank other than the coordinator: a thread copies this rank's part of what is asked for.
+class PartServer:
+    """A rank other than the coordinator: a thread does this rank's part of what is asked for about one place.
 
-    `tier`: the place. `index`: its position among the lower ones. `source`: the run where it is written first.
-    `workers`: threads that read and digest.
+    `tier`: the place. `place`: as for `OtherRanks`. `source`: the place from which is copied. `workers`: threads that
+    read and digest; `close` ends them.
     """
 
-    def __init__(self, tier: Shared, index: int, source: Follower, ranks: RankGroup, workers: Executor) -> None:
-        self.writer = Follower(tier, workers, ranks, environment=source.known.environment)
-        self._source, self._ranks, self._workers = source.tier, ranks, workers
-        self._keys = _keys(ranks, index)
+    def __init__(self, tier: Shared, place: str, source: Tier, ranks: RankGroup, workers: Workers) -> None:
+        self._tier, self._source, self._ranks, self._workers = tier, source, ranks, workers
+        self._keys = _keys(ranks, place)
         self._left = threading.Event()
         self._closing_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="lastgood-drain")
@@ -131,6 +127,7 @@ class FollowedPlace:
         """Serve requests until the coordinator ends them, then end the thread."""
         self._closing_since = time.monotonic()
         self._thread.join()
+        self._workers.shutdown()
 
     # ---- the thread ----------------------------------------------------------------------------------------
 
@@ -168,16 +165,21 @@ class FollowedPlace:
 
     def _served(self, asked: Request) -> list[Finding]:
         """Do what is asked for with this rank's part; returns the findings if it was read."""
-        source, target = self._source, cast(Mendable, self.writer.tier)
-        generation = commit.read_generation(cast(Tier, source), asked.at, None)
+        target = cast(Mendable, self._tier)
+        at = target if asked.task == "protect" else self._source
+        generation = commit.read_generation(at, asked.at, None)
         mine = ranks_read_by([self._ranks.rank], self._ranks, generation)
         how = copying.Copying(Arena(EXAMINATION_CHUNKS * CHUNK_BYTES, CHUNK_BYTES), self._workers, stop=self._is_over)
-        if asked.reads:
+        if asked.task == "read":
             return read_all(target, generation, how.arena, how.workers, how.stop, of=mine)
-        self.writer.tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
-        copying.copy_files(target, [source], generation, mine, how)
+        self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
+        if asked.task == "copy":
+            copying.copy_files(target, [self._source], generation, mine, how)
+            return []
+        for rank in mine:
+            protect_part(target, generation, rank, Code(*parity_layout.parsed(asked.code)), how)
         return []
 
 
-def _keys(ranks: RankGroup, place: int) -> str:
-    return f"{ranks.opening}/copies/{place}"
+def _keys(ranks: RankGroup, place: str) -> str:
+    return f"{ranks.opening}/parts/{place}"

@@ -94,7 +94,7 @@ class Pipeline:
             if not ranks.is_coordinator:
                 opening.agree(None, lambda _: None)  # the coordinator has now opened and settled the run
             disk = storage.enter_context(_opened(path, options, ranks))
-            below = Below(options.below, storage, ranks)
+            below = Below(options, storage, ranks)
             pools = storage.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
             self._start_threads(options, pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, SingleRank
 from ..engine import guard
 from ..engine.arena import Arena
@@ -31,27 +32,30 @@ from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
 from .outcomes import Outcomes
-from .part_copies import FollowedPlace
-from .planned_save import PlaceOptions
+from .part_copies import OtherRanks, PartServer
+from .planned_save import RunOptions
 from .thread_pools import Workers, started
 from .verify import Stop, never
 from .writer import RunWriter
 
 
 class Places:
-    """The places of an open run. `front`: the writer where each save is committed first. `below`: the other places, the
-    nearest first; none by default. `followed`: the same at a rank other than the coordinator, which has no `below`."""
+    """The places of an open run.
+
+    `front`: the writer where each save is committed first. `below`: the other places, the nearest first; none by
+    default. At a rank other than the coordinator there are `followed` instead, and `servers` that do this rank's part
+    of copies and parity.
+    """
 
     def __init__(
         self,
         front: RunWriter | Follower,
         below: Sequence[LowerPlace] = (),
-        followed: Sequence[FollowedPlace] = (),
+        followed: Sequence[Follower] = (),
+        servers: Sequence[PartServer] = (),
     ) -> None:
-        self.front, self.below, self._followed = front, below, followed
-        self._all: list[RunWriter | Follower] = [front]
-        self._all += [one.writer for one in below]
-        self._all += [one.writer for one in followed]
+        self.front, self.below, self._servers = front, below, servers
+        self._all = [front, *(one.writer for one in below), *followed]
         front.known.below = [one.known for one in self._all[1:]]
         for one in self._writers():
             one.mender.sources = [other.tier for other in self._writers() if other is not one]
@@ -148,29 +152,31 @@ class Places:
     def leave(self) -> None:
         """Called when an exception ends the loop of this rank: at a rank other than the coordinator nothing more is
         copied, because the others may wait for the end of this process."""
-        for one in self._followed:
+        for one in self._servers:
             one.leave()
 
     def close(self) -> None:
         """As `LowerPlace.close`, for each place."""
         for one in self.below:
             one.close()
-        for rank_place in self._followed:
-            rank_place.close()
+        if isinstance(self.front, RunWriter):
+            self.front.verifier.others.end()
+        for server in self._servers:
+            server.close()
 
 
 class Below:
     """The places below, opened before the front is settled; the coordinator claims them for writing."""
 
-    def __init__(self, options: Sequence[PlaceOptions], storage: contextlib.ExitStack, ranks: AnyRanks) -> None:
-        self._options, self._ranks = options, ranks
+    def __init__(self, options: RunOptions, storage: contextlib.ExitStack, ranks: AnyRanks) -> None:
+        self._options, self._parity, self._ranks = options.below, options.parity, ranks
         self.tiers: list[Any] = [
             storage.enter_context(
                 access.for_writing(one.path, "atomic_dirsync", in_flight=1)
                 if ranks.is_coordinator
                 else access.for_sharing(one.path, "atomic_dirsync")
             )
-            for one in options
+            for one in options.below
         ]
 
     def unite(self, front: Tier, environment: Environment) -> None:
@@ -196,18 +202,16 @@ class Below:
         self, front: RunWriter | Follower, algorithm: str, outcomes: Outcomes, pools: contextlib.ExitStack
     ) -> Places:
         """Settle each place and start the thread that copies to it; `pools` ends it if the opening fails."""
-        places, followed = list[LowerPlace](), list[FollowedPlace]()
+        if isinstance(front, Follower):
+            return self._followed(front, pools)
+        if self._parity and isinstance(self._ranks, RankGroup):
+            front.verifier.others = OtherRanks(self._ranks, "front")
+        places = list[LowerPlace]()
         for index, (tier, one) in enumerate(zip(self.tiers, self._options, strict=True)):
-            workers = Workers(WORKERS, "lastgood-drain-read")
-            pools.callback(workers.shutdown)
-            if isinstance(front, Follower):
-                followed.append(FollowedPlace(tier, index, front, front.ranks, started(workers, WORKERS)))
-                pools.callback(followed[-1].close)
-                pools.callback(followed[-1].leave)
-                continue
+            workers = _readers(pools)
             writer = RunWriter(
                 tier,
-                started(workers, WORKERS),
+                workers,
                 keep=one.keep,
                 parity=one.parity,
                 algorithm=algorithm,
@@ -216,7 +220,29 @@ class Below:
             )
             places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index))
             pools.callback(places[-1].close)
-        return Places(front, places, followed)
+        return Places(front, places)
+
+    def _followed(self, front: Follower, pools: contextlib.ExitStack) -> Places:
+        """As `opened`, at a rank other than the coordinator."""
+        of: dict[str, Any] = {str(index): tier for index, tier in enumerate(self.tiers)}
+        if self._parity:
+            of["front"] = front.tier
+        servers, followed = list[PartServer](), list[Follower]()
+        for place, tier in of.items():
+            workers = _readers(pools)
+            servers.append(PartServer(tier, place, front.tier, front.ranks, workers))
+            pools.callback(servers[-1].close)
+            pools.callback(servers[-1].leave)
+            if place != "front":
+                followed.append(Follower(tier, workers, front.ranks, environment=front.known.environment))
+        return Places(front, followed=followed, servers=servers)
+
+
+def _readers(pools: contextlib.ExitStack) -> Workers:
+    """Threads that read and digest for one place."""
+    workers = Workers(WORKERS, "lastgood-drain-read")
+    pools.callback(workers.shutdown)
+    return started(workers, WORKERS)
 
 
 def _run_of(tier: Tier) -> str | None:

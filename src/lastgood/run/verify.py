@@ -2,12 +2,13 @@
 
 With several ranks each rank reads the files that it has written itself, and posts whether they are good. The
 coordinator, which marks the generation, reads its own files and those of every rank that did not post in time that they
-are good.
+are good. Then it asks the other ranks to write the parity of their files too (part_copies.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 
 from ..coordination.rounds import RankGroup
@@ -17,10 +18,13 @@ from ..engine.arena import Arena
 from ..engine.finite import exception
 from ..errors import Cancelled, Damaged, LastgoodError, NotFinite, SumMismatch, TierDown, Unavailable, Unreadable
 from ..events import EventKind
-from ..format import commit, parity_layout
+from ..format import commit, layout, parity_layout
+from ..format.parity_layout import Grid
 from ..io.reed_solomon import Code
 from ..policy import restore
-from ..records import Finding, Generation, GenerationId, intact
+from ..ports import Tier
+from ..records import Finding, Generation, GenerationId, Manifest, intact
+from .copying import Copying, Nobody, Others
 from .known import KnownRun
 from .marks import Marks
 from .reader import disagreeing, read_all
@@ -51,22 +55,63 @@ def ranks_read_by(readers: Collection[int], ranks: AnyRanks, generation: Generat
     return [one.rank for one in generation.commit.seals if one.rank % ranks.size in readers]
 
 
-def _has_one_writer(generation: Generation) -> bool:
-    """Whether one rank wrote the generation: parity protects the files of a single rank only. A run that goes on with
-    one process may still hold generations of several ranks."""
-    return len(generation.commit.seals) == 1
-
-
 def own_findings(
-    known: KnownRun, ranks: AnyRanks, generation: Generation, arena: Arena, workers: Executor, stop: Stop = never
+    known: KnownRun,
+    ranks: AnyRanks,
+    generation: Generation,
+    arena: Arena,
+    workers: Executor,
+    stop: Stop = never,
+    also: Callable[[memoryview], None] = _ignore,
 ) -> list[Finding]:
     """Read the files that this rank has to read and return the findings. All ranks together read every file."""
-    return read_all(known.tier, generation, arena, workers, stop, of=ranks_read_by([ranks.rank], ranks, generation))
+    mine = ranks_read_by([ranks.rank], ranks, generation)
+    return read_all(known.tier, generation, arena, workers, stop, also=also, of=mine)
 
 
 def post_key(ranks: RankGroup, generation: Generation, rank: int) -> str:
     """The key under which a rank posts whether its part of a generation is good."""
     return f"{ranks.name}/read/{generation.id}/{rank}"
+
+
+class _Cells:
+    """Computes the digests of the parity cells of some ranks' files, which are read rank by rank."""
+
+    def __init__(self, manifests: Sequence[Manifest], code: Code) -> None:
+        self._left = deque[tuple[Grid, parity.CellDigests]]()
+        self.digests: dict[int, list[str]] = {}
+        """rank -> the digests of its cells"""
+        for one in manifests:
+            grid = parity_layout.grid(one.blobs, code.data, code.parity)
+            of_rank = parity.CellDigests(grid, one.digest)
+            self.digests[one.rank] = of_rank.digests
+            self._left.append((grid, of_rank))
+
+    def see(self, data: memoryview) -> None:
+        """Process the next bytes of the files, of one rank at a time."""
+        while data and len(self._left[0][1].digests) == len(self._left[0][0].cells):
+            self._left.popleft()
+        self._left[0][1].see(data)
+
+
+def protect_part(
+    tier: Tier, generation: Generation, rank: int, code: Code, how: Copying, digests: list[str] | None = None
+) -> None:
+    """Write the parity of one rank's files of a verified generation, unless they have complete parity already.
+
+    `digests`: those of its cells, from a reading that has just verified it; without them the files are read here.
+    Raises Cancelled when `how.stop()` is true, SumMismatch if the files are not good any more, and the errors of
+    reading and writing.
+    """
+    manifest = commit.read_manifest(tier, generation, rank)  # guard: parity-only-of-verified-content
+    if digests is None:
+        if parity.complete(tier, generation, manifest, code, how.stop):  # guard: whole-parity-kept
+            return
+        cells = _Cells([manifest], code)
+        if read_all(tier, generation, how.arena, how.workers, how.stop, also=cells.see, of=[rank]):
+            raise SumMismatch(f"{generation.id} was verified, and does not read back any more")
+        digests = cells.digests[rank]
+    parity.protect(tier, generation, manifest, code, digests, how.workers, how.stop)
 
 
 class Verifier:
@@ -78,6 +123,8 @@ class Verifier:
     def __init__(self, known: KnownRun, marks: Marks, ranks: AnyRanks, workers: Executor, code: Code | None) -> None:
         self._known, self._marks, self._ranks, self._workers = known, marks, ranks, workers
         self.code = code
+        self.others: Others = Nobody()
+        """the other ranks, which write the parity of their files"""
         self._protected: set[GenerationId] = set()
 
     def verify(self, arena: Arena, stop: Stop = never) -> None:
@@ -89,7 +136,7 @@ class Verifier:
         is a finding about a newer one to raise.
         """
         problem: LastgoodError | None = None
-        digests: list[str] | None = None
+        digests: dict[int, list[str]] | None = None
         for generation in self._known.lineage():
             if not generation.restorable:
                 continue
@@ -116,7 +163,9 @@ class Verifier:
                 self._protected.discard(newest.id)
                 raise
 
-    def _examined(self, generation: Generation, arena: Arena, stop: Stop) -> tuple[list[Finding], list[str] | None]:
+    def _examined(
+        self, generation: Generation, arena: Arena, stop: Stop
+    ) -> tuple[list[Finding], dict[int, list[str]] | None]:
         """Read and mark one generation. Returns the findings, and the digests of its cells if it is to get parity."""
         known, now = self._known, self._known.environment.monotonic_seconds
         begun = now()
@@ -144,7 +193,7 @@ class Verifier:
             return read_all(known.tier, generation, arena, self._workers, stop, also=also)
         begun = now()
         # guard: rank-zero-reads-own-files
-        findings = own_findings(known, ranks, generation, arena, self._workers, stop)
+        findings = own_findings(known, ranks, generation, arena, self._workers, stop, also)
         reported = self._reported_good(ranks, generation, max(now() - begun, LEAST_WAIT_SECONDS))
         good = {ranks.rank, *reported}
         rest = ranks_read_by(set(range(ranks.size)) - good, ranks, generation)  # guard: only-unconfirmed-ranks-reread
@@ -166,40 +215,42 @@ class Verifier:
         ranks.delete(list(keys.values()))
         return good
 
-    def _cells(self, generation: Generation) -> parity.CellDigests | None:
-        """Computes the digests of a generation's parity cells while it is read. None if it gets no parity, and if its
-        manifest is damaged, so that its cells are unknown."""
-        if self.code is None or not _has_one_writer(generation):
+    def _cells(self, generation: Generation) -> _Cells | None:
+        """Computes the digests of the parity cells of this rank's files while they are read. None if the generation
+        gets no parity, and if a manifest is damaged, so that its cells are unknown."""
+        if self.code is None:
             return None
         try:
-            manifest = commit.read_manifest(self._known.tier, generation)
+            listing = self._known.tier.list(layout.folder(generation.id))
+            ranks = ranks_read_by([self._ranks.rank], self._ranks, generation)
+            return _Cells(
+                [commit.read_manifest(self._known.tier, generation, one, listing) for one in ranks], self.code
+            )
         except Unreadable:
             raise
         except Damaged:
             return None  # the guard finds the damage too, and reports it
-        return parity.CellDigests(parity_layout.grid(manifest.blobs, self.code.data, self.code.parity), manifest.digest)
 
     def protect(
-        self, generation: Generation, code: Code, arena: Arena, stop: Stop, digests: list[str] | None = None
+        self,
+        generation: Generation,
+        code: Code,
+        arena: Arena,
+        stop: Stop,
+        digests: Mapping[int, list[str]] | None = None,
     ) -> None:
-        """Write the parity of a verified generation, unless it has complete parity already, or several ranks wrote it.
+        """Write the parity of a verified generation, unless it has complete parity already. Each rank writes its own.
 
-        `digests`: those of its cells, from a reading that has just verified it; without them the generation is read
-        here. Raises Cancelled when `stop()` is true, SumMismatch if the generation is not good any more, and the errors
-        of reading and writing.
+        `digests`: rank -> those of its cells, from a reading that has just verified it. Raises as `protect_part`, and
+        the error of another rank.
         """
-        if not _has_one_writer(generation):  # guard: parity-of-one-rank-only
-            return
-        tier = self._known.tier
-        manifest = commit.read_manifest(tier, generation)  # guard: parity-only-of-verified-content
-        if digests is None:
-            if parity.complete(tier, generation, manifest, code, stop):  # guard: whole-parity-kept
-                return
-            cells = parity.CellDigests(parity_layout.grid(manifest.blobs, code.data, code.parity), manifest.digest)
-            if read_all(tier, generation, arena, self._workers, stop, also=cells.see):
-                raise SumMismatch(f"{generation.id} was verified, and does not read back any more")
-            digests = cells.digests
-        parity.protect(tier, generation, manifest, code, digests, self._workers, stop)
+        mine = self.others.own_part(generation)
+        self.others.ask(generation.id, "protect", f"{code.data}+{code.parity}")
+        how = Copying(arena, self._workers, stop=stop)
+        for one in generation.commit.seals:
+            if mine is None or one.rank in mine:
+                protect_part(self._known.tier, generation, one.rank, code, how, (digests or {}).get(one.rank))
+        self.others.answers()
 
 
 def _problem(step: int, findings: list[Finding]) -> LastgoodError:

@@ -89,7 +89,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a seal and a manifest copy of different lengths are accepted",
             "seal-matches-manifest-copy",
-            Swap(" or copy.seals[0].length != first.manifest_bytes", ""),
+            Swap(" or copy.seals[rank].length != first.manifest_bytes", ""),
         ),
         (
             "parity records that disagree are used with each other",
@@ -99,7 +99,6 @@ MUTANTS: tuple[Mutant, ...] = (
         ("no parity is written after a verification", "parity-after-verify", Never()),
         ("parity is never written", "parity-only-of-verified-content", Instead("return")),
         ("intact parity is written again", "whole-parity-kept", Remove()),
-        ("parity is written for files of several ranks", "parity-of-one-rank-only", Remove()),
     ),
     *table(
         "repair",
@@ -130,8 +129,8 @@ MUTANTS: tuple[Mutant, ...] = (
             "a repair writes COMMIT before the manifest",
             "repair-writes-commit-last",
             Swap(
-                "seal.manifest: _manifest(tier, usable), layout.COMMIT: usable.commit",
-                "layout.COMMIT: usable.commit, seal.manifest: _manifest(tier, usable)",
+                "records[layout.COMMIT] = usable[0].commit",
+                "records = {layout.COMMIT: usable[0].commit, **records}",
             ),
         ),
         ("a restored record is not read back", "repaired-record-read-back", Never()),
