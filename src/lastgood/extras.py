@@ -10,7 +10,7 @@ from .errors import NotInstalled
 PACKAGES = {
     "torch": ("torch",),
     "cli": ("typer", "rich"),
-    "objects": ("obstore",),
+    "objects": ("obstore", "boto3", "botocore"),
     "transformers": ("transformers", "accelerate"),
     "lightning": ("torchmetrics", "lightning", "pytorch_lightning"),
     "accelerate": ("accelerate",),

@@ -85,6 +85,43 @@ def is_of(state: dict, step: int) -> bool:
     return bool(state["w"].eq(step).all()) and state["epoch"] == step
 
 
+# ---- a part of a generation ------------------------------------------------------------------------------------
+
+
+def of_two(step: int) -> dict[str, object]:
+    """A state of which `v` is a small part."""
+    return of_step(step) | {"v": torch.full((1000,), float(step))}
+
+
+def test_a_load_of_one_tensor_reads_little_more_than_its_bytes(tmp_path: Path, monkeypatch) -> None:
+    """A generation of one rank was read from start to end, whatever was wanted of it."""
+    with lastgood.Checkpointer(tmp_path, of_two(5), memory=1 << 20) as ckpt:
+        ckpt.save(5).result()
+    real, lengths = PosixFile.read_into, list[int]()
+
+    def counted(self: PosixFile, mv: memoryview, offset: int) -> int:
+        if "safetensors" in self._path:
+            lengths.append(len(mv))
+        return real(self, mv, offset)
+
+    monkeypatch.setattr(PosixFile, "read_into", counted)
+    assert lastgood.load(tmp_path, include=["v"])["v"].eq(5).all()
+    state = {"v": torch.zeros(1000)}
+    lastgood.load(tmp_path, state)
+    assert state["v"].eq(5).all() and 0 < sum(lengths) <= 2 * 3 * CHUNK_BYTES
+
+
+def test_a_part_of_an_unverified_damaged_generation_is_not_loaded(tmp_path: Path) -> None:
+    with lastgood.Checkpointer(tmp_path, of_two(3), memory=1 << 20) as ckpt:
+        ckpt.save(3).result()
+        ckpt.save(6).result()
+        ckpt.wait()
+    flip(tmp_path, 6)
+    bare(tmp_path, 6)
+    with reported("step 6"):
+        assert lastgood.load(tmp_path, include=["v"]).restored.step == 3
+
+
 # ---- no byte that is not verified reaches the state ------------------------------------------------------------
 
 

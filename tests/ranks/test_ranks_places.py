@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import lastgood
-from harness import flip, steps
-from lastgood_lab.campaigns.rank_jobs import PATIENCE
+from harness import flip, reports, steps
+from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 from lastgood_lab.worlds import world
 from ranked_places import copied_by, failing, interrupted, preempted, trained
 
@@ -60,6 +61,22 @@ def test_damage_in_front_is_repaired_from_the_place_below(tmp_path, rank, uninte
     assert {one["step"] for one in after} == {8} and after[1]["losses"] == uninterrupted[8:9]
     assert damaged.read_bytes() == good, "the damaged files of both places are of different ranks"
     assert [step for step, _ in after[0]["repaired"]] == [8]
+
+
+def test_one_process_applies_nothing_of_a_damaged_generation_of_ranks(tmp_path):
+    """With strict=False, and where no older generation was left, the first of two readings read nothing of a generation
+    of several ranks, so damage was found only when the live state was half written."""
+    world(2, trained, tmp_path, tmp_path / "last", 8)
+    damaged = tensor_file(tmp_path / "front", 8, 1)
+    flip(damaged)
+    (damaged.parent / "VERIFIED.json").unlink()
+    net = Loop("plain", 1).net
+    before = [one.clone() for one in net.parameters()]
+    with pytest.raises(lastgood.errors.SumMismatch):
+        lastgood.load(tmp_path / "front", {"net": net}, step=8)
+    assert all(torch.equal(one, old) for one, old in zip(net.parameters(), before, strict=True))
+    with reports():
+        assert lastgood.load(tmp_path / "front", {"net": net}, strict=False).step == 6
 
 
 def test_more_and_fewer_ranks_go_on_from_the_place_below(tmp_path):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import obstore
 import pytest
 from obstore.store import MemoryStore
 
+from harness import reports
 from lastgood.errors import (
     CommitUnknown,
     LastgoodError,
@@ -24,11 +27,11 @@ from lastgood.errors import (
 )
 from lastgood.records import Extent
 from lastgood.run import access, claims
-from lastgood.storage import object_store, object_upload, objects
+from lastgood.storage import object_store, object_upload, objects, unfinished_uploads
 from lastgood.storage.object_errors import translated
 from lastgood.storage.objects import Objects
 from lastgood_lab.object_faults import KINDS, Fault, FaultyProxy, Request
-from lastgood_lab.object_server import ObjectServer
+from lastgood_lab.object_server import KEY, SECRET, ObjectServer
 
 pytestmark = pytest.mark.slow
 
@@ -280,12 +283,30 @@ def test_an_http_endpoint_needs_no_further_setting(bucket, monkeypatch):
     assert not object_store._allows_http()
 
 
-def test_a_profile_without_the_package_that_reads_it_is_refused(bucket, monkeypatch):
-    """The client would go on with other credentials, those of the machine."""
+@pytest.fixture
+def without_keys(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment without keys; returns the file in which profiles are looked for."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return tmp_path / "credentials"
+
+
+def test_the_credentials_of_a_profile_are_used(bucket, without_keys, monkeypatch):
+    without_keys.write_text(f"[team]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
     monkeypatch.setenv("AWS_PROFILE", "team")
-    monkeypatch.setitem(__import__("sys").modules, "boto3", None)
-    with pytest.raises(Refused, match=r"team.*pip install boto3"):
+    with access.for_writing(bucket, MODE) as tier:
+        tier.put_new(RECORD, b"commit")
+        assert content(tier._objects, RECORD) == b"commit"
+
+
+@pytest.mark.parametrize(("profile", "what"), [("team", "'team' cannot be used"), ("", "no credentials for S3 are in")])
+def test_missing_credentials_are_refused_without_a_wait(bucket, without_keys, monkeypatch, profile, what):
+    """The client asked the metadata service of the machine for its role, again and again for more than a minute."""
+    if profile:
+        monkeypatch.setenv("AWS_PROFILE", profile)
+    with pytest.raises(Refused, match=what):
         access.for_reading(bucket)
 
 
@@ -355,6 +376,42 @@ def test_a_command_takes_a_run_over_only_on_request(bucket):
             pass
     with access.for_writing(bucket, MODE, take_over=False):
         """The last opening was closed."""
+
+
+def begin_upload(bucket: str) -> None:
+    """Begin a multipart upload under the run, as a process that is killed in the middle of one has."""
+    client, name = unfinished_uploads._client(QUICK), bucket.removeprefix("s3://tests/")
+    begun = client.create_multipart_upload(Bucket="tests", Key=f"{name}/{BLOB}")
+    part = {"Bucket": "tests", "Key": f"{name}/{BLOB}", "UploadId": begun["UploadId"], "PartNumber": 1}
+    client.upload_part(**part, Body=pattern(5 << 20))
+
+
+def unfinished(bucket: str) -> list[str]:
+    found = unfinished_uploads._client(QUICK).list_multipart_uploads(Bucket="tests")
+    return [one["Key"] for one in found.get("Uploads", ()) if one["Key"].startswith(bucket.removeprefix("s3://tests/"))]
+
+
+def test_unfinished_uploads_of_a_killed_process_are_removed(bucket):
+    held = contextlib.ExitStack()
+    held.enter_context(access.for_writing(bucket, MODE))
+    begin_upload(bucket)
+    begin_upload(f"{bucket}-of-another-run")
+    assert len(unfinished(bucket)) == 2
+    with reports(), access.for_writing(bucket, MODE):
+        assert [BLOB in one for one in unfinished(bucket)] == [True]
+    assert "-of-another-run" in unfinished(bucket)[0]
+    held.close()
+
+
+def test_uploads_that_cannot_be_removed_do_not_stop_an_opening(bucket, monkeypatch):
+    held = contextlib.ExitStack()
+    held.enter_context(access.for_writing(bucket, MODE))
+    monkeypatch.setattr(unfinished_uploads, "ENDPOINTS_OF_S3", ("AWS_ENDPOINT_OF_NOTHING",))
+    monkeypatch.setenv("AWS_ENDPOINT_OF_NOTHING", "http://127.0.0.1:9")
+    with reports() as found, access.for_writing(bucket, MODE):
+        pass
+    assert any("unfinished uploads were not removed" in one and "lifecycle rule" in one for one in map(str, found))
+    held.close()
 
 
 def test_claims_do_not_pile_up(bucket):

@@ -199,6 +199,14 @@ def restore(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 
 
 
 @app.command()
+def objects(out: Out, place: Place = None, scale: Scale = 1.0, rounds: Rounds = 5, as_json: Json = False) -> Answer:
+    """Time saves to a local S3 server and restores from it, beside obstore's own requests and DCP, with their CPU."""
+    from . import objects as bench
+
+    return _measured(bench, bench.Options(out, place, scale, rounds), out)
+
+
+@app.command()
 def tensors(
     out: Out,
     place: Place = None,

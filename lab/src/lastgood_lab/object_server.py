@@ -36,8 +36,9 @@ def weed() -> str | None:
 class ObjectServer:
     """The server on free ports, with its data in `folder`. `stop` and `start` take it down and bring it back."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, volumes: int = 12) -> None:
+        """`volumes`: how many files of 512 MB it may fill (default 12). It frees no space meanwhile."""
+        self._folder, self._volumes = folder, volumes
         self._process: subprocess.Popen[bytes] | None = None
         self._ports: list[int] = []
 
@@ -87,7 +88,7 @@ class ObjectServer:
         where = [f"-dir={self._folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
         parts = [f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}", "-s3"]
         parts += [f"-s3.port={s3}", "-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={config}"]
-        limits = ["-master.volumeSizeLimitMB=512", "-volume.max=12", "-master.telemetry=false"]
+        limits = ["-master.volumeSizeLimitMB=512", f"-volume.max={self._volumes}", "-master.telemetry=false"]
         log = (self._folder / "log").open("ab")
         with log:
             self._process = subprocess.Popen(

@@ -182,7 +182,8 @@ def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
     for _ in range(_TRIES):
         listing = objects.list(FOLDER)
         newest = max(_orders(listing), default=0)
-        if newest and not _has_ended(listing, newest):
+        left_open = newest > 0 and not _has_ended(listing, newest)
+        if left_open:
             _note_open(objects, newest, take_over)
         orders = [newest, *(one.order for one in map(layout.parse_incarnation, objects.list("incarnations")) if one)]
         order = max(orders) + 1
@@ -202,9 +203,19 @@ def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
         # guard: newest-claim-kept
         if (number := _number(name)) is not None and number < newest:
             objects.discard(f"{FOLDER}/{name}")
+    if left_open or not take_over:  # a training job does not wait for it where the last one has closed the run
+        _remove_unfinished_uploads(objects)
     tier = ClaimedTier(objects, order)
     yield tier
     tier.end()
+
+
+def _remove_unfinished_uploads(objects: Objects) -> None:
+    """Remove the uploads that earlier processes have left. What keeps this from succeeding is reported only."""
+    try:
+        objects.remove_unfinished_uploads()  # guard: unfinished-uploads-removed
+    except (NotWritable, TierDown) as error:
+        reporting.info(str(error))
 
 
 def _create(objects: Objects, order: int) -> None:

@@ -114,12 +114,14 @@ class Content:
         """Read the boxes that `sink` wants, verify them and put them into `sink`.
 
         Raises Damaged, Unavailable, and NotFinite if `settings.unfit` refuses tensors that hold NaN or infinity.
-        Only chunks with wanted bytes are read. The exception is a generation of one rank from which whole tensors are
-        wanted, by this process alone: it is read from start to end.
+        Only chunks with wanted bytes are read. A generation of one rank is read from start to end if this process alone
+        wants most of it, or if it has not been verified: its other tensors decide too whether it is good.
         """
         fresh, workers, unfit = not settings.shared, settings.workers, settings.unfit
         with read_file.borrowed(settings.arena, read_file.buffer_bytes(self._blobs())) as buffers:
-            if len(self._files) == 1 and fresh and not sink.boxed:
+            total = sum(piece.extent.length for one in self.manifests for piece in one.pieces)
+            all_of_it = unfit is not None or 2 * sink.bytes >= total  # guard: unverified-content-read-whole
+            if len(self._files) == 1 and fresh and not sink.boxed and all_of_it:
                 read_file.stream(self._files[0], buffers, workers, sink, unfit=unfit)
                 return
             parts = [(one, reshard.parts(self._tensors[name], one.box, settings.rank)) for name, one in sink.targets()]
@@ -164,6 +166,10 @@ class WantedTensors(Targets, Protocol):
 
     boxed: Any
     """the names of wanted boxes that are smaller than their tensors; empty if only whole tensors are wanted"""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all wanted boxes."""
 
     def targets(self) -> Iterator[tuple[str, Target]]:
         """Yield the stored name of each wanted tensor, and the box of it that is wanted."""

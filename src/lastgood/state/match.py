@@ -77,7 +77,10 @@ class Match:
         have to hold different elements.
         """
         if verify_first or self._tensors.checks:
-            checked = TensorSink(self._stored.tensors, {}, self._tensors.checks, self._tensors.boxed)
+            wanted = {*self._tensors.places, *self._tensors.takers}  # all are read, and nothing is written
+            checked = TensorSink(
+                self._stored.tensors, dict.fromkeys(wanted, ()), self._tensors.checks, self._tensors.boxed
+            )
             content.read_into(checked, settings)
             if self._tensors.conflicts:
                 raise StateMismatch(self._stored.step, [], [], self._tensors.conflicts)

@@ -1,14 +1,16 @@
 """Opens the client of an object store for a URL: deadlines, credentials, TLS, endpoint. Sends no request by itself.
 
 obstore reads what each cloud's own tools read: the environment (AWS_*, GOOGLE_*, AZURE_*), web identity, the role of a
-container or of the machine. For profiles of `~/.aws`, which it does not read, boto3 supplies the credentials if it is
-installed.
+container or of the machine. For S3, boto3 supplies the credentials that the environment does not name: profiles of
+`~/.aws`, single sign-on, and the role of the machine. It waits a second for that role, and obstore more than a minute.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -35,7 +37,8 @@ class Deadlines:
 
 
 DEADLINES = Deadlines()
-_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "GOOGLE_BASE_URL", "AZURE_STORAGE_ENDPOINT")
+ENDPOINTS_OF_S3 = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_ENDPOINTS = (*ENDPOINTS_OF_S3, "GOOGLE_BASE_URL", "AZURE_STORAGE_ENDPOINT")
 _OWN_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -69,7 +72,7 @@ def opened(url: str, deadlines: Deadlines) -> ObjectStore:
         if url.startswith("s3://"):
             if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3"):
                 settings["endpoint"] = endpoint
-            if (provider := _profile_credentials()) is not None:
+            if (provider := _other_credentials()) is not None:
                 settings["credential_provider"] = provider
         try:
             return obstore.store.from_url(url, **settings)
@@ -102,38 +105,38 @@ def _certificates() -> bytes | None:
         ) from error
 
 
-def _profile_credentials() -> Any:
-    """Credentials of a profile in `~/.aws`, through boto3; None where obstore's own ways suffice or boto3 is absent.
-
-    Raises Refused if AWS_PROFILE names a profile and boto3 is not installed: other credentials must not be used then.
-    """
+def _other_credentials() -> Any:
+    """The credentials that boto3 finds; None where the environment names some. Raises Refused if there are none."""
     if any(os.environ.get(name) for name in _OWN_CREDENTIALS):
         return None
-    profile, shared = os.environ.get("AWS_PROFILE"), os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials")
-    config = os.environ.get("AWS_CONFIG_FILE", "~/.aws/config")
-    if not profile and not any(os.path.exists(os.path.expanduser(one)) for one in (shared, config)):
-        return None
-    try:
+    with quiet_boto3():
         import boto3
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
-    except ModuleNotFoundError as error:
-        if not profile:
-            return None
-        raise Refused(
-            f"AWS_PROFILE={profile!r} needs the package boto3, which reads profiles",
-            safe="Nothing was touched.",
-            todo="Install it (pip install boto3), or give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
-        ) from error
-    with warnings.catch_warnings():  # boto3 announces through warnings which Pythons it will leave
-        warnings.simplefilter("ignore")
+
         try:
             session = boto3.Session()
-            if session.get_credentials() is None:
-                return None
-            return Boto3CredentialProvider(session)
-        except Exception as error:
+            found = session.get_credentials()
+        except BotoCoreError as error:
+            profile = os.environ.get("AWS_PROFILE", "default")
             raise Refused(
-                f"the profile {profile or 'default'!r} cannot be used: {error}",
+                f"the profile {profile!r} cannot be used: {error}",
                 safe="Nothing was touched.",
                 todo="Check ~/.aws/config and ~/.aws/credentials.",
             ) from error
+        if found is None:
+            raise Refused(
+                "no credentials for S3 are in the environment or in ~/.aws, and this machine has no role",
+                safe="Nothing was touched.",
+                todo="Give AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; for a public bucket "
+                "AWS_SKIP_SIGNATURE=true.",
+            )
+        return Boto3CredentialProvider(session)
+
+
+@contextlib.contextmanager
+def quiet_boto3() -> Iterator[None]:
+    """For a block that uses boto3, which warns of Pythons that it will leave. Raises NotInstalled without boto3."""
+    with needed("objects", "a run in S3"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"boto(3|core)\b")
+        yield

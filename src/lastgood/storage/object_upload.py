@@ -5,7 +5,7 @@ Invariants
   2. Memory is bounded: parts in flight, and QUEUED chunks that wait for the stream.
   3. The thread of a stream ends with `finish` or `abort`, in a bounded time: every request has a deadline.
 A store that failed in the middle of a stream may keep the parts that it has; nobody sees them, and they cost space
-until they are removed (docs/places.md).
+until they are removed (unfinished_uploads.py).
 """
 
 from __future__ import annotations

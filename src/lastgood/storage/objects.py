@@ -25,6 +25,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, NotWritable, TierDown, Truncated
 from ..records import Extent
+from . import unfinished_uploads
 from .object_errors import is_past_the_end, translated, was_never_sent
 from .object_store import DEADLINES, Deadlines
 from .object_upload import PART_BYTES, ShortUpload, StreamedUpload
@@ -196,6 +197,13 @@ class Objects:
                 return obstore.head(self.store, self.key(name))["size"]
         except MissingBlob:
             return None
+
+    def remove_unfinished_uploads(self) -> int:
+        """Remove what ended processes have uploaded in part, and return how many uploads these were.
+
+        Only for the holder of the newest claim. Raises NotWritable, TierDown; the run does not depend on it.
+        """
+        return unfinished_uploads.remove(self.place, self._deadlines)
 
     def key(self, name: str) -> str:
         """The key of a name, below the prefix of the run. Raises MissingBlob for a name outside of the run."""

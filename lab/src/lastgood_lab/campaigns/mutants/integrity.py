@@ -36,6 +36,11 @@ MUTANTS: tuple[Mutant, ...] = (
         ("the digest of a tensor is not checked on a read", "tensor-digest-on-read", Never()),
         ("the header of a tensor file is not checked on a read", "header-validated-on-read", Instead("return")),
         ("a restore does not check the contents of tensors", "restore-checks-contents", Remove()),
+        (
+            "a part of an unverified generation is read alone",
+            "unverified-content-read-whole",
+            Swap("unfit is not None or ", ""),
+        ),
         ("verification does not report tensors with other contents", "contents-checked-on-verify", Remove()),
         ("the digest is not checked when a single tensor is read", "single-tensor-digest", Remove()),
         ("a mark of another commit is accepted", "mark-belongs-to-commit", Instead("return found")),

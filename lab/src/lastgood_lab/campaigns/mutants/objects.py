@@ -56,6 +56,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ),
         ("a replaced writer creates a deleted commit again", "deleted-commit-not-created-again", Always()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
+        ("unfinished uploads of a killed process stay", "unfinished-uploads-removed", Remove()),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
     ),
     *table(
