@@ -3,8 +3,9 @@
 The server (SeaweedFS, object_server.py) runs on this machine in its own processes. Each round measures every contender
 once, in an order that rotates. The raw contenders upload as many bytes as a save from memory that is warm, as one
 multipart upload, and read one object in ranges into no memory of the caller; the best of several numbers of requests at
-a time counts. The seconds of a save end when the save is reported as complete, and those of a restore when the state is
-in the live tensors. Processor seconds are those of the client's process, all its threads together.
+a time, and of several lengths of a range, counts. The seconds of a save end when the save is reported as complete, and
+those of a restore when the state is in the live tensors. Processor seconds are those of the client's process, all its
+threads together.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ from .report import Progress, Report, Table, hardware, spread
 from .usage import working_place
 
 BUCKET = "bench"
-PART_BYTES, RANGE_BYTES = 8 << 20, 2 << 20
+PART_BYTES = 8 << 20
+RANGES_BYTES = (2 << 20, 4 << 20, 8 << 20)
+"""Lengths of one request of the raw reads."""
 AT_ONCE = (2, 4, 8)
 """Requests at a time of the raw contenders."""
 RAW, OURS = "obstore", "lastgood"
@@ -116,14 +119,15 @@ class _Contenders:
         self._store = S3Store(BUCKET, prefix="raw", client_options={"allow_http": True})
         self._memory = warm_memory(8)
         self._put_at_once = min(AT_ONCE, key=lambda count: self._put(count).seconds)
-        self._get_at_once = min(AT_ONCE, key=lambda count: self._get(count).seconds)
+        ways = [(count, length) for count in AT_ONCE for length in RANGES_BYTES]
+        self._get_how = min(ways, key=lambda how: self._get(*how).seconds)
 
     def measure(self, name: str, what: str) -> dict[str, Any]:
         """One measurement, as a row of the journal."""
         if what == ONE_TENSOR:
             return self._one_tensor()
         if name == RAW:
-            found = self._put(self._put_at_once) if what == SAVE else self._get(self._get_at_once)
+            found = self._put(self._put_at_once) if what == SAVE else self._get(*self._get_how)
         elif name == OURS:
             found = self._save() if what == SAVE else _timed(self._ckpt.restore)
         else:
@@ -163,13 +167,13 @@ class _Contenders:
             )
         )
 
-    def _get(self, at_once: int) -> Timing:
+    def _get(self, at_once: int, range_bytes: int) -> Timing:
         def read(start: int) -> None:
-            obstore.get_range(self._store, "blob", start=start, length=min(RANGE_BYTES, self.bytes - start))
+            obstore.get_range(self._store, "blob", start=start, length=min(range_bytes, self.bytes - start))
 
         def read_all() -> None:
             with ThreadPoolExecutor(at_once) as pool:
-                list(pool.map(read, range(0, self.bytes, RANGE_BYTES)))
+                list(pool.map(read, range(0, self.bytes, range_bytes)))
 
         return _timed(read_all)
 

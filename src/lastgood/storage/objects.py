@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import numpy as np
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
@@ -33,7 +34,7 @@ from .object_upload import PART_BYTES, ShortUpload, StreamedUpload
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-READ_PART_BYTES = 2 << 20
+READ_PART_BYTES = 4 << 20
 """A longer read is divided into requests of this length, which are sent at the same time: one connection to a store is
 slower than most networks."""
 LISTED_AT_ONCE = 1000
@@ -174,20 +175,23 @@ class Objects:
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
         """Fill mv[:extent.length]. Raises Truncated, MissingBlob, NotWritable, TierDown. No read is cached."""
         key, end = self.key(extent.blob), extent.offset + extent.length
-        starts = range(extent.offset, end, READ_PART_BYTES)
-        lengths = [min(READ_PART_BYTES, end - start) for start in starts]
+        starts, into = range(extent.offset, end, READ_PART_BYTES), np.frombuffer(mv, np.uint8)
+
+        def read(start: int) -> int:
+            """Read one range into its place; returns its length. numpy copies without the GIL."""
+            part = obstore.get_range(self.store, key, start=start, length=min(READ_PART_BYTES, end - start))
+            at = start - extent.offset
+            np.copyto(into[at : at + len(part)], np.frombuffer(memoryview(part), np.uint8))
+            return len(part)
+
+        found = 0
         try:
             with self._translated(extent.blob):
-                parts = self._ranges(key, starts, lengths) if lengths else []
+                found = sum(self._each(read, starts))
         except TierDown as error:
             if error.__cause__ is None or not is_past_the_end(error.__cause__):
                 raise
-            parts = []
-        at = 0
-        for part in parts:
-            mv[at : at + len(part)] = part
-            at += len(part)
-        if at < extent.length or not lengths:
+        if found < extent.length or not starts:
             self._require_length(extent)
 
     def length_of(self, name: str) -> int | None:
@@ -224,16 +228,12 @@ class Objects:
             return True
         raise NameTaken(f"{self.place}/{name} exists already with other bytes", safe="It is untouched.")
 
-    def _ranges(self, key: str, starts: Sequence[int], lengths: Sequence[int]) -> Sequence[obstore.Bytes]:
-        """Each range in a request of its own, all at the same time (obstore.get_ranges joins ranges that meet)."""
+    def _each(self, read: Callable[[int], int], starts: Sequence[int]) -> Iterable[int]:
+        """Call `read` for each range, several at the same time (obstore.get_ranges joins ranges that meet)."""
         if len(starts) == 1:
-            return [obstore.get_range(self.store, key, start=starts[0], length=lengths[0])]
+            return [read(starts[0])]
         with ThreadPoolExecutor(min(len(starts), READS_AT_ONCE), "lastgood-get") as readers:
-            jobs = [
-                readers.submit(obstore.get_range, self.store, key, start=at, length=length)
-                for at, length in zip(starts, lengths, strict=True)
-            ]
-            return [job.result() for job in jobs]
+            return list(readers.map(read, starts))
 
     def _require_length(self, extent: Extent) -> None:
         """Raise for an object that is missing, or that ends before the extent does."""
