@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -414,7 +413,7 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
         for step in range(1, 10):
             places.training.step()
             if step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             ckpt.step(step)
     assert steps(places.front)[-1] == 4 == steps(places.last)[-1]
 

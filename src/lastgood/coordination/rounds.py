@@ -70,6 +70,14 @@ class MessageStore:
         """
         return [msgspec.json.decode(one) for one in self._store.get(keys, timeout_seconds, cancelled, poll_seconds)]
 
+    def post_bytes(self, key: str, data: bytes) -> None:
+        """Post bytes that are no JSON."""
+        self._store.set({key: data})
+
+    def receive_bytes(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """Wait for bytes under each key. Raises TimedOut."""
+        return self._store.get(keys, timeout_seconds)
+
     def read(self, key: str) -> Any | None:
         """The message under the key; None if there is none yet. Not for a message that may be deleted meanwhile."""
         return self.receive([key], RANK_TIMEOUT_SECONDS)[0] if self.has(key) else None

@@ -22,6 +22,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -57,8 +58,7 @@ from . import catalog, layout, parity_layout, validation
 from .catalog import Listing
 
 READS_AT_ONCE = 16  # generations, where each read is a request
-FINDINGS_LIMIT = 1000
-"""the largest number of findings that one mark keeps"""
+FINDINGS_LIMIT = 1000  # of one mark
 
 
 def seal(tier: Tier, manifest: Manifest) -> Seal:
@@ -99,8 +99,8 @@ def confirm(tier: Tier, at: GenerationId) -> None:
 
 
 def visible_is_durable(tier: Tier) -> bool:
-    """Whether what can be read is durable: in an object store, which has no page cache and lists all files at once."""
-    return hasattr(tier, "tree")
+    """Whether what can be read is durable: in an object store, which has no page cache."""
+    return hasattr(tier, "tree") and getattr(tier, "visible_is_durable", True)
 
 
 def confirm_labels(tier: Tier, at: GenerationId) -> None:
@@ -178,7 +178,6 @@ def _from_any(sources: Sequence[Tier], generation: Generation, one: Seal | None)
 def retire(tier: Tier, at: GenerationId) -> None:
     """Delete a generation, finish a deletion that a crash cut short, or remove the files of an unfinished save.
 
-    A file that cannot be deleted does not stop the deletion of the others; the first such error is raised at the end.
     GOING is deleted last, so that remaining files are known to belong to a deletion, and a later call finishes it.
     """
     folder = layout.folder(at)
@@ -191,10 +190,18 @@ def retire(tier: Tier, at: GenerationId) -> None:
             # guard: going-record-before-uncommit
             # gap: before_retire
             tier.put_new(f"{folder}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
-    # Also if there is no COMMIT: who removed it may have crashed before the removal was durable.
+    # Also without COMMIT: who removed it may have crashed before the removal was durable.
     # guard: uncommit-before-delete
     # gap: before_uncommit
     tier.delete(f"{folder}/{layout.COMMIT}")  # <- the generation does not exist after this line
+    getattr(tier, "clear", partial(clear, tier))(folder)  # a place on several nodes clears all of them at once
+    # guard: going-record-stays-with-leftovers
+    if tier.list(folder).keys() <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
+        tier.delete(f"{folder}/{layout.GOING}")  # deleting the last file also removes the folder
+
+
+def clear(tier: Tier, folder: str) -> None:
+    """Delete all files of a folder without COMMIT but GOING. The first error is raised at the end."""
     first: LastgoodError | None = None
     for name, length in sorted(tier.list(folder).items()):  # gap: before_blobs_go
         # guard: going-record-deleted-last
@@ -205,9 +212,6 @@ def retire(tier: Tier, at: GenerationId) -> None:
                 first = first or error  # guard: delete-continues-past-failure
     if first is not None:
         raise first
-    # guard: going-record-stays-with-leftovers
-    if tier.list(folder).keys() <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
-        tier.delete(f"{folder}/{layout.GOING}")  # deleting the last file also removes the folder
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -292,13 +296,10 @@ class Survey:
     going: set[GenerationId] = field(default_factory=set)
     """folders without COMMIT, and with GOING or without any file: their deletion was begun"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
-    order: int = 0
-    """the highest order of an incarnation"""
+    order: int = 0  # the highest of an incarnation
     pointer: Pointer | None = None
-    listings: Mapping[str, Listing] = field(default_factory=dict)
-    """the folders below `gen` as they were listed, by their names"""
-    catalogued: frozenset[GenerationId] = frozenset()
-    """the generations that were read from the catalog"""
+    listings: Mapping[str, Listing] = field(default_factory=dict)  # the folders below `gen`, by their names
+    catalogued: frozenset[GenerationId] = frozenset()  # those that were read from the catalog
 
 
 def survey(tier: Tier) -> Survey:

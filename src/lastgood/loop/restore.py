@@ -24,7 +24,9 @@ from ..format.commit import Survey
 from ..policy.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation
-from ..run import reader
+from ..run import node_disks, reader
+from ..run.node_disks import NodeTier
+from ..run.node_transfer import Chunks, note_fetched, share_manifests
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
@@ -52,10 +54,31 @@ class WritableRun:
     def workers(self) -> Executor:
         return self._pipeline.workers
 
-    def place_of(self, generation: Generation) -> Tier:
+    def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
         """The nearest place whose copy may be restored. What is read from it is counted in `sources`."""
         tier = self._pipeline.places.writer_of(generation.id).tier
+        if topic is not None and isinstance(tier, NodeTier) and isinstance(self._ranks, RankGroup):
+            share_manifests(tier, generation, self._ranks, topic)
         return self.sources.counted(tier)
+
+    def gather(self, generation: Generation, wanted: Chunks, topic: AnyTopic) -> None:
+        """Fetch the chunks that are wanted here and lie on the disks of other nodes only, once for each node."""
+        places, rank = self._pipeline.places, self._ranks.rank
+        tier = places.writer_of(generation.id).tier
+        if not isinstance(tier, NodeTier) or not tier.nodes.others:
+            return
+        begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
+        wants = topic.agree(dict(wanted), lambda posts: posts)
+        fetched, read = self._by_coordinator(topic, lambda: places.carry(generation, wants))
+        note_fetched(tier, generation, fetched.get(leader, {}))
+        for place, size in read.get(leader, {}).items():
+            self.sources.add(place, size, begun)
+
+    def release(self) -> None:
+        """Delete what `gather` has fetched: every rank has loaded the generation."""
+        tier = self._pipeline.run.tier
+        if isinstance(tier, NodeTier) and tier.leads:
+            tier.shown.forget()
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         """Memory for reading: the arena of the saves if it is large enough, else a new one, which replaces it."""
@@ -85,7 +108,8 @@ class WritableRun:
             return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
         topic = topic or self._ranks.topic("examine")
         with topic.failing():
-            mine = run.own_findings(generation, arena)
+            parts = topic.agree(None, lambda _: node_disks.parts(run.tier, self._ranks, generation))
+            mine = run.own_findings(generation, arena, parts[self._ranks.rank])
 
         def decide(posts: list[Any]) -> Any:
             found = [one for findings in posts for one in findings]

@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import hashlib
 import os
-import platform
 import queue
 import threading
 import time
@@ -156,15 +155,6 @@ class GroupStore:
                 raise TimedOut("the wait for keys was cancelled")
             pause_seconds = poll_seconds or 2 * pause_seconds
         return answer.result(max(0.0, until - time.monotonic()))
-
-
-def machine() -> str:
-    """An id of this machine, the same for all processes that share its page cache."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return platform.node()
 
 
 def among_ranks() -> bool:

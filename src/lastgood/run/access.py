@@ -18,6 +18,7 @@ from ..extras import needed
 from ..format import catalog, layout
 from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
+from ..io.machine import machine
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
 from ..storage import object_store
@@ -159,6 +160,21 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
             todo="All ranks must see the same directory: mount it on every node.",
         )
     yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root), shared=True)
+
+
+def identity(path: str | os.PathLike[str]) -> list[str]:
+    """What tells the directory of a run from those of the same name on other machines. Makes the directory.
+
+    Raises Refused unless the path is a directory, NotARun, NotWritable, NoSpace, TierDown.
+    """
+    root = directory(path)
+    _require_no_other_files(root, _names_at(root, False) or set())
+    try:
+        _make_durably(root)
+        found = os.stat(root)
+    except OSError as error:
+        raise os_errors.at_path(error, root) from error
+    return [machine(), str(found.st_dev), str(found.st_ino)]
 
 
 def many_files(path: str | os.PathLike[str]) -> str:

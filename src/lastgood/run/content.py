@@ -132,6 +132,25 @@ class Content:
                     read_file.stream(files, buffers, workers, rank_sink, unfit=unfit, wanted=wanted, fresh=fresh)
         scatter.end()
 
+    def chunks_wanted(self, sink: WantedTensors, rank: int) -> dict[str, list[int]]:
+        """File -> the indices of its chunks in which the wanted boxes and its header lie. `rank`: as in `ReadSettings`.
+
+        All chunks of a generation of one rank, whose other tensors may decide too whether it is good.
+        """
+        keys: set[tuple[int, str]] = set()
+        for name, one in sink.targets():
+            parts = reshard.parts(self._tensors[name], one.box, rank)
+            keys |= {(part.stored.rank, part.stored.piece.key) for part in parts}
+        found = dict[str, list[int]]()
+        for manifest in self.manifests:
+            of_rank = {key for written, key in keys if written == manifest.rank}
+            for blob in manifest.blobs:
+                check = read_file.Check(manifest, blob)
+                chunks = set(check.needed(of_rank if len(self.manifests) > 1 else None))
+                if chunks:
+                    found[blob.name] = sorted(chunks | set(range(-(-check.header_bytes // blob.chunk_bytes))))
+        return found
+
     # ---- helpers -------------------------------------------------------------------------------------------
 
     def _blobs(self) -> list[Blob]:

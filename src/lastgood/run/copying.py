@@ -89,7 +89,7 @@ class Others(Protocol):
     def own_part(self, generation: Generation) -> Collection[int] | None:
         """The ranks that wrote the generation whose files are the part of this process; None: all of them."""
 
-    def ask(self, at: GenerationId, task: Task, code: str = "") -> None:
+    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
         """Ask the others to do their part. `code`: of the parity, as "8+2"."""
 
     def answers(self) -> list[Finding]:
@@ -105,7 +105,7 @@ class Nobody:
     def own_part(self, generation: Generation) -> None:
         """All ranks."""
 
-    def ask(self, at: GenerationId, task: Task, code: str = "") -> None:
+    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
         """Nobody is there to ask."""
 
     def answers(self) -> list[Finding]:
@@ -131,11 +131,11 @@ def complete(
     """
     others = others or Nobody()
     mine = others.own_part(generation)
-    others.ask(generation.id, "copy")
+    others.ask(generation, "copy")
     written = copy_files(target, sources, generation, mine, copying)
     others.answers()  # guard: commit-copied-after-all-parts
     written += commit.copy_records(sources, target, generation)
-    others.ask(generation.id, "read")
+    others.ask(generation, "read")
     findings = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
     findings += others.answers()
     if mine is not None and not findings:
@@ -157,14 +157,15 @@ def copy_files(
 
     `of`: the ranks that wrote them; None: all. The other parameters and the errors are those of `complete`.
     """
-    written: list[str] = []
     ranks = [one.rank for one in generation.commit.seals if of is None or one.rank in of]
     manifests = [_manifest([*sources, target], generation, rank) for rank in ranks]
-    for manifest in manifests:
-        for blob in manifest.blobs:
-            if _complete_blob(target, sources, generation.id, manifest, blob, copying):
-                written.append(blob.name)
-    return written
+    return [name for manifest in manifests for name in copy_files_of(target, sources, manifest, copying)]
+
+
+def copy_files_of(target: Mendable, sources: Sequence[Tier], manifest: Manifest, copying: Copying) -> list[str]:
+    """As `copy_files`, for the rank of this manifest."""
+    at = GenerationId(step=manifest.step, incarnation=manifest.incarnation)
+    return [one.name for one in manifest.blobs if _complete_blob(target, sources, at, manifest, one, copying)]
 
 
 def holds(tier: Tier, generation: Generation) -> bool:

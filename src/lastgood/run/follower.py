@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -130,9 +130,9 @@ class Follower:
         with self.known.lock:
             self.known.record(judged(generation, findings))
 
-    def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
+    def own_findings(self, generation: Generation, arena: Arena, of: Collection[int] | None = None) -> list[Finding]:
         """Read the files that this rank has to read and return the findings, as `verify.own_findings`."""
-        return own_findings(self.known, self.ranks, generation, arena, self._workers)
+        return own_findings(self.known, self.ranks, generation, arena, self._workers, of=of)
 
     # ---- the survey, from the disk or from the coordinator -------------------------------------------------
 

@@ -58,7 +58,7 @@ class LowerPlace:
         self.writer, self._source, self._workers, self._outcomes = writer, source, workers, outcomes
         self._others: copying.Others = copying.Nobody()
         if isinstance(ranks, RankGroup):
-            self._others = OtherRanks(ranks, str(index), lambda: self._stopped)
+            self._others = OtherRanks(ranks, str(index), source.tier, lambda: self._stopped)
         writer.verifier.others = self._others
         self._changed = threading.Condition()
         self._waiting: dict[GenerationId, Future[None]] = {}

@@ -63,9 +63,13 @@ def own_findings(
     workers: Executor,
     stop: Stop = never,
     also: Callable[[memoryview], None] = _ignore,
+    of: Collection[int] | None = None,
 ) -> list[Finding]:
-    """Read the files that this rank has to read and return the findings. All ranks together read every file."""
-    mine = ranks_read_by([ranks.rank], ranks, generation)
+    """Read the files that this rank has to read and return the findings. All ranks together read every file.
+
+    `of`: the ranks that wrote them; None: as `ranks_read_by` divides them.
+    """
+    mine = ranks_read_by([ranks.rank], ranks, generation) if of is None else of
     return read_all(known.tier, generation, arena, workers, stop, also=also, of=mine)
 
 
@@ -245,7 +249,7 @@ class Verifier:
         the error of another rank.
         """
         mine = self.others.own_part(generation)
-        self.others.ask(generation.id, "protect", f"{code.data}+{code.parity}")
+        self.others.ask(generation, "protect", f"{code.data}+{code.parity}")
         how = Copying(arena, self._workers, stop=stop)
         for one in generation.commit.seals:
             if mine is None or one.rank in mine:

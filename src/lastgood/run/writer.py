@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -34,6 +34,7 @@ from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
 from .mend import Mender
+from .node_disks import own_disk
 from .reader import read_all
 from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
@@ -93,7 +94,7 @@ class RunWriter:
         code = Code(*parity_layout.parsed(parity)) if parity else None
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
-        self._roomy = RetryingTier(tier, self.make_room)
+        self._roomy = RetryingTier(own_disk(tier), self.make_room)
         self._catalogued: Set[GenerationId] = known.survey.catalogued
         """the generations in the catalog, where the run has one"""
 
@@ -230,11 +231,12 @@ class RunWriter:
 
         It is a cache (format/catalog.py): if it cannot be written, the next opening reads more.
         """
-        known, tree = self.known, getattr(self.tier, "tree", None)
-        if tree is None or len(known.survey.generations.keys() - self._catalogued) < least:
+        known, tier = self.known, self.tier
+        few = len(known.survey.generations.keys() - self._catalogued) < least
+        if few or not commit.visible_is_durable(tier):
             return
         with contextlib.suppress(LastgoodError):
-            listings = tree("gen")
+            listings = tier.tree("gen")  # type: ignore[attr-defined]
             # Taken after the listing: a record that is listed is known by now, because both come under the lock. What
             # came after the listing makes an entry that no later listing agrees with.
             with known.lock:
@@ -269,9 +271,9 @@ class RunWriter:
 
     # ---- for the other ranks -------------------------------------------------------------------------------
 
-    def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
+    def own_findings(self, generation: Generation, arena: Arena, of: Collection[int] | None = None) -> list[Finding]:
         """As `verify.own_findings`."""
-        return own_findings(self.known, self.ranks, generation, arena, self._workers)
+        return own_findings(self.known, self.ranks, generation, arena, self._workers, of=of)
 
     def all_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
         """Read all files of a generation, of every rank, and return the findings."""

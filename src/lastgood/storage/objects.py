@@ -230,8 +230,8 @@ class Objects:
 
     def _each(self, read: Callable[[int], int], starts: Sequence[int]) -> Iterable[int]:
         """Call `read` for each range, several at the same time (obstore.get_ranges joins ranges that meet)."""
-        if len(starts) == 1:
-            return [read(starts[0])]
+        if len(starts) <= 1:
+            return [read(start) for start in starts]
         with ThreadPoolExecutor(min(len(starts), READS_AT_ONCE), "lastgood-get") as readers:
             return list(readers.map(read, starts))
 

@@ -90,6 +90,18 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a copy is committed before all ranks have copied", "commit-copied-after-all-parts", Remove()),
     ),
     *table(
+        "node disks",
+        ("ranks_nodes",),
+        (
+            "a commit that some nodes have is reported as refused",
+            "commit-on-some-nodes-is-unknown",
+            Swap("raise CommitUnknown(", "raise TierDown("),
+        ),
+        ("nodes of different runs are mixed", "nodes-of-one-run", Never()),
+        ("a node that lacks a commit stays without it", "commit-put-on-every-node", Remove()),
+        ("a generation whose files lay on a lost node is restored", "lost-part-is-not-restorable", Never()),
+    ),
+    *table(
         "copies",
         COPYING,
         ("a copy is not marked after its reading", "copy-marked-after-reading", Remove()),

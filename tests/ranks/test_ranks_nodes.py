@@ -1,0 +1,133 @@
+"""Runs of several ranks whose nodes have disks of their own: each node keeps the files of its ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from harness import flip, steps
+from lastgood_lab.worlds import world
+from ranked_nodes import refused_commit, trained
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    root = tmp_path_factory.mktemp("whole")
+    return world(2, trained, [root / "a", root / "a"], root / "last", 12)[0]["losses"]
+
+
+def names(disk: Path, step: int) -> set[str]:
+    (found,) = disk.glob(f"gen/{step:012d}-*")
+    return {one.name for one in found.iterdir()}
+
+
+def test_each_node_keeps_the_files_of_its_ranks_and_all_records(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    world(2, trained, [a, b], tmp_path / "last", 6)
+    records = {"COMMIT.json", "VERIFIED.json"}
+    assert names(a, 6) == records | {"r00000.safetensors", "r00000.manifest.json"}
+    assert names(b, 6) == records | {"r00001.safetensors", "r00001.manifest.json"}
+    assert steps(a) == steps(b) == [4, 6], "retention deletes on every node"
+    assert steps(tmp_path / "last") == [4, 6] and lastgood.open(tmp_path / "last").verify(6).good
+
+
+NOTHING_BELOW = {"nothing_below": True}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_go_on_exactly_from_the_disks_of_their_nodes(tmp_path, size, uninterrupted):
+    disks = [tmp_path / ("a" if rank < size // 2 else "b") for rank in range(size)]
+    before = world(size, trained, disks, tmp_path / "last", 6, "fsdp", NOTHING_BELOW)
+    after = world(size, trained, disks, tmp_path / "last", 12, "fsdp", NOTHING_BELOW)
+    for rank in range(size):
+        assert after[rank]["step"] == 6 and str(disks[rank]) in after[rank]["sources"]
+    if size == 2:
+        assert before[0]["losses"] + after[0]["losses"] == uninterrupted
+
+
+def test_a_replaced_node_reads_its_part_from_the_place_below(tmp_path, uninterrupted):
+    disks, last = [tmp_path / "a", tmp_path / "b"], tmp_path / "last"
+    before = world(2, trained, disks, last, 8)
+    shutil.rmtree(disks[1])
+    after = world(2, trained, disks, last, 12)
+    assert {one["step"] for one in after} == {8}
+    assert before[1]["losses"] + after[1]["losses"] == uninterrupted
+    assert names(disks[1], 12) >= {"COMMIT.json", "r00001.safetensors"}
+
+
+def test_what_only_a_lost_node_had_is_stepped_over(tmp_path, uninterrupted):
+    disks, last = [tmp_path / "a", tmp_path / "b"], tmp_path / "last"
+    before = world(2, trained, disks, last, 6, "fsdp", {"save_on_exit": False})  # step 6 was not due below
+    shutil.rmtree(disks[0])
+    after = world(2, trained, disks, last, 12)
+    assert {one["step"] for one in after} == {4} and after[0]["stepped_over"] == [6]
+    assert before[0]["losses"][:4] + after[0]["losses"] == uninterrupted
+    assert not list(tmp_path.glob("*/gen/*/DAMAGED.json")), "the node may come back"
+
+
+def test_ranks_that_changed_nodes_fetch_their_files_from_each_other(tmp_path, uninterrupted):
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    before = world(2, trained, [a, b], last, 6, "fsdp", NOTHING_BELOW)
+    after = world(2, trained, [b, a], last, 12, "fsdp", NOTHING_BELOW)
+    assert {one["step"] for one in after} == {6}
+    assert before[0]["losses"] + after[0]["losses"] == uninterrupted
+    assert set(after[0]["sources"]) == {str(b), "other nodes"}
+    assert not list(tmp_path.glob("*/gen/*/*.tmp")), "what was fetched is deleted"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_replicas_are_read_once_by_each_node(tmp_path, size):
+    """Under DDP each rank writes a part of the state and needs all of it."""
+    disks = [tmp_path / ("a" if rank < size // 2 else "b") for rank in range(size)]
+    whole = world(size, trained, [tmp_path / "whole"] * size, tmp_path / "last0", 12, "ddp", NOTHING_BELOW)
+    before = world(size, trained, disks, tmp_path / "last", 6, "ddp", NOTHING_BELOW)
+    after = world(size, trained, disks, tmp_path / "last", 12, "ddp", NOTHING_BELOW)
+    for rank in range(size):
+        assert after[rank]["step"] == 6
+        assert before[rank]["losses"] + after[rank]["losses"] == whole[rank]["losses"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_other_numbers_of_ranks_go_on_from_the_disks_that_are_left(tmp_path, size):
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    world(4, trained, [a, a, b, b], last, 8)
+    after = world(size, trained, [a, b, b][:size], last, 10)
+    assert {one["step"] for one in after} == {8}
+
+
+def test_nodes_with_different_runs_are_refused_and_left_alone(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    for disk in (a, b):
+        world(2, trained, [disk, disk], tmp_path / f"last of {disk.name}", 2)
+    before = {one: one.stat().st_mtime_ns for disk in (a, b) for one in disk.rglob("*") if one.is_file()}
+    with pytest.raises(Exception, match="hold different runs"):
+        world(2, trained, [a, b], tmp_path / "last", 4)
+    assert {one: one.stat().st_mtime_ns for disk in (a, b) for one in disk.rglob("*") if one.is_file()} == before
+
+
+def test_a_commit_that_one_node_refuses_is_unknown_and_completed_later(tmp_path):
+    disks, last = [tmp_path / "a", tmp_path / "b"], tmp_path / "last"
+    assert world(2, refused_commit, disks, last, 1) == [["durable", "CommitUnknown", "durable"]] * 2
+    assert "COMMIT.json" in names(disks[0], 2) and "COMMIT.json" not in names(disks[1], 2)
+    shutil.rmtree(last)
+    shutil.rmtree(next(disks[0].glob(f"gen/{3:012d}-*")))
+    (next(disks[1].glob(f"gen/{3:012d}-*")) / "COMMIT.json").unlink()
+    after = world(2, trained, disks, last, 4, "fsdp", NOTHING_BELOW)
+    assert {one["step"] for one in after} == {2}, "every file of step 2 was durable"
+    assert "COMMIT.json" in names(disks[1], 2)
+
+
+def test_a_damaged_file_of_another_node_is_found_and_mended(tmp_path, uninterrupted):
+    disks, last = [tmp_path / "a", tmp_path / "b"], tmp_path / "last"
+    world(2, trained, disks, last, 8)
+    (damaged,) = disks[1].glob(f"gen/{8:012d}-*/r00001.safetensors")
+    good = damaged.read_bytes()
+    flip(damaged)
+    after = world(2, trained, disks, last, 12)
+    assert {one["step"] for one in after} == {8} and after[0]["losses"] == uninterrupted[8:]
+    assert damaged.read_bytes() == good
