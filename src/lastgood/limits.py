@@ -137,12 +137,16 @@ SLOT_LIMIT = 100
 """Slots have names of two digits."""
 SLOTS_BESIDE = 2
 """Slots that no save in flight may use: the newest commit, and the newest verified generation before it."""
+SLOTS_UNTIL_AGREED = 1
+"""With several ranks: what all of them have committed last stays until they have committed a newer generation."""
 SLOT_LIMIT_BYTES = 1 << 60
 """The largest offset in a slot that a table may name."""
 TABLE_AREA_BYTES = 64 << 10
 """The least length of each of the two areas of the table's file."""
 
-assert MAX_IN_FLIGHT + SLOTS_BESIDE <= SLOT_LIMIT, "there is a slot for every save in flight that a user may ask for"
+assert MAX_IN_FLIGHT + SLOTS_BESIDE + SLOTS_UNTIL_AGREED <= SLOT_LIMIT, (
+    "there is a slot for every save in flight that a user may ask for"
+)
 assert TABLE_AREA_BYTES % DIRECT_IO_BYTES == 0 and TABLE_AREA_BYTES <= RECORD_LIMIT_BYTES
 assert SLOT_LIMIT_BYTES < 2**63, "offsets in a slot fit the system's signed file offsets"
 

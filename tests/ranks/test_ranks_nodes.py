@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import lastgood
 from harness import flip, steps
 from lastgood_lab.worlds import world
-from ranked_nodes import refused_commit, trained
+from ranked_nodes import in_slots, refused_commit, trained
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +132,45 @@ def test_a_damaged_file_of_another_node_is_found_and_mended(tmp_path, uninterrup
     after = world(2, trained, disks, last, 12)
     assert {one["step"] for one in after} == {8} and after[0]["losses"] == uninterrupted[8:]
     assert damaged.read_bytes() == good
+
+
+def test_ranks_in_slots_go_on_exactly_where_they_stopped(tmp_path, uninterrupted):
+    path = f"slots://{tmp_path}/run"
+    before = world(2, in_slots, path, 6)
+    after = world(2, in_slots, path, 12)
+    assert {one["step"] for one in after} == {6} and after[0]["outcomes"] == ["durable"] * 3
+    assert before[0]["losses"] + after[0]["losses"] == uninterrupted
+    assert sorted(one.name for one in (tmp_path / "run").iterdir()) == ["r00000", "r00001"]
+
+
+@pytest.mark.parametrize("faulty_rank", [0, 1])
+def test_a_slot_is_freed_only_after_all_ranks_have_committed(tmp_path, faulty_rank, uninterrupted):
+    """PCcheck's peer check. A rank that has committed step 6 would overwrite step 4 next, which the other rank still
+    needs, because step 6 does not exist for it."""
+    path = f"slots://{tmp_path}/run"
+    before = world(2, in_slots, path, 12, 6, faulty_rank)
+    assert before[0]["outcomes"] == before[1]["outcomes"] == ["durable", "durable", "CommitUnknown"]
+    after = world(2, in_slots, path, 12)
+    assert {one["step"] for one in after} == {4}
+    assert before[0]["losses"][:4] + after[0]["losses"] == uninterrupted
+
+
+def test_a_rank_that_lost_its_slots_goes_on_from_the_place_below(tmp_path, uninterrupted):
+    disks = [f"slots://{tmp_path}/run"] * 2
+    before = world(2, trained, disks, tmp_path / "last", 8, "fsdp", {"in_slots": True})
+    shutil.rmtree(tmp_path / "run" / "r00001")
+    after = world(2, trained, disks, tmp_path / "last", 12, "fsdp", {"in_slots": True})
+    assert {one["step"] for one in after} == {8}
+    assert before[1]["losses"] + after[1]["losses"] == uninterrupted
+
+
+def test_slots_of_ranks_are_enough_although_nothing_is_verified(tmp_path):
+    found = world(2, in_slots, f"slots://{tmp_path}/run", 20, 0, 0, False)
+    assert {tuple(one["outcomes"]) for one in found} == {("durable",) * 10}
+
+
+def test_slots_of_several_ranks_are_named_to_one_process(tmp_path):
+    world(2, in_slots, f"slots://{tmp_path}/run", 2)
+    with pytest.raises(lastgood.errors.NotARun, match=r"slots of a job of several ranks.*as many"):
+        lastgood.Checkpointer(f"slots://{tmp_path}/run", {"w": torch.zeros(1)})
+    assert lastgood.open(f"slots://{tmp_path}/run/r00001").generation(2).commit.world.ranks == 2

@@ -10,17 +10,19 @@ import lastgood
 from harness import reports
 from lastgood.format import layout
 from lastgood.run import lower_place
+from lastgood.run.writer import RunWriter
 from lastgood.storage.directory import Disk
+from lastgood.storage.slots import Slots
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
 EVERY_SECOND = lastgood.Every(steps=2)
 
 
 def opened(
-    loop: Loop, disk: Path, last: str | Path, last_every: int = 4, keep: int = 2, **options: Any
+    loop: Loop, disk: str | Path, last: str | Path, last_every: int = 4, in_slots: bool = False, **options: Any
 ) -> lastgood.Checkpointer:
-    """A run whose front is the disk of this node, which saves every second step."""
-    front = lastgood.Tier(disk, cadence=EVERY_SECOND, retention=lastgood.Keep(last=keep), shared=False)
+    """A run whose front is the disk of this node, or slots of this rank, and saves every second step."""
+    front = lastgood.Tier(disk, cadence=EVERY_SECOND, retention=lastgood.Keep(last=2), shared=in_slots)
     settings = {"cadence": lastgood.Every(steps=last_every), "retention": lastgood.Keep(last=9), "patience": PATIENCE}
     return lastgood.Checkpointer(last, loop.state, tiers=[front], **{**settings, **options})
 
@@ -28,7 +30,7 @@ def opened(
 def trained(
     rank: int,
     size: int,
-    disks: Sequence[Path],
+    disks: Sequence[str | Path],
     last: str | Path,
     upto: int,
     kind: str = "fsdp",
@@ -80,3 +82,43 @@ def refused_commit(rank: int, size: int, disks: Sequence[Path], last: Path, faul
             except lastgood.errors.LastgoodError as error:
                 outcomes.append(type(error).__name__)
     return outcomes
+
+
+def in_slots(
+    rank: int, size: int, path: str, upto: int, refused_step: int = 0, faulty_rank: int = 0, verified: bool = True
+) -> dict[str, Any]:
+    """Train in slots, a save every second step. Returns as `trained`, and outcomes.
+
+    The COMMIT of `refused_step` (0: none) cannot be written by `faulty_rank`, and training ends after that step; only
+    step 2 is verified then. `verified`: whether anything is.
+    """
+    if not verified:
+        RunWriter.verify = lambda self, arena, stop=None: None
+    real = Slots.put_new
+
+    def faulty(slots: Slots, name: str, data: bytes) -> None:
+        if name.startswith(f"gen/{refused_step:012d}") and name.endswith(layout.COMMIT):
+            raise lastgood.errors.NotWritable("this rank refuses the record on purpose")
+        real(slots, name, data)
+
+    if rank == faulty_rank and refused_step:
+        Slots.put_new = faulty
+    loop, losses, outcomes = Loop("fsdp" if size > 1 else "plain", size), [], []
+    settings = {"cadence": lastgood.Every(steps=10**6), "save_on_exit": False, "patience": PATIENCE}
+    with reports(), lastgood.Checkpointer(path, loop.state, **settings) as ckpt:
+        found = ckpt.restore()
+        for n in range(found.step + 1, upto + 1):
+            losses.append(loop.step(n))
+            if n % 2 == 0:
+                save = ckpt.save(n)
+                try:
+                    save.committed()
+                    outcomes.append("durable")
+                except lastgood.errors.LastgoodError as error:
+                    outcomes.append(type(error).__name__)
+            if n == 2 and refused_step:
+                ckpt.wait()
+                RunWriter.verify = lambda self, arena, stop=None: None
+            if n == refused_step:
+                break
+    return {"step": found.step, "losses": losses, "outcomes": outcomes, "sources": list(found.sources)}

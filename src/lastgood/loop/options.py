@@ -286,9 +286,8 @@ class Options:
             below=below,
         )
 
-    def check_place(self, slots: bool, several: bool) -> None:
-        """Raises Refused for options that do not exist for a run whose first place is in `slots`, or for a job of
-        `several` ranks."""
+    def check_place(self, slots: bool) -> None:
+        """Raises Refused for options that do not exist for a run whose first place is in `slots`."""
         keep, persist, directory = self.front.retention, self.tuning.persist, "Put what is to be kept into a directory"
         require(slots or persist == "direct", f"persist={persist!r}", '"mmap" is for slots://.')
         require(
@@ -298,7 +297,6 @@ class Options:
         )
         extras = self.front.parity is not None or self.scrub is not None
         require(not (slots and extras), "parity or scrub in slots, which keep the newest only", f"{directory}.")
-        require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
 
 
 def option_names() -> list[str]:

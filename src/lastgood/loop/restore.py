@@ -24,7 +24,7 @@ from ..format.commit import Survey
 from ..policy.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation
-from ..run import node_disks, reader
+from ..run import node_opening, reader
 from ..run.node_disks import NodeTier
 from ..run.node_transfer import Chunks, note_fetched, share_manifests
 from ..run.pipeline import Pipeline
@@ -108,7 +108,7 @@ class WritableRun:
             return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
         topic = topic or self._ranks.topic("examine")
         with topic.failing():
-            parts = topic.agree(None, lambda _: node_disks.parts(run.tier, self._ranks, generation))
+            parts = topic.agree(None, lambda _: node_opening.parts(run.tier, self._ranks, generation))
             mine = run.own_findings(generation, arena, parts[self._ranks.rank])
 
         def decide(posts: list[Any]) -> Any:

@@ -71,7 +71,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     return slots(files, root) if in_slots else Disk(files, root)
 
 
-def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) -> Slots:
+def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False, several: bool = False) -> Slots:
     """Make a tier over slots. It learns here which records mark a generation as committed, verified or bad."""
     return Slots(
         files,
@@ -81,6 +81,7 @@ def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) 
         bad=(layout.DAMAGED, layout.UNFIT),
         in_flight=in_flight,
         direct=direct,
+        several=several,
     )
 
 
@@ -92,13 +93,15 @@ def for_writing(
     in_flight: int = 1,
     persist: Persist = "direct",
     take_over: bool = True,
+    several: bool = False,
 ) -> Iterator[Tier]:
     """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
     `mode`: how files are written; slots and object stores accept "atomic_dirsync" only. `in_flight` (default 1): how
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
-    is replaced; otherwise RunLocked is raised.
+    is replaced; otherwise RunLocked is raised. `several` (default False): whether these are the slots of one of several
+    ranks.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     place = paths.parsed(path)
@@ -134,7 +137,7 @@ def for_writing(
             yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root))
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
-        tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root))
+        tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
         try:
             yield tier
         except BaseException:
@@ -165,7 +168,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
 def identity(path: str | os.PathLike[str]) -> list[str]:
     """What tells the directory of a run from those of the same name on other machines. Makes the directory.
 
-    Raises Refused unless the path is a directory, NotARun, NotWritable, NoSpace, TierDown.
+    Raises Refused for an object store, NotARun, NotWritable, NoSpace, TierDown.
     """
     root = directory(path)
     _require_no_other_files(root, _names_at(root, False) or set())
@@ -205,6 +208,11 @@ def in_slots(path: str | os.PathLike[str]) -> bool:
     return paths.parsed(path).kind == "slots"
 
 
+def slots_of_rank(path: str | os.PathLike[str], rank: int) -> str:
+    """Where one of several ranks has its slots: in a folder of its own below the path of the run."""
+    return f"{paths.SLOTS}{paths.parsed(path).root}/{layout.rank_folder(rank)}"
+
+
 def _objects(url: str) -> Objects:
     """The tier of a run in an object store. Raises NotInstalled without obstore, Refused for wrong settings."""
     with needed("objects", f"a run at {url}"):
@@ -218,6 +226,12 @@ def _require_no_other_files(root: str, names: set[str]) -> None:
         name for name in names - _RUN_NAMES if not name.endswith(".tmp") and not name.startswith(".probe-")
     )
     if foreign and not names & {layout.HEADER, *_GENERATIONS}:
+        if layout.rank_folder(0) in foreign:
+            raise NotARun(
+                f"{root} holds the slots of a job of several ranks ({', '.join(foreign[:3])})",
+                safe="It is untouched.",
+                todo=f"Start as many ranks again, or read those of one rank: {paths.SLOTS}{root}/{foreign[0]}",
+            )
         raise NotARun(
             f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
             safe="It is untouched.",

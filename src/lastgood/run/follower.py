@@ -118,6 +118,8 @@ class Follower:
             return
         findings = own_findings(self.known, self.ranks, newest, arena, self._workers, stop)
         before, self._last_read = self._last_read, newest
+        if self.tier.newest_only and layout.folder(newest.id).partition("/")[2] not in self.tier.list("gen"):
+            return  # a newer commit has overwritten it while it was read
         if findings:  # so far only this machine reads it so: the coordinator reads the part itself
             self.known.emit("damaged", newest.id, detail=restore.summary(findings))
         with contextlib.suppress(TierDown):

@@ -21,7 +21,7 @@ from ..io.reed_solomon import Code
 from ..policy import restore
 from ..ports import Mendable, Tier
 from ..records import Finding, Generation, GenerationId, intact, judged
-from . import copying, node_disks, reader
+from . import copying, node_opening, reader
 from .known import KnownRun
 from .marks import Marks
 from .reader import Reading, read_all, read_on
@@ -180,7 +180,7 @@ class Mender:
                 # Rebuilt records may name incarnations and predecessors that were unknown before.
                 # guard: survey-after-mend
                 known.survey = commit.survey(known.tier)
-                node_disks.note_lost_parts(known)
+                node_opening.note_lost_parts(known)
 
     def _age(self, at: GenerationId) -> tuple[int, int]:
         incarnation = self._known.survey.incarnations.get(at.incarnation)

@@ -1,8 +1,7 @@
 """A place of a run that lies on the disks of several nodes: each has the files of its own ranks, and all records.
 
-    opening     every rank names its directory -> ranks with the same one form a node, led by the lowest of them
-                every leader locks its directory -> the coordinator settles all of them as one place
-    afterwards  the coordinator asks the leaders of the other nodes (`FileRequest`), who serve it (`NodeFiles`)
+The coordinator asks the leaders of the other nodes (`FileRequest`), who serve it (`NodeFiles`); rank_requests.py has
+the messages. In slots each rank is a node of its own.
 
 Invariants
   1. A file of a rank (its tensors, its manifest) lies on the node of the rank that wrote it, and perhaps on others.
@@ -17,24 +16,19 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
-from ..coordination.rounds import RankGroup
-from ..coordination.single_rank import AnyRanks
-from ..errors import CommitUnknown, Damaged, LastgoodError, MissingBlob, Refused, TierDown
+from ..errors import CommitUnknown, LastgoodError, MissingBlob, TierDown
 from ..format import commit, layout
-from ..policy.parts import divided
 from ..ports import Tier
-from ..records import Extent, Finding, Generation, Record, RunHeader, Seal, judged
-from ..storage.directory import Disk, WriteMode
-from . import access
-from .known import KnownRun
+from ..records import Extent, Generation, Record
+from ..storage.directory import Disk
+from ..storage.slots import Slots
 from .rank_requests import Requests, RequestServer
 from .verify import Stop
 
@@ -44,10 +38,12 @@ FOLDERS_AT_ONCE = 500
 READ_AT_ONCE = 4 << 20
 """Bytes of a file that are one answer."""
 
-FETCHED = "fetched.tmp"
+FETCHED = "fetched/chunks"
 """chunks of other nodes' files, while a restore reads them; the next opening removes what a killed process has left"""
 
 Listing = dict[str, int | None]
+Own = Disk | Slots
+"""the disk of a node, or the slots of a rank"""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,7 @@ class Nodes:
 class FileRequest(Record, frozen=True, kw_only=True):
     """One call of the coordinator to the disks of all other nodes. The arguments are those of `ports.Tier`."""
 
-    call: Literal["put_new", "point", "delete", "clear", "list", "tree", "read"]
+    call: Literal["put_new", "agree", "point", "delete", "clear", "list", "tree", "read"]
     name: str = ""
     data: bytes = b""
     to: str = ""
@@ -77,13 +73,15 @@ class FileRequest(Record, frozen=True, kw_only=True):
 class NodeFiles:
     """The disk of one node, as its leader serves it (`rank_requests.Service`)."""
 
-    def __init__(self, own: Disk) -> None:
+    def __init__(self, own: Own) -> None:
         self._own = own
 
     def served(self, request: Any, stop: Stop) -> Any:
         asked, own = msgspec.convert(request, FileRequest), self._own
         if asked.call == "put_new":
             own.put_new(asked.name, asked.data)
+        elif asked.call == "agree" and isinstance(own, Slots):
+            own.agree(asked.name)
         elif asked.call == "point":
             own.point(asked.name, asked.data, asked.to)
         elif asked.call == "delete":
@@ -114,7 +112,7 @@ class Shown:
     `own`: the disk of its node.
     """
 
-    def __init__(self, own: Disk) -> None:
+    def __init__(self, own: Own) -> None:
         self._own = own
         self.folder = ""
         self.listing: Listing = {}
@@ -139,7 +137,7 @@ class Shown:
         for start, length, at in self.fetched.get(name, ()):
             begin, stop = max(start, extent.offset), min(start + length, end)
             if begin == extent.offset + done and begin < stop:
-                part = Extent(blob=f"{folder}/{FETCHED}", offset=at + begin - start, length=stop - begin)
+                part = Extent(blob=FETCHED, offset=at + begin - start, length=stop - begin)
                 self._own.read_into(part, mv[done:])
                 done += stop - begin
         return done == extent.length
@@ -148,7 +146,7 @@ class Shown:
         """Delete what was fetched. Called at the leader of a node, once no rank of it reads any more."""
         if self.fetched:
             with contextlib.suppress(LastgoodError):  # the next opening removes it
-                self._own.delete(f"{self.folder}/{FETCHED}")
+                self._own.delete(FETCHED)
         self.fetched = {}
 
 
@@ -158,14 +156,14 @@ class NodeDisks:
     `own`: the disk of this node. `nodes`: all nodes. `requests`: to the leaders of the others; None: there are none.
     """
 
-    newest_only: bool = False
     visible_is_durable = False
 
-    def __init__(self, own: Disk, nodes: Nodes, requests: Requests | None) -> None:
+    def __init__(self, own: Own, nodes: Nodes, requests: Requests | None) -> None:
         self.own, self.nodes, self._requests = own, nodes, requests
         self.place, self.leads, self.shown = own.place, True, Shown(own)
+        self.newest_only = own.newest_only
         self._turn = threading.Lock()
-        self.create, self.replace, self.forget = own.create, own.replace, own.forget
+        self.create = own.create
 
     # ---- writing -------------------------------------------------------------------------------------------
 
@@ -181,12 +179,26 @@ class NodeDisks:
                 safe="Nothing was deleted.",
                 todo="The next opening of the run completes it on all nodes, or removes what remains of it.",
             ) from error
+        own, folder = self.own, name.removesuffix(f"/{layout.COMMIT}")
+        if isinstance(own, Slots) and folder != name:
+            with contextlib.suppress(LastgoodError):  # until the next commit that is agreed, more slots are kept
+                # guard: slot-freed-after-all-agreed
+                self._on_all(FileRequest(call="agree", name=folder), lambda: own.agree(folder))
 
     def point(self, name: str, data: bytes, to: str) -> None:
         self._on_all(FileRequest(call="point", name=name, data=data, to=to), lambda: self.own.point(name, data, to))
 
     def delete(self, name: str) -> None:
         self._on_all(FileRequest(call="delete", name=name), lambda: self.own.delete(name))
+
+    def replace(self, name: str, by: str) -> None:
+        """As `ports.Mendable.replace`, on this node. Nothing is mended in slots."""
+        assert isinstance(self.own, Disk)
+        self.own.replace(name, by)
+
+    def forget(self, folder: str) -> None:
+        """As `ports.Shared.forget`."""
+        self.own.forget(folder)
 
     def clear(self, folder: str) -> None:
         """Delete every file of a folder but GOING, on every node."""
@@ -280,14 +292,22 @@ class NodeView:
     It lists and reads what its node has, and what was shown to it of the others. `leads`: whether it leads its node.
     """
 
-    newest_only: bool = False
-
-    def __init__(self, own: Disk, nodes: Nodes, leads: bool) -> None:
+    def __init__(self, own: Own, nodes: Nodes, leads: bool) -> None:
         self.own, self.nodes, self.place, self.leads, self.shown = own, nodes, own.place, leads, Shown(own)
         self.server: RequestServer | None = None
         """at the leader of a node: serves the coordinator"""
-        self.create, self.replace, self.forget = own.create, own.replace, own.forget
+        self.newest_only = own.newest_only
+        self.create = own.create
         self.put_new, self.point, self.delete = own.put_new, own.point, own.delete
+
+    def replace(self, name: str, by: str) -> None:
+        """As `ports.Mendable.replace`, on this node. Nothing is mended in slots."""
+        assert isinstance(self.own, Disk)
+        self.own.replace(name, by)
+
+    def forget(self, folder: str) -> None:
+        """As `ports.Shared.forget`."""
+        self.own.forget(folder)
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         own = self.own.list(folder)
@@ -312,106 +332,7 @@ def own_disk(tier: Tier) -> Tier:
     return tier.own if isinstance(tier, NodeTier) else tier
 
 
-def _tree(own: Disk, root: str, after: str) -> dict[str, Listing]:
+def _tree(own: Own, root: str, after: str) -> dict[str, Listing]:
     """The next FOLDERS_AT_ONCE folders after the one named `after`, each with what lies in it."""
     names = sorted(name for name, length in own.list(root).items() if length is None and name > after)
     return {name: dict(own.list(f"{root}/{name}")) for name in names[:FOLDERS_AT_ONCE]}
-
-
-# ---- opening -------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def opened(path: str | os.PathLike[str], mode: WriteMode, ranks: AnyRanks) -> Iterator[NodeTier]:
-    """Open the directory of this rank's node. All ranks call it. The leader of each node holds the lock of its own.
-
-    Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown, and Refused if two nodes hold different runs.
-    """
-    with contextlib.ExitStack() as storage:
-        topic = ranks.topic("nodes")
-        with topic.failing():
-            here = access.identity(path)
-            nodes = Nodes(tuple(topic.agree(here, lambda posts: [posts.index(one) for one in posts])))
-            leads = nodes.leaders[ranks.rank] == ranks.rank
-            if leads:
-                own = storage.enter_context(access.for_writing(path, mode))
-            topic.agree(None, lambda _: None)  # every node is locked
-            if not leads:
-                own = storage.enter_context(access.for_sharing(path, mode))
-            disk = cast(Disk, own)
-            topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
-        if not isinstance(ranks, RankGroup) or not nodes.others:
-            yield NodeDisks(disk, nodes, None) if ranks.is_coordinator else NodeView(disk, nodes, leads)
-        elif ranks.is_coordinator:
-            requests = Requests(ranks, SUBJECT, nodes.others)
-            storage.callback(requests.end)
-            yield NodeDisks(disk, nodes, requests)
-        else:
-            view = NodeView(disk, nodes, leads)
-            if leads:
-                view.server = RequestServer(ranks, SUBJECT, NodeFiles(disk))
-                storage.callback(view.server.close)
-            yield view
-
-
-def _run_of(disk: Disk) -> str | None:
-    header = commit.read_hint(disk, layout.HEADER, disk.list("").get(layout.HEADER), RunHeader)
-    return header.run if header else None
-
-
-def _require_one_run(posts: Sequence[tuple[int, str | None]]) -> None:
-    runs = {run: leader for leader, run in posts if run is not None}
-    if len(runs) > 1:  # guard: nodes-of-one-run
-        named = " and ".join(f"that of rank {leader} ({run})" for run, leader in sorted(runs.items()))
-        raise Refused(
-            f"the disks of these nodes hold different runs: {named}",
-            safe="Nothing was touched.",
-            todo="Empty the directory on the node whose run is not wanted, or give this run another one.",
-        )
-
-
-def complete_records(tier: NodeDisks, known: KnownRun) -> None:
-    """Put the COMMIT of each generation on the nodes that lack it: those that were replaced."""
-    for at in known.survey.generations if tier.nodes.others else ():
-        commit.confirm(tier, at)  # guard: commit-put-on-every-node
-
-
-def note_lost_parts(known: KnownRun) -> None:
-    """Note which generations lack the files of a rank, because its node was replaced.
-
-    Such a generation is mended from another place of the run, or passed over. No mark of it is written, because the
-    node may come back.
-    """
-    if not isinstance(known.tier, NodeDisks):
-        return
-    for at, one in list(known.survey.generations.items()):
-        listing = known.survey.listings[layout.folder(at).partition("/")[2]]
-        missing = [seal for seal in one.commit.seals if _is_lost(known.tier, one, seal, listing)]
-        if missing and not one.damaged:  # guard: lost-part-is-not-restorable
-            ranks = ", ".join(str(seal.rank) for seal in missing)
-            what = f"the files of rank {ranks} lie on no node of this job"
-            lost = Finding(kind="MissingBlob", what=what, layer="structure", blob=missing[0].manifest)
-            known.record(judged(one, [lost]))
-
-
-def _is_lost(tier: Tier, generation: Generation, seal: Seal, listing: Mapping[str, int | None]) -> bool:
-    """Whether no node has the files of a rank. A rank without tensors has a manifest only."""
-    if seal.manifest not in listing:
-        return True
-    if layout.blob_name(seal.rank) in listing:
-        return False
-    try:
-        return bool(commit.sealed_record(tier, generation, seal).blobs)
-    except Damaged:
-        return True
-
-
-def parts(tier: Tier, ranks: AnyRanks, generation: Generation) -> list[list[int]]:
-    """For each rank of the job, the ranks that wrote a generation whose files in `tier` are its part (policy/parts.py).
-
-    Called at the coordinator, for a place on several nodes; anywhere else for a place that all ranks see.
-    """
-    written = [one.rank for one in generation.commit.seals]
-    if isinstance(tier, NodeDisks):
-        return divided(written, tier.nodes.leaders, tier.held(generation))
-    return divided(written, [0] * ranks.size)

@@ -2,7 +2,7 @@
 
     all ranks     receive the manifests of all ranks from the coordinator       (`share_manifests`)
     each rank     which chunks it wants -> the coordinator, which makes a `Transfer` of what each node lacks
-    each leader   copies what its node lacks into one file, `fetched.tmp`: from a place that all ranks see, or else from
+    each leader   copies what its node lacks into one file, FETCHED: from a place that all ranks see, or else from
                   the node that has it:
     sender        .../TRANSFER/FILE/OFFSET             a part of a chunk, at most PART_BYTES
     receiver      .../TRANSFER/FILE/OFFSET/RANK        acknowledges the part; the sender then deletes both
@@ -86,11 +86,11 @@ class Carrier:
         rank = self._ranks.rank
         manifests = manifests_of(self._tier, commit.read_generation(self._tier, one.at, None))
         mine = list(_in_order(one.wanted.get(str(rank), {}), manifests))
-        name, lengths = f"{layout.folder(one.at)}/{FETCHED}", [round_up(chunk.extent.length) for chunk in mine]
+        lengths = [round_up(chunk.extent.length) for chunk in mine]
         received, failed, at = Counter[str](), None, 0
         if mine:
-            self._tier.own.delete(name)
-        upload = self._tier.own.create(name, sum(lengths)) if mine else None
+            self._tier.own.delete(FETCHED)
+        upload = self._tier.own.create(FETCHED, sum(lengths)) if mine else None
         for chunk in _in_order(_union(one.wanted.values()), manifests):
             wants = chunk.number in one.wanted.get(str(rank), {}).get(chunk.blob.name, ())
             try:

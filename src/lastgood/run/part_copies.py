@@ -21,7 +21,7 @@ from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..ports import Mendable, Shared, Tier
 from ..records import Finding, Generation, GenerationId, Record
-from . import copying, node_disks
+from . import copying, node_opening
 from .rank_requests import Requests, RequestServer
 from .reader import read_all
 from .thread_pools import Workers
@@ -74,7 +74,7 @@ class OtherRanks:
     def _parts(self, generation: Generation) -> list[list[int]]:
         """Divided once for each piece of work, so that what a copy adds to a node does not change whose part it is."""
         if self._divided is None or self._divided[0] != generation.id:
-            self._divided = generation.id, node_disks.parts(self._front, self._group, generation)
+            self._divided = generation.id, node_opening.parts(self._front, self._group, generation)
         return self._divided[1]
 
 

@@ -35,7 +35,8 @@ from ..records import Generation, GenerationId
 from .chunk_queue import ChunkQueue
 from .follower import Follower
 from .known import Environment
-from .node_disks import NodeDisks, complete_records, note_lost_parts
+from .node_disks import NodeDisks
+from .node_opening import complete_records, note_lost_parts
 from .outcomes import Outcomes
 from .places import Below, opened_front
 from .planned_save import PlannedSave, RunOptions

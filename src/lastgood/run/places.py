@@ -28,7 +28,7 @@ from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
-from . import access, copying, node_disks, node_transfer
+from . import access, copying, node_opening, node_transfer
 from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
@@ -191,8 +191,8 @@ def opened_front(
 
     The other ranks return once the coordinator has settled the run, which it reports in `opening`.
     """
-    if not options.shared:
-        with node_disks.opened(path, options.write_mode, ranks) as disks:
+    if not options.shared or (ranks.size > 1 and access.in_slots(path)):
+        with node_opening.opened(path, options, ranks) as disks:
             if not ranks.is_coordinator:
                 opening.agree(None, lambda _: None)
             yield disks

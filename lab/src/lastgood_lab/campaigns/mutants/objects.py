@@ -100,6 +100,8 @@ MUTANTS: tuple[Mutant, ...] = (
         ("nodes of different runs are mixed", "nodes-of-one-run", Never()),
         ("a node that lacks a commit stays without it", "commit-put-on-every-node", Remove()),
         ("a generation whose files lay on a lost node is restored", "lost-part-is-not-restorable", Never()),
+        ("a rank overwrites a slot that another rank still needs", "agreed-slot-kept", Remove()),
+        ("ranks keep all slots because none learns what all have committed", "slot-freed-after-all-agreed", Remove()),
     ),
     *table(
         "copies",
