@@ -25,10 +25,10 @@ from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..engine.read_file import UnfitTensors
 from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, StepDiffers
 from ..format.values import component
+from ..io.node import node_name
 from ..policy import restore
 from ..policy.arguments import require
 from ..policy.merge_values import merged, unplaced
-from ..ranks.torch_store import machine
 from ..records import Finding, Generation
 from ..run.candidates import Candidates, RestorableRun
 from ..run.content import Content, ReadSettings
@@ -260,7 +260,7 @@ class _Loading:
         """
         if not self._several:
             return False
-        here = machine()
+        here = node_name()
         wanted = topic.agree((generation.root, here, wanted_bytes), _wanted_bytes)
         return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
 
