@@ -41,13 +41,6 @@ BLOB, RECORD = f"{FOLDER}/r00000.safetensors", f"{FOLDER}/COMMIT.json"
 
 
 @pytest.fixture
-def proxy(object_server: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with FaultyProxy(object_server.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
-
-
-@pytest.fixture
 def tier(bucket: str, proxy: FaultyProxy) -> Objects:
     """The tier behind the proxy, with short deadlines and without pauses."""
     return Objects(object_store.opened(bucket, QUICK), bucket, QUICK, pause=lambda seconds: None)

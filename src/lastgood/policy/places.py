@@ -23,6 +23,27 @@ def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId
     return next((index for index in have if places[index][at].restorable), have[0] if have else None)
 
 
+def is_packed(files: int, committed: bool, packs: bool) -> bool:
+    """Whether the files of a generation that an object store lacks are put into packs there.
+
+    `files`: the tensor files of the generation; a single one stays as it is, so that other tools can open it.
+    `committed`: whether the generation exists there. `packs`: whether a pack does. A generation that exists there
+    without packs is mended file by file.
+    """
+    return files > 1 and (packs or not committed)
+
+
+def packed_by(rank: int, nodes: Sequence[str], size: int) -> list[int]:
+    """The present ranks whose files this rank puts into a pack: those of its node if it is the first one there.
+
+    `nodes`: the name of the node of each rank; if they are not known, each of the `size` ranks has a node of its own.
+    """
+    if len(nodes) != size:
+        return [rank]
+    mates = [other for other in range(size) if nodes[other] == nodes[rank]]
+    return mates if mates[0] == rank else []
+
+
 def merged(surveys: Sequence[Survey]) -> Survey:
     """What all places hold together. A generation is lost or broken only if no place has a readable copy."""
     if len(surveys) == 1:

@@ -32,6 +32,7 @@ from ..errors import Cancelled, TierDown, TimedOut
 from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, COORDINATOR_TIMEOUTS, EXAMINATION_CHUNKS
+from ..policy.places import packed_by
 from ..ports import Mendable, Shared, Tier
 from ..records import Finding, Generation, GenerationId, Record
 from . import copying
@@ -67,6 +68,10 @@ class OtherRanks:
     def own_part(self, generation: Generation) -> Collection[int]:
         """The ranks that wrote the generation whose files are the part of this process."""
         return ranks_read_by([self._group.rank], self._group, generation)
+
+    def packed_part(self, generation: Generation) -> Collection[int]:
+        """The ranks that wrote the generation whose files this process puts into a pack."""
+        return _packed_part(self._group, generation)
 
     def ask(self, at: GenerationId, task: copying.Task, code: str = "") -> None:
         """Ask the other ranks to do their part. `code`: of the parity. Raises TierDown."""
@@ -173,12 +178,20 @@ class PartServer:
         if asked.task == "read":
             return read_all(target, generation, how.arena, how.workers, how.stop, of=mine)
         self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
+        if asked.task == "pack":
+            part = _packed_part(self._ranks, generation)
+            with copying.pack_files(target, [self._source], generation, part, how, with_manifests=False):
+                return []
         if asked.task == "copy":
             copying.copy_files(target, [self._source], generation, mine, how)
             return []
         for rank in mine:
             protect_part(target, generation, rank, Code(*parity_layout.parsed(asked.code)), how)
         return []
+
+
+def _packed_part(ranks: RankGroup, generation: Generation) -> list[int]:
+    return ranks_read_by(packed_by(ranks.rank, ranks.nodes, ranks.size), ranks, generation)
 
 
 def _keys(ranks: RankGroup, place: str) -> str:
