@@ -283,7 +283,9 @@ DAMAGE: dict[str, Callable[[pack_layout.Footer, PackIndex, bytearray], bytes]] =
     "a file longer than the pack": lambda at, index, data: forged(
         moved(index.files, "r00001.safetensors", 0, len(data)), at, data
     ),
-    "a file where another one is": lambda at, index, data: forged(moved(index.files, "r00001.safetensors", 0), at, data),
+    "a file where another one is": lambda at, index, data: forged(
+        moved(index.files, "r00001.safetensors", 0), at, data
+    ),
     "a commit in the index": lambda at, index, data: forged(
         PackIndex(format=1, files={**index.files, "COMMIT.json": (0, 10)}, others={}), at, data
     ),

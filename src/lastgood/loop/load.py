@@ -25,7 +25,7 @@ from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..engine.read_file import UnfitTensors
 from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, StepDiffers
 from ..format.values import component
-from ..io.node import node_name
+from ..io.machine import machine
 from ..policy import restore
 from ..policy.arguments import require
 from ..policy.merge_values import merged, unplaced
@@ -260,7 +260,7 @@ class _Loading:
         """
         if not self._several:
             return False
-        here = node_name()
+        here = machine()
         wanted = topic.agree((generation.root, here, wanted_bytes), _wanted_bytes)
         return bool(wanted[here] > SHARED * generation.bytes)  # guard: shared-content-read-once
 

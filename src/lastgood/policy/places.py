@@ -33,15 +33,17 @@ def is_packed(files: int, committed: bool, packs: bool) -> bool:
     return files > 1 and (packs or not committed)
 
 
-def packed_by(rank: int, nodes: Sequence[str], size: int) -> list[int]:
-    """The present ranks whose files this rank puts into a pack: those of its node if it is the first one there.
+def packed_parts(parts: Sequence[Sequence[int]], nodes: Sequence[str]) -> list[list[int]]:
+    """For each present rank, the ranks that wrote the generation whose files it puts into a pack.
 
-    `nodes`: the name of the node of each rank; if they are not known, each of the `size` ranks has a node of its own.
+    The first rank of each node takes the parts of all ranks there. `parts`: those that each rank copies where nothing
+    is packed. `nodes`: the node of each rank; if it is not known, each rank has a node of its own.
     """
-    if len(nodes) != size:
-        return [rank]
-    mates = [other for other in range(size) if nodes[other] == nodes[rank]]
-    return mates if mates[0] == rank else []
+    named = list(nodes) if len(nodes) == len(parts) else [str(rank) for rank in range(len(parts))]
+    taken: list[list[int]] = [[] for _ in parts]
+    for node, part in zip(named, parts, strict=True):
+        taken[named.index(node)] += part
+    return [sorted(part) for part in taken]
 
 
 def merged(surveys: Sequence[Survey]) -> Survey:

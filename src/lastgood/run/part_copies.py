@@ -32,7 +32,7 @@ from ..errors import Cancelled, TierDown, TimedOut
 from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, COORDINATOR_TIMEOUTS, EXAMINATION_CHUNKS
-from ..policy.places import packed_by
+from ..policy.places import packed_parts
 from ..ports import Mendable, Shared, Tier
 from ..records import Finding, Generation, GenerationId, Record
 from . import copying
@@ -191,7 +191,8 @@ class PartServer:
 
 
 def _packed_part(ranks: RankGroup, generation: Generation) -> list[int]:
-    return ranks_read_by(packed_by(ranks.rank, ranks.nodes, ranks.size), ranks, generation)
+    parts = [ranks_read_by([rank], ranks, generation) for rank in range(ranks.size)]
+    return packed_parts(parts, ranks.nodes)[ranks.rank]
 
 
 def _keys(ranks: RankGroup, place: str) -> str:
