@@ -308,7 +308,7 @@ def test_a_damaged_pack_loads_nothing_and_is_repaired_from_the_front(front, stor
     assert commit.read_generation(opened(store), one.id, None).verified
 
 
-def test_a_pack_with_a_damaged_index_says_so_where_its_files_are_missing(front, store, bucketlike):
+def test_a_damaged_index_is_named_where_its_files_are_missing(front, store, bucketlike):
     one = copy(front, bucketlike)
     change(store, one, PACK, lambda data: data[:-9])
     with pytest.raises(errors.ManifestInvalid, match=f"{PACK} does not end as a pack does"):
@@ -391,6 +391,25 @@ def test_a_manifest_is_read_from_the_store_in_each_reading(front, store, bucketl
     offset = index_of(store, one)[1].files["r00001.manifest.json"][0] + 40
     change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
     assert found_in(reader, one)
+
+
+def test_manifests_of_an_earlier_listing_are_not_used_again(front, store, bucketlike):
+    """A medium that changes bytes by itself gives the object no new version."""
+    one = copy(front, bucketlike)
+    inner = Objects(store, "memory")
+    versions = inner.versions(layout.folder(one.id))
+    inner.versions = lambda folder: versions  # type: ignore[method-assign]
+    reader = PackedTier(inner)
+    reader.list(layout.folder(one.id))
+    offset = index_of(store, one)[1].files["r00001.manifest.json"][0] + 40
+    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    assert found_in(reader, one)
+
+
+def test_no_footer_makes_a_reader_fetch_terabytes():
+    footer = pack_layout.MAGIC + bytes(16) + (100).to_bytes(8, "little")
+    with pytest.raises(errors.ManifestInvalid, match="has an index of"):
+        pack_layout.decode_footer(footer, 1 << 42, PACK)
 
 
 def test_a_scrub_repairs_a_pack_from_another_place(front, store, bucketlike):

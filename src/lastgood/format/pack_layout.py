@@ -126,7 +126,6 @@ def decode_footer(data: bytes | bytearray | memoryview, length: int, where: str)
     magic, *numbers = _FOOTER.unpack(bytes(data[-FOOTER_BYTES:]))
     found = Footer(*numbers)
     room = length - FOOTER_BYTES
-    # guard: pack-footer-within-pack
     if magic != MAGIC or not found.records <= found.start <= found.start + found.length <= room:
         raise ManifestInvalid(f"{where} does not end as a pack does: it was cut or damaged", blob=where)
     if length - found.start > PACK_END_LIMIT_BYTES:  # guard: pack-index-length-limit

@@ -195,7 +195,7 @@ class PackedTier:
         """List a folder, and read the index of each pack that is new or was written again since the last listing."""
         with self._lock:
             before = self._folders.get(folder)
-            self._tails.pop(folder, None)
+            self._tails.pop(folder, None)  # guard: fetched-manifests-dropped-at-listing
         found = _Folder(dict(self._inner.versions(folder)))
         described = set[str]()
         for pack in sorted(filter(is_pack, found.objects)):
@@ -279,7 +279,7 @@ class PackedTier:
             tail = self._tails.get(folder)
             if tail is None or tail.pack != pack or name not in tail.left:
                 return None
-            tail.left.discard(name)  # guard: fetched-manifest-handed-out-once
+            tail.left.discard(name)
             if not tail.left:
                 del self._tails[folder]
             return tail
