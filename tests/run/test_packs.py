@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import obstore
 import pytest
 from obstore.store import MemoryStore
@@ -29,6 +30,7 @@ from lastgood.run.reader import read_all
 from lastgood.run.writer import RunWriter
 from lastgood.storage import object_store
 from lastgood.storage.objects import Objects
+from lastgood_lab.plain import share
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
 """a run of two ranks, with the steps 2 and 4"""
@@ -185,6 +187,17 @@ def test_a_generation_with_one_tensor_file_stays_two_plain_objects(store, bucket
     front = Path(__file__).parents[1] / "golden" / "v1"
     one = copy(front, bucketlike, step=30)
     assert objects(store, one).keys() == {"r00000.safetensors", "r00000.manifest.json", "COMMIT.json", "VERIFIED.json"}
+
+
+def test_sixty_four_ranks_are_three_objects(tmp_path, store, bucketlike):
+    states = [{f"w{rank}": np.random.default_rng(rank).integers(0, 255, 9000, np.uint8)} for rank in range(64)]
+    with access.for_writing(str(tmp_path / "many"), "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        parts = [share(tier, run.admit(4), rank, state) for rank, state in enumerate(states)]
+        run.publish(run.admit(4), parts, False, False, {})
+    one = copy(tmp_path / "many", bucketlike)
+    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert contents(opened(store), one) == {name: bytes(data) for state in states for name, data in state.items()}
 
 
 def test_two_nodes_write_one_pack_each_and_one_index_names_both(front, store):
