@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import obstore
@@ -562,3 +563,64 @@ def test_a_flipped_bit_in_the_front_is_not_packed(front, store, bucketlike):
 def test_no_pack_is_wanted_on_a_disk(front, tmp_path):
     with access.for_writing(str(tmp_path / "other"), "atomic_dirsync") as tier:
         assert not pack_copies.wanted(tier, [access.for_reading(front)], generation_of(front))
+
+
+class Failing(Objects):
+    """Objects of which one call fails, before or after its effect."""
+
+    def __init__(self, store: MemoryStore, number: int, after: bool) -> None:
+        super().__init__(store, "memory", pause=lambda _: None)
+        self._left, self._after = number, after
+
+    def _fails(self, act: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left == 0 and not self._after:
+            raise errors.TierDown("on purpose, before")
+        found = act()
+        if self._left == 0:
+            raise errors.TierDown("on purpose, after")
+        return found
+
+    def versions(self, folder):
+        return self._fails(lambda: super(Failing, self).versions(folder))
+
+    def read_into(self, extent, mv, *, fresh=False):
+        self._fails(lambda: super(Failing, self).read_into(extent, mv, fresh=fresh))
+
+    def create(self, name, length):
+        return self._fails(lambda: super(Failing, self).create(name, length))
+
+    def put(self, name, data):
+        self._fails(lambda: super(Failing, self).put(name, data))
+
+    def put_new(self, name, data):
+        self._fails(lambda: super(Failing, self).put_new(name, data))
+
+    def replace(self, name, by):
+        self._fails(lambda: super(Failing, self).replace(name, by))
+
+    def delete(self, name):
+        self._fails(lambda: super(Failing, self).delete(name))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["new", "damaged"])
+def test_a_copy_that_fails_at_any_request_is_completed_by_the_next(front, after, damaged):
+    good, number, failed = contents(access.for_reading(front), generation_of(front)), 1, True
+    while failed:
+        store = MemoryStore()
+        if damaged:
+            one = copied_by_two_nodes(front, store)
+            change(store, one, PACK, lambda data: data[:-9])
+        try:
+            one = copy(front, PackedTier(Failing(store, number, after)))
+            failed = False
+        except errors.LastgoodError:
+            one = generation_of(front)
+        found = commit.survey(opened(store)).generations.get(one.id)
+        if found is not None and not damaged:
+            assert contents(opened(store), one) == good, f"request {number}: what is committed reads back"
+        copy(front, opened(store))
+        assert contents(opened(store), one) == good and not found_in(opened(store), one), f"request {number}"
+        number += 1
+    assert number > 15
