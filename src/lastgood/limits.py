@@ -61,6 +61,12 @@ DEPTH_LIMIT = 100
 DTYPE_DEPTH_LIMIT = 16
 """Structures and subarrays of a NumPy dtype are nested no deeper."""
 
+PACK_TAIL_BYTES = 1 << 20
+"""The first read of a pack fetches so many bytes at its end, which most often hold its index and all manifests."""
+PACK_END_LIMIT_BYTES = 64 << 20
+"""The longest end of a pack that is read at once: index and footer, and the manifests before them if they fit."""
+
+assert PACK_TAIL_BYTES <= PACK_END_LIMIT_BYTES
 assert RECORD_LIMIT_BYTES < PARITY_RECORD_LIMIT_BYTES < MANIFEST_LIMIT_BYTES
 assert 8 * DEPTH_LIMIT < 1000, "eight calls a level stay within Python's default recursion limit"
 assert DTYPE_DEPTH_LIMIT <= DEPTH_LIMIT

@@ -121,9 +121,9 @@ def test_a_store_that_is_down_costs_saves_and_no_step(bucket, proxy):
 
 def test_a_flipped_bit_in_a_bucket_is_stepped_over(bucket):
     train(bucket, 3)
-    tier = lastgood.open(bucket).tier
     newest = lastgood.open(bucket).generation()
     name = f"gen/{newest.step:012d}-{newest.id.incarnation}/r00000.safetensors"
+    tier = access._objects(bucket)
     length = tier.length_of(name)
     data = bytearray(length)
     tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(data))
@@ -204,10 +204,11 @@ def test_parity_rebuilds_a_damaged_object(bucket):
     run = lastgood.open(bucket)
     newest = run.generation()
     name = f"gen/{newest.step:012d}-{newest.id.incarnation}/r00000.safetensors"
-    length = run.tier.length_of(name)
+    tier = access._objects(bucket)
+    length = tier.length_of(name)
     data = bytearray(length)
-    run.tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(data))
-    run.tier.put(name, bytes(data[:5000]) + os.urandom(100) + bytes(data[5100:]))
+    tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(data))
+    tier.put(name, bytes(data[:5000]) + os.urandom(100) + bytes(data[5100:]))
     assert not run.verify().good
     assert app.main(["repair", bucket]) == 0
     loaded = Training()

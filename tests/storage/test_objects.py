@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +38,6 @@ pytestmark = pytest.mark.slow
 QUICK = object_store.Deadlines(connect_seconds=2, request_seconds=3, retry_seconds=4, retries=1, stall_seconds=5)
 FOLDER = "gen/000000000001-0a0b0c0d"
 BLOB, RECORD = f"{FOLDER}/r00000.safetensors", f"{FOLDER}/COMMIT.json"
-
-
-@pytest.fixture
-def proxy(object_server: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with FaultyProxy(object_server.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
 
 
 @pytest.fixture
@@ -298,7 +291,7 @@ def test_the_credentials_of_a_profile_are_used(bucket, without_keys, monkeypatch
     monkeypatch.setenv("AWS_PROFILE", "team")
     with access.for_writing(bucket, MODE) as tier:
         tier.put_new(RECORD, b"commit")
-        assert content(tier._objects, RECORD) == b"commit"
+        assert content(access._objects(bucket), RECORD) == b"commit"
 
 
 @pytest.mark.parametrize(("profile", "what"), [("team", "'team' cannot be used"), ("", "no credentials for S3 are in")])
@@ -344,14 +337,15 @@ def test_the_last_of_two_openings_may_commit_and_the_first_may_not(bucket):
 
 
 def test_a_commit_is_not_acknowledged_if_the_run_was_claimed_meanwhile(bucket):
-    with access.for_writing(bucket, MODE) as first:
-        put_new, later = first._objects.put_new, []
+    objects = Objects(object_store.opened(bucket, QUICK), bucket, QUICK)
+    with claims.claimed(objects, take_over=True) as first:
+        put_new, later = objects.put_new, []
 
         def put_and_claim(name: str, data: bytes) -> None:
             put_new(name, data)
             later.append(access.for_writing(bucket, MODE).__enter__())
 
-        first._objects.put_new = put_and_claim
+        objects.put_new = put_and_claim
         with pytest.raises(claims.RunReplaced):
             first.put_new(RECORD, b"commit")
         assert later[0].list(FOLDER) == {"COMMIT.json": 6}, "the one who replaced it sees the record"
@@ -412,6 +406,14 @@ def test_uploads_that_cannot_be_removed_do_not_stop_an_opening(bucket, monkeypat
         pass
     assert any("unfinished uploads were not removed" in one and "lifecycle rule" in one for one in map(str, found))
     held.close()
+
+
+def test_a_store_that_does_not_list_uploads_in_time_is_down(bucket, proxy, monkeypatch):
+    """An opening ended with an AttributeError: an error without an answer has None in place of one."""
+    monkeypatch.setattr(unfinished_uploads, "DEADLINE_SECONDS", 0.2)
+    proxy.inject(Fault("hang", lambda request: "uploads" in request.target))
+    with pytest.raises(TierDown, match="unfinished uploads were not removed"):
+        unfinished_uploads.remove(bucket, QUICK)
 
 
 def test_claims_do_not_pile_up(bucket):

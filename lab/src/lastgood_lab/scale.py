@@ -157,7 +157,7 @@ def rendezvous_seconds(ranks: int) -> float:
 
     def acknowledge() -> None:
         name = store.receive([f"run/named/nonce{rank}" for rank in others], 60.0)[0]
-        store.post_all({f"run/received/{name}/{rank}": True for rank in others})
+        store.post_all({f"run/received/{name}/{rank}": "node" for rank in others})
 
     with ThreadPoolExecutor(1) as pool:
         acknowledging = pool.submit(acknowledge)

@@ -96,7 +96,8 @@ class RankGroup(MessageStore):
     """This process as one of the `size` ranks that have a run open.
 
     `name` starts all keys of this opening of the run. `timeout_seconds` is how long a rank is waited for. `quick` is a
-    store whose calls end soon, with TierDown if necessary; default: `store`.
+    store whose calls end soon, with TierDown if necessary; default: `store`. `nodes`: the name of each rank's node;
+    empty (the default) if they are not known.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class RankGroup(MessageStore):
         name: str,
         timeout_seconds: float = RANK_TIMEOUT_SECONDS,
         quick: Store | None = None,
+        nodes: Sequence[str] = (),
     ) -> None:
         super().__init__(store)
+        self.nodes = nodes
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
         self.quick = MessageStore(quick or store)
         """the same messages, for callers that must not be blocked for long: the training thread, and polls in a wait"""

@@ -29,7 +29,6 @@ import msgspec
 from ..errors import (
     Damaged,
     LastgoodError,
-    ManifestInvalid,
     MissingBlob,
     NameTaken,
     NoSpace,
@@ -37,11 +36,9 @@ from ..errors import (
     Truncated,
 )
 from ..io.checksum import digest
-from ..limits import RECORD_LIMIT_BYTES
-from ..ports import Tier
+from ..ports import Mendable, Tier
 from ..records import (
     Commit,
-    Extent,
     Finding,
     Generation,
     GenerationId,
@@ -56,6 +53,7 @@ from ..records import (
 )
 from . import catalog, layout, parity_layout, validation
 from .catalog import Listing
+from .sealed import read, record_bytes
 
 READS_AT_ONCE = 16  # generations, where each read is a request
 FINDINGS_LIMIT = 1000  # of one mark
@@ -92,7 +90,7 @@ def confirm(tier: Tier, at: GenerationId) -> None:
     `put_new` of the bytes that a record has already writes nothing, and syncs the record and its name.
     """
     name = f"{layout.folder(at)}/{layout.COMMIT}"
-    data = _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT))
+    data = read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT))
     # In an object store another process may have deleted the generation since: its COMMIT must not come back.
     if not visible_is_durable(tier):  # guard: deleted-commit-not-created-again
         tier.put_new(name, data)
@@ -109,70 +107,43 @@ def confirm_labels(tier: Tier, at: GenerationId) -> None:
     for name, length in tier.list(folder).items():
         if layout.label_number(name) is not None:
             with contextlib.suppress(Damaged):  # a damaged label has no effect, so it need not be durable
-                tier.put_new(f"{folder}/{name}", _read(tier, f"{folder}/{name}", length))
+                tier.put_new(f"{folder}/{name}", read(tier, f"{folder}/{name}", length))
 
 
-def copy_records(sources: Sequence[Tier], target: Tier, generation: Generation) -> list[str]:
+def copy_records(sources: Sequence[Tier], target: Mendable, generation: Generation) -> list[str]:
     """Make a generation exist in `target`, where every tensor file of it is finished already. Returns what was written.
 
     The records are copied byte for byte, so all places hold the same generation: manifests first, then COMMIT, then its
-    labels. Each comes from the first of `sources` that has it as committed; one that is damaged at the target is
-    deleted first, because it is of no use. Raises Damaged if no source has a record; NameTaken if the target holds
-    another generation of this id; CommitUnknown, NoSpace, NotWritable, TierDown.
+    labels. Each comes from the first of `sources` that has it as committed. A manifest that is damaged at the target is
+    replaced; a damaged COMMIT is deleted first, because it is of no use. Raises Damaged if no source has a record;
+    NameTaken if the target holds another generation of this id; CommitUnknown, NoSpace, NotWritable, TierDown.
     """
     folder, written = layout.folder(generation.id), list[str]()
-    records = {one.manifest: _from_any(sources, generation, one) for one in generation.commit.seals}
-    records[layout.COMMIT] = _from_any(sources, generation, None)
+    records = {one.manifest: record_bytes(sources, generation, one) for one in generation.commit.seals}
+    records[layout.COMMIT] = record_bytes(sources, generation, None)
+    listing = target.list(folder)
     for name, data in records.items():  # COMMIT is the last: the generation exists in `target` after it
-        length = target.list(folder).get(name)
+        length = listing.get(name)
         try:
             target.put_new(f"{folder}/{name}", data)
         except NameTaken:
-            if name == layout.COMMIT and read_hint(target, f"{folder}/{name}", length, Commit) is not None:
-                raise  # guard: other-commit-not-replaced
-            target.delete(f"{folder}/{name}")
-            target.put_new(f"{folder}/{name}", data)
+            if name == layout.COMMIT:
+                if read_hint(target, f"{folder}/{name}", length, Commit) is not None:
+                    raise  # guard: other-commit-not-replaced
+                target.delete(f"{folder}/{name}")
+                target.put_new(f"{folder}/{name}", data)
+            else:
+                target.delete(f"{folder}/{name}.tmp")
+                target.put_new(f"{folder}/{name}.tmp", data)
+                target.replace(f"{folder}/{name}", f"{folder}/{name}.tmp")
             length = None
         written += [name] if length is None else []
     for source in sources:
         for name, length in sorted(source.list(folder).items()):
             if layout.label_number(name) is not None:
                 with contextlib.suppress(Damaged, NameTaken):  # a damaged label has no effect
-                    target.put_new(f"{folder}/{name}", _read(source, f"{folder}/{name}", length))
+                    target.put_new(f"{folder}/{name}", read(source, f"{folder}/{name}", length))
     return written
-
-
-def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
-    """A rank's manifest, checked against its seal alone: its files may be missing. Raises Damaged, Unavailable."""
-    name = f"{layout.folder(generation.id)}/{one.manifest}"
-    manifest = layout.decode(_committed_bytes(tier, generation, one), Manifest, name)
-    validation.validate_manifest(manifest, generation.id, one.rank, generation.commit.world.ranks)
-    return manifest
-
-
-def _committed_bytes(tier: Tier, generation: Generation, one: Seal | None) -> bytes:
-    """The bytes of a manifest as it was sealed, or with None of the commit record. Raises Damaged, Unavailable."""
-    folder = layout.folder(generation.id)
-    if one is None:
-        name = f"{folder}/{layout.COMMIT}"
-        data = _read(tier, name, tier.list(folder).get(layout.COMMIT))
-        layout.decode(data, Commit, name)
-        if layout.root_of(data) != generation.root:  # guard: copied-commit-has-root
-            raise SumMismatch(f"{name} is the record of another generation", blob=layout.COMMIT)
-        return data
-    name = f"{folder}/{one.manifest}"
-    data = _read(tier, name, one.length, limit=one.length)
-    if digest(layout.decode(data, Manifest, name).digest, data) != one.digest:  # guard: copied-manifest-matches-seal
-        raise SumMismatch(f"{name} differs from the manifest that was sealed", blob=one.manifest)
-    return data
-
-
-def _from_any(sources: Sequence[Tier], generation: Generation, one: Seal | None) -> bytes:
-    """As `_committed_bytes`, from the first of `sources` that has them."""
-    for tier in sources[:-1]:
-        with contextlib.suppress(Damaged):
-            return _committed_bytes(tier, generation, one)
-    return _committed_bytes(sources[-1], generation, one)
 
 
 def retire(tier: Tier, at: GenerationId) -> None:
@@ -222,7 +193,7 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: List
     read here): of its folder. Raises Damaged, Unavailable or UnknownFormat."""
     folder = layout.folder(at)
     listing = tier.list(folder) if listing is None else listing
-    data = _read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
+    data = read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{folder}/{layout.COMMIT}")
     validation.validate_commit(commit, at, run)  # guard: commit-record-validated
     root = layout.root_of(data)
@@ -256,8 +227,10 @@ def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int, listing
     """As `read_manifest`, for a generation that may not be committed yet. `ranks`: their number in this save."""
     folder = layout.folder(at)
     name = f"{folder}/{one.manifest}"
+    if one.manifest not in listing:
+        read(tier, name, one.length, limit=one.length)  # raises why it is missing, as far as the tier knows
     _need_length(name, listing.get(one.manifest), one.length)  # guard: manifest-length-checked
-    data = _read(tier, name, one.length, limit=one.length)
+    data = read(tier, name, one.length, limit=one.length)
     manifest = layout.decode(data, Manifest, name)
     validation.validate_manifest(manifest, at, one.rank, ranks)  # guard: manifest-record-validated
     if digest(manifest.digest, data) != one.digest:  # guard: manifest-matches-seal
@@ -434,17 +407,6 @@ def read_hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -
     if length is None:
         return None
     try:
-        return layout.decode(_read(tier, name, length), kind, name)
+        return layout.decode(read(tier, name, length), kind, name)
     except Damaged:
         return None  # guard: damaged-hint-ignored
-
-
-def _read(tier: Tier, name: str, length: int | None, limit: int = RECORD_LIMIT_BYTES) -> bytes:
-    if length is None:
-        raise MissingBlob(f"{name} is missing", blob=name)
-    if not 0 <= length <= limit:  # guard: record-length-limit
-        raise ManifestInvalid(f"{name} is not a file of a record's length", blob=name)
-    buffer = bytearray(length)
-    # guard: record-read-bypasses-cache
-    tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer), fresh=True)
-    return bytes(buffer)

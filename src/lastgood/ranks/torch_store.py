@@ -28,6 +28,7 @@ import torch.distributed as dist
 from ..coordination.rendezvous import join
 from ..coordination.rounds import MessageStore, RankGroup
 from ..errors import Refused, TierDown, TimedOut
+from ..io.machine import machine
 from ..limits import POLLS_PER_TIMEOUT, QUICK_STORE_SECONDS, RANK_TIMEOUT_SECONDS
 
 T = TypeVar("T")
@@ -193,5 +194,5 @@ def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEO
     clients = Clients(store.clone)
     usual = GroupStore(clients, timeout_seconds)
     quick = GroupStore(clients, min(timeout_seconds, QUICK_STORE_SECONDS))
-    name = join(MessageStore(usual), place, rank, size, timeout_seconds)
-    return RankGroup(rank, size, usual, f"{place}/{name}", timeout_seconds, quick)
+    joined = join(MessageStore(usual), place, rank, size, timeout_seconds, machine())
+    return RankGroup(rank, size, usual, f"{place}/{joined.name}", timeout_seconds, quick, joined.nodes)

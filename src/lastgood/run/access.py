@@ -25,6 +25,7 @@ from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
 from . import claims, paths
+from .packed import PackedTier
 
 if TYPE_CHECKING:
     from ..storage.objects import Objects
@@ -66,7 +67,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
             todo="Check the path.",
         )
     if objects is not None:
-        return objects
+        return PackedTier(objects)
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
     return slots(files, root) if in_slots else Disk(files, root)
 
@@ -122,7 +123,7 @@ def for_writing(
         objects = _objects(root)
         _require_no_other_files(root, set(objects.list("")))
         with claims.claimed(objects, take_over) as held:
-            yield held
+            yield PackedTier(held)
         return
     _require_no_other_files(root, _names_at(root, in_slots) or set())
     try:
@@ -154,7 +155,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
     """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable."""
     root, kind = paths.parsed(path)
     if kind == "objects":
-        yield _objects(root)
+        yield PackedTier(_objects(root))
         return
     if _names_at(root, False) is None:
         raise NotARun(

@@ -94,7 +94,10 @@ class ClaimedTier:
         return self.order
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        found = self._objects.list(folder)
+        return {name: length for name, (length, _) in self.versions(folder).items()}
+
+    def versions(self, folder: str) -> Mapping[str, tuple[int | None, str]]:
+        found = self._objects.versions(folder)
         if folder.startswith("gen/") and layout.COMMIT not in found:  # the new holder may have deleted the generation
             self._require_held()  # guard: replacement-noticed-at-deleted-generation
         return found

@@ -15,7 +15,7 @@ from typing import cast
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
 from ..errors import Damaged, Refused
-from ..format import commit, layout
+from ..format import commit, layout, sealed
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
@@ -126,7 +126,7 @@ def _is_lost(tier: Tier, generation: Generation, seal: Seal, listing: Mapping[st
     if layout.blob_name(seal.rank) in listing:
         return False
     try:
-        return bool(commit.sealed_record(tier, generation, seal).blobs)
+        return bool(sealed.sealed_record(tier, generation, seal).blobs)
     except Damaged:
         return True
 

@@ -25,7 +25,7 @@ import msgspec
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyTopic
 from ..errors import Cancelled, LastgoodError, TierDown
-from ..format import commit, layout
+from ..format import commit, layout, sealed
 from ..io.files import round_up
 from ..ports import Tier
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
@@ -260,7 +260,7 @@ def share_manifests(tier: NodeTier, generation: Generation, ranks: RankGroup, to
 
 def manifests_of(tier: Tier, generation: Generation) -> list[Manifest]:
     """The manifests of all ranks, whether or not their files are readable here."""
-    return [commit.sealed_record(tier, generation, seal) for seal in generation.commit.seals]
+    return [sealed.sealed_record(tier, generation, seal) for seal in generation.commit.seals]
 
 
 def _in_order(chunks: Chunks, manifests: Sequence[Manifest]) -> Iterator[_Chunk]:

@@ -19,9 +19,11 @@ from ..errors import Damaged
 from ..format import commit, layout, parity_layout
 from ..io.reed_solomon import Code
 from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
+from ..policy.places import packed_parts
 from ..ports import Mendable, Shared, Tier
 from ..records import Finding, Generation, GenerationId, Record
 from . import copying, node_opening
+from .node_disks import NodeDisks
 from .rank_requests import Requests, RequestServer
 from .reader import read_all
 from .thread_pools import Workers
@@ -56,9 +58,13 @@ class OtherRanks:
         """The ranks that wrote the generation whose files are the part of this process."""
         return self._parts(generation)[self._group.rank]
 
+    def packed_part(self, generation: Generation) -> Collection[int]:
+        """The ranks that wrote the generation whose files this process puts into a pack."""
+        return self._parts(generation, "pack")[self._group.rank]
+
     def ask(self, generation: Generation, task: copying.Task, code: str = "") -> None:
         """Ask the other ranks to do their part. `code`: of the parity. Raises TierDown."""
-        self._requests.ask(Request(at=generation.id, task=task, code=code, parts=self._parts(generation)))
+        self._requests.ask(Request(at=generation.id, task=task, code=code, parts=self._parts(generation, task)))
 
     def answers(self) -> list[Finding]:
         """Wait until the other ranks have done what they were asked last; returns their findings.
@@ -71,11 +77,18 @@ class OtherRanks:
         """Tell the other ranks that nothing more is asked. Without a store they time out."""
         self._requests.end()
 
-    def _parts(self, generation: Generation) -> list[list[int]]:
-        """Divided once for each piece of work, so that what a copy adds to a node does not change whose part it is."""
+    def _parts(self, generation: Generation, task: copying.Task = "copy") -> list[list[int]]:
+        """For each rank its part. Those of the ranks of a node are put together for a pack.
+
+        They are divided once for each generation, so that what a copy adds to a node does not change whose part it is.
+        """
         if self._divided is None or self._divided[0] != generation.id:
             self._divided = generation.id, node_opening.parts(self._front, self._group, generation)
-        return self._divided[1]
+        parts = self._divided[1]
+        if task != "pack":
+            return parts
+        disks = self._front.nodes.leaders if isinstance(self._front, NodeDisks) else None
+        return packed_parts(parts, [str(leader) for leader in disks] if disks else self._group.nodes)
 
 
 class PartServer:
@@ -107,6 +120,9 @@ class PartServer:
         if asked.task == "read":
             return read_all(target, generation, how.arena, how.workers, how.stop, of=mine)
         self._tier.forget(layout.folder(asked.at))  # the coordinator may have deleted an earlier copy
+        if asked.task == "pack":
+            with copying.pack_files(target, self._sources, generation, mine, how, with_manifests=False):
+                return []
         if asked.task == "copy":
             copying.copy_files(target, self._sources, generation, mine, how)
             return []

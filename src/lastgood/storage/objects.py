@@ -150,12 +150,21 @@ class Objects:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         """Name -> length of an object in bytes, None for a folder. Raises NotWritable, NotARun, TierDown."""
+        return {name: length for name, (length, _) in self.versions(folder).items()}
+
+    def versions(self, folder: str) -> Mapping[str, tuple[int | None, str]]:
+        """As `list`, and with each length a text that changes when the object is written again."""
         with self._translated(folder):
             found = obstore.list_with_delimiter(self.store, self.key(folder) or None)
-        names: dict[str, int | None] = {one.rpartition("/")[2]: None for one in found["common_prefixes"]}
+        names: dict[str, tuple[int | None, str]] = {
+            one.rpartition("/")[2]: (None, "") for one in found["common_prefixes"]
+        }
         # Some stores list an empty folder as an object of no bytes with the name of the folder.
         objects = [one for one in found["objects"] if one["path"].rstrip("/") != folder]
-        return names | {one["path"].rpartition("/")[2]: one["size"] for one in objects}
+        return names | {
+            one["path"].rpartition("/")[2]: (one["size"], one["e_tag"] or one["last_modified"].isoformat())
+            for one in objects
+        }
 
     def tree(self, folder: str) -> Mapping[str, Mapping[str, int]]:
         """Folder below `folder` -> name -> length of each object directly in it: one request for a thousand objects.

@@ -12,6 +12,8 @@ TIERS = ("places",)
 """runs in several places"""
 COPYING = ("copying",)
 """generations that are made whole in one place from another one"""
+PACKS = ("packs",)
+"""copies in object stores whose files share an object"""
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
@@ -111,11 +113,31 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a file that is there already counts by its length alone",
             "found-copy-read-back",
-            Swap(" and _reads_back(RankFiles(target, folder, manifest), blob, copying)", ""),
+            Swap(" and reads_back(RankFiles(target, folder, manifest), blob, copying)", ""),
         ),
         ("a damaged chunk is copied", "damaged-chunk-not-copied", Never()),
         ("a commit of another generation is copied", "copied-commit-has-root", Never()),
         ("a manifest is copied that differs from its seal", "copied-manifest-matches-seal", Never()),
         ("a valid commit of another generation is replaced", "other-commit-not-replaced", Swap("raise", "pass")),
+    ),
+    *table(
+        "packs",
+        PACKS,
+        (
+            "a damaged file in a pack counts before the one that replaced it",
+            "own-object-before-pack",
+            Swap("name not in self.objects and ", ""),
+        ),
+        ("the index of a pack names files outside of it", "packed-files-within-pack", Never()),
+        ("a footer makes a reader fetch the whole pack", "pack-index-length-limit", Never()),
+        ("why a pack cannot be used is not known", "unusable-pack-names-nothing", Remove()),
+        (
+            "a pack that was written again is read by an old index",
+            "rewritten-pack-read-itself",
+            Swap(" and found.length_of(other) == of.length", ""),
+        ),
+        ("manifests of an earlier listing are handed out", "fetched-manifests-dropped-at-listing", Remove()),
+        ("a damaged pack stays beside the whole one", "damaged-pack-replaced-whole", Remove()),
+        ("a usable pack is replaced", "usable-pack-kept", Swap("in usable", "in ()")),
     ),
 )
