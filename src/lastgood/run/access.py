@@ -101,8 +101,7 @@ def for_writing(
     `mode`: how files are written; slots and object stores accept "atomic_dirsync" only. `in_flight` (default 1): how
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
-    is replaced; otherwise RunLocked is raised. `several` (default False): whether these are the slots of one of several
-    ranks.
+    is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     place = paths.parsed(path)
