@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import lastgood
 from harness import reports
 from lastgood.format import commit
-from lastgood.run import lower_place, part_copies
+from lastgood.run import lower_place, node_cache, part_copies
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
 PLACES: dict[str, Any] = {"cadence": lastgood.Every(steps=4), "retention": lastgood.Keep(last=9), "patience": PATIENCE}
@@ -189,3 +189,23 @@ def killed(rank: int, size: int, root: Path, last: str, environ: Mapping[str, st
     else:
         threading.Thread(target=follow).start()
     trained(rank, size, root, last, 4, environ)
+
+
+def replicas_restored(
+    rank: int, size: int, url: str, upto: int, environ: Mapping[str, str], room: bool = True
+) -> dict[str, Any]:
+    """Restore and train under DDP in one place; returns the step, the bytes of each source, and the losses.
+
+    `room`: whether this machine has room for a file that its ranks share.
+    """
+    os.environ.update(environ)
+    if not room:
+        node_cache._made = lambda path, length: False
+    loop = Loop("ddp" if size > 1 else "plain", size)
+    with lastgood.Checkpointer(url, loop.state, cadence=lastgood.Every(steps=2), patience=PATIENCE) as ckpt:
+        found = ckpt.restore()
+        losses = []
+        for n in range(found.step + 1, upto + 1):
+            losses.append(loop.step(n))
+            ckpt.step(n)
+    return {"step": found.step, "sources": {name: one.bytes for name, one in found.sources.items()}, "losses": losses}

@@ -210,7 +210,7 @@ class _Loading:
             content = Content(self._run.place_of(generation, topic), generation)
             fit = self._fit(content, topic)
             if self._several:
-                self._run.gather(generation, fit.chunks_wanted(content, self._ranks.rank), topic)
+                self._run.gather(content, fit.chunks_wanted(content, self._ranks.rank), topic)
             shared = self._is_read_several_times(generation, fit.bytes, topic)
             arena = self._run.arena(*content.reading_bytes())
             once = self._may_read_once(generation) and (self._several or content.headers_agree(arena))

@@ -20,11 +20,14 @@ from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
+from ..format import commit
 from ..format.commit import Survey
 from ..policy.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation
 from ..run import node_opening, reader
+from ..run.content import Content
+from ..run.node_cache import NodeCache
 from ..run.node_disks import NodeTier
 from ..run.node_transfer import Chunks, note_fetched, share_manifests
 from ..run.pipeline import Pipeline
@@ -45,6 +48,7 @@ class WritableRun:
     def __init__(self, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
         self._pipeline, self._planner, self._ranks = pipeline, planner, ranks
         self.sources = Sources()
+        self._cache: NodeCache | None = None
 
     @property
     def survey(self) -> Survey:
@@ -59,12 +63,20 @@ class WritableRun:
         tier = self._pipeline.places.writer_of(generation.id).tier
         if topic is not None and isinstance(tier, NodeTier) and isinstance(self._ranks, RankGroup):
             share_manifests(tier, generation, self._ranks, topic)
-        return self.sources.counted(tier)
+        counted = self.sources.counted(tier)
+        if self._ranks.size == 1 or not commit.visible_is_durable(tier):
+            return counted
+        self.release()
+        self._cache = NodeCache(counted)
+        return self._cache
 
-    def gather(self, generation: Generation, wanted: Chunks, topic: AnyTopic) -> None:
-        """Fetch the chunks that are wanted here and lie on the disks of other nodes only, once for each node."""
-        places, rank = self._pipeline.places, self._ranks.rank
-        tier = places.writer_of(generation.id).tier
+    def gather(self, content: Content, wanted: Chunks, topic: AnyTopic) -> None:
+        """Fetch the chunks that are wanted here and lie on the disks of other nodes only, once for each node; from an
+        object store, those that several ranks of a machine want, once for each machine."""
+        places, ranks, generation = self._pipeline.places, self._ranks, content.generation
+        if self._cache is not None and isinstance(ranks, RankGroup):
+            self._cache.fill(content, wanted, ranks, topic)  # guard: shared-objects-read-once
+        rank, tier = ranks.rank, places.writer_of(generation.id).tier
         if not isinstance(tier, NodeTier) or not tier.nodes.others:
             return
         begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
@@ -75,7 +87,10 @@ class WritableRun:
             self.sources.add(place, size, begun)
 
     def release(self) -> None:
-        """Delete what `gather` has fetched: every rank has loaded the generation."""
+        """Delete what `gather` has fetched: every rank has loaded the generation, or another one is tried."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
         tier = self._pipeline.run.tier
         if isinstance(tier, NodeTier) and tier.leads:
             tier.shown.forget()

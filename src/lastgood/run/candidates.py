@@ -23,6 +23,7 @@ from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy import restore
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, intact
+from .content import Content
 from .reader import read_all
 
 
@@ -37,8 +38,9 @@ class RestorableRun(Protocol):
     def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
         """The place from which a generation is read. With several ranks all call it, and agree in `topic`."""
 
-    def gather(self, generation: Generation, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
-        """Make chunks readable for this rank that lie on other nodes only. All ranks call it.
+    def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
+        """Make chunks of a generation ready for this rank that lie on other nodes only, or that several ranks of a
+        machine want. All ranks call it.
 
         `wanted`: file -> the indices of the chunks that this rank wants.
         """
@@ -70,7 +72,7 @@ class ReadOnlyRun:
     def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
         return self._tier
 
-    def gather(self, generation: Generation, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
+    def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
         """Every file is readable: this process sees all of the place."""
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:

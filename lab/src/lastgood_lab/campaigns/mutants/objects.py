@@ -90,6 +90,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ranks_places",),
         ("a part that a rank could not copy is taken as copied", "failed-part-fails-copy", Never()),
         ("a copy is committed before all ranks have copied", "commit-copied-after-all-parts", Remove()),
+        ("each rank of a machine reads all replicas from a bucket", "shared-objects-read-once", Remove()),
     ),
     *table(
         "node disks",
