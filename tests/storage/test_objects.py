@@ -207,10 +207,16 @@ def test_a_read_that_fails_once_is_repeated(tier, direct, proxy, kind):
 def test_a_long_read_is_sent_as_several_requests_and_reads_nothing_else(tier, direct, proxy):
     upload(direct, BLOB, pattern(20 << 20))
     proxy.clear()
-    into = memoryview(bytearray(5 << 20))
-    tier.read_into(Extent(blob=BLOB, offset=3 << 20, length=5 << 20), into)
-    assert into == pattern(20 << 20)[3 << 20 : 8 << 20]
-    assert sum(one.received for one in proxy.requests) == 5 << 20 and len(proxy.requests) == 3
+    into = memoryview(bytearray(15 << 20))
+    tier.read_into(Extent(blob=BLOB, offset=3 << 20, length=15 << 20), into)
+    assert into == pattern(20 << 20)[3 << 20 : 18 << 20]
+    assert sum(one.received for one in proxy.requests) == 15 << 20 and len(proxy.requests) == 2
+
+
+def test_a_read_of_no_bytes_is_no_error(tier, direct):
+    """A pool of no threads was made for the requests of an empty tensor."""
+    upload(direct, BLOB, b"bytes")
+    tier.read_into(Extent(blob=BLOB, offset=5, length=0), memoryview(bytearray()))
 
 
 def test_a_store_that_is_down_is_no_damage(tier, direct, proxy):

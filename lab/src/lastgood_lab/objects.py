@@ -137,13 +137,20 @@ class _Contenders:
         return {**found._asdict(), "bytes": self.bytes}
 
     def _one_tensor(self) -> dict[str, Any]:
-        """Load one tensor through a proxy that counts: its bytes, and those of all replies."""
+        """Read the first tensor of the run, and no other, through a proxy that counts the bytes of all replies."""
         with FaultyProxy(self._server.endpoint) as proxy:
             with mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": proxy.endpoint}):
                 name = next(iter(self._live["model"]))
-                tensor = lastgood.load(self._url, include=[f"model.{name}"])["model"][name]
-            replies = [one.received for one in proxy.requests if one.method == "GET"]
-        return {"bytes": tensor.nbytes, "received": sum(replies), "requests": len(replies), "whole": self.bytes}
+                tensor = lastgood.open(self._url).tensor(f"model.{name}")
+            replies = proxy.requests
+        of_tensors = [one.received for one in replies if one.target.endswith(".safetensors")]
+        return {
+            "bytes": tensor.nbytes,
+            "received": sum(of_tensors),
+            "records": sum(one.received for one in replies) - sum(of_tensors),
+            "requests": len(replies),
+            "whole": self.bytes,
+        }
 
     def _next(self) -> int:
         self._step += 1
@@ -239,8 +246,9 @@ def report(rows: Sequence[Row], options: Options) -> Report:
             notes.append(f"{what}: processor time of {OURS} / {name}, round by round: {spread(used, '.2f')}")
     (single,) = (row for row in rows if row["what"] == ONE_TENSOR)
     notes.append(
-        f"One tensor of {single['bytes']:,} bytes alone: {single['requests']} requests, whose replies have "
-        f"{single['received']:,} bytes; the generation has {single['whole']:,}."
+        f"One tensor of {single['bytes']:,} bytes alone (`lastgood.open(run).tensor(name)`): {single['received']:,} "
+        f"bytes of the tensor file are read and {single['records']:,} of records, in {single['requests']} requests; "
+        f"the generation has {single['whole']:,}."
     )
     return Report(
         name="objects",

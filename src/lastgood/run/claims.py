@@ -72,7 +72,7 @@ class ClaimedTier:
 
     def __init__(self, objects: Objects, order: int) -> None:
         self._objects, self.order = objects, order
-        self.place = objects.place
+        self.place, self.reads_at_once = objects.place, objects.reads_at_once
         self.tree = objects.tree
         self._used = False
         """whether an incarnation has the order of the present claim"""

@@ -34,7 +34,7 @@ from ..errors import (
 from ..io import os_errors
 from ..io.files import round_up
 from ..io.os_errors import FULL, UNREADABLE
-from ..limits import DIRECT_IO_BYTES
+from ..limits import DIRECT_IO_BYTES, DISK_READS
 from ..ports import File, Files
 from ..records import Extent
 
@@ -54,6 +54,7 @@ class Disk:
     """
 
     newest_only: bool = False  # nothing is deleted unless it is asked for (ports.Tier)
+    reads_at_once: int = DISK_READS
 
     def __init__(
         self,

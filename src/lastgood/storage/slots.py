@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
 from ..io.files import round_up
-from ..limits import SLOT_LIMIT, SLOTS_BESIDE
+from ..limits import DISK_READS, SLOT_LIMIT, SLOTS_BESIDE
 from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
@@ -53,6 +53,7 @@ class Slots:
     """
 
     newest_only: bool = True  # a commit deletes older generations (`_kept_beside_new_commit`)
+    reads_at_once: int = DISK_READS
 
     def __init__(
         self,
