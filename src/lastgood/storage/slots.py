@@ -33,7 +33,7 @@ from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
 from .slot_draft import Draft
-from .slot_file import TableFile, aligned
+from .slot_file import TABLE_LOST, TableFile, aligned
 from .slot_pool import Pool
 from .slot_table import NO_SLOT, Kept, Pointer, Table
 
@@ -263,7 +263,8 @@ class Slots:
     def _read_table(self) -> Table:
         table = self._tables.read()
         if table is None and self._pool.lengths():  # guard: missing-table-is-damage
-            raise MissingBlob(f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown", blob=TABLE)
+            what = f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown"
+            raise MissingBlob(what, blob=TABLE, **TABLE_LOST)
         return table or Table()
 
     def _hints(self) -> Mapping[str, Pointer]:
