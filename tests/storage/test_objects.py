@@ -420,6 +420,18 @@ def test_uploads_that_cannot_be_removed_do_not_stop_an_opening(bucket, monkeypat
     held.close()
 
 
+@pytest.mark.parametrize("kind", ["cut_before", "503"])
+def test_uploads_that_cannot_be_listed_do_not_stop_an_opening(bucket, proxy, kind):
+    """Where no reply came, the client's error has the response None, and the opening ended with AttributeError."""
+    held = contextlib.ExitStack()
+    held.enter_context(access.for_writing(bucket, MODE))
+    proxy.inject(Fault(kind, lambda request: "uploads" in request.target))
+    with reports() as found, access.for_writing(bucket, MODE):
+        pass
+    assert any("unfinished uploads were not removed" in one for one in map(str, found))
+    held.close()
+
+
 def test_claims_do_not_pile_up(bucket):
     for _ in range(5):
         with access.for_writing(bucket, MODE) as tier:
