@@ -263,6 +263,11 @@ def test_a_replacement_that_fails_keeps_the_old_blob_and_the_new_one(tier, direc
         ("403 Forbidden: <Error><Code>ExpiredToken</Code></Error>", NotWritable, "AWS_PROFILE"),
         ("403 Forbidden: <Error><Code>AccessDenied</Code></Error>", NotWritable, "may list, read, write and delete"),
         ("301 Moved: <Error><Code>PermanentRedirect</Code></Error>", NotARun, "Set AWS_REGION"),
+        (
+            "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
+            NotARun,
+            "AWS_REG",
+        ),
         ("something new", TierDown, "as soon as it answers"),
     ],
 )
@@ -272,10 +277,33 @@ def test_each_answer_of_a_store_has_an_error_with_a_remedy(text: str, error: typ
     assert "s3://b/run" in found.what and "secret" not in found.what
 
 
-def test_wrong_credentials_are_refused_before_anything_is_touched(bucket, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(NotWritable, match=r"credentials.*SignatureDoesNotMatch"), access.for_writing(bucket, MODE):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("AWS_SECRET_ACCESS_KEY", "SignatureDoesNotMatch"), ("AWS_ACCESS_KEY_ID", "InvalidAccessKeyId")],
+)
+def test_wrong_credentials_are_refused_before_anything_is_touched(bucket, monkeypatch, name, what):
+    monkeypatch.setenv(name, "wrong")
+    with pytest.raises(NotWritable, match=rf"credentials.*{what}"), access.for_writing(bucket, MODE):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        ("skewed", TierDown, "the clock of this machine.*Set the clock"),
+        ("quota", NoSpace, "quota.*is used up.*keep fewer generations"),
+        ("region", NotARun, "in another region.*Set AWS_REGION"),
+        ("503", TierDown, "cannot be reached, or failed.*SlowDown.*Check the network"),
+        ("cut_before", TierDown, r"GET http://127.*retries\).*Check the network, the endpoint"),
+    ],
+)
+def test_what_a_store_refuses_is_an_error_at_the_opening(bucket, direct, proxy, monkeypatch, kind, error, match):
+    monkeypatch.setattr(object_store, "DEADLINES", QUICK)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    proxy.inject(Fault(kind, lambda request: kind != "quota" or request.method == "PUT"))
+    with pytest.raises(error, match=f"(?s){match}"), access.for_writing(bucket, MODE):
+        pass
+    assert not direct.list("")
 
 
 def test_a_bucket_that_is_not_there_is_refused_by_name(bucket):
@@ -372,6 +400,14 @@ def test_each_incarnation_in_a_bucket_has_an_order_of_its_own(bucket):
             with pytest.raises(claims.RunReplaced):
                 second.next_order(11)
             assert third.next_order(3) == 11
+
+
+def test_an_opening_that_fails_ends_its_claim(bucket):
+    """After a training job whose places held different runs, commands demanded --take-over."""
+    with pytest.raises(Refused), access.for_writing(bucket, MODE):
+        raise Refused("the places hold different runs")
+    with access.for_writing(bucket, MODE, take_over=False):
+        """The failed opening was closed."""
 
 
 def test_a_command_takes_a_run_over_only_on_request(bucket):

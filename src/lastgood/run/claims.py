@@ -206,7 +206,12 @@ def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
     if left_open or not take_over:  # a training job does not wait for it where the last one has closed the run
         _remove_unfinished_uploads(objects)
     tier = ClaimedTier(objects, order)
-    yield tier
+    try:
+        yield tier
+    except Exception:
+        with contextlib.suppress(LastgoodError):
+            tier.end()  # guard: failed-opening-ends-its-claim
+        raise
     tier.end()
 
 

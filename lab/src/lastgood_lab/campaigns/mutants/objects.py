@@ -55,6 +55,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("(TierDown, NotWritable)", "()"),
         ),
         ("a replaced writer creates a deleted commit again", "deleted-commit-not-created-again", Always()),
+        ("a failed opening looks like a killed process", "failed-opening-ends-its-claim", Remove()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
         ("unfinished uploads of a killed process stay", "unfinished-uploads-removed", Remove()),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
