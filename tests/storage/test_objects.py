@@ -317,6 +317,22 @@ def test_an_http_endpoint_needs_no_further_setting(bucket, monkeypatch):
     assert not object_store._allows_http()
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "given", "unsigned"),
+    [
+        ("https://127.0.0.1:9", "", True),
+        ("http://127.0.0.1:9", "", False),
+        ("http://127.0.0.1:9", "true", True),
+        ("https://127.0.0.1:9", "false", False),
+    ],
+)
+def test_a_payload_is_signed_only_where_the_connection_is_not_encrypted(bucket, monkeypatch, endpoint, given, unsigned):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", given) if given else None
+    found = object_store.opened(bucket, QUICK).config.get("unsigned_payload")
+    assert (str(found).lower() == "true") == unsigned
+
+
 @pytest.fixture
 def without_keys(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment without keys; returns the file in which profiles are looked for."""
