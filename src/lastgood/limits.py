@@ -6,8 +6,6 @@ module uses, and that nothing else depends on, is defined in that module. Import
 
 from __future__ import annotations
 
-import os
-
 # ---- alignment -------------------------------------------------------------------------------------------------
 
 DIRECT_IO_BYTES = 4096
@@ -74,12 +72,10 @@ MAX_IN_FLIGHT = 64
 WORKERS = 3
 """Threads that write or read the bytes of a run, by default."""
 READ_LIMIT = 3
-"""The largest number of chunks of a file that are read from a disk at once."""
-DISK_READS = max(1, min(READ_LIMIT, (os.cpu_count() or 2) // 2))
-"""The number from a disk. On two cores one read of a whole chunk at a time is fastest, because several at once only
-delay each other (docs/decisions/0006)."""
+"""The largest number of chunks of a file that are read from a disk at once (fewer on few processors: io/files.py)."""
 STORE_READS = 6
-"""The number from an object store: one request each, and one connection is slower than most networks."""
+"""Chunks of a file that are read from an object store at once: one request each, and one connection is slower than most
+networks."""
 UPKEEP_CHUNKS = 3
 """Chunks of memory in which generations are verified after their commit."""
 EXAMINATION_CHUNKS = 3

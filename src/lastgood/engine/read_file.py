@@ -19,8 +19,7 @@ from ..errors import Damaged, ManifestInvalid, SumMismatch
 from ..format import layout, validation
 from ..format.layout import Image
 from ..io.checksum import digest
-from ..io.files import round_up
-from ..limits import DISK_READS
+from ..io.files import DISK_READS, round_up
 from ..ports import Tier
 from ..records import Blob, Extent, Manifest, Piece
 from .arena import Arena

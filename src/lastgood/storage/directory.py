@@ -32,9 +32,9 @@ from ..errors import (
     Unreadable,
 )
 from ..io import os_errors
-from ..io.files import round_up
+from ..io.files import DISK_READS, round_up
 from ..io.os_errors import FULL, UNREADABLE
-from ..limits import DIRECT_IO_BYTES, DISK_READS
+from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
 from ..records import Extent
 

@@ -27,8 +27,8 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
-from ..io.files import round_up
-from ..limits import DISK_READS, SLOT_LIMIT, SLOTS_BESIDE
+from ..io.files import DISK_READS, round_up
+from ..limits import SLOT_LIMIT, SLOTS_BESIDE
 from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
