@@ -48,12 +48,14 @@ prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.ranks
 	$(BIN)/python -m lastgood_lab.campaigns.requests
 	$(BIN)/python -m lastgood_lab.campaigns.two_writers
+	$(BIN)/python -m lastgood_lab.campaigns.places_damage
 
 RESULTS := benchmarks/results
 
 bench: .venv/.ready
 	$(BIN)/lastgood bench durable --out $(RESULTS)
 	$(BIN)/lastgood bench restore --out $(RESULTS)
+	$(BIN)/lastgood bench objects --out $(RESULTS)
 	$(BIN)/lastgood bench size --out $(RESULTS)
 	$(BIN)/lastgood bench tensors --out $(RESULTS)
 	$(BIN)/lastgood bench guard --out $(RESULTS)

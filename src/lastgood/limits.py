@@ -78,7 +78,10 @@ MAX_IN_FLIGHT = 64
 WORKERS = 3
 """Threads that write or read the bytes of a run, by default."""
 READ_LIMIT = 3
-"""The largest number of chunks that are read at once (engine/read_file.py takes fewer on few processors)."""
+"""The largest number of chunks of a file that are read from a disk at once (fewer on few processors: io/files.py)."""
+STORE_READS = 6
+"""Chunks of a file that are read from an object store at once: one request each, and one connection is slower than most
+networks."""
 UPKEEP_CHUNKS = 3
 """Chunks of memory in which generations are verified after their commit."""
 EXAMINATION_CHUNKS = 3
@@ -92,7 +95,7 @@ BACKLOG_LIMIT = 2
 UNREAD_LIMIT = 10
 """The same on a tier that deletes old generations by itself, where a backlog fills no disk."""
 
-assert READ_LIMIT <= WORKERS, "each chunk that is read at once has a thread"
+assert READ_LIMIT <= WORKERS, "each chunk that is read from a disk at once has a thread"
 assert min(UPKEEP_CHUNKS, EXAMINATION_CHUNKS) >= 2, "one chunk is read while another one is examined"
 assert DELETED_AT_ONCE <= WORKERS, "each deletion has a thread"
 assert DELETIONS_AHEAD > 1, "a save adds one generation, so a run that holds too many shrinks with every save"

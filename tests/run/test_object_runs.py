@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,11 @@ import lastgood
 from harness import reported, reports
 from lastgood import errors
 from lastgood.cli import app
+from lastgood.limits import STORE_READS
 from lastgood.records import Extent
 from lastgood.run import access
 from lastgood.storage import object_store
-from lastgood_lab.object_faults import Fault, FaultyProxy
+from lastgood_lab.object_faults import Fault, FaultyProxy, Request
 from lastgood_lab.object_server import ObjectServer
 from training import Training
 
@@ -141,6 +143,35 @@ def test_one_tensor_of_a_run_reads_little_more_than_its_bytes(bucket, proxy):
     assert torch.equal(run.tensor("small"), big["small"])
     received = sum(one.received for one in proxy.requests if one.target.endswith("safetensors"))
     assert received == 100_000
+
+
+@pytest.mark.parametrize("how", ["restore", "load"])
+def test_a_restore_from_a_bucket_has_six_requests_under_way(bucket, proxy, how, monkeypatch):
+    """It read one chunk after the other, at half the speed of the store."""
+    monkeypatch.setattr(object_store, "DEADLINES", object_store.Deadlines())
+    state = {"w": torch.randn(16 << 20)}
+    kept = state["w"].clone()
+    lastgood.save(bucket, state, step=1)
+    changed, under_way, most = threading.Condition(), 0, 0
+
+    def hold(request: Request) -> None:
+        nonlocal under_way, most
+        if request.target.endswith("safetensors"):
+            with changed:
+                under_way += 1
+                most = max(most, under_way)
+                changed.notify_all()
+                changed.wait_for(lambda: most == STORE_READS, 2.0)
+                under_way -= 1
+
+    state["w"].zero_()
+    proxy.before = hold
+    if how == "load":
+        lastgood.load(bucket, state)
+    else:
+        with lastgood.Checkpointer(bucket, state) as ckpt:
+            ckpt.restore()
+    assert torch.equal(state["w"], kept) and most == STORE_READS == 6
 
 
 def test_every_command_takes_the_url_of_a_bucket(bucket, tmp_path, capsys):

@@ -232,7 +232,7 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 class _Table(Tier):
     """A tier in memory that holds only records, and counts reads and deletions."""
 
-    place, newest_only = "memory", False
+    place, newest_only, reads_at_once = "memory", False, 1
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

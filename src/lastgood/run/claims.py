@@ -72,7 +72,7 @@ class ClaimedTier:
 
     def __init__(self, objects: Objects, order: int) -> None:
         self._objects, self.order = objects, order
-        self.place = objects.place
+        self.place, self.reads_at_once = objects.place, objects.reads_at_once
         self.tree = objects.tree
         self._used = False
         """whether an incarnation has the order of the present claim"""
@@ -209,7 +209,12 @@ def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
     if left_open or not take_over:  # a training job does not wait for it where the last one has closed the run
         _remove_unfinished_uploads(objects)
     tier = ClaimedTier(objects, order)
-    yield tier
+    try:
+        yield tier
+    except Exception:
+        with contextlib.suppress(LastgoodError):
+            tier.end()  # guard: failed-opening-ends-its-claim
+        raise
     tier.end()
 
 

@@ -37,6 +37,7 @@ class Content:
         self.aliases = reshard.aliases(self.manifests)
         """each further name of a tensor -> the name under which it is stored"""
         self._files = [RankFiles(tier, layout.folder(generation.id), one) for one in self.manifests]
+        self._buffers = read_file.buffers_for(tier)
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """The values that `rank` stored: all leaves of its state that are no tensors."""
@@ -100,7 +101,7 @@ class Content:
         """The memory that reading all tensors needs: the bytes of all buffers together, and of one buffer."""
         blobs = self._blobs()
         buffer = max(read_file.buffer_bytes(blobs), 1)
-        return buffer * min(read_file.BUFFERS, sum(len(blob.chunks) for blob in blobs)), buffer
+        return buffer * min(self._buffers, sum(len(blob.chunks) for blob in blobs)), buffer
 
     def headers_agree(self, arena: Arena) -> bool:
         """Whether each tensor file begins with the header that its manifest implies; little more than that is read.
@@ -118,7 +119,7 @@ class Content:
         wants most of it, or if it has not been verified: its other tensors decide too whether it is good.
         """
         fresh, workers, unfit = not settings.shared, settings.workers, settings.unfit
-        with read_file.borrowed(settings.arena, read_file.buffer_bytes(self._blobs())) as buffers:
+        with read_file.borrowed(settings.arena, read_file.buffer_bytes(self._blobs()), self._buffers) as buffers:
             total = sum(piece.extent.length for one in self.manifests for piece in one.pieces)
             all_of_it = unfit is not None or 2 * sink.bytes >= total  # guard: unverified-content-read-whole
             if len(self._files) == 1 and fresh and not sink.boxed and all_of_it:

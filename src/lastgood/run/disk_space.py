@@ -28,7 +28,7 @@ class RetryingTier:
 
     def __init__(self, tier: Tier, make_room: Callable[[int], bool]) -> None:
         self._tier, self._make_room = tier, make_room
-        self.place, self.newest_only = tier.place, tier.newest_only
+        self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
 
     def create(self, name: str, length: int) -> Upload:
         while True:

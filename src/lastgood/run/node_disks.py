@@ -161,7 +161,7 @@ class NodeDisks:
     def __init__(self, own: Own, nodes: Nodes, requests: Requests | None) -> None:
         self.own, self.nodes, self._requests = own, nodes, requests
         self.place, self.leads, self.shown = own.place, True, Shown(own)
-        self.newest_only = own.newest_only
+        self.newest_only, self.reads_at_once = own.newest_only, own.reads_at_once
         self._turn = threading.Lock()
         self.create = own.create
 
@@ -296,7 +296,7 @@ class NodeView:
         self.own, self.nodes, self.place, self.leads, self.shown = own, nodes, own.place, leads, Shown(own)
         self.server: RequestServer | None = None
         """at the leader of a node: serves the coordinator"""
-        self.newest_only = own.newest_only
+        self.newest_only, self.reads_at_once = own.newest_only, own.reads_at_once
         self.create = own.create
         self.put_new, self.point, self.delete = own.put_new, own.point, own.delete
 

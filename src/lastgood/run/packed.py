@@ -93,7 +93,7 @@ class PackedTier:
 
     def __init__(self, inner: Objects | ClaimedTier) -> None:
         self._inner = inner
-        self.place = inner.place
+        self.place, self.reads_at_once = inner.place, inner.reads_at_once
         self.tree, self.point = inner.tree, inner.point
         self.next_order = getattr(inner, "next_order", None)  # only a tier that is claimed has it
         self._lock = threading.Lock()

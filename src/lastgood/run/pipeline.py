@@ -4,7 +4,7 @@
     copier (one thread): state -> arena -> chunks, one save after another
     lane (one of `in_flight` threads): chunks -> writer threads -> COMMIT
     upkeep thread: verify -> point -> delete, after each save; labels of earlier saves; scrubbing between saves
-    readers (WORKERS threads): chunks of generations that a restore, a verification or a scrub reads
+    readers (WORKERS threads; more for an object store): chunks that a restore, a verification or a scrub reads
 
 Invariants
   1. The pipeline owns the threads, the lock and the writer of the run, and releases all of them in `close`.
@@ -94,7 +94,7 @@ class Pipeline:
             disk = storage.enter_context(opened_front(path, options, ranks, opening))
             below = Below(options, storage, ranks)
             pools = storage.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
-            self._start_threads(options, pools)
+            self._start_threads(options, max(WORKERS, *(one.reads_at_once for one in (disk, *below.tiers))), pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))
             self.run: RunWriter | Follower
             if isinstance(ranks, RankGroup) and not ranks.is_coordinator:
@@ -121,12 +121,12 @@ class Pipeline:
         self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy)
         self._unreported = weakref.finalize(self, self.outcomes.report_unreported)
 
-    def _start_threads(self, options: RunOptions, pools: contextlib.ExitStack) -> None:
+    def _start_threads(self, options: RunOptions, readers: int, pools: contextlib.ExitStack) -> None:
         def running(pool: Pool, count: int) -> Pool:
             pools.callback(pool.shutdown)
             return started(pool, count)
 
-        self.workers = running(Workers(WORKERS, "lastgood-read"), WORKERS)
+        self.workers = running(Workers(readers, "lastgood-read"), readers)
         self._upkeep_thread = running(Workers(1, "lastgood-keep"), 1)
         self._copier = running(ThreadPoolExecutor(1, "lastgood-copy"), 1)
         self._lanes = running(ThreadPoolExecutor(options.in_flight, "lastgood-save"), options.in_flight)

@@ -19,7 +19,7 @@ class Watched:
 
     def __init__(self, tier: Tier, count_bytes: CountBytes) -> None:
         self._tier, self._count_bytes = tier, count_bytes
-        self.place, self.newest_only = tier.place, tier.newest_only
+        self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
         self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
         self.list, self.delete = tier.list, tier.delete
         self.replace = getattr(tier, "replace", None)  # only tiers with files that can be rebuilt have it

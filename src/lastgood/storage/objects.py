@@ -25,6 +25,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, NotWritable, TierDown, Truncated
+from ..limits import STORE_READS
 from ..records import Extent
 from . import unfinished_uploads
 from .object_errors import is_past_the_end, translated, was_never_sent
@@ -34,9 +35,9 @@ from .object_upload import PART_BYTES, ShortUpload, StreamedUpload
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-READ_PART_BYTES = 4 << 20
-"""A longer read is divided into requests of this length, which are sent at the same time: one connection to a store is
-slower than most networks."""
+READ_PART_BYTES = 8 << 20
+"""A longer read is divided into requests of this length, several at the same time. It is the length of a part of an
+upload, so that a request for a chunk asks for one part: stores read parts as a whole."""
 LISTED_AT_ONCE = 1000
 """Objects of one reply to a listing: the most that S3 returns."""
 READS_AT_ONCE = 8
@@ -60,6 +61,7 @@ class Objects:
     """
 
     newest_only: bool = False  # nothing is deleted unless it is asked for (ports.Tier)
+    reads_at_once: int = STORE_READS  # while a reply is awaited, no processor and no disk is busy
 
     def __init__(
         self,

@@ -28,13 +28,13 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
-from ..io.files import round_up
+from ..io.files import DISK_READS, round_up
 from ..limits import SLOT_LIMIT, SLOTS_BESIDE, SLOTS_UNTIL_AGREED
 from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
 from .slot_draft import Draft
-from .slot_file import TableFile, aligned
+from .slot_file import TABLE_LOST, TableFile, aligned
 from .slot_pool import Pool
 from .slot_table import NO_SLOT, Kept, Pointer, Table, beside_new_commit
 from .slot_upload import SlotUpload
@@ -56,6 +56,7 @@ class Slots:
     """
 
     newest_only: bool = True  # a commit deletes older generations (`slot_table.beside_new_commit`)
+    reads_at_once: int = DISK_READS
 
     def __init__(
         self,
@@ -279,7 +280,8 @@ class Slots:
     def _read_table(self) -> Table:
         table = self._tables.read()
         if table is None and self._pool.lengths():  # guard: missing-table-is-damage
-            raise MissingBlob(f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown", blob=TABLE)
+            what = f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown"
+            raise MissingBlob(what, blob=TABLE, **TABLE_LOST)
         return table or Table()
 
     def _hints(self) -> Mapping[str, Pointer]:
