@@ -449,7 +449,7 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
     [
         ({"url": "/x", "copies": 2}, "copies=2"),
         ({"url": "/x", "spread": "rack"}, "spread='rack'"),
-        ({"url": "/x", "shared": False}, "shared=False"),
+        ({"url": "s3://bucket/run", "shared": False}, "shared=False"),
         ({"url": "memory://"}, "in memory"),
         ({"url": "s3a://bucket/x"}, "s3"),
         ({"url": "/x", "cadence": 10}, "cadence=10"),
