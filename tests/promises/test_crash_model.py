@@ -21,8 +21,9 @@ from lastgood.format.commit import survey
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import Disk
 from lastgood_lab import crashmodel
-from lastgood_lab.crashmodel import UPKEEP, Judge, World
+from lastgood_lab.crashmodel import World
 from lastgood_lab.hostile import ROOT, HostileDisk, Inode
+from lastgood_lab.judge import Judge
 from lastgood_lab.ledger import Ledger, Violation
 from lastgood_lab.plain import load, share
 from lastgood_lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
@@ -102,7 +103,7 @@ def test_an_interrupted_deletion_resumes_after_the_commit_is_deleted(verified):
     """A process died between the removal of COMMIT and the sync of its folder. The next process found no COMMIT and
     removed the tensors; then the power failed, and COMMIT was back without its files, with its mark of verification."""
     before = begun(verified=verified)
-    before.run.verify(UPKEEP)
+    before.run.verify(before.arena)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.COMMIT}", before.run.clean)
     world.judge = Judge(random.Random(0), samples=64, carry_on=0)
@@ -114,7 +115,7 @@ def test_without_hard_links_an_interrupted_deletion_is_repeated():
     """GOING was created in place, and the process died before its bytes were written. Every later deletion found the
     name taken by other bytes and was refused; the disk filled up."""
     before = begun(links=False)
-    before.run.verify(UPKEEP)
+    before.run.verify(before.arena)
     before._note_verified()
     world = killed_after(before, "open", layout.GOING, before.run.clean)
     world.open()
@@ -126,7 +127,7 @@ def test_the_empty_folder_of_a_deleted_generation_is_not_a_loss():
     """A process died between the removal of the last file and the removal of the folder. A later generation named
     this one as its parent, so its empty folder was reported as a lost COMMIT at every restore, and stayed."""
     before = begun()
-    before.run.verify(UPKEEP)
+    before.run.verify(before.arena)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.GOING}", before.run.clean)
     assert load(world.tier, workers=INLINE)[0].stepped_over == []

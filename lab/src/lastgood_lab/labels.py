@@ -47,6 +47,20 @@ class Labels:
         if milestone:
             self.milestones[at] = True
 
+    def expect_copy(self, source: Labels, at: GenerationId) -> None:
+        """Record that the labels of `source`, those of another place, may be copied to this one."""
+        if at in source.losses:
+            self.losses[at] = (*self.losses.get(at, (None,)), *source.losses[at])
+        if at in source.milestones:
+            self.milestones.setdefault(at, False)
+
+    def receive(self, source: Labels, at: GenerationId) -> None:
+        """Record that a copy from another place was reported as done, and so were the labels that exist there."""
+        if len(losses := source.losses.get(at, ())) == 1:
+            self.losses[at] = losses
+        if source.milestones.get(at):
+            self.milestones[at] = True
+
     def settle(self, generations: Iterable[Generation]) -> None:
         """Expect exactly the labels that a process read when it opened the run: they are durable, no others exist."""
         for one in generations:

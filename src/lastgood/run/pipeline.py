@@ -38,7 +38,7 @@ from .chunk_queue import ChunkQueue
 from .follower import Follower
 from .known import Environment
 from .outcomes import Outcomes
-from .places import Below
+from .places import Below, unite
 from .planned_save import PlannedSave, RunOptions
 from .save import SaveRequest, save
 from .save_handle import Save
@@ -102,7 +102,7 @@ class Pipeline:
             if isinstance(ranks, RankGroup) and not ranks.is_coordinator:
                 self.run = Follower(disk, self.workers, ranks, algorithm=options.algorithm, environment=environment)
             else:
-                below.unite(disk, environment)
+                unite([disk, *below.tiers], environment)
                 self.run = RunWriter(
                     disk,
                     self.workers,

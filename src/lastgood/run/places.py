@@ -179,25 +179,6 @@ class Below:
             for one in options.below
         ]
 
-    def unite(self, front: Tier, environment: Environment) -> None:
-        """Make all places those of one run. Raises Refused if they hold different runs; nothing was changed then."""
-        if not self.tiers:
-            return
-        tiers = [front, *self.tiers]
-        found = [_run_of(tier) for tier in tiers]
-        runs = {run: tier.place for run, tier in zip(found, tiers, strict=True) if run is not None}
-        if len(runs) > 1:  # guard: places-of-one-run
-            named = " and ".join(f"{place} ({run})" for run, place in runs.items())
-            raise Refused(
-                f"these places hold different runs: {named}",
-                safe="Nothing was touched.",
-                todo="Give each run places of its own; an empty place joins a run.",
-            )
-        run = next(iter(runs), None) or environment.new_id()
-        for tier, has in zip(tiers, found, strict=True):
-            if has is None:
-                tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run)))
-
     def opened(
         self, front: RunWriter | Follower, algorithm: str, outcomes: Outcomes, pools: contextlib.ExitStack
     ) -> Places:
@@ -218,7 +199,7 @@ class Below:
                 ranks=SingleRank(),
                 environment=_environment_of(tier.place, front.known.environment),
             )
-            places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index))
+            places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index).start())
             pools.callback(places[-1].close)
         return Places(front, places)
 
@@ -236,6 +217,25 @@ class Below:
             if place != "front":
                 followed.append(Follower(tier, workers, front.ranks, environment=front.known.environment))
         return Places(front, followed=followed, servers=servers)
+
+
+def unite(tiers: Sequence[Tier], environment: Environment) -> None:
+    """Make all places those of one run. Raises Refused if they hold different runs; nothing was changed then."""
+    if len(tiers) == 1:
+        return
+    found = [_run_of(tier) for tier in tiers]
+    runs = {run: tier.place for run, tier in zip(found, tiers, strict=True) if run is not None}
+    if len(runs) > 1:  # guard: places-of-one-run
+        named = " and ".join(f"{place} ({run})" for run, place in runs.items())
+        raise Refused(
+            f"these places hold different runs: {named}",
+            safe="Nothing was touched.",
+            todo="Give each run places of its own; an empty place joins a run.",
+        )
+    run = next(iter(runs), None) or environment.new_id()
+    for tier, has in zip(tiers, found, strict=True):
+        if has is None:
+            tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run)))
 
 
 def _readers(pools: contextlib.ExitStack) -> Workers:

@@ -22,12 +22,17 @@ def settle(known: KnownRun, deletions: Deletions) -> str:
     run_id = _ensure_header(known)
     _remove_litter(known, deletions)
     _complete(known)
+    remove_unfinished(known, deletions)
+    return run_id
+
+
+def remove_unfinished(known: KnownRun, deletions: Deletions, copied: bool = False) -> None:
+    """Finish the deletions that were begun, and delete what was never committed. `copied`: as `never_committed`."""
     survey = known.survey
-    for at in sorted(survey.going | restore.never_committed(survey)):
+    for at in sorted(survey.going | restore.never_committed(survey, copied)):
         if deletions.delete(at):  # guard: unfinished-removed-at-opening
             survey.going.discard(at)
             survey.incomplete.discard(at)
-    return run_id
 
 
 def _ensure_header(known: KnownRun) -> str:

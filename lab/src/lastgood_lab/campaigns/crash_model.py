@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from lastgood.storage.directory import WriteMode
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.crashmodel import Judge
+from lastgood_lab.judge import Judge
 from lastgood_lab.ledger import Violation
 from lastgood_lab.scenarios import SCENARIOS, play
 
