@@ -224,3 +224,24 @@ def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
             after.current = ident
     after.opening.clear()
     return after
+
+
+def newest_incarnation(disk: HostileDisk, ledger: Ledger) -> str | None:
+    """The newest incarnation that a place has a record or a readable COMMIT of; None if it has none."""
+    records = disk.root.names.get("incarnations", Folder()).names
+    known = {one.id for one in map(layout.parse_incarnation, records) if one is not None}
+    for name, folder in disk.root.names.get("gen", Folder()).names.items():
+        if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), Commit):
+            known.add(named(name).incarnation)
+    return max(known, key=ledger.orders.__getitem__, default=None)
+
+
+def note_whole(ledger: Ledger, disk: HostileDisk) -> None:
+    """Let retention count the damaged generations that have their files back, whoever has mended them.
+
+    They are owed again only after a process has reported that it has mended them.
+    """
+    for at in ledger.found & ledger.mending:
+        there = disk.root.names["gen"].names.get(layout.folder(at)[4:], Folder()).names
+        if all(name in there and there[name].digest() == one for name, one in ledger.sealed[at].items()):
+            ledger.found.discard(at)

@@ -21,11 +21,10 @@ from lastgood.coordination.single_rank import AnyTopic, SingleRank
 from lastgood.engine.arena import Arena
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import Damaged, NothingGood, Overtaken
-from lastgood.format import layout
 from lastgood.format.commit import Survey, survey
 from lastgood.policy.places import holder, merged
 from lastgood.ports import Tier
-from lastgood.records import Commit, Finding, Generation, GenerationId
+from lastgood.records import Finding, Generation, GenerationId
 from lastgood.run.candidates import Candidates
 from lastgood.run.known import Environment
 from lastgood.run.lower_place import LowerPlace
@@ -36,9 +35,9 @@ from lastgood.run.reader import read_all
 from .crashmodel import World
 from .hostile import ROOT, Folder, HostileDisk
 from .judge import Judge
-from .ledger import Ledger, Violation, decoded, must, named
+from .ledger import Ledger, Violation, must
 from .plain import State, bytes_of, load, load_first
-from .promises import INLINE, at_of, hold_files, hold_restored, opened, survived
+from .promises import INLINE, at_of, hold_files, hold_restored, newest_incarnation, note_whole, opened, survived
 
 BELOW = "/below"
 """the path of the second place"""
@@ -120,7 +119,7 @@ class TwoPlaces:
         self.copies: dict[GenerationId, Future[None]] = {}
         self.meanwhile: Callable[[str, str], object] | None = None
         """called before each change of the place below"""
-        below.disk.watch = self._watch_below
+        front.disk.watch, below.disk.watch = self._watch_front, self._watch_below
 
     # ---- the judge of the two worlds ---------------------------------------------------------------------------------
 
@@ -139,11 +138,14 @@ class TwoPlaces:
     def crash(self, world: World, step: str) -> None:
         self.judge.crash(self, f"{step} below" if world is self.below else step)
 
+    def _watch_front(self, call: str, path: str) -> None:
+        note_whole(self.front.ledger, self.front.disk)
+        self.front._watch(call, path)
+
     def _watch_below(self, call: str, path: str) -> None:
         if hasattr(self.below, "run"):
             self.below._note_verified()
-            for at in self.below.ledger.mending & self.below.ledger.verified:
-                self._note_whole(self.below, at)
+        note_whole(self.below.ledger, self.below.disk)
         # A copy may make an incarnation durable below whose COMMIT in the front is visible only.
         orders, copied = self.front.ledger.orders, (at.incarnation for at in self.below.ledger.verified)
         newest = filter(None, [self.front.ledger.current, *copied])
@@ -325,12 +327,6 @@ class TwoPlaces:
             one._note_verified()
         front.run.marks.point()
 
-    def _note_whole(self, world: World, at: GenerationId) -> None:
-        """Record that a damaged generation was mended, if its files have the bytes that were sealed."""
-        there = world.disk.root.names["gen"].names.get(layout.folder(at)[4:], Folder()).names
-        if all(name in there and there[name].digest() == one for name, one in world.ledger.sealed[at].items()):
-            world._mended(at)
-
     def _note_mended(self) -> None:
         for one in (self.front, self.below):
             for at in one.run.mender.mended.keys() & one.ledger.rotten:
@@ -414,12 +410,12 @@ class TwoPlaces:
             self._hold_newest(at_of(found), state, newest, one.disk.path)
 
     def _hold_caught_up(self) -> None:
-        """Check that the opening has brought to the place below what it promises: the restored generation, verified,
-        and labels."""
+        """Check that the opening has brought to the place below what it promises: milestones, and the restored
+        generation, unless it was restored only because a newer one was found to be damaged."""
         incarnation, copies = self.front.run.known.incarnation, self.below.run.survey.generations
         restored = incarnation.parent if incarnation else None
         must(
-            restored is None or (restored in copies and copies[restored].verified),
+            restored is None or self.front.ledger.rotten or (restored in copies and copies[restored].verified),
             f"{restored} was restored, and no verified copy of it has come to the place below",
         )
         for one in self.front.run.known.durable_lineage():
@@ -439,13 +435,3 @@ class TwoPlaces:
 def _as_seen(_: str, __: int) -> int:
     """A `hostile.Pick` of what readers see now."""
     return 0
-
-
-def newest_incarnation(disk: HostileDisk, ledger: Ledger) -> str | None:
-    """The newest incarnation that a place has a record or a readable COMMIT of; None if it has none."""
-    records = disk.root.names.get("incarnations", Folder()).names
-    known = {one.id for one in map(layout.parse_incarnation, records) if one is not None}
-    for name, folder in disk.root.names.get("gen", Folder()).names.items():
-        if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), Commit):
-            known.add(named(name).incarnation)
-    return max(known, key=ledger.orders.__getitem__, default=None)

@@ -34,6 +34,7 @@ from .lower_place import LowerPlace
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
 from .planned_save import RunOptions
+from .settle import write_header
 from .thread_pools import Workers, started
 from .verify import Stop, never
 from .writer import RunWriter
@@ -235,7 +236,7 @@ def unite(tiers: Sequence[Tier], environment: Environment) -> None:
     run = next(iter(runs), None) or environment.new_id()
     for tier, has in zip(tiers, found, strict=True):
         if has is None:
-            tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run)))
+            write_header(tier, run)
 
 
 def _readers(pools: contextlib.ExitStack) -> Workers:
