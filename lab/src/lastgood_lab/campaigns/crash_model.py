@@ -27,7 +27,7 @@ from lastgood_lab.scenarios import SCENARIOS, play
 
 Play = tuple[int, WriteMode, int]
 TWO_PLACES_SAMPLES, TWO_PLACES_CARRY_ON = 48, 0.02
-"""`Judge.samples` and `Judge.carry_on` for a run in two places: there are many more states, because each place loses its
+"""`Judge.samples` and `Judge.carry_on` for a run in two places: there are more states, because each place loses its
 data independently of the other, and to play a next process takes twice as long."""
 
 
