@@ -16,14 +16,17 @@ import pytest
 
 from lastgood.engine.inline_executor import Inline
 from lastgood.errors import StepTaken
-from lastgood.format import layout
+from lastgood.format import commit, layout
 from lastgood.format.commit import survey
 from lastgood.policy.retention import Keep
+from lastgood.run import copying
 from lastgood.storage.directory import Disk
 from lastgood_lab import crashmodel
-from lastgood_lab.crashmodel import UPKEEP, Judge, World
+from lastgood_lab.crashmodel import World
 from lastgood_lab.hostile import ROOT, HostileDisk, Inode
+from lastgood_lab.judge import Judge
 from lastgood_lab.ledger import Ledger, Violation
+from lastgood_lab.place_scenarios import copies_and_retention, damaged_copies
 from lastgood_lab.plain import load, share
 from lastgood_lab.scenarios import SCENARIOS, Scenario, play, rewind_in_place, saves_and_retention
 
@@ -102,7 +105,7 @@ def test_an_interrupted_deletion_resumes_after_the_commit_is_deleted(verified):
     """A process died between the removal of COMMIT and the sync of its folder. The next process found no COMMIT and
     removed the tensors; then the power failed, and COMMIT was back without its files, with its mark of verification."""
     before = begun(verified=verified)
-    before.run.verify(UPKEEP)
+    before.run.verify(before.arena)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.COMMIT}", before.run.clean)
     world.judge = Judge(random.Random(0), samples=64, carry_on=0)
@@ -114,7 +117,7 @@ def test_without_hard_links_an_interrupted_deletion_is_repeated():
     """GOING was created in place, and the process died before its bytes were written. Every later deletion found the
     name taken by other bytes and was refused; the disk filled up."""
     before = begun(links=False)
-    before.run.verify(UPKEEP)
+    before.run.verify(before.arena)
     before._note_verified()
     world = killed_after(before, "open", layout.GOING, before.run.clean)
     world.open()
@@ -126,7 +129,7 @@ def test_the_empty_folder_of_a_deleted_generation_is_not_a_loss():
     """A process died between the removal of the last file and the removal of the folder. A later generation named
     this one as its parent, so its empty folder was reported as a lost COMMIT at every restore, and stayed."""
     before = begun()
-    before.run.verify(UPKEEP)
+    before.run.verify(before.arena)
     before._note_verified()
     world = killed_after(before, "remove", f"1-00000002/{layout.GOING}", before.run.clean)
     assert load(world.tier, workers=INLINE)[0].stepped_over == []
@@ -291,15 +294,34 @@ def test_the_model_finds_a_rank_whose_file_names_are_not_durable(monkeypatch):
         play(Scenario(saves_and_retention, ranks=3), Judge(random.Random(0)))
 
 
+def test_the_model_finds_a_copy_that_is_not_read_back(monkeypatch):
+    monkeypatch.setattr(copying, "read_all", lambda *arguments, **options: [])
+    with pytest.raises(Violation, match="is damaged, but marked as verified"):
+        play(Scenario(damaged_copies, places=2), Judge(random.Random(0), samples=4, carry_on=0))
+
+
+def test_the_model_finds_a_copy_that_is_committed_before_its_files(monkeypatch):
+    def records_first(target, sources, generation, of, how):
+        commit.copy_records(sources, target, generation)
+        return copy_files(target, sources, generation, of, how)
+
+    copy_files = copying.copy_files
+    monkeypatch.setattr(copying, "copy_files", records_first)
+    with pytest.raises(Violation, match=r"has a COMMIT, and its r00000\.safetensors is missing"):
+        play(Scenario(copies_and_retention, places=2), Judge(random.Random(0), samples=4, carry_on=0))
+
+
 # ---- all scenarios ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
 def test_promises_1_to_3_hold_in_every_crash_state(scenario):
-    # The states of slots or of several ranks take long to judge, and scenarios with labels have many states; the
-    # campaign plays all of them.
-    slow = scenario.in_flight or scenario.ranks > 1
+    # The states of slots, of several ranks or of two places take long to judge, and scenarios with labels have many
+    # states; the campaign plays all of them.
+    slow = scenario.in_flight or scenario.ranks > 1 or scenario.places > 1
     judge = Judge(random.Random(0), samples=8 if slow else 16)
+    if scenario.places > 1:
+        judge.samples, judge.carry_on = 2, 0.003
     for seed in range(1 if "labels" in scenario.name or slow else 3):
         judge.rng = random.Random(f"{scenario.name} {seed}")
         play(scenario, judge)

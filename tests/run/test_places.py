@@ -185,6 +185,48 @@ def test_a_lost_last_place_is_filled_again_from_the_front(places):
     assert places.train(7).step == 5 and places.weights_at(7, places.front)
 
 
+def test_a_copy_that_was_not_read_back_is_finished_at_the_next_opening(places):
+    """A process died after the COMMIT of a copy and before its mark. No later process read the copy back, so it never
+    counted as verified: retention below kept an older one for it, and the COMMIT was not even known to be durable. The
+    crash model found it."""
+    places.train(2)
+    mark = tensor_file(Path(places.last), 2).with_name(layout.VERIFIED)
+    mark.unlink()
+    assert places.train(2).step == 2 and mark.exists()
+
+
+def test_a_label_that_was_not_copied_reaches_the_place_below_later(places):
+    """A process died between writing a milestone in front and copying it. The generation was below already, so the next
+    opening copied nothing, and retention below deleted the milestone."""
+    with places.opened(save_on_exit=False) as ckpt:
+        ckpt.save(1).result()
+        ckpt.save(1, milestone=True).result()
+    (label,) = Path(places.last).glob("gen/*/LABEL-*")
+    label.unlink()
+    places.train(1)
+    assert label.exists()
+
+
+def test_what_is_left_of_an_interrupted_copy_is_removed(places):
+    """Of several generations that wait, the newest is copied first. When a process died in the copy of an older one,
+    which the newest names as its predecessor, every later opening took what was left of it for a generation whose
+    COMMIT was lost: it kept its files for ever. The crash model found it."""
+    places.train(3)
+    left = tensor_file(Path(places.last), 2).parent
+    for record in (layout.COMMIT, layout.VERIFIED):
+        (left / record).unlink()
+    assert places.train(3).step == 3 and not left.exists()
+
+
+def test_a_torn_header_of_an_empty_place_is_replaced(places):
+    """Without hard links the header is created in place. A process died in that, and every later opening of the places
+    was refused, because the place had a header already and it was not that of the run. The crash model found it."""
+    Path(places.last).mkdir()
+    (Path(places.last) / layout.HEADER).write_bytes(b"{")
+    places.train(1)
+    assert steps(Path(places.last)) == [1] and lastgood.open(places.last).verify().good
+
+
 def test_the_newest_step_is_restored_from_whichever_place_has_it(places):
     places.train(4)
     with places.opened(every=100, save_on_exit=False) as ckpt:

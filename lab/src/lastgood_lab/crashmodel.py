@@ -6,20 +6,19 @@
 - `ledger.py` records the saves of a run and what must be kept of them; `labels.py` does so for labels.
 - `promises.py` checks one crash state against the ledger.
 - A `World` (in this module) drives one run on the disk, one process after the other, and keeps the ledger. Before every
-  call that changes the disk, its `Judge` draws crash states of that instant. Each distinct state is counted once, and
-  checked once for each ledger. In some states the next process is played: it opens, restores and saves, and may crash.
-- `scenarios.py` defines the histories, which `campaigns/crash_model.py` plays until a million states are checked.
+  call that changes the disk, its `Judge` (judge.py) draws crash states of that instant. Each distinct state is counted
+  once, and checked once for each ledger. In some states the next process is played: it opens, restores and saves, and
+  may crash.
+- `two_places.py` plays a run in two places, each a `World` of its own, with copies and repairs between them.
+- `scenarios.py` and `place_scenarios.py` define the histories, which `campaigns/crash_model.py` plays until a million
+  states are checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import random
-import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -27,82 +26,59 @@ import msgspec
 from lastgood.engine.arena import Arena
 from lastgood.errors import CommitUnknown, LastgoodError, NothingGood, Overtaken
 from lastgood.format import layout
+from lastgood.policy.retention import Keep
 from lastgood.ports import Upload
 from lastgood.records import GenerationId
 from lastgood.run.known import Environment
 from lastgood.run.writer import RunWriter
 from lastgood.storage.slots import Slots
 
-from .hostile import ROOT, STAGED, Fault, Folder, HostileDisk, Inode
+from .hostile import Fault, Folder, HostileDisk, Inode
+from .judge import Deputy, Judge, step_of
 from .labels import LOSS
 from .ledger import Ledger, Violation, must, named, payload
 from .plain import State, load, save, share
 from .promises import CHUNK_BYTES, INLINE, at_of, hold, hold_weakly, opened, survived
 
-UPKEEP = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
-
-
-@dataclass
-class Judge:
-    """Counts the distinct crash states and checks each against the ledger.
-
-    At each call about `samples` states are drawn. In a share `carry_on` of the new states the next process is played;
-    crash states are drawn at a share `nest` of its calls too, down to `depth` levels.
-    """
-
-    rng: random.Random
-    samples: int = 16
-    carry_on: float = 0.06
-    nest: float = 0.005
-    depth: int = 3
-    states: set[int] = field(default_factory=set)
-    judged: set[int] = field(default_factory=set)
-    by_step: Counter[str] = field(default_factory=Counter)
-    """number of judged states, by the call before which the crash happens"""
-    violation: Violation | None = None
-    """the first violation, after which nothing is judged"""
-    lost: int = 0
-    """states of the weaker write modes in which an acknowledged generation is lost"""
-
-    def crash(self, world: World, step: str = "at the end") -> None:
-        """Judge crash states of this instant, before the call named by `step`: those of power losses and of a kill."""
-        if world.depth and self.rng.random() > self.nest:
-            return
-        for state in world.disk.crashes(self.rng, self.samples):
-            self.see(state, world.ledger, world.depth, step)
-        if self.rng.random() < self.carry_on and world.depth < self.depth:
-            World(world.disk.copied(), world.ledger.copied(), self, world.depth + 1).carry_on()
-
-    def see(self, disk: HostileDisk, ledger: Ledger, depth: int, step: str) -> None:
-        digest = disk.digest()
-        self.states.add(digest)
-        if (key := hash((digest, ledger.key()))) in self.judged:
-            return
-        self.judged.add(key)
-        self.by_step[step] += 1
-        if ledger.mode == "atomic_dirsync":
-            hold(disk, ledger)
-            if depth < self.depth and self.rng.random() < self.carry_on:
-                World(disk, survived(disk, ledger), self, depth + 1).carry_on()
-        else:
-            self.lost += not hold_weakly(disk, ledger)
-
-
-def step_of(call: str, path: str) -> str:
-    """The name of a call without the names that are specific to a run, such as "link gen/*/COMMIT.json"."""
-    name = STAGED.sub("", path.removeprefix(ROOT).removeprefix("/"))
-    name = re.sub(r"^gen/[^/]+", "gen/*", name)
-    return f"{call} {re.sub(r'[0-9a-f-]*[0-9]{2}[0-9a-f-]*(?![a-z])', '*', name) or 'the run'}"
+KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
+PARTS = [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
+"""Files of a generation, and the offset of the byte to damage in each."""
 
 
 class World:
     """Several processes, one after the other, on one disk; each is driven as a training loop would drive it."""
 
-    def __init__(self, disk: HostileDisk, ledger: Ledger, judge: Judge, depth: int = 0) -> None:
-        self.disk, self.ledger, self.judge, self.depth = disk, ledger, judge, depth
+    def __init__(self, disk: HostileDisk, ledger: Ledger, judge: Judge | Deputy, depth: int = 0) -> None:
+        self.disk, self.ledger, self.depth = disk, ledger, depth
+        self.judge: Judge | Deputy = judge
         self.disk.fault = None
         self.disk.watch = self._watch
         self.past: list[str] = []
+        self.arena = Arena(3 * CHUNK_BYTES, CHUNK_BYTES)
+        """the memory in which generations are verified and mended"""
+        self.continues = ledger.mode == "atomic_dirsync"
+
+    # ---- what the judge asks -----------------------------------------------------------------------------------------
+
+    def crashes(self, most: int) -> Iterable[HostileDisk]:
+        return self.disk.crashes(self.judge.rng, most)
+
+    def key(self) -> int:
+        return self.ledger.key()
+
+    def hold(self, state: HostileDisk) -> bool:
+        if self.ledger.mode != "atomic_dirsync":
+            return hold_weakly(state, self.ledger)
+        hold(state, self.ledger)
+        return True
+
+    def killed(self) -> World:
+        return World(self.disk.copied(), self.ledger.copied(), self.judge, self.depth + 1)
+
+    def next(self, state: HostileDisk) -> World:
+        return World(state, survived(state, self.ledger), self.judge, self.depth + 1)
+
+    # ---- what the disk reports ---------------------------------------------------------------------------------------
 
     @property
     def tier(self) -> Any:
@@ -110,7 +86,8 @@ class World:
         return Noted(tier, self) if isinstance(tier, Slots) else tier
 
     def _watch(self, call: str, path: str) -> None:
-        folder, _, name = path.removeprefix(f"{ROOT}/").rpartition("/")
+        path = path.removeprefix(self.disk.path).removeprefix("/")
+        folder, _, name = path.rpartition("/")
         at = layout.parse_folder(folder.removeprefix("gen/"))
         self.past.append(f"{call} {path}")
         if self.judge.violation:
@@ -121,13 +98,13 @@ class World:
                 self.ledger.end(at)
             # On a full disk a generation is deleted without a record that says so. A torn COMMIT, which can exist if
             # it was created in place, is no commit.
-            going = at in self.ledger.acknowledged and (call, name) == ("remove", layout.COMMIT)
+            going = at in self.ledger.acknowledged - self.ledger.mending and (call, name) == ("remove", layout.COMMIT)
             if at and going and layout.COMMIT in self.disk.root.names["gen"].names.get(folder[4:], Folder()).names:
                 self.ledger.end(at)
             if at is not None and call == "open" and name.startswith(layout.DAMAGED):
                 self.mark_damaged(at)
             if at is not None and name == layout.COMMIT and call in ("link", "rename", "open"):
-                self._seal(at, self.disk._find(f"{ROOT}/{folder}").names)
+                self._seal(at, self.disk._find(f"{self.disk.path}/{folder}").names)
         except Exception as error:
             reason = str(error) if isinstance(error, Violation) else f"{type(error).__name__}: {error}"
             self.judge.violation = Violation(f"{reason}\n  level {self.depth}: {'; '.join(self.past[-8:])}")
@@ -142,7 +119,7 @@ class World:
         self.ledger.doubted.add(at)
 
     def _seal(self, at: GenerationId, names: dict[str, Inode]) -> None:
-        if layout.COMMIT not in names:
+        if layout.COMMIT not in names and not self.ledger.receives_copies and at not in self.ledger.mending:
             staged = {one: layout.COMMIT for one in names if one.startswith(f"{layout.COMMIT}.")}
             sealed = {staged.get(one, one): node for one, node in names.items() if one in staged or one[-4:] != ".tmp"}
             self.ledger.sealed[at] = {one: node.digest() for one, node in sealed.items()}
@@ -171,11 +148,16 @@ class World:
         self.ledger.found = {at for at in self.ledger.rotten if at not in known or known[at].damaged}
         if self.disk.fault is None:
             self.ledger.labels.settle(self.run.survey.generations.values())
+        if not self.ledger.receives_copies:
+            self.hold_settled()
+
+    def hold_settled(self) -> None:
+        """Check that the opening has removed what was never committed."""
         if not self.ledger.disturbed:
             # A torn COMMIT, which was created in place, may name any older parent: the writer keeps older folders.
             unsure = max((at.step for at in self.run.survey.broken), default=0)
             for name, folder in self.disk.root.names.get("gen", Folder()).names.items():
-                stays = layout.COMMIT in folder.names or named(name).step < unsure
+                stays = layout.COMMIT in folder.names or named(name).step < unsure or named(name) in self.ledger.rotten
                 must(stays, f"opening did not delete {name}, which has no COMMIT: {sorted(folder.names)}")
 
     def open(self, parent_step: int | None = None) -> None:
@@ -202,7 +184,8 @@ class World:
     def begin(self, parent: GenerationId | None) -> None:
         ledger = self.ledger
         ident = f"{ledger.idents + 1:08x}"
-        ledger.orders[ident] = 1 + max((one.order for one in self.run.survey.incarnations.values()), default=0)
+        incarnations = self.run.known.everywhere.incarnations.values()
+        ledger.orders[ident] = 1 + max((one.order for one in incarnations), default=0)
         ledger.parents[ident] = parent
         self.run.begin(parent)
 
@@ -267,7 +250,7 @@ class World:
         """Verify and delete, as the upkeep thread does between saves."""
         try:
             try:
-                self.run.verify(UPKEEP)
+                self.run.verify(self.arena)
             finally:
                 self._note_verified()
             self.run.clean()
@@ -304,7 +287,8 @@ class World:
         self.ledger.mending.add(at)
         try:
             generation = self.run.survey.generations[at]
-            _, done = self.run.mender.read_again(generation, UPKEEP, self.run.mender.reading(generation, UPKEEP))
+            begun = self.run.mender.reading(generation, self.arena)
+            _, done = self.run.mender.read_again(generation, self.arena, begun)
         except LastgoodError:
             done = False
         must(done or self.ledger.disturbed, f"{at} could not be rebuilt")
@@ -325,12 +309,12 @@ class World:
         """Flip one bit of a committed file on the medium."""
         at = self.ledger.newest(step)
         self.ledger.rotten.add(at)
-        path = f"{ROOT}/{layout.folder(at)}/{name}"
+        path = f"{self.disk.path}/{layout.folder(at)}/{name}"
         if self.ledger.in_flight:
             if name == layout.COMMIT:  # part of the table, whose damage tests/storage/test_slots.py tests
                 name = layout.manifest_name(0)
             slot, start, _ = self.tier._find(f"{layout.folder(at)}/{name}")
-            path, offset = f"{ROOT}/slots/{slot:02d}", start + offset
+            path, offset = f"{self.disk.path}/slots/{slot:02d}", start + offset
         self.disk.rot(path, offset)
 
 

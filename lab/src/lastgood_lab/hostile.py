@@ -182,10 +182,12 @@ class Fault:
 
 
 class HostileDisk:
-    """An implementation of `ports.Files` below ROOT. `watch(call, path)` is called before each call that changes it."""
+    """An implementation of `ports.Files` below `path`. `watch(call, path)` is called before each changing call."""
 
-    def __init__(self, root: Folder | None = None, *, links: bool = True, most_bytes: int = 1 << 30) -> None:
-        self.root = root or Folder()
+    def __init__(
+        self, root: Folder | None = None, *, links: bool = True, most_bytes: int = 1 << 30, path: str = ROOT
+    ) -> None:
+        self.root, self.path = root or Folder(), path
         self.links, self.most_bytes = links, most_bytes  # one read or write transfers at most `most_bytes`
         self.watch: Callable[[str, str], None] = lambda call, path: None
         self.fault: Fault | None = None
@@ -197,10 +199,14 @@ class HostileDisk:
 
     def copied(self) -> HostileDisk:
         """Return the disk after a kill: every change is visible, and nothing more is synced."""
-        return HostileDisk(self.root.copied({}), links=self.links, most_bytes=self.most_bytes)
+        return self.holding(self.root.copied({}))
 
     def crashed(self, pick: Pick) -> HostileDisk:
-        return HostileDisk(self.root.crashed(pick, {}), links=self.links, most_bytes=self.most_bytes)
+        return self.holding(self.root.crashed(pick, {}))
+
+    def holding(self, root: Folder) -> HostileDisk:
+        """Return a disk of the same kind at the same path with other content."""
+        return HostileDisk(root, links=self.links, most_bytes=self.most_bytes, path=self.path)
 
     def crashes(self, rng: random.Random, most: int) -> Iterator[HostileDisk]:
         """Yield states that a power loss may leave now: all if there are at most `most`, else about `most` of them."""
@@ -345,7 +351,7 @@ class HostileDisk:
 
     def _find(self, path: str) -> Any:
         node: Any = self.root
-        for part in path.removeprefix(ROOT).split("/")[1:]:
+        for part in path.removeprefix(self.path).split("/")[1:]:
             if not isinstance(node, Folder) or part not in node.names:
                 raise OSError(errno.ENOENT, "no such name", path)
             node = node.names[part]

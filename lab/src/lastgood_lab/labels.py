@@ -23,8 +23,11 @@ class Labels:
     milestones: dict[GenerationId, bool] = field(default_factory=dict)
     """generations for which a milestone was requested, and whether one was acknowledged"""
 
+    requested: dict[GenerationId, tuple[float, ...]] = field(default_factory=dict)
+    """every value that was ever requested, of which a copy that is being made may hold any"""
+
     def copied(self) -> Labels:
-        return Labels(dict(self.losses), dict(self.milestones))
+        return Labels(dict(self.losses), dict(self.milestones), dict(self.requested))
 
     @property
     def asked(self) -> set[GenerationId]:
@@ -38,6 +41,7 @@ class Labels:
     def ask(self, at: GenerationId, loss: float, milestone: bool) -> None:
         """Record that a label is about to be written."""
         self.losses[at] = (*self.losses.get(at, (None,)), loss)
+        self.requested[at] = (*self.requested.get(at, ()), loss)
         if milestone:
             self.milestones.setdefault(at, False)
 
@@ -45,6 +49,19 @@ class Labels:
         """Record that the label was reported as durable."""
         self.losses[at] = (loss,)
         if milestone:
+            self.milestones[at] = True
+
+    def expect_copy(self, source: Labels, at: GenerationId) -> None:
+        """Record that the labels of `source`, those of another place, may be copied to this one."""
+        self.losses[at] = (*self.losses.get(at, (None,)), *source.requested.get(at, ()))
+        if at in source.milestones:
+            self.milestones.setdefault(at, False)
+
+    def receive(self, source: Labels, at: GenerationId) -> None:
+        """Record that a copy from another place was reported as done, and so were the labels that exist there."""
+        if len(losses := source.losses.get(at, ())) == 1:
+            self.losses[at] = losses
+        if source.milestones.get(at):
             self.milestones[at] = True
 
     def settle(self, generations: Iterable[Generation]) -> None:

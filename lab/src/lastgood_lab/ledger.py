@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -35,6 +36,8 @@ def payload(at: GenerationId, attempt: int, weight: int) -> State:
 
 
 Kind = TypeVar("Kind", Commit, Mark, Pointer)
+Choices = list[tuple[set[GenerationId], GenerationId | None]]
+"""Of each incarnation that may be the newest: the generations that a restore may load, and the oldest of them."""
 
 
 def decoded(data: bytes, kind: type[Kind]) -> Kind | None:
@@ -91,6 +94,10 @@ class Ledger:
     orders: dict[str, int] = field(default_factory=dict)
     parents: dict[str, GenerationId | None] = field(default_factory=dict)
     current: str | None = None
+    held: set[GenerationId] = field(default_factory=set)
+    """generations that wait for their copy to another place, so that retention may not delete them"""
+    receives_copies: bool = False
+    """every generation is copied to this place from another one, where it was sealed"""
     opening: set[str] = field(default_factory=set)
     """incarnations newer than `current` whose first COMMIT may or may not be durable"""
     idents: int = 0
@@ -116,6 +123,12 @@ class Ledger:
         }
         return replace(self, labels=self.labels.copied(), **fresh)
 
+    def emptied(self) -> Ledger:
+        """The ledger of this place after its disk was lost whole: it owes nothing, and the run goes on elsewhere."""
+        fresh = Ledger(keep=self.keep, mode=self.mode, direct=self.direct, receives_copies=self.receives_copies)
+        kept = ("given", "sealed", "orders", "parents", "current", "opening", "idents", "attempts", "weight", "parity")
+        return replace(fresh, **{name: getattr(self, name) for name in kept})
+
     def rank(self, at: GenerationId) -> tuple[int, int]:
         return self.orders[at.incarnation], at.step
 
@@ -138,24 +151,27 @@ class Ledger:
         """Generations that must exist with exactly the bytes that were saved."""
         return self.acknowledged - self.ending - self.rotten - self.doubted
 
-    def choices(self) -> list[tuple[set[GenerationId], GenerationId | None]]:
+    def choices(self, owed: Set[GenerationId] | None = None, bad: Set[GenerationId] | None = None) -> Choices:
         """For each incarnation that may be the newest: the generations that a restore may load, and the oldest of them.
 
         An incarnation exists only once it has a COMMIT. If its first COMMIT may be missing, a restore of it can load
-        only generations that it saved itself. The oldest is the newest one that must exist, or None.
+        only generations that it saved itself. The oldest is the newest one that must exist, or None. `owed`: those that
+        must exist (None: those that this place owes). `bad`: those that must not load (None: those damaged here).
         """
-        owed = self.owed()
+        owed = self.owed() if owed is None else owed
+        bad = self.rotten - self.mending if bad is None else bad
         found = []
         for incarnation in {self.current, *self.opening}:
             line = self.line(incarnation)
             mine = [at for at in line if incarnation == self.current or at.incarnation == incarnation]
-            found.append((set(mine) - (self.rotten - self.mending), next((at for at in line if at in owed), None)))
+            found.append((set(mine) - bad, next((at for at in line if at in owed), None)))
         return found
 
     def end(self, at: GenerationId) -> None:
         """Record that retention begins to delete `at`. Raises Violation if the retention rules still require it."""
         if at in self.ending:
             return
+        must(at not in self.held, f"{at} is deleted although it waits for its copy to another place")
         line = self.line(self.current)
         good = self.verified - self.ending - self.found - self.doubted
         newer = [one for one in line if one in good and self.rank(one) > self.rank(at)]

@@ -83,20 +83,26 @@ def share(tier: Tier, at: GenerationId, rank: int, state: Mapping[str, Buffer], 
 def load(tier: Tier, step: int | None = None, workers: Executor | None = None) -> tuple[Found, State]:
     """Load the generation that a restore of `step` (None: the newest) would load. Raises the errors of a restore."""
     pool = workers or ThreadPoolExecutor(2)
-    candidates = Candidates(survey(tier), step)
     try:
-        for generation in candidates:
-            try:
-                return candidates.found(generation), _bytes_of(tier, generation, pool)
-            except (Damaged, NotFinite) as error:
-                candidates.failed(error)
-        return candidates.found(None), {}
+        return load_first(Candidates(survey(tier), step), lambda generation: tier, pool)
     finally:
         if workers is None:
             pool.shutdown()
 
 
-def _bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
+def load_first(
+    candidates: Candidates, place_of: Callable[[Generation], Tier], workers: Executor
+) -> tuple[Found, State]:
+    """Load the first candidate that is good, each from the place that `place_of` returns."""
+    for generation in candidates:
+        try:
+            return candidates.found(generation), bytes_of(place_of(generation), generation, workers)
+        except (Damaged, NotFinite) as error:
+            candidates.failed(error)
+    return candidates.found(None), {}
+
+
+def bytes_of(tier: Tier, generation: Generation, pool: Executor) -> State:
     """Read the bytes of every tensor of a generation, of all ranks."""
     state: State = {}
     for manifest in read_manifests(tier, generation):

@@ -44,8 +44,8 @@ from lastgood.storage.directory import Disk, WriteMode
 
 from . import trials
 from .crash import content
-from .crashmodel import Judge
 from .journal import Journal
+from .judge import Judge
 from .ledger import Violation
 from .plain import load, save
 from .report import Progress, Report, Table
@@ -303,7 +303,7 @@ def _model(options: Options, progress: Progress) -> list[Row]:
         for number in range(options.plays)
         for one in SCENARIOS
         for mode in MODES
-        if not one.in_flight or mode == "atomic_dirsync"  # slots have one write mode
+        if not one.only_durable or mode == "atomic_dirsync"
     ]
     progress("the crash model")
     played = trials.run(keys, play_one, Journal(options.out / "model.jsonl"), options.jobs, progress)

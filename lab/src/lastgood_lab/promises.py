@@ -31,8 +31,8 @@ from lastgood.run.candidates import Candidates, Found
 from lastgood.run.content import read_rank
 from lastgood.storage.directory import Disk
 
-from .hostile import ROOT, Folder, HostileDisk
-from .ledger import Ledger, Violation, decoded, must, named
+from .hostile import Folder, HostileDisk
+from .ledger import Choices, Ledger, Violation, decoded, must, named
 from .plain import State, load
 
 INLINE = Inline()
@@ -46,8 +46,8 @@ def at_of(found: Found) -> GenerationId | None:
 def opened(disk: HostileDisk, ledger: Ledger) -> Tier:
     """Open the tier of the run as a new process does."""
     if ledger.in_flight:
-        return access.slots(disk, ROOT, in_flight=ledger.in_flight, direct=ledger.direct)
-    return Disk(disk, ROOT, mode=ledger.mode, direct=ledger.direct)
+        return access.slots(disk, disk.path, in_flight=ledger.in_flight, direct=ledger.direct)
+    return Disk(disk, disk.path, mode=ledger.mode, direct=ledger.direct)
 
 
 def hold(disk: HostileDisk, ledger: Ledger) -> None:
@@ -55,6 +55,17 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
     if ledger.in_flight:
         hold_in_slots(disk, ledger)
         return
+    hold_files(disk, ledger)
+    try:
+        found, state = load(opened(disk, ledger), workers=INLINE)
+    except NothingGood as error:
+        hold_restored(ledger, ledger.choices(), None, {}, str(error))
+    else:
+        hold_restored(ledger, ledger.choices(), at_of(found), state)
+
+
+def hold_files(disk: HostileDisk, ledger: Ledger) -> None:
+    """Check the files of every generation, which generations exist, the marks, the pointer and the labels."""
     folders = disk.root.names.get("gen", Folder()).names
     for name, folder in folders.items():
         must(isinstance(folder, Folder), f"{name} is in gen/ although it is no folder")
@@ -64,22 +75,19 @@ def hold(disk: HostileDisk, ledger: Ledger) -> None:
         must(layout.COMMIT in names, f"{owed} was acknowledged, but has no COMMIT")
     _hints(disk, ledger, folders)
     if ledger.labels.asked:
-        generations = survey(Disk(disk, ROOT, direct=ledger.direct)).generations
+        generations = survey(opened(disk, ledger)).generations
         for owed in ledger.owed() & ledger.labels.asked:
             must(owed in generations, f"{owed} has a label, but cannot be read")
         _labelled(ledger, generations)
-    choices = ledger.choices()
-    try:
-        found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
-    except NothingGood as error:
+
+
+def hold_restored(ledger: Ledger, choices: Choices, at: GenerationId | None, state: State, reason: str = "") -> None:
+    """Check what a restore has loaded. `at`: None if it found nothing, `reason`: why all generations were refused."""
+    if at is None:
         must(
             any(oldest is None for _, oldest in choices),
-            f"a restore finds nothing good although a generation must exist: {error}",
+            f"a restore finds nothing good although a generation must exist: {reason}",
         )
-        return
-    at = at_of(found)
-    if at is None:
-        must(any(oldest is None for _, oldest in choices), "a restore finds no generation although one must exist")
         return
     must(at in ledger.given, f"{at} was never saved")
     must(state == ledger.given[at], f"the loaded bytes of {at} differ from the saved ones")
@@ -142,10 +150,10 @@ def _whole(disk: HostileDisk, ledger: Ledger, at: GenerationId, names: dict[str,
         return
     must(at in ledger.sealed, f"{at} has a COMMIT although none was created")
     sealed = ledger.sealed[at]
-    if disk.links:
+    if layout.COMMIT in sealed and disk.links:  # the record was not created in place where it was sealed
         must(node.digest() == sealed[layout.COMMIT], f"the COMMIT of {at} is torn or was replaced")
     elif decoded(bytes(node.data), Commit) is None:
-        must(at not in ledger.owed(), f"the COMMIT of {at} is torn")
+        must(not disk.links and at not in ledger.owed(), f"the COMMIT of {at} is torn")
         return
     for name, digest in sealed.items():
         if name != layout.COMMIT:
@@ -170,7 +178,7 @@ def _hints(disk: HostileDisk, ledger: Ledger, folders: dict[str, Folder]) -> Non
         # next one may write a pointer, and a power loss then removes the mark and keeps the pointer.
         return layout.COMMIT in names and (not disk.links or (node and decoded(bytes(node.data), Mark)) is not None)
 
-    for at in ledger.rotten - ledger.verified:
+    for at in ledger.rotten - ledger.verified - ledger.mending:
         must(not (disk.links and verified(at)), f"{at} is damaged, but marked as verified")
     if ledger.rotten or ledger.disturbed:
         return
@@ -191,7 +199,7 @@ def hold_weakly(disk: HostileDisk, ledger: Ledger) -> bool:
     """Check only that a state that loads was saved. Returns whether the promise of the default mode holds too."""
     choices = ledger.choices()
     try:
-        found, state = load(Disk(disk, ROOT, direct=ledger.direct), workers=INLINE)
+        found, state = load(opened(disk, ledger), workers=INLINE)
     except NothingGood:
         return not ledger.owed()
     at = at_of(found)
@@ -216,3 +224,24 @@ def survived(disk: HostileDisk, ledger: Ledger) -> Ledger:
             after.current = ident
     after.opening.clear()
     return after
+
+
+def newest_incarnation(disk: HostileDisk, ledger: Ledger) -> str | None:
+    """The newest incarnation that a place has a record or a readable COMMIT of; None if it has none."""
+    records = disk.root.names.get("incarnations", Folder()).names
+    known = {one.id for one in map(layout.parse_incarnation, records) if one is not None}
+    for name, folder in disk.root.names.get("gen", Folder()).names.items():
+        if layout.COMMIT in folder.names and decoded(bytes(folder.names[layout.COMMIT].data), Commit):
+            known.add(named(name).incarnation)
+    return max(known, key=ledger.orders.__getitem__, default=None)
+
+
+def note_whole(ledger: Ledger, disk: HostileDisk) -> None:
+    """Let retention count the damaged generations that have their files back, whoever has mended them.
+
+    They are owed again only after a process has reported that it has mended them.
+    """
+    for at in ledger.found & ledger.mending:
+        there = disk.root.names["gen"].names.get(layout.folder(at)[4:], Folder()).names
+        if all(name in there and there[name].digest() == one for name, one in ledger.sealed[at].items()):
+            ledger.found.discard(at)

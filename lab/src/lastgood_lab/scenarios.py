@@ -2,7 +2,7 @@
 
 `SCENARIOS` contains the histories in `LIVES` for directories, for slots, and for three ranks that write each
 generation. Further scenarios have a full disk, rebuilding from parity, labels and several saves in flight. Parity is
-played only in directories that one rank writes.
+played only in directories that one rank writes. Those with a run in two places are in `place_scenarios.py`.
 """
 
 from __future__ import annotations
@@ -10,30 +10,39 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lastgood.errors import LastgoodError
 from lastgood.format import layout
 from lastgood.policy.retention import Keep
 from lastgood.storage.directory import WriteMode
 
-from .crashmodel import Judge, World
+from . import place_scenarios
+from .crashmodel import KEEPS, PARTS, World
 from .hostile import HostileDisk
+from .judge import Judge
 from .labels import LOSS
 from .ledger import Ledger
 
 
 class Scenario(NamedTuple):
-    live: Callable[[World], None]
+    live: Callable[[Any], Any]
     in_flight: int = 0
     """saves in flight of a run in slots; 0: the run is in directories"""
     ranks: int = 1
     """how many ranks write each generation"""
+    places: int = 1
+    """in how many places the run is"""
 
     @property
     def name(self) -> str:
-        kind = "_on_slots" if self.in_flight else "_by_several_ranks" if self.ranks > 1 else ""
-        return self.live.__name__ + kind
+        kinds = {"_on_slots": self.in_flight, "_by_several_ranks": self.ranks > 1, "_in_two_places": self.places > 1}
+        return self.live.__name__ + "".join(kind for kind, given in kinds.items() if given)
+
+    @property
+    def only_durable(self) -> bool:
+        """Whether it is played in one write mode only: slots have no other, and places below always sync."""
+        return self.in_flight > 0 or self.places > 1
 
 
 def first_save(world: World) -> None:
@@ -118,7 +127,7 @@ def damage_before_verification(world: World) -> None:
     world.steps(1)
     world.save(2)
     world.save(3)
-    world.rot(3, *world.judge.rng.choice(_PARTS))
+    world.rot(3, *world.judge.rng.choice(PARTS))
     world.upkeep()
     world.steps(4, 5)
 
@@ -278,7 +287,7 @@ def rebuilding_from_parity(world: World) -> None:
     world.ledger.parity, world.ledger.keep = "2+2", Keep(last=2)
     world.open()
     world.steps(1, 2)
-    for name, offset in _PARTS:
+    for name, offset in PARTS:
         world.rot(2, name, offset)
     world.mend(2)
     world.steps(3)
@@ -291,7 +300,7 @@ def failing_rebuilding(world: World) -> None:
     world.ledger.parity, world.ledger.keep = "2+2", Keep(last=2)
     world.open()
     world.steps(1, 2)
-    world.rot(2, *rng.choice(_PARTS))
+    world.rot(2, *rng.choice(PARTS))
     for _ in range(2):
         world.fault(rng.randrange(60), rng.choice([errno.EIO, errno.ENOSPC]), rng.random() < 0.4, rng.random() < 0.5)
         world.mend(2)
@@ -299,10 +308,6 @@ def failing_rebuilding(world: World) -> None:
     world.steps(3)
     world.open()
     world.steps(4)
-
-
-_PARTS = [(layout.blob_name(0), 5000), (layout.blob_name(0), 40), (layout.manifest_name(0), 60), (layout.COMMIT, 60)]
-"""Files of a generation, and the offset of the byte to damage in each."""
 
 
 def growing_states(world: World) -> None:
@@ -341,19 +346,22 @@ SCENARIOS = [
     Scenario(saves_in_flight, in_flight=4),
     Scenario(commits_that_nobody_knows_of, in_flight=1),
     Scenario(growing_states, in_flight=2),
+    *(Scenario(life, places=2) for life in place_scenarios.LIVES),
 ]
-KEEPS = [Keep(last=1), Keep(last=2), Keep(last=1, every=2)]
 
 
 def play(scenario: Scenario, judge: Judge, mode: WriteMode = "atomic_dirsync") -> None:
     """Play a scenario once, in a variant that is drawn from the judge's generator. Raises Violation."""
+    if scenario.only_durable and mode != "atomic_dirsync":
+        return
+    if scenario.places > 1:
+        place_scenarios.play(scenario.live, judge)
+        return
     rng = judge.rng
     disk = HostileDisk(links=rng.random() < 0.8, most_bytes=rng.choice([1 << 30, 1 << 30, 5000, 700]))
     direct = disk.most_bytes != 700 and rng.random() < 0.3
     keep = rng.choice(KEEPS)
     ledger = Ledger(keep=keep, mode=mode, direct=direct, in_flight=scenario.in_flight, ranks=scenario.ranks)
-    if ledger.in_flight and mode != "atomic_dirsync":
-        return  # slots have one write mode
     world = World(disk, ledger, judge)
     scenario.live(world)
     judge.crash(world)

@@ -65,14 +65,18 @@ def lineage(survey: Survey) -> Lineage:
     return Lineage(chain, sorted((committed_once & survey.incomplete) - set(chain), reverse=True))
 
 
-def never_committed(survey: Survey) -> set[GenerationId]:
+def never_committed(survey: Survey, copied: bool = False) -> set[GenerationId]:
     """Generations that have no COMMIT and, by every record, never had one: litter.
 
-    A broken commit may have named any generation before it, so those are not among them.
+    A broken commit may have named any generation before it, so those are not among them. `copied`: the survey is of a
+    place that receives copies. Not every generation is copied, and the newest that waits is copied first, so a record
+    that names a generation does not show that it was ever committed there.
     """
-    named = {one.parent for one in survey.incarnations.values()} | survey.witnessed
-    for generation in survey.generations.values():
-        named |= {generation.commit.parent, generation.commit.continues}
+    named: set[GenerationId | None] = set(survey.witnessed)
+    if not copied:  # guard: unfinished-copy-is-litter
+        named |= {one.parent for one in survey.incarnations.values()}
+        for generation in survey.generations.values():
+            named |= {generation.commit.parent, generation.commit.continues}
     if survey.pointer:
         named.add(GenerationId(step=survey.pointer.step, incarnation=survey.pointer.incarnation))
     unsure = max((at.step for at in survey.broken), default=0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from typing import cast
 
 from ..coordination.rounds import RankGroup
@@ -30,7 +30,6 @@ from . import copying
 from .known import KnownRun
 from .outcomes import Outcomes
 from .part_copies import OtherRanks
-from .thread_pools import Workers
 from .writer import CATALOG_LEAST, RunWriter
 
 PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
@@ -38,7 +37,9 @@ PAUSES_SECONDS = (1.0, 5.0, 20.0, 60.0)
 
 
 class LowerPlace:
-    """Copies generations of an open run from the place of `source` to that of `writer`, in a thread of its own.
+    """Copies generations of an open run from the place of `source` to that of `writer`.
+
+    `start` starts the thread that does so. Each of its attempts is one call of `copy_next`.
 
     `writer`: of this place; it deletes what its retention does not keep. `source`: what the process knows of the run
     where it is written first. `workers`: threads that read and digest; `close` ends them. `outcomes`: receives errors.
@@ -50,7 +51,7 @@ class LowerPlace:
         self,
         writer: RunWriter,
         source: KnownRun,
-        workers: Workers,
+        workers: Executor,
         outcomes: Outcomes,
         ranks: AnyRanks,
         index: int,
@@ -73,7 +74,11 @@ class LowerPlace:
         """whether an attempt is under way; whether no pause is made before the next one; whether this place is being
         closed; whether the present attempt began after that; whether no attempt is to go on"""
         self._thread = threading.Thread(target=self._run, name="lastgood-drain")
+
+    def start(self) -> LowerPlace:
+        """Start the thread, which `close` ends. Returns this place."""
         self._thread.start()
+        return self
 
     @property
     def tier(self) -> Tier:
@@ -113,13 +118,21 @@ class LowerPlace:
         return copied
 
     def catch_up(self) -> None:
-        """After the opening: copy the newest good generation and those that retention selects, if they are not here."""
+        """After the opening: copy the newest good generation and those that retention selects, if they are not here.
+
+        A copy that an earlier process has not read back, or that lacks a label, counts as absent. What is left of
+        copies that were interrupted is deleted first.
+        """
+        self.writer.remove_unfinished_copies()
         source, here = self._source, self.writer.known.survey.generations
         chain, everywhere = restore.lineage(source.everywhere).chain, source.everywhere.generations
         newest = next((at for at in chain if at in everywhere and everywhere[at].restorable), None)
         for one in source.durable_lineage():
             selected = wanted(self.writer.keep, one.step, one.commit.milestone, one.commit.metrics)
-            if one.restorable and one.id not in here and (selected or one.id == newest):
+            copy = here.get(one.id)
+            # guard: unfinished-copy-finished-at-opening
+            done = copy is not None and (copy.verified or bool(copy.unfit)) and copy.commit == one.commit
+            if one.restorable and not done and (selected or one.id == newest):
                 self.add(one, True)
 
     def waiting(self) -> int:
@@ -178,11 +191,11 @@ class LowerPlace:
     # ---- the thread ----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (at := self._next()) is not None:
-            self._attempt(at)
+        while self._wait_for_work():
+            self.copy_next()
 
-    def _next(self) -> GenerationId | None:
-        """Wait for the next generation to copy; None: the thread ends."""
+    def _wait_for_work(self) -> bool:
+        """Wait until a generation is to be copied. Returns False if the thread is to end."""
         with self._changed:
             self._trying = False
             while not self._stopped and not (self._closing and (not self._waiting or self._last_try)):
@@ -194,11 +207,18 @@ class LowerPlace:
                     if self._changed.wait_for(lambda: self._closing, 0.0 if self._hurried else pause):
                         continue
                 self._trying, self._last_try = True, self._closing
-                return max(self._waiting)  # the newest is worth most
-            return None
+                return True
+            return False
 
-    def _attempt(self, at: GenerationId) -> None:
-        """Try to copy one generation. If this place cannot be reached now, it goes on waiting."""
+    def copy_next(self) -> None:
+        """Try to copy the newest generation that waits, if there is one. Only one call may be under way.
+
+        If this place cannot be reached now, the generation goes on waiting. Errors are put into `outcomes`.
+        """
+        with self._changed:
+            if not self._waiting:
+                return
+            at = max(self._waiting)  # the newest is worth most
         failed: Exception | None = None
         try:
             self._copy(at)

@@ -38,7 +38,7 @@ from .known import Environment
 from .node_disks import NodeDisks
 from .node_opening import complete_records, note_lost_parts
 from .outcomes import Outcomes
-from .places import Below, opened_front
+from .places import Below, opened_front, unite
 from .planned_save import PlannedSave, RunOptions
 from .save import SaveRequest, save
 from .save_handle import Save
@@ -100,7 +100,7 @@ class Pipeline:
             if isinstance(ranks, RankGroup) and not ranks.is_coordinator:
                 self.run = Follower(disk, self.workers, ranks, algorithm=options.algorithm, environment=environment)
             else:
-                below.unite(disk, environment)
+                unite([disk, *below.tiers], environment)
                 self.run = RunWriter(
                     disk,
                     self.workers,

@@ -38,6 +38,7 @@ from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
 from .planned_save import RunOptions
 from .rank_requests import RequestServer
+from .settle import write_header
 from .thread_pools import Workers, started
 from .verify import Stop, never
 from .writer import RunWriter
@@ -219,25 +220,6 @@ class Below:
             for one in options.below
         ]
 
-    def unite(self, front: Tier, environment: Environment) -> None:
-        """Make all places those of one run. Raises Refused if they hold different runs; nothing was changed then."""
-        if not self.tiers:
-            return
-        tiers = [front, *self.tiers]
-        found = [_run_of(tier) for tier in tiers]
-        runs = {run: tier.place for run, tier in zip(found, tiers, strict=True) if run is not None}
-        if len(runs) > 1:  # guard: places-of-one-run
-            named = " and ".join(f"{place} ({run})" for run, place in runs.items())
-            raise Refused(
-                f"these places hold different runs: {named}",
-                safe="Nothing was touched.",
-                todo="Give each run places of its own; an empty place joins a run.",
-            )
-        run = next(iter(runs), None) or environment.new_id()
-        for tier, has in zip(tiers, found, strict=True):
-            if has is None:
-                tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run)))
-
     def opened(
         self, front: RunWriter | Follower, algorithm: str, outcomes: Outcomes, pools: contextlib.ExitStack
     ) -> Places:
@@ -261,7 +243,7 @@ class Below:
                 ranks=SingleRank(),
                 environment=_environment_of(tier.place, front.known.environment),
             )
-            places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index))
+            places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index).start())
             pools.callback(places[-1].close)
         transfers = None
         if isinstance(self._ranks, RankGroup) and isinstance(front.tier, NodeDisks) and front.tier.nodes.others:
@@ -290,6 +272,25 @@ class Below:
         elif self._parity:
             serve(PartServer(view, "front", [view], group, _readers(pools)))
         return Places(front, followed=followed, servers=servers)
+
+
+def unite(tiers: Sequence[Tier], environment: Environment) -> None:
+    """Make all places those of one run. Raises Refused if they hold different runs; nothing was changed then."""
+    if len(tiers) == 1:
+        return
+    found = [_run_of(tier) for tier in tiers]
+    runs = {run: tier.place for run, tier in zip(found, tiers, strict=True) if run is not None}
+    if len(runs) > 1:  # guard: places-of-one-run
+        named = " and ".join(f"{place} ({run})" for run, place in runs.items())
+        raise Refused(
+            f"these places hold different runs: {named}",
+            safe="Nothing was touched.",
+            todo="Give each run places of its own; an empty place joins a run.",
+        )
+    run = next(iter(runs), None) or environment.new_id()
+    for tier, has in zip(tiers, found, strict=True):
+        if has is None:
+            write_header(tier, run)
 
 
 def _readers(pools: contextlib.ExitStack) -> Workers:

@@ -12,6 +12,7 @@ from ..errors import LastgoodError, Unreadable
 from ..format import commit, layout, parity_layout
 from ..policy import restore
 from ..policy.retention import stale_incarnations
+from ..ports import Tier
 from ..records import RunHeader
 from .known import KnownRun
 from .retire import Deletions
@@ -22,12 +23,17 @@ def settle(known: KnownRun, deletions: Deletions) -> str:
     run_id = _ensure_header(known)
     _remove_litter(known, deletions)
     _complete(known)
+    remove_unfinished(known, deletions)
+    return run_id
+
+
+def remove_unfinished(known: KnownRun, deletions: Deletions, copied: bool = False) -> None:
+    """Finish the deletions that were begun, and delete what was never committed. `copied`: as `never_committed`."""
     survey = known.survey
-    for at in sorted(survey.going | restore.never_committed(survey)):
+    for at in sorted(survey.going | restore.never_committed(survey, copied)):
         if deletions.delete(at):  # guard: unfinished-removed-at-opening
             survey.going.discard(at)
             survey.incomplete.discard(at)
-    return run_id
 
 
 def _ensure_header(known: KnownRun) -> str:
@@ -40,6 +46,12 @@ def _ensure_header(known: KnownRun) -> str:
     if newest is None and unreadable:
         raise unreadable  # it may become readable later, and would not belong to a run with a new id
     run_id = newest.commit.run if newest else known.environment.new_id()
+    write_header(tier, run_id)
+    return run_id
+
+
+def write_header(tier: Tier, run_id: str) -> None:
+    """Write the header of a run in a place that has none, or a damaged one."""
     for name in tier.list(""):
         # The header is damaged, or the old pointer has its name on a disk that ignores case.
         if name.lower() == layout.HEADER:
@@ -48,7 +60,6 @@ def _ensure_header(known: KnownRun) -> str:
             tier.delete(name)
     # guard: run-header-written
     tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=run_id)))
-    return run_id
 
 
 def _remove_litter(known: KnownRun, deletions: Deletions) -> None:

@@ -38,7 +38,7 @@ from .node_disks import own_disk
 from .reader import read_all
 from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
-from .settle import record_incarnation, settle
+from .settle import record_incarnation, remove_unfinished, settle
 from .verify import Stop, Verifier, never, own_findings
 
 CATALOG_EVERY = 64
@@ -133,6 +133,10 @@ class RunWriter:
             return msgspec.to_builtins(self.known.incarnation)
 
         self.ranks.agree("begin", None, decide)
+
+    def remove_unfinished_copies(self) -> None:
+        """In a place that receives copies: delete what is there of copies that were interrupted."""
+        remove_unfinished(self.known, self._deletions, copied=True)
 
     def record_incarnation(self) -> None:
         """As `settle.record_incarnation`."""

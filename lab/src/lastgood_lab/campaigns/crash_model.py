@@ -21,11 +21,14 @@ from typing import NamedTuple
 
 from lastgood.storage.directory import WriteMode
 from lastgood_lab.campaigns.reports import report
-from lastgood_lab.crashmodel import Judge
+from lastgood_lab.judge import Judge
 from lastgood_lab.ledger import Violation
 from lastgood_lab.scenarios import SCENARIOS, play
 
 Play = tuple[int, WriteMode, int]
+TWO_PLACES_SAMPLES, TWO_PLACES_CARRY_ON = 48, 0.02
+"""`Judge.samples` and `Judge.carry_on` for a run in two places: there are more states, because each place loses its
+data independently of the other, and to play a next process takes twice as long."""
 
 
 class Played(NamedTuple):
@@ -46,6 +49,8 @@ def one(task: Play) -> Played:
     # After a crash in a weaker mode no further lives are played, because the run may not be usable any more.
     carry_on = Judge.carry_on if mode == "atomic_dirsync" else 0.0
     judge = Judge(random.Random(f"{scenario.name} {mode} {seed}"), carry_on=carry_on)
+    if scenario.places > 1:
+        judge.samples, judge.carry_on = TWO_PLACES_SAMPLES, TWO_PLACES_CARRY_ON
     violation = ""
     try:
         play(scenario, judge, mode)

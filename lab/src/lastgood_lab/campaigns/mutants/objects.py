@@ -86,6 +86,17 @@ MUTANTS: tuple[Mutant, ...] = (
         ("an incarnation has another order in another place", "one-order-in-all-places", Remove()),
         ("a save waits for ever for a copy that failed", "failed-copy-ends-its-wait", Swap("error", "None")),
         ("two runs are mixed", "places-of-one-run", Never()),
+        (
+            "a copy that was never read back counts as made",
+            "unfinished-copy-finished-at-opening",
+            Swap(" and (copy.verified or bool(copy.unfit)) and copy.commit == one.commit", ""),
+        ),
+        (
+            "a label that was not copied before a crash is never copied",
+            "unfinished-copy-finished-at-opening",
+            Swap(" and copy.commit == one.commit", ""),
+        ),
+        ("what is left of an interrupted copy stays", "unfinished-copy-is-litter", Always()),
     ),
     *table(
         "rank places",
