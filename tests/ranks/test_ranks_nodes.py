@@ -174,3 +174,75 @@ def test_slots_of_several_ranks_are_named_to_one_process(tmp_path):
     with pytest.raises(lastgood.errors.NotARun, match=r"slots of a job of several ranks.*as many"):
         lastgood.Checkpointer(f"slots://{tmp_path}/run", {"w": torch.zeros(1)})
     assert lastgood.open(f"slots://{tmp_path}/run/r00001").generation(2).commit.world.ranks == 2
+
+
+def test_refused_commits_do_not_use_up_the_slots(tmp_path):
+    """Each commit that one rank refused kept one more slot at the others, until no save found a free one."""
+    path = f"slots://{tmp_path}/run"
+    found = world(2, in_slots, path, 20, 4, 0, True, (4, 6, 8, 10, 12))
+    outcomes = ["durable", *["CommitUnknown"] * 5, *["durable"] * 4]
+    assert [one["outcomes"] for one in found] == [outcomes] * 2
+    assert world(2, in_slots, path, 24)[0]["outcomes"] == ["durable"] * 2
+
+
+def test_more_ranks_go_on_from_slots(tmp_path):
+    """The new ranks have no COMMIT in their slots, and read other messages of the restore than the others."""
+    disks = [f"slots://{tmp_path}/run"] * 4
+    world(2, trained, disks, tmp_path / "last", 8, "fsdp", {"in_slots": True})
+    after = world(4, trained, disks, tmp_path / "last", 10, "fsdp", {"in_slots": True})
+    assert {one["step"] for one in after} == {8}
+
+
+def test_slots_of_one_process_are_not_taken_for_an_empty_place(tmp_path):
+    with lastgood.Checkpointer(f"slots://{tmp_path}/run", {"w": torch.zeros(1)}) as ckpt:
+        ckpt.save(1).result()
+    with pytest.raises(Exception, match="holds the slots of a run of one process"):
+        world(2, in_slots, f"slots://{tmp_path}/run", 2)
+
+
+def test_a_damaged_chunk_below_is_fetched_from_the_node_that_has_it(tmp_path, uninterrupted):
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    world(2, trained, [a, b], last, 8)
+    for damaged in last.glob(f"gen/{8:012d}-*/*.safetensors"):
+        flip(damaged)
+    after = world(2, trained, [b, a], last, 9, "fsdp", {"save_on_exit": False})
+    assert {one["step"] for one in after} == {8} and after[0]["losses"] == uninterrupted[8:9]
+
+
+def test_a_generation_that_lost_a_part_is_deleted_in_time(tmp_path):
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    world(2, trained, [a, b], last, 6, "fsdp", {"save_on_exit": False})
+    shutil.rmtree(a)
+    world(2, trained, [a, b], last, 14, "fsdp", {"save_on_exit": False})
+    assert steps(a) == steps(b) == [12, 14]
+
+
+def test_a_requested_step_that_lost_a_part_gets_no_mark(tmp_path):
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    world(2, trained, [a, b], last, 6, "fsdp", {"save_on_exit": False})
+    kept = tmp_path / "kept"
+    a.rename(kept)
+    with pytest.raises(Exception, match="missing on every node"):
+        world(2, trained, [a, b], last, 8, "fsdp", {"save_on_exit": False, "restored_step": 6})
+    assert not list(tmp_path.glob("*/gen/*/DAMAGED.json")), "the node may come back"
+    shutil.rmtree(a)
+    kept.rename(a)
+    assert {one["step"] for one in world(2, trained, [a, b], last, 8)} == {6}
+
+
+def test_a_replaced_node_belongs_to_the_run_from_its_first_opening_on(tmp_path):
+    """It had no header, and passed for a node of any other run."""
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    world(2, trained, [a, b], last, 4)
+    shutil.rmtree(b)
+    world(2, trained, [a, b], last, 4)
+    assert (b / "lastgood.json").read_bytes() == (a / "lastgood.json").read_bytes()
+
+
+def test_a_damaged_commit_of_one_node_does_not_stop_the_run(tmp_path, uninterrupted):
+    a, b, last = tmp_path / "a", tmp_path / "b", tmp_path / "last"
+    world(2, trained, [a, b], last, 6, "fsdp", {"save_on_exit": False})
+    (record,) = b.glob(f"gen/{6:012d}-*/COMMIT.json")
+    flip(record)
+    after = world(2, trained, [a, b], last, 7, "fsdp", {"save_on_exit": False})
+    assert {one["step"] for one in after} == {6} and after[0]["losses"] == uninterrupted[6:7]

@@ -45,10 +45,11 @@ def trained(
     if options.pop("nothing_below", False):
         lower_place.LowerPlace.catch_up = lambda self: None
         options |= {"last_every": 99, "save_on_exit": False}
+    restored_step = options.pop("restored_step", None)
     loop = Loop(kind if size > 1 else "plain", size)
     events: list[str] = []
     with opened(loop, disks[rank], last, on_event=lambda event: events.append(event.kind), **options) as ckpt:
-        found = ckpt.restore()
+        found = ckpt.restore(restored_step)
         losses = []
         for n in range(found.step + 1, upto + 1):
             losses.append(loop.step(n))
@@ -85,19 +86,27 @@ def refused_commit(rank: int, size: int, disks: Sequence[Path], last: Path, faul
 
 
 def in_slots(
-    rank: int, size: int, path: str, upto: int, refused_step: int = 0, faulty_rank: int = 0, verified: bool = True
+    rank: int,
+    size: int,
+    path: str,
+    upto: int,
+    refused_step: int = 0,
+    faulty_rank: int = 0,
+    verified: bool = True,
+    refused_steps: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Train in slots, a save every second step. Returns as `trained`, and outcomes.
 
     The COMMIT of `refused_step` (0: none) cannot be written by `faulty_rank`, and training ends after that step; only
-    step 2 is verified then. `verified`: whether anything is.
+    step 2 is verified then. `verified`: whether anything is. `refused_steps`: refused too, and training goes on.
     """
     if not verified:
         RunWriter.verify = lambda self, arena, stop=None: None
     real = Slots.put_new
 
     def faulty(slots: Slots, name: str, data: bytes) -> None:
-        if name.startswith(f"gen/{refused_step:012d}") and name.endswith(layout.COMMIT):
+        refused = any(name.startswith(f"gen/{step:012d}") for step in refused_steps or [refused_step])
+        if refused and name.endswith(layout.COMMIT):
             raise lastgood.errors.NotWritable("this rank refuses the record on purpose")
         real(slots, name, data)
 
@@ -116,9 +125,9 @@ def in_slots(
                     outcomes.append("durable")
                 except lastgood.errors.LastgoodError as error:
                     outcomes.append(type(error).__name__)
-            if n == 2 and refused_step:
+            if n == 2 and refused_step and not refused_steps:
                 ckpt.wait()
                 RunWriter.verify = lambda self, arena, stop=None: None
-            if n == refused_step:
+            if n == refused_step and not refused_steps:
                 break
     return {"step": found.step, "losses": losses, "outcomes": outcomes, "sources": list(found.sources)}

@@ -201,7 +201,8 @@ class Checkpointer:
             if step != 0 or not is_whole(step, 0):
                 raise
             found = restorer.start_over()
-        restorer.run.release()
+        finally:
+            restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
         report(found, "resumed from")

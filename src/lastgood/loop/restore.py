@@ -80,7 +80,8 @@ class WritableRun:
         if not isinstance(tier, NodeTier) or not tier.nodes.others:
             return
         begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
-        wants = topic.agree(dict(wanted), lambda posts: posts)
+        wants: list[Any] = []  # the coordinator alone keeps what each rank wants
+        topic.agree(dict(wanted), lambda posts: wants.extend(posts))
         fetched, read = self._by_coordinator(topic, lambda: places.carry(generation, wants))
         note_fetched(tier, generation, fetched.get(leader, {}))
         for place, size in read.get(leader, {}).items():

@@ -208,6 +208,17 @@ def in_slots(path: str | os.PathLike[str]) -> bool:
     return paths.parsed(path).kind == "slots"
 
 
+def require_no_slots_of_one(path: str | os.PathLike[str]) -> None:
+    """Raise NotARun if one process has its slots where several ranks are to have theirs."""
+    root = paths.parsed(path).root
+    if (_names_at(root, True) or set()) & {FOLDER, layout.HEADER}:
+        raise NotARun(
+            f"{root} holds the slots of a run of one process",
+            safe="It is untouched.",
+            todo=f"Continue it with one process, or copy it first: lastgood copy {paths.SLOTS}{root} DIRECTORY",
+        )
+
+
 def slots_of_rank(path: str | os.PathLike[str], rank: int) -> str:
     """Where one of several ranks has its slots: in a folder of its own below the path of the run."""
     return f"{paths.SLOTS}{paths.parsed(path).root}/{layout.rank_folder(rank)}"

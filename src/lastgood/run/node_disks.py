@@ -23,10 +23,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from ..errors import CommitUnknown, LastgoodError, MissingBlob, TierDown
+from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, TierDown
 from ..format import commit, layout
 from ..ports import Tier
-from ..records import Extent, Generation, Record
+from ..records import Commit, Extent, Generation, Record
 from ..storage.directory import Disk
 from ..storage.slots import Slots
 from .rank_requests import Requests, RequestServer
@@ -62,12 +62,13 @@ class Nodes:
 class FileRequest(Record, frozen=True, kw_only=True):
     """One call of the coordinator to the disks of all other nodes. The arguments are those of `ports.Tier`."""
 
-    call: Literal["put_new", "agree", "point", "delete", "clear", "list", "tree", "read"]
+    call: Literal["put_new", "agree", "point", "replace", "delete", "clear", "list", "tree", "read"]
     name: str = ""
     data: bytes = b""
     to: str = ""
     offset: int = 0
     length: int = 0
+    fresh: bool = False
 
 
 class NodeFiles:
@@ -79,11 +80,13 @@ class NodeFiles:
     def served(self, request: Any, stop: Stop) -> Any:
         asked, own = msgspec.convert(request, FileRequest), self._own
         if asked.call == "put_new":
-            own.put_new(asked.name, asked.data)
+            _put(own, asked.name, asked.data)
         elif asked.call == "agree" and isinstance(own, Slots):
             own.agree(asked.name)
         elif asked.call == "point":
             own.point(asked.name, asked.data, asked.to)
+        elif asked.call == "replace":
+            _replace(own, asked.name, asked.to)
         elif asked.call == "delete":
             own.delete(asked.name)
         elif asked.call == "clear":
@@ -102,7 +105,8 @@ class NodeFiles:
         if name not in self._own.list(folder):
             return None
         buffer = bytearray(asked.length)
-        self._own.read_into(Extent(blob=asked.name, offset=asked.offset, length=asked.length), memoryview(buffer))
+        extent = Extent(blob=asked.name, offset=asked.offset, length=asked.length)
+        self._own.read_into(extent, memoryview(buffer), fresh=asked.fresh)
         return bytes(buffer)
 
 
@@ -115,14 +119,16 @@ class Shown:
     def __init__(self, own: Own) -> None:
         self._own = own
         self.folder = ""
+        self.generation: Generation | None = None
         self.listing: Listing = {}
         self._records: Mapping[str, bytes] = {}
         self.fetched: Mapping[str, list[tuple[int, int, int]]] = {}
         """file -> offset and length of each of its chunks that lies in FETCHED, and its offset there"""
 
-    def show(self, folder: str, listing: Listing, records: Mapping[str, bytes]) -> None:
-        """Note what all nodes have in a folder, and the bytes of records there."""
-        self.folder, self.listing, self.fetched = folder, listing, {}
+    def show(self, generation: Generation, listing: Listing, records: Mapping[str, bytes]) -> None:
+        """Note what all nodes have of a generation, and the bytes of records of it."""
+        self.folder = folder = layout.folder(generation.id)
+        self.generation, self.listing, self.fetched = generation, listing, {}
         self._records = {f"{folder}/{name}": one for name, one in records.items()}
 
     def read_into(self, extent: Extent, mv: memoryview) -> bool:
@@ -144,9 +150,8 @@ class Shown:
 
     def forget(self) -> None:
         """Delete what was fetched. Called at the leader of a node, once no rank of it reads any more."""
-        if self.fetched:
-            with contextlib.suppress(LastgoodError):  # the next opening removes it
-                self._own.delete(FETCHED)
+        with contextlib.suppress(LastgoodError):  # the next opening removes it
+            self._own.delete(FETCHED)
         self.fetched = {}
 
 
@@ -170,7 +175,7 @@ class NodeDisks:
     def put_new(self, name: str, data: bytes) -> None:
         """Create a record on every node. Raises CommitUnknown where a COMMIT may exist on some nodes only."""
         try:
-            self._on_all(FileRequest(call="put_new", name=name, data=data), lambda: self.own.put_new(name, data))
+            self._on_all(FileRequest(call="put_new", name=name, data=data), lambda: _put(self.own, name, data))
         except LastgoodError as error:
             if not name.endswith(f"/{layout.COMMIT}") or not self.nodes.others or isinstance(error, CommitUnknown):
                 raise
@@ -192,9 +197,8 @@ class NodeDisks:
         self._on_all(FileRequest(call="delete", name=name), lambda: self.own.delete(name))
 
     def replace(self, name: str, by: str) -> None:
-        """As `ports.Mendable.replace`, on this node. Nothing is mended in slots."""
-        assert isinstance(self.own, Disk)
-        self.own.replace(name, by)
+        """As `ports.Mendable.replace`, on each node that has `by`."""
+        self._on_all(FileRequest(call="replace", name=name, to=by), lambda: _replace(self.own, name, by))
 
     def forget(self, folder: str) -> None:
         """As `ports.Shared.forget`."""
@@ -242,7 +246,8 @@ class NodeDisks:
             return
         for start in range(0, extent.length, READ_AT_ONCE):
             length = min(READ_AT_ONCE, extent.length - start)
-            asked = FileRequest(call="read", name=extent.blob, offset=extent.offset + start, length=length)
+            begin = extent.offset + start
+            asked = FileRequest(call="read", name=extent.blob, offset=begin, length=length, fresh=fresh)
             data = next((one for one in self._ask(asked) if one is not None), None)
             if data is None:
                 raise MissingBlob(f"missing on every node: {self.place}/{extent.blob}", blob=extent.blob)
@@ -272,9 +277,9 @@ class NodeDisks:
             try:
                 here()
             finally:
-                answers = _outcome(self._requests)
-            if answers is not None:
-                raise answers
+                failed = _outcome(self._requests)
+            if failed is not None:
+                raise failed
 
 
 def _outcome(requests: Requests) -> LastgoodError | None:
@@ -330,6 +335,24 @@ NodeTier = NodeDisks | NodeView
 def own_disk(tier: Tier) -> Tier:
     """The part of a place that this process writes its files to: the disk of its node, or all of the place."""
     return tier.own if isinstance(tier, NodeTier) else tier
+
+
+def _put(own: Own, name: str, data: bytes) -> None:
+    """Create a record. A COMMIT that is damaged on this node is replaced by that of the others."""
+    try:
+        own.put_new(name, data)
+    except NameTaken:
+        folder, _, file = name.rpartition("/")
+        if file != layout.COMMIT or commit.read_hint(own, name, own.list(folder).get(file), Commit) is not None:
+            raise
+        own.delete(name)  # guard: damaged-commit-replaced-on-node
+        own.put_new(name, data)
+
+
+def _replace(own: Own, name: str, by: str) -> None:
+    """Rename `by` over `name` where it exists. Nothing is mended in slots."""
+    if isinstance(own, Disk) and by.rpartition("/")[2] in own.list(by.rpartition("/")[0]):
+        own.replace(name, by)
 
 
 def _tree(own: Own, root: str, after: str) -> dict[str, Listing]:

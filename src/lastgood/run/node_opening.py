@@ -14,12 +14,12 @@ from typing import cast
 
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks
-from ..errors import Damaged, Refused
+from ..errors import Damaged, NameTaken, Refused
 from ..format import commit, layout, sealed
 from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, RunHeader, Seal, judged
-from . import access
+from . import access, copying
 from .known import KnownRun
 from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
 from .planned_save import RunOptions
@@ -67,6 +67,7 @@ def _opened_own(
 ) -> contextlib.AbstractContextManager[Tier]:
     if not in_slots:
         return access.for_writing(path, options.write_mode)
+    access.require_no_slots_of_one(path)
     return access.for_writing(
         access.slots_of_rank(path, ranks.rank),
         options.write_mode,
@@ -78,7 +79,7 @@ def _opened_own(
 
 def _run_of(disk: Own) -> str | None:
     header = commit.read_hint(disk, layout.HEADER, disk.list("").get(layout.HEADER), RunHeader)
-    return header.run if header else None
+    return header.run if header else copying.run_of(commit.survey(disk))
 
 
 def _require_one_run(posts: Sequence[tuple[int, str | None]]) -> None:
@@ -97,7 +98,13 @@ def complete_records(tier: NodeDisks, known: KnownRun) -> None:
 
     Not in slots: the files of a generation whose COMMIT is not in the table of a rank are lost there.
     """
-    for at in known.survey.generations if tier.nodes.others and not tier.newest_only else ():
+    if not tier.nodes.others:
+        return
+    with contextlib.suppress(NameTaken):  # one that is damaged on a node is a hint less
+        tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=known.run_id)))
+        for one in known.survey.incarnations.values():
+            tier.put_new(layout.incarnation_name(one), layout.encode(one))
+    for at in () if tier.newest_only else known.survey.generations:
         commit.confirm(tier, at)  # guard: commit-put-on-every-node
 
 
@@ -117,6 +124,7 @@ def note_lost_parts(known: KnownRun) -> None:
             what = f"the files of rank {ranks} lie on no node of this job"
             lost = Finding(kind="MissingBlob", what=what, layer="structure", blob=missing[0].manifest)
             known.record(judged(one, [lost]))
+            known.lost.add(at)
 
 
 def _is_lost(tier: Tier, generation: Generation, seal: Seal, listing: Mapping[str, int | None]) -> bool:

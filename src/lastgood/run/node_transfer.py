@@ -24,8 +24,8 @@ import msgspec
 
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyTopic
-from ..errors import Cancelled, LastgoodError, TierDown
-from ..format import commit, layout, sealed
+from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
+from ..format import layout, sealed
 from ..io.files import round_up
 from ..ports import Tier
 from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
@@ -84,13 +84,17 @@ class Carrier:
     def carry(self, one: Transfer, stop: Stop) -> dict[str, int]:
         """Send and receive what concerns this node. Returns place -> the bytes that were copied from it."""
         rank = self._ranks.rank
-        manifests = manifests_of(self._tier, commit.read_generation(self._tier, one.at, None))
+        generation = self._tier.shown.generation
+        assert generation is not None and generation.id == one.at, "the manifests were not shown before"
+        manifests = manifests_of(self._tier, generation)
         mine = list(_in_order(one.wanted.get(str(rank), {}), manifests))
-        lengths = [round_up(chunk.extent.length) for chunk in mine]
-        received, failed, at = Counter[str](), None, 0
-        if mine:
-            self._tier.own.delete(FETCHED)
-        upload = self._tier.own.create(FETCHED, sum(lengths)) if mine else None
+        received, failed, at, upload = Counter[str](), None, 0, None
+        try:
+            if mine:
+                self._tier.own.delete(FETCHED)
+                upload = self._tier.own.create(FETCHED, sum(round_up(chunk.extent.length) for chunk in mine))
+        except LastgoodError as error:
+            failed = error
         for chunk in _in_order(_union(one.wanted.values()), manifests):
             wants = chunk.number in one.wanted.get(str(rank), {}).get(chunk.blob.name, ())
             try:
@@ -100,6 +104,9 @@ class Carrier:
                 if wants and failed is None and upload is not None:
                     upload.write_at(aligned(data)[: round_up(len(data))], at)
                     received[self._below[one.place].place if one.place >= 0 else "other nodes"] += len(data)
+            except (TimedOut, Cancelled) as error:  # another leader has failed: each chunk would take a timeout
+                failed = failed or error
+                break
             except LastgoodError as error:
                 failed = failed or error  # the chunks that follow are sent and acknowledged all the same
             at += round_up(chunk.extent.length) if wants else 0
@@ -133,13 +140,18 @@ class Carrier:
         except LastgoodError as error:
             failed = error
         sent: list[str] = []
-        for key, start, length in self._parts(one, extent):
-            self._ranks.post_bytes(key, data[start : start + length])
-            sent.append(key)
-            if len(sent) == WINDOW:
-                self._await_receivers(sent.pop(0), receivers)
-        for key in sent:
-            self._await_receivers(key, receivers)
+        try:
+            for key, start, length in self._parts(one, extent):
+                self._ranks.post_bytes(key, data[start : start + length])
+                sent.append(key)
+                if len(sent) == WINDOW:
+                    self._await_receivers(sent[0], receivers)
+                    sent.pop(0)
+            while sent:
+                self._await_receivers(sent[0], receivers)
+                sent.pop(0)
+        finally:
+            self._ranks.delete(sent)
         if failed is not None:
             raise failed
 
@@ -252,7 +264,7 @@ def share_manifests(tier: NodeTier, generation: Generation, ranks: RankGroup, to
     whole = bytes(joined) or b"".join(ranks.receive_bytes([one], ranks.timeout_seconds)[0] for one in keys)
     starts = [0, *ends.values()]
     records = {name: whole[begin:end] for (name, end), begin in zip(ends.items(), starts, strict=False)}
-    tier.shown.show(folder, listing, records)
+    tier.shown.show(generation, listing, records)
     topic.agree(None, lambda _: None)
     if ranks.is_coordinator:
         ranks.delete(keys)

@@ -62,6 +62,7 @@ class Places:
         transfers: NodeTransfers | None = None,
     ) -> None:
         self.front, self.below, self._servers, self.transfers = front, below, servers, transfers
+        self._carried: GenerationId | None = None
         self._all = [front, *(one.writer for one in below), *followed]
         front.known.below = [one.known for one in self._all[1:]]
         for one in self._writers():
@@ -133,7 +134,8 @@ class Places:
         below = [dict(one.writer.known.survey.generations) for one in self.below]
         place = holder(below, generation.id)
         whole = place is not None and below[place][generation.id].restorable
-        return self.transfers.carry(generation, wants, place if whole else None)
+        again, self._carried = generation.id == self._carried, generation.id  # what came from below may be damaged
+        return self.transfers.carry(generation, wants, place if whole and not again else None)
 
     # ---- copying -------------------------------------------------------------------------------------------
 

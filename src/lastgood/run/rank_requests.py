@@ -2,8 +2,8 @@
 
     rank         key                  message
     -----------  -------------------  --------------------------------------------------------------------------
-    coordinator  REQUESTS/NUMBER      a request; None: nothing more comes
-    any other    REQUESTS/NUMBER/RANK the answer, or the error that kept this rank from it
+    coordinator  REQUESTS/NUMBER      a random nonce and a request; None: nothing more comes
+    any other    REQUESTS/NONCE/RANK  the answer, or the error that kept this rank from it
 
 REQUESTS is OPENING/KIND/SUBJECT: the opening of the run, and what the requests are about. What they ask for is defined
 elsewhere (part_copies.py, node_disks.py).
@@ -11,6 +11,7 @@ elsewhere (part_copies.py, node_disks.py).
 Invariants
   1. Every server receives every request, in the order in which the coordinator has made them.
   2. A rank that does not answer within its timeout fails the request. The next request has a new number.
+     An answer belongs to one request: one that was posted late, after the store seemed to be down, answers no other.
   3. A rank serves requests until it receives None. Once it is being closed it waits no longer than for a verdict
      (coordination/rounds.py); after an exception in its loop it does not wait at all.
 """
@@ -18,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -47,11 +49,19 @@ class Requests:
         self._keys = f"{ranks.opening}/{subject}"
         self._asked = 0
         self._asked_at = 0.0
+        self._nonce = ""
+        self._is_unsure = False
+        """whether the last request may be in the store although posting it failed"""
 
     def ask(self, request: Record) -> None:
         """Post a request. Raises TierDown."""
-        self._group.post(f"{self._keys}/{self._asked}", request)
-        self._asked, self._asked_at = self._asked + 1, time.monotonic()
+        key = f"{self._keys}/{self._asked}"
+        if self._is_unsure and self._group.has(key):
+            self._asked += 1
+            key = f"{self._keys}/{self._asked}"
+        self._nonce, self._asked_at, self._is_unsure = secrets.token_hex(8), time.monotonic(), True
+        self._group.post(key, {"nonce": self._nonce, "request": request})
+        self._asked, self._is_unsure = self._asked + 1, False
 
     def answers(self) -> list[Any]:
         """Wait for the answers to the last request; returns them in the order of the servers.
@@ -60,7 +70,7 @@ class Requests:
         Raises the error of the first rank that failed, and TierDown if one does not answer in time.
         """
         group, number = self._group, self._asked - 1
-        keys = [f"{self._keys}/{number}/{rank}" for rank in self._servers]
+        keys = [f"{self._keys}/{self._nonce}/{rank}" for rank in self._servers]  # guard: answer-belongs-to-its-request
         seconds = group.timeout_seconds + time.monotonic() - self._asked_at
         try:
             posts = group.receive(keys, seconds, self._stop, POLL_SECONDS)
@@ -121,13 +131,14 @@ class RequestServer:
 
     def _run(self) -> None:
         number = 0
-        while (request := self._next(number)) is not None:
+        while (asked := self._next(number)) is not None:
             try:
-                post: dict[str, Any] = {"answer": msgspec.to_builtins(self._service.served(request, self._is_over))}
+                answer = self._service.served(asked["request"], self._is_over)
+                post: dict[str, Any] = {"answer": msgspec.to_builtins(answer)}
             except Exception as error:  # noqa: BLE001 - the coordinator raises it
                 post = encode_error(error)
             with contextlib.suppress(TierDown):  # the coordinator asks again
-                self._ranks.post(f"{self._keys}/{number}/{self._ranks.rank}", post)
+                self._ranks.post(f"{self._keys}/{asked['nonce']}/{self._ranks.rank}", post)
             number += 1
             if self._closing_since is not None:
                 self._closing_since = time.monotonic()

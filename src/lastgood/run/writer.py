@@ -29,12 +29,13 @@ from ..policy.places import holder
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
+from ..storage.slots import Slots
 from . import claims
 from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
 from .mend import Mender
-from .node_disks import own_disk
+from .node_disks import NodeDisks, own_disk
 from .reader import read_all
 from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
@@ -59,6 +60,8 @@ class SharedSurvey(Record, frozen=True, kw_only=True):
     incarnations: list[Incarnation]
     order: int
     pointer: Pointer | None
+    records: list[Generation]
+    """of a place on several nodes, where a node may lack a COMMIT: all generations"""
 
 
 class RunWriter:
@@ -210,6 +213,11 @@ class RunWriter:
         """As `save.clear_failed`."""
         clear_failed(self.tier, at)
 
+    def doubt(self, at: GenerationId) -> None:
+        """As `Slots.doubt`, in the slots of this rank."""
+        if isinstance(slots := own_disk(self.tier), Slots):
+            slots.doubt(layout.folder(at))
+
     def make_room(self, needed_bytes: int) -> bool:
         """As `Environment.make_room`, which by default deletes the oldest generation that retention can spare."""
         make_room = self.known.environment.make_room or self.retirement.relieve
@@ -296,5 +304,6 @@ class RunWriter:
                 incarnations=list(survey.incarnations.values()),
                 order=survey.order,
                 pointer=survey.pointer,
+                records=list(survey.generations.values()) if isinstance(self.tier, NodeDisks) else [],
             )
         )

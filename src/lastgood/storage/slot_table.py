@@ -63,14 +63,14 @@ def beside_new_commit(
     """The folders that stay beside a new commit: the newest verified one, else the newest without a bad mark.
 
     `kept`: in the order of their commits. `verified`, `bad`: names of marks. `agreed`: where several ranks commit, the
-    folder that all of them have committed last ("": none is known): it stays, and so do later ones; None: one rank.
+    folder that all of them have committed last ("": none is known): it stays; None: one rank.
     """
     good = [one for one in kept if not set(bad) & one.records.keys()]  # guard: undamaged-slot-kept
     with_mark = [one for one in good if verified in one.records]
     stay = (with_mark or good)[-1:]  # guard: newest-verified-slot-kept
     if agreed is not None:  # a generation is marked as verified after all ranks have committed it
-        of_all = [at for at, one in enumerate(kept) if one.folder == agreed or one in with_mark]
-        stay += [one for one in kept[max(of_all, default=0) :] if one in good]  # guard: agreed-slot-kept
+        of_all = [one for one in good if one.folder == agreed or one in with_mark]
+        stay += of_all[-1:] or good  # guard: agreed-slot-kept
     return tuple(one for one in kept if one in stay)
 
 

@@ -70,9 +70,9 @@ class Slots:
         direct: bool = False,
         several: bool = False,
     ) -> None:
-        self._several, self._beside = several, SLOTS_BESIDE + (SLOTS_UNTIL_AGREED if several else 0)
-        if not 1 <= in_flight <= SLOT_LIMIT - self._beside:
-            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - self._beside}.")
+        self._several, self.beside = several, SLOTS_BESIDE + (SLOTS_UNTIL_AGREED if several else 0)
+        if not 1 <= in_flight <= SLOT_LIMIT - self.beside:
+            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - self.beside}.")
         self.place = f"slots://{root}"
         self._disk = Disk(files, root, direct=direct)
         self._pool = Pool(files, f"{root}/{FOLDER}", direct=direct)
@@ -132,10 +132,7 @@ class Slots:
                 self._append(folder, draft, file, data)
 
     def agree(self, folder: str) -> None:
-        """Note that every rank has committed this folder: the next commit deletes the ones before it, as for one rank.
-
-        Until then a commit deletes none that another rank may still need, because it has not committed a newer one.
-        """
+        """Note that every rank has committed this folder. What all have committed last is not deleted by a commit."""
         with self._lock:
             self._agreed = folder.partition("/")[2]
 
@@ -144,6 +141,12 @@ class Slots:
         with self._disk._translated(name), self._lock:
             self._take_over()
             self._pointers[name] = Pointer(data, to)
+
+    def doubt(self, folder: str) -> None:
+        """Note that the commit of a folder failed on some rank. If it is not in the table here, its slot is free."""
+        with self._lock:
+            if draft := self._drafts.get(folder.partition("/")[2]):
+                draft.doubtful = True  # guard: refused-commit-frees-slot
 
     def forget(self, folder: str) -> None:
         """Nothing is cached about folders that another process may remove (ports.Shared)."""
@@ -356,6 +359,11 @@ class Slots:
                 self._record_no_commit(self._tables.newest.kept)
             for one in [name for name, draft in self._drafts.items() if draft.doubtful]:  # guard: doubtful-slot-freed
                 self._drop(one)
+            if self._several:
+                kept = self._tables.newest.kept
+                stay = beside_new_commit(kept[:-1], self._verified, self._bad, self._agreed)
+                if len(stay) < len(kept[:-1]):  # commits that another rank has refused were never acknowledged
+                    self._record_no_commit((*stay, *kept[-1:]))
             free = self._free()
         if not free:
             raise NoSpace(
@@ -372,7 +380,7 @@ class Slots:
         """The slots that may be overwritten."""
         taken = {one.slot for table in self._tables.possible for one in table.kept}  # guard: possible-tables-hold-slots
         taken |= {draft.slot for draft in self._drafts.values()}  # guard: drafts-hold-slots
-        return [slot for slot in range(self._in_flight + self._beside) if slot not in taken]
+        return [slot for slot in range(self._in_flight + self.beside) if slot not in taken]
 
     def _extend(self, folder: str, draft: Draft, file: str, length: int, spare_bytes: int) -> tuple[File, int]:
         """Reserve space for one more file in a slot; returns the open slot and the offset of the file."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .change import Always, Never, Remove, Swap
+from .change import Always, Instead, Never, Remove, Swap
 from .record import Mutant, table
 
 OBJECTS = ("objects", "tiers", "object_runs")
@@ -107,7 +107,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     *table(
         "node disks",
-        ("ranks_nodes",),
+        ("ranks_nodes", "rank_requests"),
         (
             "a commit that some nodes have is reported as refused",
             "commit-on-some-nodes-is-unknown",
@@ -117,6 +117,19 @@ MUTANTS: tuple[Mutant, ...] = (
         ("a node that lacks a commit stays without it", "commit-put-on-every-node", Remove()),
         ("a generation whose files lay on a lost node is restored", "lost-part-is-not-restorable", Never()),
         ("a rank overwrites a slot that another rank still needs", "agreed-slot-kept", Remove()),
+        ("slots of refused commits are never free again", "refused-commit-frees-slot", Remove()),
+        ("a damaged commit of one node stops the run", "damaged-commit-replaced-on-node", Remove()),
+        (
+            "an answer to another request is taken",
+            "answer-belongs-to-its-request",
+            Swap("{self._nonce}/{rank}", "{number}/{rank}"),
+        ),
+        ("what lies on a lost node is marked as damaged", "lost-part-gets-no-mark", Never()),
+        (
+            "generations that lost a part are never deleted",
+            "lost-generation-deleted",
+            Instead("lost: list[GenerationId] = []"),
+        ),
         ("ranks keep all slots because none learns what all have committed", "slot-freed-after-all-agreed", Remove()),
     ),
     *table(
