@@ -137,9 +137,20 @@ def copy_records(sources: Sequence[Tier], target: Tier, generation: Generation) 
     for source in sources:
         for name, length in sorted(source.list(folder).items()):
             if layout.label_number(name) is not None:
-                with contextlib.suppress(Damaged, NameTaken):  # a damaged label has no effect
-                    target.put_new(f"{folder}/{name}", _read(source, f"{folder}/{name}", length))
+                with contextlib.suppress(Damaged):  # a damaged label has no effect
+                    _copy_label(target, f"{folder}/{name}", _read(source, f"{folder}/{name}", length))
     return written
+
+
+def _copy_label(target: Tier, name: str, data: bytes) -> None:
+    """Create a label as another place has it. One that exists stays, unless it was cut short while it was created."""
+    folder, _, file = name.rpartition("/")
+    try:
+        target.put_new(name, data)
+    except NameTaken:
+        if read_hint(target, name, target.list(folder).get(file), Label) is None:  # guard: torn-label-copied-anew
+            target.delete(name)
+            target.put_new(name, data)
 
 
 def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
