@@ -25,16 +25,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..errors import (
-    Damaged,
-    LastgoodError,
-    ManifestInvalid,
-    MissingBlob,
-    NameTaken,
-    NoSpace,
-    SumMismatch,
-    Truncated,
-)
+from ..errors import Damaged, LastgoodError, ManifestInvalid, MissingBlob, NameTaken, NoSpace, SumMismatch, Truncated
 from ..io.checksum import digest
 from ..limits import RECORD_LIMIT_BYTES
 from ..ports import Tier
@@ -124,33 +115,28 @@ def copy_records(sources: Sequence[Tier], target: Tier, generation: Generation) 
     records = {one.manifest: _from_any(sources, generation, one) for one in generation.commit.seals}
     records[layout.COMMIT] = _from_any(sources, generation, None)
     for name, data in records.items():  # COMMIT is the last: the generation exists in `target` after it
-        length = target.list(folder).get(name)
-        try:
-            target.put_new(f"{folder}/{name}", data)
-        except NameTaken:
-            if name == layout.COMMIT and read_hint(target, f"{folder}/{name}", length, Commit) is not None:
-                raise  # guard: other-commit-not-replaced
-            target.delete(f"{folder}/{name}")
-            target.put_new(f"{folder}/{name}", data)
-            length = None
-        written += [name] if length is None else []
+        if _put_copy(target, folder, name, data, Commit if name == layout.COMMIT else None):
+            written.append(name)
     for source in sources:
         for name, length in sorted(source.list(folder).items()):
             if layout.label_number(name) is not None:
-                with contextlib.suppress(Damaged):  # a damaged label has no effect
-                    _copy_label(target, f"{folder}/{name}", _read(source, f"{folder}/{name}", length))
+                with contextlib.suppress(Damaged, NameTaken):  # a damaged label has no effect
+                    _put_copy(target, folder, name, _read(source, f"{folder}/{name}", length), Label)
     return written
 
 
-def _copy_label(target: Tier, name: str, data: bytes) -> None:
-    """Create a label as another place has it. One that exists stays, unless it was cut short while it was created."""
-    folder, _, file = name.rpartition("/")
+def _put_copy(tier: Tier, folder: str, name: str, data: bytes, kept: type[Commit | Label] | None) -> bool:
+    """Create a record. One of other bytes is replaced, unless it reads as a `kept`. Returns whether it was written."""
+    length = tier.list(folder).get(name)
     try:
-        target.put_new(name, data)
+        tier.put_new(f"{folder}/{name}", data)
     except NameTaken:
-        if read_hint(target, name, target.list(folder).get(file), Label) is None:  # guard: torn-label-copied-anew
-            target.delete(name)
-            target.put_new(name, data)
+        if kept is not None and read_hint(tier, f"{folder}/{name}", length, kept) is not None:
+            raise  # guard: other-commit-not-replaced
+        tier.delete(f"{folder}/{name}")  # guard: damaged-record-copied-anew
+        tier.put_new(f"{folder}/{name}", data)
+        return True
+    return length is None
 
 
 def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
