@@ -207,6 +207,20 @@ def test_a_label_that_was_not_copied_reaches_the_place_below_later(places):
     assert label.exists()
 
 
+def test_a_torn_label_of_a_copy_is_replaced_at_the_next_opening(places):
+    """Without hard links a label is created in place. A power loss cut one short in the place below, and no later copy
+    replaced it: the milestone counted as copied, and was none there. The crash model found it."""
+    with places.opened(save_on_exit=False) as ckpt:
+        ckpt.save(1).result()
+        ckpt.save(1, milestone=True).result()
+    (label,) = Path(places.last).glob("gen/*/LABEL-*")
+    whole = label.read_bytes()
+    label.write_bytes(whole[:20])
+    places.train(1)
+    assert label.read_bytes() == whole
+    assert [one.commit.milestone for one in lastgood.open(places.last).generations()] == [True]
+
+
 def test_what_is_left_of_an_interrupted_copy_is_removed(places):
     """Of several generations that wait, the newest is copied first. When a process died in the copy of an older one,
     which the newest names as its predecessor, every later opening took what was left of it for a generation whose

@@ -26,15 +26,7 @@ from functools import partial
 
 import msgspec
 
-from ..errors import (
-    Damaged,
-    LastgoodError,
-    MissingBlob,
-    NameTaken,
-    NoSpace,
-    SumMismatch,
-    Truncated,
-)
+from ..errors import Damaged, LastgoodError, MissingBlob, NameTaken, NoSpace, SumMismatch, Truncated
 from ..io.checksum import digest
 from ..ports import Mendable, Tier
 from ..records import (
@@ -123,27 +115,37 @@ def copy_records(sources: Sequence[Tier], target: Mendable, generation: Generati
     records[layout.COMMIT] = record_bytes(sources, generation, None)
     listing = target.list(folder)
     for name, data in records.items():  # COMMIT is the last: the generation exists in `target` after it
-        length = listing.get(name)
-        try:
-            target.put_new(f"{folder}/{name}", data)
-        except NameTaken:
-            if name == layout.COMMIT:
-                if read_hint(target, f"{folder}/{name}", length, Commit) is not None:
-                    raise  # guard: other-commit-not-replaced
-                target.delete(f"{folder}/{name}")
-                target.put_new(f"{folder}/{name}", data)
-            else:
-                target.delete(f"{folder}/{name}.tmp")
-                target.put_new(f"{folder}/{name}.tmp", data)
-                target.replace(f"{folder}/{name}", f"{folder}/{name}.tmp")
-            length = None
-        written += [name] if length is None else []
+        kept = Commit if name == layout.COMMIT else None
+        if _put_copy(target, f"{folder}/{name}", data, listing.get(name), kept):
+            written.append(name)
     for source in sources:
         for name, length in sorted(source.list(folder).items()):
             if layout.label_number(name) is not None:
                 with contextlib.suppress(Damaged, NameTaken):  # a damaged label has no effect
-                    target.put_new(f"{folder}/{name}", read(source, f"{folder}/{name}", length))
+                    data = read(source, f"{folder}/{name}", length)
+                    _put_copy(target, f"{folder}/{name}", data, listing.get(name), Label)
     return written
+
+
+def _put_copy(target: Mendable, name: str, data: bytes, length: int | None, kept: type[Commit | Label] | None) -> bool:
+    """Create a record. One of other bytes is replaced, unless it reads as a `kept`. Returns whether it was written.
+
+    `length`: of the record that is there; None: there is none.
+    """
+    try:
+        target.put_new(name, data)
+    except NameTaken:
+        if kept is None:  # a manifest
+            target.delete(f"{name}.tmp")
+            target.put_new(f"{name}.tmp", data)
+            target.replace(name, f"{name}.tmp")
+            return True
+        if read_hint(target, name, length, kept) is not None:
+            raise  # guard: other-commit-not-replaced
+        target.delete(name)  # guard: damaged-record-copied-anew
+        target.put_new(name, data)
+        return True
+    return length is None
 
 
 def retire(tier: Tier, at: GenerationId) -> None:

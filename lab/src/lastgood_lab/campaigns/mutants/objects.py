@@ -96,6 +96,7 @@ MUTANTS: tuple[Mutant, ...] = (
             "unfinished-copy-finished-at-opening",
             Swap(" and copy.commit == one.commit", ""),
         ),
+        ("a label that was cut short in a copy stays", "damaged-record-copied-anew", Remove()),
         ("what is left of an interrupted copy stays", "unfinished-copy-is-litter", Always()),
     ),
     *table(
