@@ -10,7 +10,9 @@ BIN := .venv/bin
 
 .PHONY: check demo demo-bucket test coverage prove bench gpu clean
 
-FAST := tests -n 2 --dist loadfile -m "not slow" --hypothesis-profile=check
+# Without the restart of a worker that died: after it pytest-xdist may wait for ever.
+WORKERS := -n 2 --dist loadfile --max-worker-restart=0
+FAST := tests $(WORKERS) -m "not slow" --hypothesis-profile=check
 
 check: .venv/.ready
 	@$(BIN)/ruff check --quiet .
@@ -33,7 +35,7 @@ test: .venv/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest $(WORKERS)
 
 prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.crash_model
@@ -46,12 +48,14 @@ prove: .venv/.ready
 	$(BIN)/python -m lastgood_lab.campaigns.ranks
 	$(BIN)/python -m lastgood_lab.campaigns.requests
 	$(BIN)/python -m lastgood_lab.campaigns.two_writers
+	$(BIN)/python -m lastgood_lab.campaigns.places_damage
 
 RESULTS := benchmarks/results
 
 bench: .venv/.ready
 	$(BIN)/lastgood bench durable --out $(RESULTS)
 	$(BIN)/lastgood bench restore --out $(RESULTS)
+	$(BIN)/lastgood bench objects --out $(RESULTS)
 	$(BIN)/lastgood bench size --out $(RESULTS)
 	$(BIN)/lastgood bench tensors --out $(RESULTS)
 	$(BIN)/lastgood bench guard --out $(RESULTS)

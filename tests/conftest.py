@@ -11,6 +11,7 @@ import pytest
 
 from commands import call, call_json  # noqa: F401 - fixtures of every test
 from lastgood.testing import FaultyFiles
+from lastgood_lab.object_faults import FaultyProxy
 from lastgood_lab.object_server import ObjectServer, make_bucket, weed
 
 hypothesis.settings.register_profile("tests", deadline=None)  # no test depends on how fast the machine is
@@ -49,6 +50,14 @@ def bucket(object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> str:
     url = f"s3://tests/{os.urandom(6).hex()}"
     make_bucket(url)
     return url
+
+
+@pytest.fixture
+def proxy(object_server: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
+    """A proxy in front of the server, through which this process reaches `bucket` from now on."""
+    with FaultyProxy(object_server.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        yield proxy
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,12 @@ DEPTH_LIMIT = 100
 DTYPE_DEPTH_LIMIT = 16
 """Structures and subarrays of a NumPy dtype are nested no deeper."""
 
+PACK_TAIL_BYTES = 1 << 20
+"""The first read of a pack fetches so many bytes at its end, which most often hold its index and all manifests."""
+PACK_END_LIMIT_BYTES = 64 << 20
+"""The longest end of a pack that is read at once: index and footer, and the manifests before them if they fit."""
+
+assert PACK_TAIL_BYTES <= PACK_END_LIMIT_BYTES
 assert RECORD_LIMIT_BYTES < PARITY_RECORD_LIMIT_BYTES < MANIFEST_LIMIT_BYTES
 assert 8 * DEPTH_LIMIT < 1000, "eight calls a level stay within Python's default recursion limit"
 assert DTYPE_DEPTH_LIMIT <= DEPTH_LIMIT
@@ -72,7 +78,10 @@ MAX_IN_FLIGHT = 64
 WORKERS = 3
 """Threads that write or read the bytes of a run, by default."""
 READ_LIMIT = 3
-"""The largest number of chunks that are read at once (engine/read_file.py takes fewer on few processors)."""
+"""The largest number of chunks of a file that are read from a disk at once (fewer on few processors: io/files.py)."""
+STORE_READS = 6
+"""Chunks of a file that are read from an object store at once: one request each, and one connection is slower than most
+networks."""
 UPKEEP_CHUNKS = 3
 """Chunks of memory in which generations are verified after their commit."""
 EXAMINATION_CHUNKS = 3
@@ -86,7 +95,7 @@ BACKLOG_LIMIT = 2
 UNREAD_LIMIT = 10
 """The same on a tier that deletes old generations by itself, where a backlog fills no disk."""
 
-assert READ_LIMIT <= WORKERS, "each chunk that is read at once has a thread"
+assert READ_LIMIT <= WORKERS, "each chunk that is read from a disk at once has a thread"
 assert min(UPKEEP_CHUNKS, EXAMINATION_CHUNKS) >= 2, "one chunk is read while another one is examined"
 assert DELETED_AT_ONCE <= WORKERS, "each deletion has a thread"
 assert DELETIONS_AHEAD > 1, "a save adds one generation, so a run that holds too many shrinks with every save"
@@ -137,12 +146,16 @@ SLOT_LIMIT = 100
 """Slots have names of two digits."""
 SLOTS_BESIDE = 2
 """Slots that no save in flight may use: the newest commit, and the newest verified generation before it."""
+SLOTS_UNTIL_AGREED = 1
+"""With several ranks: what all of them have committed last stays until they have committed a newer generation."""
 SLOT_LIMIT_BYTES = 1 << 60
 """The largest offset in a slot that a table may name."""
 TABLE_AREA_BYTES = 64 << 10
 """The least length of each of the two areas of the table's file."""
 
-assert MAX_IN_FLIGHT + SLOTS_BESIDE <= SLOT_LIMIT, "there is a slot for every save in flight that a user may ask for"
+assert MAX_IN_FLIGHT + SLOTS_BESIDE + SLOTS_UNTIL_AGREED <= SLOT_LIMIT, (
+    "there is a slot for every save in flight that a user may ask for"
+)
 assert TABLE_AREA_BYTES % DIRECT_IO_BYTES == 0 and TABLE_AREA_BYTES <= RECORD_LIMIT_BYTES
 assert SLOT_LIMIT_BYTES < 2**63, "offsets in a slot fit the system's signed file offsets"
 

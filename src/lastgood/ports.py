@@ -163,12 +163,14 @@ class Tier(Protocol):
 
     `place` is the path or URL, for messages. `fresh=True` reads the medium, past all caches. `mv` may be longer than
     the extent, for alignment. `newest_only`: each commit deletes all generations but itself and the newest verified one
-    before it, without being asked. Errors belong to the tree in errors.py: Damaged where bytes are lost, Unavailable
-    where they cannot be reached now, NotWritable where this user has no permission.
+    before it, without being asked. `reads_at_once`: how many chunks of a blob are worth reading at the same time.
+    Errors belong to the tree in errors.py: Damaged where bytes are lost, Unavailable where they cannot be reached now,
+    NotWritable where this user has no permission.
     """
 
     place: str
     newest_only: bool
+    reads_at_once: int
 
     def create(self, name: str, length: int) -> Upload: ...
     def put_new(self, name: str, data: bytes) -> None: ...

@@ -123,6 +123,13 @@ def test_restarted_ranks_find_each_other_beside_keys_of_dead_processes():
     assert len(board.posts) == 4  # the two answers to dead processes, and one end of each rendezvous
 
 
+def test_every_rank_learns_the_node_of_every_rank():
+    board, nodes = ThreadedBoard(), ("a", "b", "a")
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda rank: join(MessageStore(board), "run", rank, 3, 6.0, nodes[rank]), range(3)))
+    assert {one.nodes for one in found} == {nodes} and len({one.name for one in found}) == 1
+
+
 def test_a_rendezvous_timeout_names_the_missing_ranks():
     assert rendezvous_results(ThreadedBoard(), [0, 2], 3, 0.5) == ["rank 1 has not opened the run within 0 s"] * 2
     assert rendezvous_results(ThreadedBoard(), [0], 3, 0.0) == [

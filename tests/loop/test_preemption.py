@@ -89,13 +89,15 @@ def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(tmp_path):
 
 
 def test_repeated_preemption_requests_keep_the_first_deadline():
+    """With os.kill the kernel chose any thread of the process to receive the signal, so on a loaded machine the handler
+    ran some statements later, found a second signal long after the first one, and ended the process of the tests."""
     clock = Clock(100.0)
     request = EndRequest(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
     try:
         assert request.at is None and request.left_seconds == 30
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         clock.advance(0.9)  # a launcher forwards a signal that the whole process group had received already
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert request.at == 100.0 and request.left_seconds == pytest.approx(29.1)
         clock.advance(100)
         assert request.left_seconds == 0
@@ -110,14 +112,14 @@ def test_a_previously_installed_handler_is_called_once():
     clock = Clock(100.0)
     request = EndRequest(Preemption(signals=[signal.SIGUSR1, signal.SIGINT], grace_seconds=30), clock)
     try:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert calls == [signal.SIGUSR1] and request.at == 100.0
     finally:
         request.close()
     request = EndRequest(Preemption(signals=[signal.SIGINT], grace_seconds=30), clock)
     try:
-        os.kill(os.getpid(), signal.SIGINT)  # this raises no KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)  # this raises no KeyboardInterrupt
         assert request.at == 100.0
     finally:
         request.close()
@@ -134,7 +136,7 @@ def test_the_last_save_survives_a_handler_that_ends_the_process(tmp_path, capfd)
         lastgood.Checkpointer(tmp_path, state, preemption=Preemption(signals=[signal.SIGUSR1])) as ckpt,
     ):
         ckpt.step(1)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         ckpt.step(2)
     assert ended.value.durable == 2 and ended.value.code == 75
     assert "the earlier handler of signal" in capfd.readouterr().err
@@ -148,7 +150,7 @@ def test_a_forked_worker_dies_of_sigterm_and_of_no_other_handled_signal(number, 
     try:
         child = os.fork()
         if child == 0:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
         assert request.at is None
@@ -201,7 +203,7 @@ def opened(root: Path, grace_seconds: float = 60.0, **options) -> lastgood.Check
 
 
 def request_end(ckpt: lastgood.Checkpointer) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)
     assert ckpt.preempted
 
 
@@ -235,7 +237,7 @@ ckpt.wait()
 hang = lambda *_: threading.Event().wait()
 setattr(*{"sync": (PosixFile, "sync"), "write": (PosixFile, "write_at"), "commit": (PosixFiles, "link")}[where], hang)
 ckpt.save(2)
-os.kill(os.getpid(), signal.SIGUSR1)
+signal.raise_signal(signal.SIGUSR1)
 ckpt.step(3)
 """
 
@@ -288,4 +290,4 @@ def test_a_repeated_signal_during_the_exit_changes_nothing(tmp_path):
         request_end(ckpt)
         ckpt.step(1)
     assert signal.getsignal(signal.SIGUSR1) is not before
-    os.kill(os.getpid(), signal.SIGUSR1)
+    signal.raise_signal(signal.SIGUSR1)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 
 import harness
@@ -337,6 +338,32 @@ def test_with_strict_false_all_is_verified_before_a_byte_is_applied(tmp_path: Pa
     with reported("step 6"):
         assert lastgood.load(tmp_path, state, strict=False).step == 3
     assert is_of(state, 3)
+
+
+def test_with_strict_false_new_optimizer_state_is_verified_first(tmp_path: Path) -> None:
+    """The first of two readings left out tensors that the live state did not have yet, such as the moments of an
+    optimizer before its first step, so damage in them was found only when the model had been overwritten."""
+    model = torch.nn.Linear(64, 64)
+
+    def fresh() -> dict[str, object]:
+        torch.manual_seed(1)
+        model.reset_parameters()
+        return {"model": model, "opt": torch.optim.Adam(model.parameters())}
+
+    state = fresh()
+    with lastgood.Checkpointer(tmp_path, state, chunk=4096) as ckpt:
+        for step in (3, 6):
+            model(torch.ones(64)).sum().backward()
+            state["opt"].step()
+            ckpt.save(step).result()
+        ckpt.wait()
+    with safetensors.safe_open(blob(tmp_path, 6), "pt") as file:
+        moments = file.get_tensor("opt.state.weight.exp_avg").numpy().tobytes()
+    data = bytearray(blob(tmp_path, 6).read_bytes())
+    data[data.index(moments) + 9000] ^= 1
+    blob(tmp_path, 6).write_bytes(data)
+    with reported("step 6"):
+        assert lastgood.load(tmp_path, fresh(), strict=False).step == 3
 
 
 def test_damage_between_verification_and_load_is_a_half_load(tmp_path: Path, monkeypatch) -> None:

@@ -13,7 +13,7 @@ import lastgood
 from harness import flip, reports, steps
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 from lastgood_lab.worlds import world
-from ranked_places import copied_by, failing, interrupted, preempted, trained
+from ranked_places import copied_by, failing, interrupted, preempted, replicas_restored, trained
 
 pytestmark = pytest.mark.slow
 
@@ -114,3 +114,27 @@ def test_a_signal_leaves_the_last_step_of_all_ranks_in_all_places(tmp_path):
     newest = steps(tmp_path / "front")[-1]
     assert steps(tmp_path / "last")[-1] == newest >= 5
     assert lastgood.open(tmp_path / "last").verify(newest).good
+
+
+def reads_of_tensors(proxy) -> int:
+    """The bytes of tensor files that the store has sent."""
+    return sum(one.received for one in proxy.requests if one.method == "GET" and ".safetensors" in one.target)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_all_ranks_of_a_machine_want_is_read_once_from_a_bucket(bucket, proxy, tmp_path, size):
+    """Each of the ranks under DDP read all of the state from the store."""
+    environ = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    environ["TMPDIR"] = str(tmp_path)
+    whole = world(2, replicas_restored, bucket, 4, environ)
+    run = lastgood.open(bucket)
+    generation = run.generation(4)
+    stored = sum(blob.length for rank in (0, 1) for blob in run.manifest(generation, rank).blobs)
+    proxy.clear()
+    after = world(size, replicas_restored, bucket, 4, environ)
+    assert {one["step"] for one in after} == {4} and reads_of_tensors(proxy) == stored
+    assert not list(tmp_path.glob("lastgood-*")), "the shared file has no name any more"
+    proxy.clear()
+    alone = world(size, replicas_restored, bucket, 4, environ, False)
+    assert {one["step"] for one in alone} == {4} and reads_of_tensors(proxy) >= size * stored, "no room for the file"
+    assert len(whole[0]["losses"]) == 4

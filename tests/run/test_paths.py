@@ -25,6 +25,11 @@ MISTYPED = {
     "s3://bucket/run?region=x": "cannot be part of a name.*no [?]",
     "s3://bucket/$NOWHERE/run": r"'\$NOWHERE' cannot be part of a name.*variable",
     "s3://bucket/run\n": "cannot be part of a name.*white space",
+    "s3//bucket/run": "Write s3://bucket/run",
+    "S3//bucket/run": "Write s3://bucket/run",
+    "s3:bucket/run": "Write s3://bucket/run",
+    "gs//b": "Write gs://b",
+    "htps://bucket/run": "not that of a place for runs.*s3://, gs://, az:// or slots:///",
     "memory://": "memory that outlives the trainer is not there yet",
     "hdfs://nodes/run": "is a URL.*mounted.*or ./hdfs://nodes/run",
     "https://bucket.s3.amazonaws.com/run": "is a URL",
@@ -69,7 +74,16 @@ def test_an_existing_folder_with_a_dollar_in_its_name_still_opens(tmp_path: Path
         lastgood.save("$HOME/$USER", {"n": 1})
 
 
-@pytest.mark.parametrize("path", ["slots", "Slots", "run:1", "a$/b$", "100$", "T10:30", "./s3:/bucket"])
+def test_an_existing_folder_with_the_name_of_a_scheme_still_opens(tmp_path: Path, monkeypatch) -> None:
+    """`s3//bucket/run` made a folder `s3` beside the script, and `s3:bucket/run` a folder `s3:bucket`."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("s3", "s3:bucket"):
+        os.mkdir(name)
+    assert paths.parsed("s3//run").root == str(tmp_path / "s3/run")
+    assert paths.parsed("s3:bucket/run").root == str(tmp_path / "s3:bucket/run")
+
+
+@pytest.mark.parametrize("path", ["slots", "Slots", "run:1", "a$/b$", "100$", "T10:30", "./s3:/bucket", "s3/bucket"])
 def test_names_with_colons_and_dollars_that_are_no_variables_are_accepted(
     tmp_path: Path, monkeypatch, path: str
 ) -> None:

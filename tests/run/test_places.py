@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import signal
@@ -24,7 +23,7 @@ from lastgood.run.claims import common_order
 from lastgood.run.known import KnownRun
 from lastgood.storage import object_store
 from lastgood_lab import corrupt
-from lastgood_lab.object_faults import FaultyProxy
+from lastgood_lab.object_faults import FaultyProxy, Request
 from lastgood_lab.object_server import ObjectServer
 from training import Training
 
@@ -371,12 +370,37 @@ def test_training_goes_on_while_the_bucket_is_down_and_it_catches_up(bucket, tmp
             waiting = ckpt._pipeline.places.below[0].waiting()
             held = len(steps(places.front))
             ckpt.wait()
-        assert waiting <= 3 and held <= 3 + 4
+        assert waiting <= 3 + 1 and held <= 4 + 4
         assert sum(bucket in one for one in texts) == 1, "an outage is reported once"
         ckpt.step(31).result()
         ckpt.wait()
     assert [one.step for one in lastgood.open(bucket).generations()] == [29, 30, 31]
     assert {one.kind for one in places.events} >= {"copied", "not_copied"}
+
+
+@pytest.mark.slow
+def test_a_copy_under_way_is_finished_although_newer_ones_wait(bucket, tmp_path, proxy):
+    """Its generation was deleted in front while it was read, and MissingBlob was reported; a bucket slower than the
+    saves received nothing."""
+    places, begun, go_on = Places(tmp_path / "front", bucket), threading.Event(), threading.Event()
+
+    def hold(request: Request) -> None:
+        if request.method == "PUT" and request.target.endswith("r00000.safetensors"):
+            begun.set()
+            go_on.wait(QUICK.request_seconds / 2)
+
+    with reports() as texts, places.opened(retention=lastgood.Keep(last=1), save_on_exit=False) as ckpt:
+        ckpt.restore()
+        proxy.before = hold
+        first = ckpt.step(1)
+        assert begun.wait(60)
+        for step in range(2, 8):
+            places.training.step()
+            ckpt.step(step).committed()
+        go_on.set()
+        first.result()
+        ckpt.wait()
+    assert not [one for one in texts if "Missing" in one]
 
 
 @pytest.mark.slow
@@ -435,7 +459,8 @@ def test_an_incarnation_has_one_order_in_two_buckets(bucket):
         access.for_writing(f"{bucket}/b", "atomic_dirsync") as second,
     ):
         for least, expected in ((1, 4), (1, 5), (9, 9)):
-            assert common_order([first, second], least) == first.order == second.order == expected
+            assert common_order([first, second], least) == expected
+            assert {max(one.list("claims")) for one in (first, second)} == {f"{expected:06d}.json"}
 
 
 def test_places_of_different_runs_are_refused_and_left_alone(places, tmp_path):
@@ -470,7 +495,7 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
         for step in range(1, 10):
             places.training.step()
             if step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             ckpt.step(step)
     assert steps(places.front)[-1] == 4 == steps(places.last)[-1]
 
@@ -480,7 +505,7 @@ def test_a_signal_leaves_the_last_step_in_all_places(places):
     [
         ({"url": "/x", "copies": 2}, "copies=2"),
         ({"url": "/x", "spread": "rack"}, "spread='rack'"),
-        ({"url": "/x", "shared": False}, "shared=False"),
+        ({"url": "s3://bucket/run", "shared": False}, "shared=False"),
         ({"url": "memory://"}, "in memory"),
         ({"url": "s3a://bucket/x"}, "s3"),
         ({"url": "/x", "cadence": 10}, "cadence=10"),

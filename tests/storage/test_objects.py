@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +38,6 @@ pytestmark = pytest.mark.slow
 QUICK = object_store.Deadlines(connect_seconds=2, request_seconds=3, retry_seconds=4, retries=1, stall_seconds=5)
 FOLDER = "gen/000000000001-0a0b0c0d"
 BLOB, RECORD = f"{FOLDER}/r00000.safetensors", f"{FOLDER}/COMMIT.json"
-
-
-@pytest.fixture
-def proxy(object_server: ObjectServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
-    with FaultyProxy(object_server.endpoint) as proxy:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
-        yield proxy
 
 
 @pytest.fixture
@@ -207,10 +200,16 @@ def test_a_read_that_fails_once_is_repeated(tier, direct, proxy, kind):
 def test_a_long_read_is_sent_as_several_requests_and_reads_nothing_else(tier, direct, proxy):
     upload(direct, BLOB, pattern(20 << 20))
     proxy.clear()
-    into = memoryview(bytearray(5 << 20))
-    tier.read_into(Extent(blob=BLOB, offset=3 << 20, length=5 << 20), into)
-    assert into == pattern(20 << 20)[3 << 20 : 8 << 20]
-    assert sum(one.received for one in proxy.requests) == 5 << 20 and len(proxy.requests) == 3
+    into = memoryview(bytearray(15 << 20))
+    tier.read_into(Extent(blob=BLOB, offset=3 << 20, length=15 << 20), into)
+    assert into == pattern(20 << 20)[3 << 20 : 18 << 20]
+    assert sum(one.received for one in proxy.requests) == 15 << 20 and len(proxy.requests) == 2
+
+
+def test_a_read_of_no_bytes_is_no_error(tier, direct):
+    """A pool of no threads was made for the requests of an empty tensor."""
+    upload(direct, BLOB, b"bytes")
+    tier.read_into(Extent(blob=BLOB, offset=5, length=0), memoryview(bytearray()))
 
 
 def test_a_store_that_is_down_is_no_damage(tier, direct, proxy):
@@ -257,6 +256,11 @@ def test_a_replacement_that_fails_keeps_the_old_blob_and_the_new_one(tier, direc
         ("403 Forbidden: <Error><Code>ExpiredToken</Code></Error>", NotWritable, "AWS_PROFILE"),
         ("403 Forbidden: <Error><Code>AccessDenied</Code></Error>", NotWritable, "may list, read, write and delete"),
         ("301 Moved: <Error><Code>PermanentRedirect</Code></Error>", NotARun, "Set AWS_REGION"),
+        (
+            "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
+            NotARun,
+            "AWS_REG",
+        ),
         ("something new", TierDown, "as soon as it answers"),
     ],
 )
@@ -266,10 +270,33 @@ def test_each_answer_of_a_store_has_an_error_with_a_remedy(text: str, error: typ
     assert "s3://b/run" in found.what and "secret" not in found.what
 
 
-def test_wrong_credentials_are_refused_before_anything_is_touched(bucket, monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    with pytest.raises(NotWritable, match=r"credentials.*SignatureDoesNotMatch"), access.for_writing(bucket, MODE):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("AWS_SECRET_ACCESS_KEY", "SignatureDoesNotMatch"), ("AWS_ACCESS_KEY_ID", "InvalidAccessKeyId")],
+)
+def test_wrong_credentials_are_refused_before_anything_is_touched(bucket, monkeypatch, name, what):
+    monkeypatch.setenv(name, "wrong")
+    with pytest.raises(NotWritable, match=rf"credentials.*{what}"), access.for_writing(bucket, MODE):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "match"),
+    [
+        ("skewed", TierDown, "the clock of this machine.*Set the clock"),
+        ("quota", NoSpace, "quota.*is used up.*keep fewer generations"),
+        ("region", NotARun, "in another region.*Set AWS_REGION"),
+        ("503", TierDown, "cannot be reached, or failed.*SlowDown.*Check the network"),
+        ("cut_before", TierDown, r"GET http://127.*retries\).*Check the network, the endpoint"),
+    ],
+)
+def test_what_a_store_refuses_is_an_error_at_the_opening(bucket, direct, proxy, monkeypatch, kind, error, match):
+    monkeypatch.setattr(object_store, "DEADLINES", QUICK)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+    proxy.inject(Fault(kind, lambda request: kind != "quota" or request.method == "PUT"))
+    with pytest.raises(error, match=f"(?s){match}"), access.for_writing(bucket, MODE):
+        pass
+    assert not direct.list("")
 
 
 def test_a_bucket_that_is_not_there_is_refused_by_name(bucket):
@@ -281,6 +308,22 @@ def test_an_http_endpoint_needs_no_further_setting(bucket, monkeypatch):
     assert object_store._allows_http()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1:9")
     assert not object_store._allows_http()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "given", "unsigned"),
+    [
+        ("https://127.0.0.1:9", "", True),
+        ("http://127.0.0.1:9", "", False),
+        ("http://127.0.0.1:9", "true", True),
+        ("https://127.0.0.1:9", "false", False),
+    ],
+)
+def test_a_payload_is_signed_only_where_the_connection_is_not_encrypted(bucket, monkeypatch, endpoint, given, unsigned):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    monkeypatch.setenv("AWS_UNSIGNED_PAYLOAD", given) if given else None
+    found = object_store.opened(bucket, QUICK).config.get("unsigned_payload")
+    assert (str(found).lower() == "true") == unsigned
 
 
 @pytest.fixture
@@ -298,7 +341,7 @@ def test_the_credentials_of_a_profile_are_used(bucket, without_keys, monkeypatch
     monkeypatch.setenv("AWS_PROFILE", "team")
     with access.for_writing(bucket, MODE) as tier:
         tier.put_new(RECORD, b"commit")
-        assert content(tier._objects, RECORD) == b"commit"
+        assert content(access._objects(bucket), RECORD) == b"commit"
 
 
 @pytest.mark.parametrize(("profile", "what"), [("team", "'team' cannot be used"), ("", "no credentials for S3 are in")])
@@ -344,14 +387,15 @@ def test_the_last_of_two_openings_may_commit_and_the_first_may_not(bucket):
 
 
 def test_a_commit_is_not_acknowledged_if_the_run_was_claimed_meanwhile(bucket):
-    with access.for_writing(bucket, MODE) as first:
-        put_new, later = first._objects.put_new, []
+    objects = Objects(object_store.opened(bucket, QUICK), bucket, QUICK)
+    with claims.claimed(objects, take_over=True) as first:
+        put_new, later = objects.put_new, []
 
         def put_and_claim(name: str, data: bytes) -> None:
             put_new(name, data)
             later.append(access.for_writing(bucket, MODE).__enter__())
 
-        first._objects.put_new = put_and_claim
+        objects.put_new = put_and_claim
         with pytest.raises(claims.RunReplaced):
             first.put_new(RECORD, b"commit")
         assert later[0].list(FOLDER) == {"COMMIT.json": 6}, "the one who replaced it sees the record"
@@ -366,6 +410,14 @@ def test_each_incarnation_in_a_bucket_has_an_order_of_its_own(bucket):
             with pytest.raises(claims.RunReplaced):
                 second.next_order(11)
             assert third.next_order(3) == 11
+
+
+def test_an_opening_that_fails_ends_its_claim(bucket):
+    """After a training job whose places held different runs, commands demanded --take-over."""
+    with pytest.raises(Refused), access.for_writing(bucket, MODE):
+        raise Refused("the places hold different runs")
+    with access.for_writing(bucket, MODE, take_over=False):
+        """The failed opening was closed."""
 
 
 def test_a_command_takes_a_run_over_only_on_request(bucket):
@@ -411,6 +463,26 @@ def test_uploads_that_cannot_be_removed_do_not_stop_an_opening(bucket, monkeypat
     with reports() as found, access.for_writing(bucket, MODE):
         pass
     assert any("unfinished uploads were not removed" in one and "lifecycle rule" in one for one in map(str, found))
+    held.close()
+
+
+def test_a_store_that_does_not_list_uploads_in_time_is_down(bucket, proxy, monkeypatch):
+    """An opening ended with an AttributeError: an error without an answer has None in place of one."""
+    monkeypatch.setattr(unfinished_uploads, "DEADLINE_SECONDS", 0.2)
+    proxy.inject(Fault("hang", lambda request: "uploads" in request.target))
+    with pytest.raises(TierDown, match="unfinished uploads were not removed"):
+        unfinished_uploads.remove(bucket, QUICK)
+
+
+@pytest.mark.parametrize("kind", ["cut_before", "503"])
+def test_uploads_that_cannot_be_listed_do_not_stop_an_opening(bucket, proxy, kind):
+    """Where no reply came, the client's error has the response None, and the opening ended with AttributeError."""
+    held = contextlib.ExitStack()
+    held.enter_context(access.for_writing(bucket, MODE))
+    proxy.inject(Fault(kind, lambda request: "uploads" in request.target))
+    with reports() as found, access.for_writing(bucket, MODE):
+        pass
+    assert any("unfinished uploads were not removed" in one for one in map(str, found))
     held.close()
 
 

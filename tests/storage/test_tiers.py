@@ -24,6 +24,7 @@ from lastgood.io.mapped import MappedFiles
 from lastgood.ports import Tier
 from lastgood.records import Extent
 from lastgood.run import access
+from lastgood.run.packed import PackedTier
 from lastgood.storage import object_store
 from lastgood.storage.directory import Disk
 from lastgood.storage.objects import Objects
@@ -48,17 +49,17 @@ TIERS: dict[str, Callable[[str], Tier]] = {
     "slots direct": lambda root: access.slots(PosixFiles(), root, direct=takes_direct(root)),
     "slots mmap": lambda root: access.slots(MappedFiles(root), root, direct=takes_direct(root)),
 }
-OBJECTS = "objects"
+OBJECTS: dict[str, Callable[[Objects], Tier]] = {"objects": lambda objects: objects, "packed": PackedTier}
 """opened in a folder of a real S3 server, not in a directory"""
 MANY_WRITERS = [kind for kind in TIERS if kind.startswith("disk")]
 """slots have one, who holds the lock of the run: a second one would overwrite what the first one wrote"""
 
 
-@pytest.fixture(params=[*TIERS, pytest.param(OBJECTS, marks=pytest.mark.slow)])
+@pytest.fixture(params=[*TIERS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in OBJECTS)])
 def tier(request, tmp_path) -> Iterator[Tier]:
-    if request.param == OBJECTS:
+    if request.param in OBJECTS:
         url = request.getfixturevalue("bucket")
-        yield Objects(object_store.opened(url, object_store.DEADLINES), url)
+        yield OBJECTS[request.param](Objects(object_store.opened(url, object_store.DEADLINES), url))
         return
     tier = TIERS[request.param](str(tmp_path))
     yield tier
@@ -106,6 +107,12 @@ def test_a_finished_blob_reads_back_at_any_length(tier, length, fresh):
     assert tier.list(FOLDER) == {"r00000.safetensors": length}, "neither padding nor temporary files remain"
     assert read(tier, BLOB, length, fresh=fresh) == data
     assert read(tier, BLOB, length, room=length + 9000, fresh=fresh) == data
+
+
+def test_an_empty_record_reads_back(tier):
+    """From an object store it was a ValueError: the reading of no byte began a pool of no thread."""
+    tier.put_new(RECORD, b"")
+    assert read(tier, RECORD, 0, fresh=True) == b"" and tier.list(FOLDER) == {"COMMIT.json": 0}
 
 
 def test_a_fresh_read_of_whole_pages_fills_memory_that_is_not_aligned(tier):

@@ -498,7 +498,7 @@ def preempted(rank: int, size: int, kind: str, root: Path, signalled_rank: int, 
                     n += 1
                     loop.step(n)
                     if n == 5 and rank == signalled_rank:
-                        os.kill(os.getpid(), signal.SIGTERM)
+                        signal.raise_signal(signal.SIGTERM)
                     if late and rank == 1 and n > 200:
                         announcements.ANNOUNCEMENT_POLL_SECONDS = 0.0
                     ckpt.step(n)

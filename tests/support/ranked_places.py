@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import lastgood
 from harness import reports
-from lastgood.run import lower_place, part_copies
+from lastgood.format import commit
+from lastgood.run import lower_place, node_cache, part_copies
 from lastgood_lab.campaigns.rank_jobs import PATIENCE, Loop
 
-PLACES = {"cadence": lastgood.Every(steps=4), "retention": lastgood.Keep(last=9), "patience": PATIENCE}
+PLACES: dict[str, Any] = {"cadence": lastgood.Every(steps=4), "retention": lastgood.Keep(last=9), "patience": PATIENCE}
 
 
 def opened(loop: Loop, root: Path, last: str | Path, **options: Any) -> lastgood.Checkpointer:
@@ -33,12 +37,14 @@ def trained(
     upto: int,
     environ: Mapping[str, str] | None = None,
     parity: str | None = None,
+    keep: lastgood.Keep = PLACES["retention"],
 ) -> dict[str, Any]:
     """Restore and train; returns the step that was restored, from where, what was mended, and the losses."""
     os.environ.update(environ or {})
     loop = Loop("fsdp" if size > 1 else "plain", size)
     events: list[str] = []
-    with opened(loop, root, last, parity=parity, on_event=lambda event: events.append(event.kind)) as ckpt:
+    options = {"parity": parity, "retention": keep}
+    with opened(loop, root, last, **options, on_event=lambda event: events.append(event.kind)) as ckpt:
         found = ckpt.restore()
         losses = []
         for n in range(found.step + 1, upto + 1):
@@ -108,7 +114,7 @@ def preempted(rank: int, size: int, root: Path, last: Path) -> int:
                 ckpt.step(n)
                 time.sleep(0.01)
                 if n == 5 and rank == 0:
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    signal.raise_signal(signal.SIGTERM)
     except SystemExit as end:
         dist.barrier()
         return int(end.code or 0)
@@ -142,3 +148,64 @@ def scrubbed(rank: int, size: int, root: Path, upto: int) -> list[str]:
             with reports():  # the damage that the scrub has found
                 ckpt.step(n)
     return events
+
+
+def on_nodes(
+    rank: int, size: int, root: Path, last: str, upto: int, environ: Mapping[str, str], nodes: Sequence[str]
+) -> dict[str, Any]:
+    """As `trained`, on the node of this rank (its name in `nodes`)."""
+    return trained(rank, size, root, last, upto, {**environ, "LASTGOOD_NODE": nodes[rank]})
+
+
+def restored(rank: int, size: int, root: Path, last: str, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Restore; returns the step, from where, and a digest of all parameters and of the optimizer's state."""
+    os.environ.update(environ)
+    loop = Loop("fsdp" if size > 1 else "plain", size)
+    with opened(loop, root, last) as ckpt:
+        found = ckpt.restore()
+    seen = hashlib.sha256()
+    for one in loop.net.parameters():
+        for tensor in (one, *(loop.optimizer.state[one][name] for name in ("exp_avg", "exp_avg_sq"))):
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            seen.update(whole.detach().numpy().tobytes())
+    return {"step": found.step, "sources": list(found.sources), "digest": seen.hexdigest()}
+
+
+def killed(rank: int, size: int, root: Path, last: str, environ: Mapping[str, str]) -> None:
+    """As `trained`; all ranks are killed between the pack of the first copy and its COMMIT."""
+    packed = root / "packed"
+
+    def kill(*_: Any) -> None:
+        packed.touch()
+        os._exit(9)
+
+    def follow() -> None:
+        while not packed.exists():
+            time.sleep(0.02)
+        os._exit(9)
+
+    if rank == 0:
+        commit.copy_records = kill
+    else:
+        threading.Thread(target=follow).start()
+    trained(rank, size, root, last, 4, environ)
+
+
+def replicas_restored(
+    rank: int, size: int, url: str, upto: int, environ: Mapping[str, str], room: bool = True
+) -> dict[str, Any]:
+    """Restore and train under DDP in one place; returns the step, the bytes of each source, and the losses.
+
+    `room`: whether this machine has room for a file that its ranks share.
+    """
+    os.environ.update(environ)
+    if not room:
+        node_cache._made = lambda path, length: False
+    loop = Loop("ddp" if size > 1 else "plain", size)
+    with lastgood.Checkpointer(url, loop.state, cadence=lastgood.Every(steps=2), patience=PATIENCE) as ckpt:
+        found = ckpt.restore()
+        losses = []
+        for n in range(found.step + 1, upto + 1):
+            losses.append(loop.step(n))
+            ckpt.step(n)
+    return {"step": found.step, "sources": {name: one.bytes for name, one in found.sources.items()}, "losses": losses}

@@ -390,6 +390,19 @@ def scale(out: Out, place: Place = None, as_json: Json = False) -> Answer:
     return _tried(experiment, experiment.Options(out, place=place), out)
 
 
+@lab.command()
+def outage(
+    out: Out,
+    saves: Annotated[int, typer.Option(min=1, help="Saves of each phase: server up, down, up again.")] = 100,
+    place: Place = None,
+    as_json: Json = False,
+) -> Answer:
+    """Take the bucket behind a directory away for many saves: what the loop waits, memory, disk, what is missing."""
+    from . import outage as experiment
+
+    return _tried(experiment, experiment.Options(out, saves, place=place), out)
+
+
 def _tried(experiment: Any, options: Any, out: Path) -> Answer:
     """Run an experiment, write its report, and return it as the answer."""
     from . import trials

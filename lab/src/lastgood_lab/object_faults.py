@@ -15,12 +15,35 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "cut_before", "cut_during", "lose_reply", "cut_reply", "500", "503", "429", "409", "hang", "repeat", "unconditional"
+    "cut_before",
+    "cut_during",
+    "lose_reply",
+    "cut_reply",
+    "500",
+    "503",
+    "429",
+    "409",
+    "hang",
+    "repeat",
+    "unconditional",
+    "skewed",
+    "quota",
+    "region",
 ]
 KINDS: tuple[Kind, ...] = ("cut_before", "cut_during", "lose_reply", "cut_reply", "500", "503", "429", "409", "repeat")
 """what a network and a store do by themselves; `hang` and `unconditional` (a creation that the store refuses is
-answered with success, as by a store that ignores its condition) are asked for by name"""
-CODES = {"500": "InternalError", "503": "SlowDown", "429": "TooManyRequests", "409": "ConditionalRequestConflict"}
+answered with success, as by a store that ignores its condition) are asked for by name, and so are the refusals of S3
+for a clock that is off, a quota that is used up, and a bucket of another region"""
+CODES = {
+    "500": (500, "InternalError"),
+    "503": (503, "SlowDown"),
+    "429": (429, "TooManyRequests"),
+    "409": (409, "ConditionalRequestConflict"),
+    "skewed": (403, "RequestTimeTooSkewed"),
+    "quota": (403, "QuotaExceeded"),
+    "region": (301, "PermanentRedirect"),
+}
+"""kind -> status and code of the answer"""
 END_SECONDS = 30
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
@@ -160,9 +183,10 @@ class FaultyProxy:
             self._cut_during(handler, body)
             self._note(request, 0, b"")
         elif kind in CODES:
-            answer = f"<Error><Code>{CODES[kind]}</Code><Message>on purpose</Message></Error>".encode()
-            self._note(request, int(kind), answer)
-            _answer(handler, int(kind), [("Content-Type", "application/xml")], answer)
+            status, code = CODES[kind]
+            answer = f"<Error><Code>{code}</Code><Message>on purpose</Message></Error>".encode()
+            self._note(request, status, answer)
+            _answer(handler, status, [("Content-Type", "application/xml")], answer)
         else:
             self._pass_on(handler, request, body, kind)
 

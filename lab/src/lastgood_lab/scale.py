@@ -157,7 +157,7 @@ def rendezvous_seconds(ranks: int) -> float:
 
     def acknowledge() -> None:
         name = store.receive([f"run/named/nonce{rank}" for rank in others], 60.0)[0]
-        store.post_all({f"run/received/{name}/{rank}": True for rank in others})
+        store.post_all({f"run/received/{name}/{rank}": "node" for rank in others})
 
     with ThreadPoolExecutor(1) as pool:
         acknowledging = pool.submit(acknowledge)
@@ -232,7 +232,7 @@ def timed(act: Callable[[], Any]) -> tuple[float, Any]:
 class _Table(Tier):
     """A tier in memory that holds only records, and counts reads and deletions."""
 
-    place, newest_only = "memory", False
+    place, newest_only, reads_at_once = "memory", False, 1
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -26,6 +26,7 @@ from lastgood.policy.places import holder, merged
 from lastgood.ports import Tier
 from lastgood.records import Finding, Generation, GenerationId
 from lastgood.run.candidates import Candidates
+from lastgood.run.content import Content
 from lastgood.run.known import Environment
 from lastgood.run.lower_place import LowerPlace
 from lastgood.run.outcomes import Outcomes
@@ -87,8 +88,11 @@ class RestorableFromPlaces:
     def survey(self) -> Survey:
         return self._places.front.known.view
 
-    def place_of(self, generation: Generation) -> Tier:
+    def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
         return self._places.writer_of(generation.id).tier
+
+    def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
+        """Every file is readable: one process sees all of a place."""
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         return Arena(total_bytes, chunk_bytes)

@@ -70,6 +70,14 @@ class MessageStore:
         """
         return [msgspec.json.decode(one) for one in self._store.get(keys, timeout_seconds, cancelled, poll_seconds)]
 
+    def post_bytes(self, key: str, data: bytes) -> None:
+        """Post bytes that are no JSON."""
+        self._store.set({key: data})
+
+    def receive_bytes(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+        """Wait for bytes under each key. Raises TimedOut."""
+        return self._store.get(keys, timeout_seconds)
+
     def read(self, key: str) -> Any | None:
         """The message under the key; None if there is none yet. Not for a message that may be deleted meanwhile."""
         return self.receive([key], RANK_TIMEOUT_SECONDS)[0] if self.has(key) else None
@@ -88,7 +96,8 @@ class RankGroup(MessageStore):
     """This process as one of the `size` ranks that have a run open.
 
     `name` starts all keys of this opening of the run. `timeout_seconds` is how long a rank is waited for. `quick` is a
-    store whose calls end soon, with TierDown if necessary; default: `store`.
+    store whose calls end soon, with TierDown if necessary; default: `store`. `nodes`: the name of each rank's node;
+    empty (the default) if they are not known.
     """
 
     def __init__(
@@ -99,8 +108,10 @@ class RankGroup(MessageStore):
         name: str,
         timeout_seconds: float = RANK_TIMEOUT_SECONDS,
         quick: Store | None = None,
+        nodes: Sequence[str] = (),
     ) -> None:
         super().__init__(store)
+        self.nodes = nodes
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
         self.quick = MessageStore(quick or store)
         """the same messages, for callers that must not be blocked for long: the training thread, and polls in a wait"""

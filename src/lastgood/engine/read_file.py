@@ -9,7 +9,6 @@ caller's thread:   chunk by chunk in order: digests of whole tensors -> Sink.don
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Sequence
@@ -20,20 +19,18 @@ from ..errors import Damaged, ManifestInvalid, SumMismatch
 from ..format import layout, validation
 from ..format.layout import Image
 from ..io.checksum import digest
-from ..io.files import round_up
-from ..limits import READ_LIMIT
+from ..io.files import DISK_READS, round_up
 from ..ports import Tier
 from ..records import Blob, Extent, Manifest, Piece
 from .arena import Arena
 from .content_digest import Contents
 from .finite import not_finite, not_finite_error
 
-READS = max(1, min(READ_LIMIT, (os.cpu_count() or 2) // 2))
-"""Reads in flight; digests and copies proceed in parallel with them. On two cores one read of a whole chunk at a time
-is fastest, because several at once only delay each other (docs/decisions/0006)."""
-BUFFERS = READS + 2
-"""Chunks in memory while a file is read: those in flight, and one that is digested and copied. The number is small, so
+SPARE_BUFFERS = 2
+"""Chunks in memory beside those that are being read: they are digested and copied meanwhile. The number is small, so
 that a chunk stays in the processor's cache from the digest to the copy."""
+BUFFERS = DISK_READS + SPARE_BUFFERS
+"""Chunks in memory while a file is read from a disk."""
 
 
 class Sink(Protocol):
@@ -148,12 +145,12 @@ class Chunks(Protocol):
 
 
 class RawChunks:
-    """Chunks as they are in the file; nothing is verified. READS of them are read at once."""
+    """Chunks as they are in the file; nothing is verified. `tier.reads_at_once` of them are read at the same time."""
 
     def __init__(self, tier: Tier, folder: str, blob: Blob, fresh: bool = True) -> None:
         self.blob = blob
         self._tier, self._folder, self._fresh = tier, folder, fresh
-        self._turn = threading.Semaphore(READS)
+        self._turn = threading.Semaphore(tier.reads_at_once)
 
     def read(self, index: int, buffer: memoryview) -> memoryview:
         extent = layout.extent_of(self.blob, index)
@@ -385,14 +382,20 @@ def buffer_bytes(blobs: Sequence[Blob]) -> int:
     return max((round_up(min(blob.chunk_bytes, blob.length)) for blob in blobs), default=0)
 
 
+def buffers_for(tier: Tier) -> int:
+    """How many buffers a file of this tier is read with. Fewer are enough, and slower."""
+    return tier.reads_at_once + SPARE_BUFFERS
+
+
 @contextlib.contextmanager
-def borrowed(arena: Arena, need_bytes: int) -> Iterator[list[memoryview]]:
-    """Read buffers of at least `need_bytes` each: leased from `arena`, or new ones if its chunks are too small.
+def borrowed(arena: Arena, need_bytes: int, count: int = BUFFERS) -> Iterator[list[memoryview]]:
+    """Up to `count` read buffers of at least `need_bytes` each: leased from `arena`, or new ones if its chunks are too
+    small.
 
     Nothing else may hold a lease of the arena.
     """
-    own = Arena(need_bytes * BUFFERS, need_bytes) if need_bytes > arena.chunk_bytes else arena
-    count = min(BUFFERS, own.arena_bytes // own.chunk_bytes)
+    own = Arena(need_bytes * count, need_bytes) if need_bytes > arena.chunk_bytes else arena
+    count = min(count, own.arena_bytes // own.chunk_bytes)
     leases = [lease for lease in (own.take() for _ in range(count)) if lease]
     try:
         yield [lease.buffer for lease in leases]

@@ -22,16 +22,15 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
-from ..errors import Damaged, LastgoodError, ManifestInvalid, MissingBlob, NameTaken, NoSpace, SumMismatch, Truncated
+from ..errors import Damaged, LastgoodError, MissingBlob, NameTaken, NoSpace, SumMismatch, Truncated
 from ..io.checksum import digest
-from ..limits import RECORD_LIMIT_BYTES
-from ..ports import Tier
+from ..ports import Mendable, Tier
 from ..records import (
     Commit,
-    Extent,
     Finding,
     Generation,
     GenerationId,
@@ -46,10 +45,10 @@ from ..records import (
 )
 from . import catalog, layout, parity_layout, validation
 from .catalog import Listing
+from .sealed import read, record_bytes
 
 READS_AT_ONCE = 16  # generations, where each read is a request
-FINDINGS_LIMIT = 1000
-"""the largest number of findings that one mark keeps"""
+FINDINGS_LIMIT = 1000  # of one mark
 
 
 def seal(tier: Tier, manifest: Manifest) -> Seal:
@@ -83,15 +82,15 @@ def confirm(tier: Tier, at: GenerationId) -> None:
     `put_new` of the bytes that a record has already writes nothing, and syncs the record and its name.
     """
     name = f"{layout.folder(at)}/{layout.COMMIT}"
-    data = _read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT))
+    data = read(tier, name, tier.list(layout.folder(at)).get(layout.COMMIT))
     # In an object store another process may have deleted the generation since: its COMMIT must not come back.
     if not visible_is_durable(tier):  # guard: deleted-commit-not-created-again
         tier.put_new(name, data)
 
 
 def visible_is_durable(tier: Tier) -> bool:
-    """Whether what can be read is durable: in an object store, which has no page cache and lists all files at once."""
-    return hasattr(tier, "tree")
+    """Whether what can be read is durable: in an object store, which has no page cache."""
+    return hasattr(tier, "tree") and getattr(tier, "visible_is_durable", True)
 
 
 def confirm_labels(tier: Tier, at: GenerationId) -> None:
@@ -100,82 +99,58 @@ def confirm_labels(tier: Tier, at: GenerationId) -> None:
     for name, length in tier.list(folder).items():
         if layout.label_number(name) is not None:
             with contextlib.suppress(Damaged):  # a damaged label has no effect, so it need not be durable
-                tier.put_new(f"{folder}/{name}", _read(tier, f"{folder}/{name}", length))
+                tier.put_new(f"{folder}/{name}", read(tier, f"{folder}/{name}", length))
 
 
-def copy_records(sources: Sequence[Tier], target: Tier, generation: Generation) -> list[str]:
+def copy_records(sources: Sequence[Tier], target: Mendable, generation: Generation) -> list[str]:
     """Make a generation exist in `target`, where every tensor file of it is finished already. Returns what was written.
 
     The records are copied byte for byte, so all places hold the same generation: manifests first, then COMMIT, then its
-    labels. Each comes from the first of `sources` that has it as committed; one that is damaged at the target is
-    deleted first, because it is of no use. Raises Damaged if no source has a record; NameTaken if the target holds
-    another generation of this id; CommitUnknown, NoSpace, NotWritable, TierDown.
+    labels. Each comes from the first of `sources` that has it as committed. A manifest that is damaged at the target is
+    replaced; a damaged COMMIT is deleted first, because it is of no use. Raises Damaged if no source has a record;
+    NameTaken if the target holds another generation of this id; CommitUnknown, NoSpace, NotWritable, TierDown.
     """
     folder, written = layout.folder(generation.id), list[str]()
-    records = {one.manifest: _from_any(sources, generation, one) for one in generation.commit.seals}
-    records[layout.COMMIT] = _from_any(sources, generation, None)
+    records = {one.manifest: record_bytes(sources, generation, one) for one in generation.commit.seals}
+    records[layout.COMMIT] = record_bytes(sources, generation, None)
+    listing = target.list(folder)
     for name, data in records.items():  # COMMIT is the last: the generation exists in `target` after it
-        if _put_copy(target, folder, name, data, Commit if name == layout.COMMIT else None):
+        kept = Commit if name == layout.COMMIT else None
+        if _put_copy(target, f"{folder}/{name}", data, listing.get(name), kept):
             written.append(name)
     for source in sources:
         for name, length in sorted(source.list(folder).items()):
             if layout.label_number(name) is not None:
                 with contextlib.suppress(Damaged, NameTaken):  # a damaged label has no effect
-                    _put_copy(target, folder, name, _read(source, f"{folder}/{name}", length), Label)
+                    data = read(source, f"{folder}/{name}", length)
+                    _put_copy(target, f"{folder}/{name}", data, listing.get(name), Label)
     return written
 
 
-def _put_copy(tier: Tier, folder: str, name: str, data: bytes, kept: type[Commit | Label] | None) -> bool:
-    """Create a record. One of other bytes is replaced, unless it reads as a `kept`. Returns whether it was written."""
-    length = tier.list(folder).get(name)
+def _put_copy(target: Mendable, name: str, data: bytes, length: int | None, kept: type[Commit | Label] | None) -> bool:
+    """Create a record. One of other bytes is replaced, unless it reads as a `kept`. Returns whether it was written.
+
+    `length`: of the record that is there; None: there is none.
+    """
     try:
-        tier.put_new(f"{folder}/{name}", data)
+        target.put_new(name, data)
     except NameTaken:
-        if kept is not None and read_hint(tier, f"{folder}/{name}", length, kept) is not None:
+        if kept is None:  # a manifest
+            target.delete(f"{name}.tmp")
+            target.put_new(f"{name}.tmp", data)
+            target.replace(name, f"{name}.tmp")
+            return True
+        if read_hint(target, name, length, kept) is not None:
             raise  # guard: other-commit-not-replaced
-        tier.delete(f"{folder}/{name}")  # guard: damaged-record-copied-anew
-        tier.put_new(f"{folder}/{name}", data)
+        target.delete(name)  # guard: damaged-record-copied-anew
+        target.put_new(name, data)
         return True
     return length is None
-
-
-def sealed_record(tier: Tier, generation: Generation, one: Seal) -> Manifest:
-    """A rank's manifest, checked against its seal alone: its files may be missing. Raises Damaged, Unavailable."""
-    name = f"{layout.folder(generation.id)}/{one.manifest}"
-    manifest = layout.decode(_committed_bytes(tier, generation, one), Manifest, name)
-    validation.validate_manifest(manifest, generation.id, one.rank, generation.commit.world.ranks)
-    return manifest
-
-
-def _committed_bytes(tier: Tier, generation: Generation, one: Seal | None) -> bytes:
-    """The bytes of a manifest as it was sealed, or with None of the commit record. Raises Damaged, Unavailable."""
-    folder = layout.folder(generation.id)
-    if one is None:
-        name = f"{folder}/{layout.COMMIT}"
-        data = _read(tier, name, tier.list(folder).get(layout.COMMIT))
-        layout.decode(data, Commit, name)
-        if layout.root_of(data) != generation.root:  # guard: copied-commit-has-root
-            raise SumMismatch(f"{name} is the record of another generation", blob=layout.COMMIT)
-        return data
-    name = f"{folder}/{one.manifest}"
-    data = _read(tier, name, one.length, limit=one.length)
-    if digest(layout.decode(data, Manifest, name).digest, data) != one.digest:  # guard: copied-manifest-matches-seal
-        raise SumMismatch(f"{name} differs from the manifest that was sealed", blob=one.manifest)
-    return data
-
-
-def _from_any(sources: Sequence[Tier], generation: Generation, one: Seal | None) -> bytes:
-    """As `_committed_bytes`, from the first of `sources` that has them."""
-    for tier in sources[:-1]:
-        with contextlib.suppress(Damaged):
-            return _committed_bytes(tier, generation, one)
-    return _committed_bytes(sources[-1], generation, one)
 
 
 def retire(tier: Tier, at: GenerationId) -> None:
     """Delete a generation, finish a deletion that a crash cut short, or remove the files of an unfinished save.
 
-    A file that cannot be deleted does not stop the deletion of the others; the first such error is raised at the end.
     GOING is deleted last, so that remaining files are known to belong to a deletion, and a later call finishes it.
     """
     folder = layout.folder(at)
@@ -188,10 +163,18 @@ def retire(tier: Tier, at: GenerationId) -> None:
             # guard: going-record-before-uncommit
             # gap: before_retire
             tier.put_new(f"{folder}/{layout.GOING}", layout.encode(Mark(format=layout.FORMAT, root="")))
-    # Also if there is no COMMIT: who removed it may have crashed before the removal was durable.
+    # Also without COMMIT: who removed it may have crashed before the removal was durable.
     # guard: uncommit-before-delete
     # gap: before_uncommit
     tier.delete(f"{folder}/{layout.COMMIT}")  # <- the generation does not exist after this line
+    getattr(tier, "clear", partial(clear, tier))(folder)  # a place on several nodes clears all of them at once
+    # guard: going-record-stays-with-leftovers
+    if tier.list(folder).keys() <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
+        tier.delete(f"{folder}/{layout.GOING}")  # deleting the last file also removes the folder
+
+
+def clear(tier: Tier, folder: str) -> None:
+    """Delete all files of a folder without COMMIT but GOING. The first error is raised at the end."""
     first: LastgoodError | None = None
     for name, length in sorted(tier.list(folder).items()):  # gap: before_blobs_go
         # guard: going-record-deleted-last
@@ -202,9 +185,6 @@ def retire(tier: Tier, at: GenerationId) -> None:
                 first = first or error  # guard: delete-continues-past-failure
     if first is not None:
         raise first
-    # guard: going-record-stays-with-leftovers
-    if tier.list(folder).keys() <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
-        tier.delete(f"{folder}/{layout.GOING}")  # deleting the last file also removes the folder
 
 
 # ---- reading -------------------------------------------------------------------------------------------------
@@ -215,7 +195,7 @@ def read_generation(tier: Tier, at: GenerationId, run: str | None, listing: List
     read here): of its folder. Raises Damaged, Unavailable or UnknownFormat."""
     folder = layout.folder(at)
     listing = tier.list(folder) if listing is None else listing
-    data = _read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
+    data = read(tier, f"{folder}/{layout.COMMIT}", listing.get(layout.COMMIT))
     commit = layout.decode(data, Commit, f"{folder}/{layout.COMMIT}")
     validation.validate_commit(commit, at, run)  # guard: commit-record-validated
     root = layout.root_of(data)
@@ -249,8 +229,10 @@ def sealed_manifest(tier: Tier, at: GenerationId, one: Seal, ranks: int, listing
     """As `read_manifest`, for a generation that may not be committed yet. `ranks`: their number in this save."""
     folder = layout.folder(at)
     name = f"{folder}/{one.manifest}"
+    if one.manifest not in listing:
+        read(tier, name, one.length, limit=one.length)  # raises why it is missing, as far as the tier knows
     _need_length(name, listing.get(one.manifest), one.length)  # guard: manifest-length-checked
-    data = _read(tier, name, one.length, limit=one.length)
+    data = read(tier, name, one.length, limit=one.length)
     manifest = layout.decode(data, Manifest, name)
     validation.validate_manifest(manifest, at, one.rank, ranks)  # guard: manifest-record-validated
     if digest(manifest.digest, data) != one.digest:  # guard: manifest-matches-seal
@@ -289,13 +271,10 @@ class Survey:
     going: set[GenerationId] = field(default_factory=set)
     """folders without COMMIT, and with GOING or without any file: their deletion was begun"""
     incarnations: dict[str, Incarnation] = field(default_factory=dict)
-    order: int = 0
-    """the highest order of an incarnation"""
+    order: int = 0  # the highest of an incarnation
     pointer: Pointer | None = None
-    listings: Mapping[str, Listing] = field(default_factory=dict)
-    """the folders below `gen` as they were listed, by their names"""
-    catalogued: frozenset[GenerationId] = frozenset()
-    """the generations that were read from the catalog"""
+    listings: Mapping[str, Listing] = field(default_factory=dict)  # the folders below `gen`, by their names
+    catalogued: frozenset[GenerationId] = frozenset()  # those that were read from the catalog
 
 
 def survey(tier: Tier) -> Survey:
@@ -430,17 +409,6 @@ def read_hint(tier: Tier, name: str, length: int | None, kind: type[layout.T]) -
     if length is None:
         return None
     try:
-        return layout.decode(_read(tier, name, length), kind, name)
+        return layout.decode(read(tier, name, length), kind, name)
     except Damaged:
         return None  # guard: damaged-hint-ignored
-
-
-def _read(tier: Tier, name: str, length: int | None, limit: int = RECORD_LIMIT_BYTES) -> bytes:
-    if length is None:
-        raise MissingBlob(f"{name} is missing", blob=name)
-    if not 0 <= length <= limit:  # guard: record-length-limit
-        raise ManifestInvalid(f"{name} is not a file of a record's length", blob=name)
-    buffer = bytearray(length)
-    # guard: record-read-bypasses-cache
-    tier.read_into(Extent(blob=name, offset=0, length=length), memoryview(buffer), fresh=True)
-    return bytes(buffer)

@@ -111,6 +111,11 @@ def manifest_name(rank: int) -> str:
     return f"r{rank:05d}.manifest.json"
 
 
+def rank_folder(rank: int) -> str:
+    """The folder in which one of several ranks has its slots."""
+    return f"r{rank:05d}"
+
+
 def blob_name(rank: int, part: int = 0) -> str:
     """The file name of the tensor file `part` of a rank, counted from 0."""
     return f"r{rank:05d}.safetensors" if part == 0 else f"r{rank:05d}.{part}.safetensors"

@@ -15,12 +15,17 @@ import mmap
 import os
 import stat
 
-from ..limits import DIRECT_IO_BYTES
+from ..limits import DIRECT_IO_BYTES, READ_LIMIT
 from ..ports import OpenMode
 from . import quota
 
 _FULLFSYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)  # macOS: fsync leaves data in the drive's cache
 _DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+DISK_READS = max(1, min(READ_LIMIT, (os.cpu_count() or 2) // 2))
+"""Chunks of a file that are read at once. On two cores one read of a whole chunk at a time is fastest, because several
+at once only delay each other (docs/decisions/0006)."""
 
 
 def round_up(length: int, unit: int = DIRECT_IO_BYTES) -> int:

@@ -141,7 +141,7 @@ class Checkpointer:
         require_group()
         several = among_ranks()
         places = options.places(path)
-        options.check_place(access.in_slots(places[0].path), several)
+        options.check_place(access.in_slots(places[0].path))
         patterns = Patterns(options.include, options.exclude, options.finite_also, options.finite_except)
         include, exclude = tuple(options.include), tuple(options.exclude)
         self._request = request = LoadRequest(state, include=include, exclude=exclude, patterns=patterns)
@@ -201,6 +201,8 @@ class Checkpointer:
             if step != 0 or not is_whole(step, 0):
                 raise
             found = restorer.start_over()
+        finally:
+            restorer.run.release()
         found = replace(found, repaired=restorer.run.repaired(), sources=restorer.run.sources.found())
         restorer.continue_from(found)
         report(found, "resumed from")

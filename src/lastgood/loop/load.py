@@ -25,10 +25,10 @@ from ..coordination.single_rank import AnyRanks, AnyTopic
 from ..engine.read_file import UnfitTensors
 from ..errors import Damaged, HalfLoaded, LastgoodError, LoadFailed, NotFinite, StepDiffers
 from ..format.values import component
+from ..io.machine import machine
 from ..policy import restore
 from ..policy.arguments import require
 from ..policy.merge_values import merged, unplaced
-from ..ranks.torch_store import machine
 from ..records import Finding, Generation
 from ..run.candidates import Candidates, RestorableRun
 from ..run.content import Content, ReadSettings
@@ -207,8 +207,10 @@ class _Loading:
             ):  # entries that this one lacks would keep what was written
                 raise Damaged(f"step {self.half} was damaged, and had been loaded in part")
             findings = self._examine_unverified(generation, topic)
-            content = Content(self._run.place_of(generation), generation)
+            content = Content(self._run.place_of(generation, topic), generation)
             fit = self._fit(content, topic)
+            if self._several:
+                self._run.gather(content, fit.chunks_wanted(content, self._ranks.rank), topic)
             shared = self._is_read_several_times(generation, fit.bytes, topic)
             arena = self._run.arena(*content.reading_bytes())
             once = self._may_read_once(generation) and (self._several or content.headers_agree(arena))

@@ -146,7 +146,7 @@ def load_once(
         else DictRequest(content, step, include, exclude)
     )
     tier = access.for_reading(path)
-    with ThreadPoolExecutor(WORKERS, "lastgood-read") as workers:
+    with ThreadPoolExecutor(max(WORKERS, tier.reads_at_once), "lastgood-read") as workers:
         found = load(request, ReadOnlyRun(tier, commit.survey(tier), workers), SingleRank())
     report(found, "loaded")
     return found if state is not None else Loaded(content, found)

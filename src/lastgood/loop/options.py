@@ -227,6 +227,13 @@ class Options:
     def _check_tiers(self) -> None:
         listed = isinstance(self.tiers, (list, tuple)) and all(isinstance(one, Tier) for one in self.tiers)
         require(listed, f"tiers={self.tiers!r}", 'Give a list: tiers=[lastgood.Tier("/nvme/gpt")].')
+        lower = [one.url for one in self.tiers[1:] if not one.shared]
+        require(not lower, f"shared=False for {lower[:1]}, which is not the first tier", "Put it first.")
+        require(
+            self.scrub is None or not self.tiers or self.tiers[0].shared,
+            "scrub= with a first tier of shared=False",
+            "Leave it out; `lastgood scrub` reads the place below.",
+        )
         below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
         require(not below, "slots below another place", "Give slots as the first tier, or a directory.")
         require(
@@ -275,12 +282,12 @@ class Options:
             persist=tuning.persist,
             parity=front.parity,
             scrub=self.scrub,
+            shared=not self.tiers or self.tiers[0].shared,
             below=below,
         )
 
-    def check_place(self, slots: bool, several: bool) -> None:
-        """Raises Refused for options that do not exist for a run whose first place is in `slots`, or for a job of
-        `several` ranks."""
+    def check_place(self, slots: bool) -> None:
+        """Raises Refused for options that do not exist for a run whose first place is in `slots`."""
         keep, persist, directory = self.front.retention, self.tuning.persist, "Put what is to be kept into a directory"
         require(slots or persist == "direct", f"persist={persist!r}", '"mmap" is for slots://.')
         require(
@@ -290,7 +297,6 @@ class Options:
         )
         extras = self.front.parity is not None or self.scrub is not None
         require(not (slots and extras), "parity or scrub in slots, which keep the newest only", f"{directory}.")
-        require(not (several and slots), "slots with several ranks", "Give a directory that all ranks see.")
 
 
 def option_names() -> list[str]:

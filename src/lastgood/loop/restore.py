@@ -20,11 +20,16 @@ from ..engine import guard
 from ..engine.arena import Arena
 from ..engine.finite import not_finite_error
 from ..errors import HalfLoaded, LastgoodError, NotWritable, Unavailable
+from ..format import commit
 from ..format.commit import Survey
 from ..policy.arguments import require
 from ..ports import Tier
 from ..records import Finding, Generation
-from ..run import reader
+from ..run import node_opening, reader
+from ..run.content import Content
+from ..run.node_cache import NodeCache
+from ..run.node_disks import NodeTier
+from ..run.node_transfer import Chunks, note_fetched, share_manifests
 from ..run.pipeline import Pipeline
 from ..run.watched import Sources
 from ..run.writer import RunWriter
@@ -43,6 +48,7 @@ class WritableRun:
     def __init__(self, pipeline: Pipeline, planner: SavePlanner, ranks: AnyRanks) -> None:
         self._pipeline, self._planner, self._ranks = pipeline, planner, ranks
         self.sources = Sources()
+        self._cache: NodeCache | None = None
 
     @property
     def survey(self) -> Survey:
@@ -52,10 +58,43 @@ class WritableRun:
     def workers(self) -> Executor:
         return self._pipeline.workers
 
-    def place_of(self, generation: Generation) -> Tier:
+    def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
         """The nearest place whose copy may be restored. What is read from it is counted in `sources`."""
         tier = self._pipeline.places.writer_of(generation.id).tier
-        return self.sources.counted(tier)
+        if topic is not None and isinstance(tier, NodeTier) and isinstance(self._ranks, RankGroup):
+            share_manifests(tier, generation, self._ranks, topic)
+        counted = self.sources.counted(tier)
+        if self._ranks.size == 1 or not commit.visible_is_durable(tier):
+            return counted
+        self.release()
+        self._cache = NodeCache(counted)
+        return self._cache
+
+    def gather(self, content: Content, wanted: Chunks, topic: AnyTopic) -> None:
+        """Fetch the chunks that are wanted here and lie on the disks of other nodes only, once for each node; from an
+        object store, those that several ranks of a machine want, once for each machine."""
+        places, ranks, generation = self._pipeline.places, self._ranks, content.generation
+        if self._cache is not None and isinstance(ranks, RankGroup):
+            self._cache.fill(content, wanted, ranks, topic)  # guard: shared-objects-read-once
+        rank, tier = ranks.rank, places.writer_of(generation.id).tier
+        if not isinstance(tier, NodeTier) or not tier.nodes.others:
+            return
+        begun, leader = self.sources.now(), str(tier.nodes.leaders[rank])
+        wants: list[Any] = []  # the coordinator alone keeps what each rank wants
+        topic.agree(dict(wanted), lambda posts: wants.extend(posts))
+        fetched, read = self._by_coordinator(topic, lambda: places.carry(generation, wants))
+        note_fetched(tier, generation, fetched.get(leader, {}))
+        for place, size in read.get(leader, {}).items():
+            self.sources.add(place, size, begun)
+
+    def release(self) -> None:
+        """Delete what `gather` has fetched: every rank has loaded the generation, or another one is tried."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+        tier = self._pipeline.run.tier
+        if isinstance(tier, NodeTier) and tier.leads:
+            tier.shown.forget()
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         """Memory for reading: the arena of the saves if it is large enough, else a new one, which replaces it."""
@@ -85,7 +124,8 @@ class WritableRun:
             return reader.read_all(self.place_of(generation), generation, arena, self._pipeline.workers)
         topic = topic or self._ranks.topic("examine")
         with topic.failing():
-            mine = run.own_findings(generation, arena)
+            parts = topic.agree(None, lambda _: node_opening.parts(run.tier, self._ranks, generation))
+            mine = run.own_findings(generation, arena, parts[self._ranks.rank])
 
         def decide(posts: list[Any]) -> Any:
             found = [one for findings in posts for one in findings]

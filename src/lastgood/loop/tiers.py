@@ -23,7 +23,9 @@ class Tier:
     `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run.
     `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
     Keep(last=3). `parity`: as that of a Checkpointer; default None: no parity.
-    `copies`, `spread`, `shared`: for places on other nodes; only their defaults 1, None and True exist so far.
+    `shared`: whether all nodes see this place; False, for the first tier only: each node has a directory of its own
+    under this path, for the files of its ranks; default True. `copies`, `spread`: for copies on other nodes; only their
+    defaults 1 and None exist so far.
     Raises Refused for other values.
 
         tiers=[lastgood.Tier("/nvme/gpt", cadence=lastgood.Every(steps=100), retention=lastgood.Keep(last=2))]
@@ -43,8 +45,18 @@ class Tier:
         require(not _in_memory(self.url), f"Tier({self.url!r}): generations in memory", later)
         require(self.copies == 1, f"Tier(copies={self.copies!r})", later)
         require(self.spread is None, f"Tier(spread={self.spread!r})", later)
-        require(self.shared is True, f"Tier(shared={self.shared!r})", later)
+        require(isinstance(self.shared, bool), f"Tier(shared={self.shared!r})", "Give True or False.")
         place = paths.parsed(self.url)
+        require(
+            self.shared or place.kind == "directory",
+            f"Tier({self.url!r}, shared=False)",
+            "Give a directory, which each node has for itself.",
+        )
+        require(
+            self.shared or self.parity is None,
+            "parity on disks that each node has for itself",
+            "Leave parity out: what a node loses is read from a place below.",
+        )
         require(
             self.cadence is None or isinstance(self.cadence, Every),
             f"Tier(cadence={self.cadence!r})",

@@ -23,6 +23,29 @@ def holder(places: Sequence[Mapping[GenerationId, Generation]], at: GenerationId
     return next((index for index in have if places[index][at].restorable), have[0] if have else None)
 
 
+def is_packed(files: int, committed: bool, packs: bool) -> bool:
+    """Whether the files of a generation that an object store lacks are put into packs there.
+
+    `files`: the tensor files of the generation; a single one stays as it is, so that other tools can open it.
+    `committed`: whether the generation exists there. `packs`: whether a pack does. A generation that exists there
+    without packs is mended file by file.
+    """
+    return files > 1 and (packs or not committed)
+
+
+def packed_parts(parts: Sequence[Sequence[int]], nodes: Sequence[str]) -> list[list[int]]:
+    """For each present rank, the ranks that wrote the generation whose files it puts into a pack.
+
+    The first rank of each node takes the parts of all ranks there. `parts`: those that each rank copies where nothing
+    is packed. `nodes`: the node of each rank; if it is not known, each rank has a node of its own.
+    """
+    named = list(nodes) if len(nodes) == len(parts) else [str(rank) for rank in range(len(parts))]
+    taken: list[list[int]] = [[] for _ in parts]
+    for node, part in zip(named, parts, strict=True):
+        taken[named.index(node)] += part
+    return [sorted(part) for part in taken]
+
+
 def merged(surveys: Sequence[Survey]) -> Survey:
     """What all places hold together. A generation is lost or broken only if no place has a readable copy."""
     if len(surveys) == 1:

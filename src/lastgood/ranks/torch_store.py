@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import hashlib
 import os
-import platform
 import queue
 import threading
 import time
@@ -29,6 +28,7 @@ import torch.distributed as dist
 from ..coordination.rendezvous import join
 from ..coordination.rounds import MessageStore, RankGroup
 from ..errors import Refused, TierDown, TimedOut
+from ..io.machine import machine
 from ..limits import POLLS_PER_TIMEOUT, QUICK_STORE_SECONDS, RANK_TIMEOUT_SECONDS
 
 T = TypeVar("T")
@@ -158,15 +158,6 @@ class GroupStore:
         return answer.result(max(0.0, until - time.monotonic()))
 
 
-def machine() -> str:
-    """An id of this machine, the same for all processes that share its page cache."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return platform.node()
-
-
 def among_ranks() -> bool:
     """Whether this process is one of several in a torch process group."""
     return world_size() > 1
@@ -203,5 +194,5 @@ def join_group(path: str | os.PathLike[str], timeout_seconds: float = RANK_TIMEO
     clients = Clients(store.clone)
     usual = GroupStore(clients, timeout_seconds)
     quick = GroupStore(clients, min(timeout_seconds, QUICK_STORE_SECONDS))
-    name = join(MessageStore(usual), place, rank, size, timeout_seconds)
-    return RankGroup(rank, size, usual, f"{place}/{name}", timeout_seconds, quick)
+    joined = join(MessageStore(usual), place, rank, size, timeout_seconds, machine())
+    return RankGroup(rank, size, usual, f"{place}/{joined.name}", timeout_seconds, quick, joined.nodes)

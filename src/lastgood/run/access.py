@@ -18,12 +18,14 @@ from ..extras import needed
 from ..format import catalog, layout
 from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
+from ..io.machine import machine
 from ..io.mapped import MappedFiles
 from ..ports import Files, Tier
 from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
 from . import claims, paths
+from .packed import PackedTier
 
 if TYPE_CHECKING:
     from ..storage.objects import Objects
@@ -65,12 +67,12 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
             todo="Check the path.",
         )
     if objects is not None:
-        return objects
+        return PackedTier(objects)
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
     return slots(files, root) if in_slots else Disk(files, root)
 
 
-def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) -> Slots:
+def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False, several: bool = False) -> Slots:
     """Make a tier over slots. It learns here which records mark a generation as committed, verified or bad."""
     return Slots(
         files,
@@ -80,6 +82,7 @@ def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False) 
         bad=(layout.DAMAGED, layout.UNFIT),
         in_flight=in_flight,
         direct=direct,
+        several=several,
     )
 
 
@@ -91,13 +94,14 @@ def for_writing(
     in_flight: int = 1,
     persist: Persist = "direct",
     take_over: bool = True,
+    several: bool = False,
 ) -> Iterator[Tier]:
     """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
     `mode`: how files are written; slots and object stores accept "atomic_dirsync" only. `in_flight` (default 1): how
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
-    is replaced; otherwise RunLocked is raised.
+    is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     place = paths.parsed(path)
@@ -118,7 +122,7 @@ def for_writing(
         objects = _objects(root)
         _require_no_other_files(root, set(objects.list("")))
         with claims.claimed(objects, take_over) as held:
-            yield held
+            yield PackedTier(held)
         return
     _require_no_other_files(root, _names_at(root, in_slots) or set())
     try:
@@ -133,7 +137,7 @@ def for_writing(
             yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root))
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
-        tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root))
+        tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
         try:
             yield tier
         except BaseException:
@@ -150,7 +154,7 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
     """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable."""
     root, kind = paths.parsed(path)
     if kind == "objects":
-        yield _objects(root)
+        yield PackedTier(_objects(root))
         return
     if _names_at(root, False) is None:
         raise NotARun(
@@ -159,6 +163,21 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
             todo="All ranks must see the same directory: mount it on every node.",
         )
     yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root), shared=True)
+
+
+def identity(path: str | os.PathLike[str]) -> list[str]:
+    """What tells the directory of a run from those of the same name on other machines. Makes the directory.
+
+    Raises Refused for an object store, NotARun, NotWritable, NoSpace, TierDown.
+    """
+    root = directory(path)
+    _require_no_other_files(root, _names_at(root, False) or set())
+    try:
+        _make_durably(root)
+        found = os.stat(root)
+    except OSError as error:
+        raise os_errors.at_path(error, root) from error
+    return [machine(), str(found.st_dev), str(found.st_ino)]
 
 
 def many_files(path: str | os.PathLike[str]) -> str:
@@ -189,6 +208,22 @@ def in_slots(path: str | os.PathLike[str]) -> bool:
     return paths.parsed(path).kind == "slots"
 
 
+def require_no_slots_of_one(path: str | os.PathLike[str]) -> None:
+    """Raise NotARun if one process has its slots where several ranks are to have theirs."""
+    root = paths.parsed(path).root
+    if (_names_at(root, True) or set()) & {FOLDER, layout.HEADER}:
+        raise NotARun(
+            f"{root} holds the slots of a run of one process",
+            safe="It is untouched.",
+            todo=f"Continue it with one process, or copy it first: lastgood copy {paths.SLOTS}{root} DIRECTORY",
+        )
+
+
+def slots_of_rank(path: str | os.PathLike[str], rank: int) -> str:
+    """Where one of several ranks has its slots: in a folder of its own below the path of the run."""
+    return f"{paths.SLOTS}{paths.parsed(path).root}/{layout.rank_folder(rank)}"
+
+
 def _objects(url: str) -> Objects:
     """The tier of a run in an object store. Raises NotInstalled without obstore, Refused for wrong settings."""
     with needed("objects", f"a run at {url}"):
@@ -202,6 +237,12 @@ def _require_no_other_files(root: str, names: set[str]) -> None:
         name for name in names - _RUN_NAMES if not name.endswith(".tmp") and not name.startswith(".probe-")
     )
     if foreign and not names & {layout.HEADER, *_GENERATIONS}:
+        if layout.rank_folder(0) in foreign:
+            raise NotARun(
+                f"{root} holds the slots of a job of several ranks ({', '.join(foreign[:3])})",
+                safe="It is untouched.",
+                todo=f"Start as many ranks again, or read those of one rank: {paths.SLOTS}{root}/{foreign[0]}",
+            )
         raise NotARun(
             f"{root} holds other files ({', '.join(foreign[:3])}) and no {layout.HEADER}",
             safe="It is untouched.",

@@ -10,7 +10,7 @@ for generation in candidates:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple, Protocol
 
@@ -23,6 +23,7 @@ from ..limits import CHUNK_BYTES, EXAMINATION_CHUNKS
 from ..policy import restore
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, intact
+from .content import Content
 from .reader import read_all
 
 
@@ -34,8 +35,15 @@ class RestorableRun(Protocol):
     @property
     def workers(self) -> Executor: ...
 
-    def place_of(self, generation: Generation) -> Tier:
-        """The place from which a generation is read."""
+    def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
+        """The place from which a generation is read. With several ranks all call it, and agree in `topic`."""
+
+    def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
+        """Make chunks of a generation ready for this rank that lie on other nodes only, or that several ranks of a
+        machine want. All ranks call it.
+
+        `wanted`: file -> the indices of the chunks that this rank wants.
+        """
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         """The memory in which tensors are read: `total_bytes`, lent in chunks of `chunk_bytes`."""
@@ -61,8 +69,11 @@ class ReadOnlyRun:
     def __init__(self, tier: Tier, survey: Survey, workers: Executor) -> None:
         self._tier, self.survey, self.workers = tier, survey, workers
 
-    def place_of(self, generation: Generation) -> Tier:
+    def place_of(self, generation: Generation, topic: AnyTopic | None = None) -> Tier:
         return self._tier
+
+    def gather(self, content: Content, wanted: Mapping[str, Sequence[int]], topic: AnyTopic) -> None:
+        """Every file is readable: this process sees all of the place."""
 
     def arena(self, total_bytes: int, chunk_bytes: int) -> Arena:
         return Arena(total_bytes, chunk_bytes)

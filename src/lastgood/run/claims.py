@@ -72,7 +72,7 @@ class ClaimedTier:
 
     def __init__(self, objects: Objects, order: int) -> None:
         self._objects, self.order = objects, order
-        self.place = objects.place
+        self.place, self.reads_at_once = objects.place, objects.reads_at_once
         self.tree = objects.tree
         self._used = False
         """whether an incarnation has the order of the present claim"""
@@ -94,7 +94,10 @@ class ClaimedTier:
         return self.order
 
     def list(self, folder: str) -> Mapping[str, int | None]:
-        found = self._objects.list(folder)
+        return {name: length for name, (length, _) in self.versions(folder).items()}
+
+    def versions(self, folder: str) -> Mapping[str, tuple[int | None, str]]:
+        found = self._objects.versions(folder)
         if folder.startswith("gen/") and layout.COMMIT not in found:  # the new holder may have deleted the generation
             self._require_held()  # guard: replacement-noticed-at-deleted-generation
         return found
@@ -206,7 +209,12 @@ def claimed(objects: Objects, take_over: bool) -> Iterator[ClaimedTier]:
     if left_open or not take_over:  # a training job does not wait for it where the last one has closed the run
         _remove_unfinished_uploads(objects)
     tier = ClaimedTier(objects, order)
-    yield tier
+    try:
+        yield tier
+    except Exception:
+        with contextlib.suppress(LastgoodError):
+            tier.end()  # guard: failed-opening-ends-its-claim
+        raise
     tier.end()
 
 

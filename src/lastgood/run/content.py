@@ -37,6 +37,7 @@ class Content:
         self.aliases = reshard.aliases(self.manifests)
         """each further name of a tensor -> the name under which it is stored"""
         self._files = [RankFiles(tier, layout.folder(generation.id), one) for one in self.manifests]
+        self._buffers = read_file.buffers_for(tier)
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """The values that `rank` stored: all leaves of its state that are no tensors."""
@@ -100,7 +101,7 @@ class Content:
         """The memory that reading all tensors needs: the bytes of all buffers together, and of one buffer."""
         blobs = self._blobs()
         buffer = max(read_file.buffer_bytes(blobs), 1)
-        return buffer * min(read_file.BUFFERS, sum(len(blob.chunks) for blob in blobs)), buffer
+        return buffer * min(self._buffers, sum(len(blob.chunks) for blob in blobs)), buffer
 
     def headers_agree(self, arena: Arena) -> bool:
         """Whether each tensor file begins with the header that its manifest implies; little more than that is read.
@@ -118,7 +119,7 @@ class Content:
         wants most of it, or if it has not been verified: its other tensors decide too whether it is good.
         """
         fresh, workers, unfit = not settings.shared, settings.workers, settings.unfit
-        with read_file.borrowed(settings.arena, read_file.buffer_bytes(self._blobs())) as buffers:
+        with read_file.borrowed(settings.arena, read_file.buffer_bytes(self._blobs()), self._buffers) as buffers:
             total = sum(piece.extent.length for one in self.manifests for piece in one.pieces)
             all_of_it = unfit is not None or 2 * sink.bytes >= total  # guard: unverified-content-read-whole
             if len(self._files) == 1 and fresh and not sink.boxed and all_of_it:
@@ -131,6 +132,25 @@ class Content:
                     rank_sink = scatter.sink(files.manifest.rank)
                     read_file.stream(files, buffers, workers, rank_sink, unfit=unfit, wanted=wanted, fresh=fresh)
         scatter.end()
+
+    def chunks_wanted(self, sink: WantedTensors, rank: int) -> dict[str, list[int]]:
+        """File -> the indices of its chunks in which the wanted boxes and its header lie. `rank`: as in `ReadSettings`.
+
+        All chunks of a generation of one rank, whose other tensors may decide too whether it is good.
+        """
+        keys: set[tuple[int, str]] = set()
+        for name, one in sink.targets():
+            parts = reshard.parts(self._tensors[name], one.box, rank)
+            keys |= {(part.stored.rank, part.stored.piece.key) for part in parts}
+        found = dict[str, list[int]]()
+        for manifest in self.manifests:
+            of_rank = {key for written, key in keys if written == manifest.rank}
+            for blob in manifest.blobs:
+                check = read_file.Check(manifest, blob)
+                chunks = set(check.needed(of_rank if len(self.manifests) > 1 else None))
+                if chunks:
+                    found[blob.name] = sorted(chunks | set(range(-(-check.header_bytes // blob.chunk_bytes))))
+        return found
 
     # ---- helpers -------------------------------------------------------------------------------------------
 

@@ -4,6 +4,8 @@ A place that lacks the generation gets a copy. A place whose copy is damaged is 
 
     tensor files, chunk by chunk, verified -> manifests -> COMMIT -> labels -> read again -> VERIFIED
 
+In an object store many small files are put into packs (pack_copies.py).
+
 Invariants
   1. A generation exists at the target only after every file of it is durable there, as after a save (format/commit.py).
   2. No byte is written to the target that differs from its digest in the manifest.
@@ -14,23 +16,19 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, Protocol
 
-from ..engine import read_file
-from ..engine.arena import Arena
-from ..engine.read_file import RankFiles, VerifiedChunks
-from ..errors import Cancelled, Damaged, Refused
-from ..format import commit, layout
-from ..io.files import round_up
+from ..engine.read_file import RankFiles
+from ..errors import Damaged, Refused
+from ..format import commit, layout, sealed
 from ..ports import Mendable, Tier
 from ..records import Blob, Finding, Generation, GenerationId, Manifest, RunHeader, intact
+from . import pack_copies
+from .file_copies import Copying as Copying
+from .file_copies import reads_back, write
+from .packed import PackedTier
 from .reader import disagreeing, read_all
-from .watched import CountBytes
-
-Stop = Callable[[], bool]
 
 
 def adopt_run(source: Tier, target: Tier, survey: commit.Survey) -> None:
@@ -64,23 +62,9 @@ def copy_incarnations(source: Tier, target: Tier) -> None:
             target.put_new(f"incarnations/{name}", layout.encode(one))
 
 
-@dataclass(frozen=True)
-class Copying:
-    """How copies are made. `arena`: buffers for one chunk after another. `workers`: the threads that read and digest.
-
-    `count_bytes`: called with the bytes of each chunk that is done. `stop`: polled before each chunk; once it is true,
-    Cancelled is raised.
-    """
-
-    arena: Arena
-    workers: Executor
-    count_bytes: CountBytes = lambda count: None
-    stop: Stop = lambda: False
-
-
-Task = Literal["copy", "read", "protect"]
-"""What a rank does with the files of its part: copy them to a place, read them there again, write their parity there.
-"""
+Task = Literal["copy", "pack", "read", "protect"]
+"""What a rank does with the files of its part: copy them to a place, put them with those of its node into a pack there,
+read them there again, write their parity there."""
 
 
 class Others(Protocol):
@@ -89,7 +73,10 @@ class Others(Protocol):
     def own_part(self, generation: Generation) -> Collection[int] | None:
         """The ranks that wrote the generation whose files are the part of this process; None: all of them."""
 
-    def ask(self, at: GenerationId, task: Task, code: str = "") -> None:
+    def packed_part(self, generation: Generation) -> Collection[int] | None:
+        """The ranks that wrote the generation whose files this process puts into a pack; None: all of them."""
+
+    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
         """Ask the others to do their part. `code`: of the parity, as "8+2"."""
 
     def answers(self) -> list[Finding]:
@@ -105,7 +92,10 @@ class Nobody:
     def own_part(self, generation: Generation) -> None:
         """All ranks."""
 
-    def ask(self, at: GenerationId, task: Task, code: str = "") -> None:
+    def packed_part(self, generation: Generation) -> None:
+        """All ranks."""
+
+    def ask(self, generation: Generation, task: Task, code: str = "") -> None:
         """Nobody is there to ask."""
 
     def answers(self) -> list[Finding]:
@@ -130,12 +120,17 @@ def complete(
     NameTaken if the target holds another generation of this id; the errors of writing.
     """
     others = others or Nobody()
-    mine = others.own_part(generation)
-    others.ask(generation.id, "copy")
-    written = copy_files(target, sources, generation, mine, copying)
-    others.answers()  # guard: commit-copied-after-all-parts
+    mine, packed = others.own_part(generation), pack_copies.wanted(target, sources, generation)
+    others.ask(generation, "pack" if packed else "copy")
+    with contextlib.ExitStack() as pack:
+        if packed:
+            part = others.packed_part(generation)
+            written = pack.enter_context(pack_files(target, sources, generation, part, copying, with_manifests=True))
+        else:
+            written = copy_files(target, sources, generation, mine, copying)
+        others.answers()  # guard: commit-copied-after-all-parts
     written += commit.copy_records(sources, target, generation)
-    others.ask(generation.id, "read")
+    others.ask(generation, "read")
     findings = read_all(target, generation, copying.arena, copying.workers, copying.stop, of=mine)
     findings += others.answers()
     if mine is not None and not findings:
@@ -157,14 +152,43 @@ def copy_files(
 
     `of`: the ranks that wrote them; None: all. The other parameters and the errors are those of `complete`.
     """
-    written: list[str] = []
-    ranks = [one.rank for one in generation.commit.seals if of is None or one.rank in of]
-    manifests = [_manifest([*sources, target], generation, rank) for rank in ranks]
-    for manifest in manifests:
-        for blob in manifest.blobs:
-            if _complete_blob(target, sources, generation.id, manifest, blob, copying):
-                written.append(blob.name)
-    return written
+    files = [(one, blob) for one in _manifests([*sources, target], generation, of) for blob in one.blobs]
+    return [blob.name for one, blob in files if _complete_blob(target, sources, generation.id, one, blob, copying)]
+
+
+@contextlib.contextmanager
+def pack_files(
+    target: Mendable,
+    sources: Sequence[Tier],
+    generation: Generation,
+    of: Collection[int] | None,
+    copying: Copying,
+    with_manifests: bool,
+) -> Iterator[list[str]]:
+    """As `copy_files`, with the files that are missing at the target in one pack. It is there once the block has ended.
+
+    `with_manifests`: whether the missing manifests of all ranks are in it too. Yields the names of what is written.
+    """
+    assert isinstance(target, PackedTier)
+    if of is not None and not of and not with_manifests:
+        yield []
+        return
+    manifests = _manifests([*sources, target], generation, None if with_manifests else of)
+    listing = target.list(layout.folder(generation.id))
+    mine = [(one, blob) for one in manifests if of is None or one.rank in of for blob in one.blobs]
+    found = [(one, blob) for one, blob in mine if blob.name in listing]
+    written = [blob.name for one, blob in found if _complete_blob(target, sources, generation.id, one, blob, copying)]
+    missing = [(one, blob) for one, blob in mine if blob.name not in listing]
+    seals = [one for one in generation.commit.seals if with_manifests and one.manifest not in listing]
+    elsewhere = {blob.name for one in manifests for blob in one.blobs} - {blob.name for _, blob in missing}
+    with pack_copies.packing(target, sources, generation, missing, seals, elsewhere, copying):
+        yield [*written, *(blob.name for _, blob in missing), *(one.manifest for one in seals)]
+
+
+def _manifests(places: Sequence[Tier], generation: Generation, of: Collection[int] | None) -> list[Manifest]:
+    """The manifests of these ranks (None: of all), each as `sealed.first_sealed`."""
+    seals = [one for one in generation.commit.seals if of is None or one.rank in of]
+    return [sealed.first_sealed(places, generation, one) for one in seals]
 
 
 def holds(tier: Tier, generation: Generation) -> bool:
@@ -178,29 +202,6 @@ def holds(tier: Tier, generation: Generation) -> bool:
     return there.root == generation.root and not there.damaged and (there.verified or bool(there.unfit))
 
 
-class _FirstGood:
-    """`read_file.Chunks` of one tensor file: each chunk from the first place where it is good."""
-
-    def __init__(self, places: Sequence[RankFiles], blob: Blob) -> None:
-        self.blob = blob
-        self._places = [VerifiedChunks(files, blob) for files in places]
-
-    def read(self, index: int, buffer: memoryview) -> memoryview:
-        for chunks in self._places[:-1]:
-            with contextlib.suppress(Damaged):
-                return chunks.read(index, buffer)
-        return self._places[-1].read(index, buffer)
-
-
-def _manifest(places: Sequence[Tier], generation: Generation, rank: int) -> Manifest:
-    """One rank's manifest, from the first place where it agrees with its seal. Its files may be damaged there."""
-    seal = generation.commit.seals[rank]
-    for tier in places[:-1]:
-        with contextlib.suppress(Damaged):
-            return commit.sealed_record(tier, generation, seal)
-    return commit.sealed_record(places[-1], generation, seal)
-
-
 def _complete_blob(
     target: Mendable, sources: Sequence[Tier], at: GenerationId, manifest: Manifest, blob: Blob, copying: Copying
 ) -> bool:
@@ -209,7 +210,7 @@ def _complete_blob(
     name, listing = f"{folder}/{blob.name}", target.list(folder)
     there = blob.name in listing
     # guard: found-copy-read-back
-    if listing.get(blob.name) == blob.length and _reads_back(RankFiles(target, folder, manifest), blob, copying):
+    if listing.get(blob.name) == blob.length and reads_back(RankFiles(target, folder, manifest), blob, copying):
         copying.count_bytes(blob.length)
         return False
     by = f"{name}.tmp" if there else name
@@ -218,37 +219,11 @@ def _complete_blob(
     places = [RankFiles(tier, folder, manifest) for tier in ([target, *sources] if there else sources)]
     upload = target.create(by, blob.length)
     try:
-        with (
-            read_file.borrowed(copying.arena, read_file.buffer_bytes([blob])) as buffers,
-            contextlib.closing(read_file.in_order(_FirstGood(places, blob), buffers, copying.workers)) as chunks,
-        ):
-            for number, (data, error) in enumerate(chunks):
-                if error is not None:  # guard: damaged-chunk-not-copied
-                    raise error
-                if copying.stop():
-                    raise Cancelled(f"the copy of {name} was interrupted")
-                padded = buffers[number % len(buffers)][: round_up(len(data))]
-                padded[len(data) :] = bytes(len(padded) - len(data))
-                upload.write_at(padded, number * blob.chunk_bytes)
-                copying.count_bytes(len(data))
+        write(upload, 0, places, blob, copying)
         upload.finish()
     except BaseException:
         upload.abort()
         raise
     if there:
         target.replace(name, by)
-    return True
-
-
-def _reads_back(files: RankFiles, blob: Blob, copying: Copying) -> bool:
-    """Whether a file that exists already has the bytes that were committed."""
-    with (
-        read_file.borrowed(copying.arena, read_file.buffer_bytes([blob])) as buffers,
-        contextlib.closing(read_file.in_order(VerifiedChunks(files, blob), buffers, copying.workers)) as chunks,
-    ):
-        for _, error in chunks:
-            if error is not None:
-                return False
-            if copying.stop():
-                raise Cancelled("the reading of a copy was interrupted")
     return True

@@ -28,7 +28,7 @@ class RetryingTier:
 
     def __init__(self, tier: Tier, make_room: Callable[[int], bool]) -> None:
         self._tier, self._make_room = tier, make_room
-        self.place, self.newest_only = tier.place, tier.newest_only
+        self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
 
     def create(self, name: str, length: int) -> Upload:
         while True:
@@ -82,10 +82,9 @@ def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_
     holds already.
     """
     if tier.newest_only:
-        most = size((in_flight + SLOTS_BESIDE) * state_bytes)
-        what = (
-            f"({in_flight} in flight + {SLOTS_BESIDE}) slots of {size(state_bytes)} = {most}, and a little for records"
-        )
+        beside = getattr(getattr(tier, "own", tier), "beside", SLOTS_BESIDE)  # more in those of several ranks
+        most = size((in_flight + beside) * state_bytes)
+        what = f"({in_flight} in flight + {beside}) slots of {size(state_bytes)} = {most}, and a little for records"
         reporting.info(f"{tier.place} takes {what}")
         return
     kept = keep.last + len(keep.milestones) + (keep.best[2] if keep.best else 0)

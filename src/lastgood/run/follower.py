@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -24,7 +24,9 @@ from ..format import commit, layout
 from ..policy import restore
 from ..ports import Shared
 from ..records import Finding, Generation, GenerationId, Incarnation, judged
+from ..storage.slots import Slots
 from .known import Environment, KnownRun
+from .node_disks import own_disk
 from .save import RankPart, RankWriter
 from .verify import Stop, never, own_findings, post_key
 from .writer import SharedSurvey
@@ -94,6 +96,11 @@ class Follower:
         """Forget the folder of a failed save. The coordinator deletes it, once no rank writes to it."""
         self.tier.forget(layout.folder(at))  # guard: removed-folder-made-again
 
+    def doubt(self, at: GenerationId) -> None:
+        """As `Slots.doubt`, in the slots of this rank."""
+        if isinstance(slots := own_disk(self.tier), Slots):
+            slots.doubt(layout.folder(at))
+
     def make_room(self, needed_bytes: int) -> bool:
         """Deletes nothing: the coordinator does, when it receives the NoSpace that this rank posts."""
         return False
@@ -118,6 +125,8 @@ class Follower:
             return
         findings = own_findings(self.known, self.ranks, newest, arena, self._workers, stop)
         before, self._last_read = self._last_read, newest
+        if self.tier.newest_only and layout.folder(newest.id).partition("/")[2] not in self.tier.list("gen"):
+            return  # a newer commit has overwritten it while it was read
         if findings:  # so far only this machine reads it so: the coordinator reads the part itself
             self.known.emit("damaged", newest.id, detail=restore.summary(findings))
         with contextlib.suppress(TierDown):
@@ -130,9 +139,9 @@ class Follower:
         with self.known.lock:
             self.known.record(judged(generation, findings))
 
-    def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
+    def own_findings(self, generation: Generation, arena: Arena, of: Collection[int] | None = None) -> list[Finding]:
         """Read the files that this rank has to read and return the findings, as `verify.own_findings`."""
-        return own_findings(self.known, self.ranks, generation, arena, self._workers)
+        return own_findings(self.known, self.ranks, generation, arena, self._workers, of=of)
 
     # ---- the survey, from the disk or from the coordinator -------------------------------------------------
 
@@ -157,10 +166,12 @@ class Follower:
             order=shared.order,
             pointer=shared.pointer,
         )
+        records = {one.id: one for one in shared.records}
         with known.lock:
             for at, verified, damaged, unfit in shared.generations:
                 try:
-                    one = known.survey.generations.get(at) or commit.read_generation(self.tier, at, known.survey.run)
+                    one = records.get(at) or known.survey.generations.get(at)
+                    one = one or commit.read_generation(self.tier, at, known.survey.run)
                 except Damaged as error:  # raised only if this generation is chosen; the others can be loaded
                     survey.broken[at] = error
                     continue

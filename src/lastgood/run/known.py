@@ -75,6 +75,8 @@ class KnownRun:
         """generations that are being deleted: they get no label"""
         self.held: set[GenerationId] = set()
         """generations that wait for their copy to another place: they are not deleted"""
+        self.lost: set[GenerationId] = set()
+        """generations that lack the files of a rank, because its node was replaced: they get no mark"""
         self.below: Sequence[KnownRun] = ()
         """the same run in the places to which generations are copied from here, the nearest first"""
         self.unread = 0

@@ -59,13 +59,15 @@ class LowerPlace:
         self.writer, self._source, self._workers, self._outcomes = writer, source, workers, outcomes
         self._others: copying.Others = copying.Nobody()
         if isinstance(ranks, RankGroup):
-            self._others = OtherRanks(ranks, str(index), lambda: self._stopped)
+            self._others = OtherRanks(ranks, str(index), source.tier, lambda: self._stopped)
         writer.verifier.others = self._others
         self._changed = threading.Condition()
         self._waiting: dict[GenerationId, Future[None]] = {}
         self._pinned: set[GenerationId] = set()
         self._owed: int | None = None
         """the step from which on the next committed generation is copied; None: no copy is due"""
+        self._under_way: GenerationId | None = None
+        """the generation of the last attempt, which may read it until the next attempt begins"""
         self._failures = self._failed_attempts = 0
         """how many attempts in a row have failed, and how many since the run was opened"""
         self._trying = self._hurried = self._closing = self._last_try = self._stopped = False
@@ -108,7 +110,8 @@ class LowerPlace:
             self._source.held.add(at)  # guard: waiting-generation-held
             if pinned or wanted(keep, at.step, generation.commit.milestone, generation.commit.metrics):
                 self._pinned.add(at)
-            others = sorted(one for one in self._waiting if one not in self._pinned)
+            kept = self._pinned | {self._under_way}  # guard: copy-under-way-not-overtaken
+            others = sorted(one for one in self._waiting if one not in kept)
             for old in others[: -keep.last]:  # guard: waiting-copies-bounded
                 self._end(old, Overtaken(f"{old} was not copied to {self.tier.place}: newer generations are waiting"))
             self._changed.notify_all()
@@ -240,6 +243,10 @@ class LowerPlace:
 
     def _copy(self, at: GenerationId) -> None:
         known, source = self.writer.known, self._source
+        with self._changed:
+            if at not in self._waiting:
+                return  # it was overtaken between the choice and this call
+            self._under_way = at
         with source.lock:
             generation = source.survey.generations.get(at)
             incarnations = dict(source.view.incarnations)

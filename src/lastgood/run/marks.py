@@ -44,6 +44,8 @@ class Marks:
                 generation = msgspec.structs.replace(generation, commit=now.commit)
             if findings:  # before the mark: this process must not count on the generation, even if the mark fails
                 known.record(judged(generation, findings))
+                if generation.id in known.lost:  # guard: lost-part-gets-no-mark
+                    return  # its node may come back
             try:
                 commit.mark(known.tier, generation, findings)  # guard: mark-before-pointer
             except (Unavailable, NotWritable) as error:

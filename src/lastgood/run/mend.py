@@ -21,7 +21,7 @@ from ..io.reed_solomon import Code
 from ..policy import restore
 from ..ports import Mendable, Tier
 from ..records import Finding, Generation, GenerationId, intact, judged
-from . import copying, reader
+from . import copying, node_opening, reader
 from .known import KnownRun
 from .marks import Marks
 from .reader import Reading, read_all, read_on
@@ -32,13 +32,15 @@ class Mender:
     """Mends the generations of one place of a run.
 
     `mended`: each generation that was mended -> the names of the files that were written. `sources`: other places of
-    the run, the cheapest first; none by default.
+    the run, the cheapest first; none by default. `others`: ranks that mend their part from these places, where each
+    node has a disk of its own; by default this process mends everything.
     """
 
     def __init__(self, known: KnownRun, marks: Marks, verifier: Verifier, workers: Executor) -> None:
         self._known, self._marks, self._verifier, self._workers = known, marks, verifier, workers
         self.mended: dict[GenerationId, list[str]] = {}
         self.sources: Sequence[Tier] = ()
+        self.others: copying.Others = copying.Nobody()
 
     def mend(self, at: GenerationId, arena: Arena, stop: Stop = never) -> list[str]:
         """Mend the damaged files of a generation, then read and mark it. Returns the names of the files.
@@ -90,7 +92,9 @@ class Mender:
         code = self._code(at)
         how = copying.Copying(arena, self._workers, stop=stop)
         try:
-            names = copying.complete(cast(Mendable, known.tier), list(found), next(iter(found.values())), how)
+            names = copying.complete(
+                cast(Mendable, known.tier), list(found), next(iter(found.values())), how, self.others
+            )
         except Damaged as error:
             raise BeyondRepair(
                 f"{at}: no place has all of it: {error.what}", safe="No good file was changed.", todo=""
@@ -176,6 +180,7 @@ class Mender:
                 # Rebuilt records may name incarnations and predecessors that were unknown before.
                 # guard: survey-after-mend
                 known.survey = commit.survey(known.tier)
+                node_opening.note_lost_parts(known)
 
     def _age(self, at: GenerationId) -> tuple[int, int]:
         incarnation = self._known.survey.incarnations.get(at.incarnation)

@@ -23,6 +23,8 @@ _MEANT = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "a
 _KEY = re.compile(r"[A-Za-z0-9!_.'()=+@,:~$& -]+")
 """The characters of a name in an object store that every store and every tool accepts as they are."""
 
+_NEAR_URL = re.compile(rf"({'|'.join([*STORES, *_MEANT])})(//+|:(?!/))", re.IGNORECASE)
+"""A URL of an object store that lacks its colon or its slashes."""
 _SCHEME = re.compile(r"([A-Za-z][\w+.-]*):/+")
 """The scheme of a URL. One slash is enough, because pathlib turns two slashes into one."""
 _VARIABLE = re.compile(r"\$(\w+|\{[^}]*\})")
@@ -62,6 +64,8 @@ def parsed(path: str | os.PathLike[str]) -> Place:
         return Place(os.path.normpath(root), "slots")
     if (url := _SCHEME.match(text)) and url[1].lower() != "slots":
         return _of_url(text, url[1], text[url.end() :], is_text=isinstance(path, str))
+    if (near := _NEAR_URL.match(text)) and not os.path.lexists(_up_to(text, near.end(1))):
+        return _of_url(text, near[1], text[near.end() :], is_text=isinstance(path, str))
     scheme, colon, rest = text.partition(":")
     if colon and scheme.lower() == "slots":
         meant = "/" + os.path.abspath(rest).lstrip("/")
@@ -86,7 +90,12 @@ def _of_url(text: str, scheme: str, rest: str, is_text: bool) -> Place:
         )
     meant = _MEANT.get(lower, lower)
     if meant not in STORES:
-        local(text, "path")  # refuses every other URL
+        mounted = f"Give /{rest}" if lower == "file" else "Give the directory where it is mounted"
+        raise Refused(
+            f"{given} is a URL, but not that of a place for runs",
+            safe=_SAFE,
+            todo=f"{mounted}, s3://, gs://, az:// or {SLOTS}/, or ./{text} for a folder of that name.",
+        )
     correct = f"{meant}://{rest.strip('/')}"
     if scheme != meant or not is_text or not text.startswith(f"{scheme}://") or text.startswith(f"{scheme}:///"):
         raise Refused(

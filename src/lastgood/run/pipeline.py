@@ -4,7 +4,7 @@
     copier (one thread): state -> arena -> chunks, one save after another
     lane (one of `in_flight` threads): chunks -> writer threads -> COMMIT
     upkeep thread: verify -> point -> delete, after each save; labels of earlier saves; scrubbing between saves
-    readers (WORKERS threads): chunks of generations that a restore, a verification or a scrub reads
+    readers (WORKERS threads; more for an object store): chunks that a restore, a verification or a scrub reads
 
 Invariants
   1. The pipeline owns the threads, the lock and the writer of the run, and releases all of them in `close`.
@@ -25,7 +25,6 @@ import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any
 
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic
@@ -33,12 +32,13 @@ from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, Time
 from ..events import Event, EventKind
 from ..limits import WORKERS
 from ..records import Generation, GenerationId
-from . import access
 from .chunk_queue import ChunkQueue
 from .follower import Follower
 from .known import Environment
+from .node_disks import NodeDisks
+from .node_opening import complete_records, note_lost_parts
 from .outcomes import Outcomes
-from .places import Below, unite
+from .places import Below, opened_front, unite
 from .planned_save import PlannedSave, RunOptions
 from .save import SaveRequest, save
 from .save_handle import Save
@@ -91,12 +91,10 @@ class Pipeline:
         """steps whose save failed before its start, each with the job that removes their files"""
         opening = ranks.topic("open")
         with opening.failing(), contextlib.ExitStack() as storage:
-            if not ranks.is_coordinator:
-                opening.agree(None, lambda _: None)  # the coordinator has now opened and settled the run
-            disk = storage.enter_context(_opened(path, options, ranks))
+            disk = storage.enter_context(opened_front(path, options, ranks, opening))
             below = Below(options, storage, ranks)
             pools = storage.enter_context(contextlib.ExitStack())  # ends the threads if the opening fails
-            self._start_threads(options, pools)
+            self._start_threads(options, max(WORKERS, *(one.reads_at_once for one in (disk, *below.tiers))), pools)
             environment = Environment(emit=self.events.put, make_room=lambda needed: self.upkeep.make_room(needed))
             self.run: RunWriter | Follower
             if isinstance(ranks, RankGroup) and not ranks.is_coordinator:
@@ -112,7 +110,10 @@ class Pipeline:
                     ranks=ranks,
                     environment=environment,
                 )
-                opening.agree(None, lambda _: None)  # the same round as that of the other ranks above
+                if isinstance(disk, NodeDisks):
+                    complete_records(disk, self.run.known)
+                    note_lost_parts(self.run.known)
+                opening.agree(None, lambda _: None)  # the other ranks wait for it in `opened_front`
             self.places = below.opened(self.run, options.algorithm, self.outcomes, pools)
             opening.agree(None, lambda _: None)  # every rank has now opened the run
             pools.pop_all()  # from now on `close` ends the threads
@@ -120,12 +121,12 @@ class Pipeline:
         self.upkeep = Upkeep(self.run, self.outcomes, options.scrub, self._busy)
         self._unreported = weakref.finalize(self, self.outcomes.report_unreported)
 
-    def _start_threads(self, options: RunOptions, pools: contextlib.ExitStack) -> None:
+    def _start_threads(self, options: RunOptions, readers: int, pools: contextlib.ExitStack) -> None:
         def running(pool: Pool, count: int) -> Pool:
             pools.callback(pool.shutdown)
             return started(pool, count)
 
-        self.workers = running(Workers(WORKERS, "lastgood-read"), WORKERS)
+        self.workers = running(Workers(readers, "lastgood-read"), readers)
         self._upkeep_thread = running(Workers(1, "lastgood-keep"), 1)
         self._copier = running(ThreadPoolExecutor(1, "lastgood-copy"), 1)
         self._lanes = running(ThreadPoolExecutor(options.in_flight, "lastgood-save"), options.in_flight)
@@ -439,12 +440,3 @@ class Pipeline:
                     self._busy.clear()
                     with contextlib.suppress(RuntimeError):  # the interpreter is ending, and no scrub begins
                         self._scrubbing = ThreadPoolExecutor.submit(self._upkeep_thread, self.upkeep.scrub_one)
-
-
-def _opened(
-    path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks
-) -> contextlib.AbstractContextManager[Any]:
-    """Open the storage of the run; the coordinator also acquires its lock."""
-    if ranks.is_coordinator:
-        return access.for_writing(path, options.write_mode, in_flight=options.in_flight, persist=options.persist)
-    return access.for_sharing(path, options.write_mode)

@@ -10,14 +10,15 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
 from ..coordination.rounds import RankGroup
-from ..coordination.single_rank import AnyRanks, SingleRank
+from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine import guard
 from ..engine.arena import Arena
 from ..errors import LastgoodError, Refused, Unreadable
@@ -27,13 +28,16 @@ from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
-from . import access, copying
+from . import access, copying, node_opening, node_transfer
 from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
+from .node_disks import NodeDisks, NodeView
+from .node_transfer import Carrier, Chunks, NodeTransfers
 from .outcomes import Outcomes
 from .part_copies import OtherRanks, PartServer
 from .planned_save import RunOptions
+from .rank_requests import RequestServer
 from .settle import write_header
 from .thread_pools import Workers, started
 from .verify import Stop, never
@@ -45,7 +49,8 @@ class Places:
 
     `front`: the writer where each save is committed first. `below`: the other places, the nearest first; none by
     default. At a rank other than the coordinator there are `followed` instead, and `servers` that do this rank's part
-    of copies and parity.
+    of copies and parity. `transfers`: at the coordinator of a job on several nodes whose front lies on their disks;
+    None anywhere else.
     """
 
     def __init__(
@@ -53,9 +58,11 @@ class Places:
         front: RunWriter | Follower,
         below: Sequence[LowerPlace] = (),
         followed: Sequence[Follower] = (),
-        servers: Sequence[PartServer] = (),
+        servers: Sequence[PartServer | RequestServer] = (),
+        transfers: NodeTransfers | None = None,
     ) -> None:
-        self.front, self.below, self._servers = front, below, servers
+        self.front, self.below, self._servers, self.transfers = front, below, servers, transfers
+        self._carried: GenerationId | None = None
         self._all = [front, *(one.writer for one in below), *followed]
         front.known.below = [one.known for one in self._all[1:]]
         for one in self._writers():
@@ -121,6 +128,15 @@ class Places:
     def _writers(self) -> list[RunWriter]:
         return [one for one in self._all if isinstance(one, RunWriter)]
 
+    def carry(self, generation: Generation, wants: Sequence[Chunks]) -> Any:
+        """As `NodeTransfers.carry`: from a lower place that has the generation, or else from node to node."""
+        assert self.transfers is not None, "the front lies on the disks of several nodes"
+        below = [dict(one.writer.known.survey.generations) for one in self.below]
+        place = holder(below, generation.id)
+        whole = place is not None and below[place][generation.id].restorable
+        again, self._carried = generation.id == self._carried, generation.id  # what came from below may be damaged
+        return self.transfers.carry(generation, wants, place if whole and not again else None)
+
     # ---- copying -------------------------------------------------------------------------------------------
 
     def owe(self, place: int, step: int) -> None:
@@ -155,6 +171,8 @@ class Places:
         copied, because the others may wait for the end of this process."""
         for one in self._servers:
             one.leave()
+        if isinstance(self.front.tier, NodeView) and self.front.tier.server is not None:
+            self.front.tier.server.leave()
 
     def close(self) -> None:
         """As `LowerPlace.close`, for each place."""
@@ -162,8 +180,32 @@ class Places:
             one.close()
         if isinstance(self.front, RunWriter):
             self.front.verifier.others.end()
+        if self.transfers is not None:
+            self.transfers.end()
         for server in self._servers:
             server.close()
+
+
+@contextlib.contextmanager
+def opened_front(
+    path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks, opening: AnyTopic
+) -> Iterator[Any]:
+    """Open the place that is written first; the coordinator also acquires its lock.
+
+    The other ranks return once the coordinator has settled the run, which it reports in `opening`.
+    """
+    if not options.shared or (ranks.size > 1 and access.in_slots(path)):
+        with node_opening.opened(path, options, ranks) as disks:
+            if not ranks.is_coordinator:
+                opening.agree(None, lambda _: None)
+            yield disks
+    elif ranks.is_coordinator:
+        with access.for_writing(path, options.write_mode, in_flight=options.in_flight, persist=options.persist) as tier:
+            yield tier
+    else:
+        opening.agree(None, lambda _: None)
+        with access.for_sharing(path, options.write_mode) as tier:
+            yield tier
 
 
 class Below:
@@ -186,8 +228,11 @@ class Below:
         """Settle each place and start the thread that copies to it; `pools` ends it if the opening fails."""
         if isinstance(front, Follower):
             return self._followed(front, pools)
-        if self._parity and isinstance(self._ranks, RankGroup):
-            front.verifier.others = OtherRanks(self._ranks, "front")
+        on_nodes = isinstance(front.tier, NodeDisks)
+        if (self._parity or on_nodes) and isinstance(self._ranks, RankGroup):
+            front.verifier.others = OtherRanks(self._ranks, "front", front.tier)
+        if on_nodes:
+            front.mender.others = front.verifier.others
         places = list[LowerPlace]()
         for index, (tier, one) in enumerate(zip(self.tiers, self._options, strict=True)):
             workers = _readers(pools)
@@ -202,21 +247,32 @@ class Below:
             )
             places.append(LowerPlace(writer, front.known, workers, outcomes, self._ranks, index).start())
             pools.callback(places[-1].close)
-        return Places(front, places)
+        transfers = None
+        if isinstance(self._ranks, RankGroup) and isinstance(front.tier, NodeDisks) and front.tier.nodes.others:
+            transfers = NodeTransfers(front.tier, self.tiers, self._ranks)
+            pools.callback(transfers.end)
+        return Places(front, places, transfers=transfers)
 
     def _followed(self, front: Follower, pools: contextlib.ExitStack) -> Places:
         """As `opened`, at a rank other than the coordinator."""
-        of: dict[str, Any] = {str(index): tier for index, tier in enumerate(self.tiers)}
-        if self._parity:
-            of["front"] = front.tier
-        servers, followed = list[PartServer](), list[Follower]()
-        for place, tier in of.items():
+        view, group = front.tier, front.ranks
+        servers, followed = list[PartServer | RequestServer](), list[Follower]()
+
+        def serve(server: PartServer | RequestServer) -> None:
+            servers.append(server)
+            pools.callback(server.close)
+            pools.callback(server.leave)
+
+        for index, tier in enumerate(self.tiers):
             workers = _readers(pools)
-            servers.append(PartServer(tier, place, front.tier, front.ranks, workers))
-            pools.callback(servers[-1].close)
-            pools.callback(servers[-1].leave)
-            if place != "front":
-                followed.append(Follower(tier, workers, front.ranks, environment=front.known.environment))
+            serve(PartServer(tier, str(index), [view], group, workers))
+            followed.append(Follower(tier, workers, group, environment=front.known.environment))
+        if isinstance(view, NodeView):
+            serve(PartServer(view, "front", self.tiers, group, _readers(pools)))
+            if view.server is not None:
+                serve(RequestServer(group, node_transfer.SUBJECT, Carrier(view, self.tiers, group)))
+        elif self._parity:
+            serve(PartServer(view, "front", [view], group, _readers(pools)))
         return Places(front, followed=followed, servers=servers)
 
 

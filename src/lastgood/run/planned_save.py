@@ -65,5 +65,7 @@ class RunOptions:
     persist: access.Persist = "direct"
     parity: str | None = None
     scrub: Scrub | None = None
+    shared: bool = True
+    """whether all nodes see the place that is written first; False: each has a disk of its own under this path"""
     below: Sequence[PlaceOptions] = ()
     """the places that receive copies, the nearest first"""

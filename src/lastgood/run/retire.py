@@ -156,7 +156,11 @@ class Retirement:
             chain = known.lineage()
             of_lineage = {one.id for one in chain}
             abandoned = [one for at, one in known.survey.generations.items() if at not in of_lineage]
-            retired = [*sorted(known.survey.going), *decide(self._keep, chain, abandoned)]
+            good = sorted(one.id for one in chain if one.good)
+            # guard: lost-generation-deleted
+            lost = [at for at in sorted(known.lost) if len(good) >= self._keep.last and at < good[-self._keep.last]]
+            going = sorted({*known.survey.going, *(at for at in lost if known.survey.generations[at].damaged)})
+            retired = [*going, *(at for at in decide(self._keep, chain, abandoned) if at not in going)]
             named = known.survey.pointer
             pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
             free = [at for at in retired if at not in known.held]
@@ -189,6 +193,7 @@ class Retirement:
                 return False
             with known.lock:
                 one = known.survey.generations.pop(at, None)
+                known.lost.discard(at)
                 (known.survey.going.discard if deleted else known.survey.going.add)(at)
         finally:
             with known.lock:

@@ -133,6 +133,10 @@ class WritableRun(Protocol):
         """Remove the files of a failed save. Raises nothing."""
         ...
 
+    def doubt(self, at: GenerationId) -> None:
+        """Note that it is unknown whether a generation was committed. Deletes nothing."""
+        ...
+
     def make_room(self, needed_bytes: int) -> bool:
         """On a full disk, delete a generation that retention can spare. Returns whether something was deleted."""
         ...
@@ -160,6 +164,7 @@ def save(run: WritableRun, request: SaveRequest, writer: RankWriter, topic: AnyT
             # The generation may exist, so its step is not written again.
             # guard: unknown-commit-takes-step
             known.note_tried(at)
+        run.doubt(at)
         raise
     except BaseException as error:
         topic.fail(error)  # the coordinator returns once every rank has posted or timed out: none writes any more

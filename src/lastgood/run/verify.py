@@ -31,6 +31,8 @@ from .reader import disagreeing, read_all
 
 LEAST_WAIT_SECONDS = 0.1
 """The coordinator waits at least so long for the posts of the other ranks."""
+ELSEWHERE_WAIT_SECONDS = 5.0
+"""The same where it cannot read their files from its own disk."""
 POLL_SECONDS = 0.01
 """The pause between two polls for these posts."""
 
@@ -63,9 +65,13 @@ def own_findings(
     workers: Executor,
     stop: Stop = never,
     also: Callable[[memoryview], None] = _ignore,
+    of: Collection[int] | None = None,
 ) -> list[Finding]:
-    """Read the files that this rank has to read and return the findings. All ranks together read every file."""
-    mine = ranks_read_by([ranks.rank], ranks, generation)
+    """Read the files that this rank has to read and return the findings. All ranks together read every file.
+
+    `of`: the ranks that wrote them; None: as `ranks_read_by` divides them.
+    """
+    mine = ranks_read_by([ranks.rank], ranks, generation) if of is None else of
     return read_all(known.tier, generation, arena, workers, stop, also=also, of=mine)
 
 
@@ -194,20 +200,26 @@ class Verifier:
         begun = now()
         # guard: rank-zero-reads-own-files
         findings = own_findings(known, ranks, generation, arena, self._workers, stop, also)
-        reported = self._reported_good(ranks, generation, max(now() - begun, LEAST_WAIT_SECONDS))
+        elsewhere = hasattr(known.tier, "nodes")  # files on other nodes would come through the store of the job
+        least_seconds = ELSEWHERE_WAIT_SECONDS if elsewhere else LEAST_WAIT_SECONDS
+        reported = self._reported_good(ranks, generation, max(now() - begun, least_seconds), stop)
         good = {ranks.rank, *reported}
         rest = ranks_read_by(set(range(ranks.size)) - good, ranks, generation)  # guard: only-unconfirmed-ranks-reread
         # guard: unconfirmed-ranks-read
         findings += read_all(known.tier, generation, arena, self._workers, stop, of=rest)
         return findings or disagreeing(known.tier, generation)
 
-    def _reported_good(self, ranks: RankGroup, generation: Generation, timeout_seconds: float) -> list[int]:
-        """The other ranks that post within the timeout that their part is good."""
+    def _reported_good(
+        self, ranks: RankGroup, generation: Generation, timeout_seconds: float, stop: Stop = never
+    ) -> list[int]:
+        """The other ranks that post in time that their part is good. Raises Cancelled once `stop()` is true."""
         now = self._known.environment.monotonic_seconds
         keys = {rank: post_key(ranks, generation, rank) for rank in range(1, ranks.size)}
         until = now() + timeout_seconds
         try:
             while not ranks.has(*keys.values()) and now() < until:
+                if stop():
+                    raise Cancelled("reading was paused")
                 self._known.environment.pause(POLL_SECONDS)
             good = [rank for rank, key in keys.items() if ranks.read(key)]
         except TierDown:
@@ -245,7 +257,7 @@ class Verifier:
         the error of another rank.
         """
         mine = self.others.own_part(generation)
-        self.others.ask(generation.id, "protect", f"{code.data}+{code.parity}")
+        self.others.ask(generation, "protect", f"{code.data}+{code.parity}")
         how = Copying(arena, self._workers, stop=stop)
         for one in generation.commit.seals:
             if mine is None or one.rank in mine:

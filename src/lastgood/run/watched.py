@@ -19,7 +19,7 @@ class Watched:
 
     def __init__(self, tier: Tier, count_bytes: CountBytes) -> None:
         self._tier, self._count_bytes = tier, count_bytes
-        self.place, self.newest_only = tier.place, tier.newest_only
+        self.place, self.newest_only, self.reads_at_once = tier.place, tier.newest_only, tier.reads_at_once
         self.create, self.put_new, self.point = tier.create, tier.put_new, tier.point
         self.list, self.delete = tier.list, tier.delete
         self.replace = getattr(tier, "replace", None)  # only tiers with files that can be rebuilt have it
@@ -53,13 +53,17 @@ class Sources:
     def counted(self, tier: Tier) -> Tier:
         """The tier, with everything that is read from it counted."""
         begun = self._now()
+        return Watched(tier, lambda size: self.add(tier.place, size, begun))
 
-        def count(size: int) -> None:
-            with self._lock:
-                total, first, _ = self._read.get(tier.place, (0, begun, begun))
-                self._read[tier.place] = total + size, first, self._now()
+    def add(self, place: str, size: int, begun: float) -> None:
+        """Count bytes that were read from a place. `begun`: when that reading began, in seconds of the clock."""
+        with self._lock:
+            total, first, _ = self._read.get(place, (0, begun, begun))
+            self._read[place] = total + size, first, self._now()
 
-        return Watched(tier, count)
+    def now(self) -> float:
+        """The time, in seconds of the clock."""
+        return self._now()
 
     def found(self) -> dict[str, Source]:
         """Place -> what was read from it so far."""

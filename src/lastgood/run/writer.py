@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
@@ -29,11 +29,13 @@ from ..policy.places import holder
 from ..policy.retention import KEEP, Keep, unverified_ahead, wanted
 from ..ports import Tier
 from ..records import Commit, Finding, Generation, GenerationId, Incarnation, Pointer, Record, World
+from ..storage.slots import Slots
 from . import claims
 from .disk_space import RetryingTier
 from .known import Environment, KnownRun
 from .marks import Marks
 from .mend import Mender
+from .node_disks import NodeDisks, own_disk
 from .reader import read_all
 from .retire import Deletions, Retirement
 from .save import RankPart, RankWriter, SaveRequest, clear_failed, save
@@ -58,6 +60,8 @@ class SharedSurvey(Record, frozen=True, kw_only=True):
     incarnations: list[Incarnation]
     order: int
     pointer: Pointer | None
+    records: list[Generation]
+    """of a place on several nodes, where a node may lack a COMMIT: all generations"""
 
 
 class RunWriter:
@@ -93,7 +97,7 @@ class RunWriter:
         code = Code(*parity_layout.parsed(parity)) if parity else None
         self.verifier = Verifier(known, self.marks, self.ranks, workers, code)
         self.mender = Mender(known, self.marks, self.verifier, workers)
-        self._roomy = RetryingTier(tier, self.make_room)
+        self._roomy = RetryingTier(own_disk(tier), self.make_room)
         self._catalogued: Set[GenerationId] = known.survey.catalogued
         """the generations in the catalog, where the run has one"""
 
@@ -209,6 +213,11 @@ class RunWriter:
         """As `save.clear_failed`."""
         clear_failed(self.tier, at)
 
+    def doubt(self, at: GenerationId) -> None:
+        """As `Slots.doubt`, in the slots of this rank."""
+        if isinstance(slots := own_disk(self.tier), Slots):
+            slots.doubt(layout.folder(at))
+
     def make_room(self, needed_bytes: int) -> bool:
         """As `Environment.make_room`, which by default deletes the oldest generation that retention can spare."""
         make_room = self.known.environment.make_room or self.retirement.relieve
@@ -234,11 +243,12 @@ class RunWriter:
 
         It is a cache (format/catalog.py): if it cannot be written, the next opening reads more.
         """
-        known, tree = self.known, getattr(self.tier, "tree", None)
-        if tree is None or len(known.survey.generations.keys() - self._catalogued) < least:
+        known, tier = self.known, self.tier
+        few = len(known.survey.generations.keys() - self._catalogued) < least
+        if few or not commit.visible_is_durable(tier):
             return
         with contextlib.suppress(LastgoodError):
-            listings = tree("gen")
+            listings = tier.tree("gen")  # type: ignore[attr-defined]
             # Taken after the listing: a record that is listed is known by now, because both come under the lock. What
             # came after the listing makes an entry that no later listing agrees with.
             with known.lock:
@@ -273,9 +283,9 @@ class RunWriter:
 
     # ---- for the other ranks -------------------------------------------------------------------------------
 
-    def own_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
+    def own_findings(self, generation: Generation, arena: Arena, of: Collection[int] | None = None) -> list[Finding]:
         """As `verify.own_findings`."""
-        return own_findings(self.known, self.ranks, generation, arena, self._workers)
+        return own_findings(self.known, self.ranks, generation, arena, self._workers, of=of)
 
     def all_findings(self, generation: Generation, arena: Arena) -> list[Finding]:
         """Read all files of a generation, of every rank, and return the findings."""
@@ -294,5 +304,6 @@ class RunWriter:
                 incarnations=list(survey.incarnations.values()),
                 order=survey.order,
                 pointer=survey.pointer,
+                records=list(survey.generations.values()) if isinstance(self.tier, NodeDisks) else [],
             )
         )

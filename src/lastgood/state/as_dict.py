@@ -98,6 +98,10 @@ class AsDict:
         """How many bytes of the generation go into the dict."""
         return self._sink.bytes
 
+    def chunks_wanted(self, content: Content, rank: int) -> dict[str, list[int]]:
+        """As `Content.chunks_wanted`, of what goes into this dict."""
+        return content.chunks_wanted(self._sink, rank)
+
     def require_fit(self) -> None:
         """A dict has a place for everything."""
 

@@ -53,7 +53,11 @@ class Match:
     @property
     def bytes(self) -> int:
         """How many bytes of the generation go into this state."""
-        return self._sink.bytes
+        return self._checks().bytes
+
+    def chunks_wanted(self, content: Content, rank: int) -> dict[str, list[int]]:
+        """As `Content.chunks_wanted`, of what goes into this state."""
+        return content.chunks_wanted(self._checks(), rank)
 
     @property
     def skipped(self) -> list[str]:
@@ -77,11 +81,7 @@ class Match:
         have to hold different elements.
         """
         if verify_first or self._tensors.checks:
-            wanted = {*self._tensors.places, *self._tensors.takers}  # all are read, and nothing is written
-            checked = TensorSink(
-                self._stored.tensors, dict.fromkeys(wanted, ()), self._tensors.checks, self._tensors.boxed
-            )
-            content.read_into(checked, settings)
+            content.read_into(self._checks(), settings)
             if self._tensors.conflicts:
                 raise StateMismatch(self._stored.step, [], [], self._tensors.conflicts)
         self._tensors.make_new()
@@ -94,6 +94,11 @@ class Match:
                 self._state[key] = made
         for act in self._last:
             act()
+
+    def _checks(self) -> TensorSink:
+        """A sink that wants everything, tensors that are made later included, and writes nothing."""
+        wanted = dict.fromkeys(self._tensors.targets, ())  # guard: new-tensors-verified-first
+        return TensorSink(self._stored.tensors, wanted, self._tensors.checks, self._tensors.boxed)
 
 
 def match(

@@ -48,6 +48,11 @@ class TensorPlan:
         """live memory -> the stored tensor that is written there, and its live name"""
         self._new: dict[tuple[str, torch.device, tensors.Order], tuple[list[torch.Tensor], torch.Tensor | None]] = {}
 
+    @property
+    def targets(self) -> set[str]:
+        """Everything that is wanted, whether or not its tensors have been made."""
+        return {*self.places, *self.takers, *(target for target, _, _ in self._new)}
+
     def difference(self, live: torch.Tensor, name: str) -> str:
         """Why a live tensor cannot hold the stored one; empty if it can."""
         theirs = self._stored.tensors[name]

@@ -32,7 +32,7 @@ from ..errors import (
     Unreadable,
 )
 from ..io import os_errors
-from ..io.files import round_up
+from ..io.files import DISK_READS, round_up
 from ..io.os_errors import FULL, UNREADABLE
 from ..limits import DIRECT_IO_BYTES
 from ..ports import File, Files
@@ -54,6 +54,7 @@ class Disk:
     """
 
     newest_only: bool = False  # nothing is deleted unless it is asked for (ports.Tier)
+    reads_at_once: int = DISK_READS
 
     def __init__(
         self,

@@ -65,7 +65,10 @@ ROWS = (
         "Check that these credentials may list, read, write and delete in this bucket, under this prefix.",
     ),
     Row(
-        ("PermanentRedirect", "AuthorizationHeaderMalformed", "301 Moved", "IllegalLocationConstraint"),
+        (
+            *("PermanentRedirect", "AuthorizationHeaderMalformed", "301 Moved", "IllegalLocationConstraint"),
+            "incorrectly configured region",  # obstore's own text
+        ),
         NotARun,
         "the bucket is in another region:",
         "Set AWS_REGION to the region of the bucket.",
@@ -77,9 +80,19 @@ ROWS = (
         "Give an https endpoint, or set AWS_ALLOW_HTTP=true for a server of your own.",
     ),
 )
-_DOWN = Row((), TierDown, "the object store cannot be reached, or failed:", "Saves go on as soon as it answers.")
+_DOWN = Row(
+    (),
+    TierDown,
+    "the object store cannot be reached, or failed:",
+    "Check the network, the endpoint (AWS_ENDPOINT_URL) and the state of the region. Saves of an open run go on as "
+    "soon as it answers.",
+)
 _NEVER_SENT = ("tcp connect error", "Connection refused", "dns error", "error trying to connect", "Connect(")
 """A request with one of these in its error did not reach the store."""
+
+
+_FAILED = re.compile(r"Error performing ((?!list)\w+ \S+) in [^ ,]+(?:, after (\d+) retries)?[^-]*- (.*)", re.S)
+"""a request that received no answer, as the client reports it"""
 
 
 def translated(error: BaseException, place: str, blob: str = "") -> LastgoodError:
@@ -115,5 +128,8 @@ def _shortened(text: str) -> str:
     status = re.search(r"status code: (\d{3}[^:<]*)", text)
     parts = [status[1].strip()] if status else []
     parts += [": ".join(part for part in answer.groups() if part)] if answer else []
+    if not parts and (failed := _FAILED.search(text)):
+        request, retries, why = failed.groups()
+        parts = [f"{request}: {' '.join(why.split())}" + (f" ({retries} retries)" if retries else "")]
     short = ", ".join(parts) if parts else " ".join(text.split())
     return short if len(short) <= _TEXT_LIMIT else f"{short[:_TEXT_LIMIT]}..."

@@ -25,6 +25,7 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
 from ..errors import CommitUnknown, LastgoodError, MissingBlob, NameTaken, NotWritable, TierDown, Truncated
+from ..limits import STORE_READS
 from ..records import Extent
 from . import unfinished_uploads
 from .object_errors import is_past_the_end, translated, was_never_sent
@@ -34,9 +35,9 @@ from .object_upload import PART_BYTES, ShortUpload, StreamedUpload
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-READ_PART_BYTES = 4 << 20
-"""A longer read is divided into requests of this length, which are sent at the same time: one connection to a store is
-slower than most networks."""
+READ_PART_BYTES = 8 << 20
+"""A longer read is divided into requests of this length, several at the same time. It is the length of a part of an
+upload, so that a request for a chunk asks for one part: stores read parts as a whole."""
 LISTED_AT_ONCE = 1000
 """Objects of one reply to a listing: the most that S3 returns."""
 READS_AT_ONCE = 8
@@ -60,6 +61,7 @@ class Objects:
     """
 
     newest_only: bool = False  # nothing is deleted unless it is asked for (ports.Tier)
+    reads_at_once: int = STORE_READS  # while a reply is awaited, no processor and no disk is busy
 
     def __init__(
         self,
@@ -150,12 +152,21 @@ class Objects:
 
     def list(self, folder: str) -> Mapping[str, int | None]:
         """Name -> length of an object in bytes, None for a folder. Raises NotWritable, NotARun, TierDown."""
+        return {name: length for name, (length, _) in self.versions(folder).items()}
+
+    def versions(self, folder: str) -> Mapping[str, tuple[int | None, str]]:
+        """As `list`, and with each length a text that changes when the object is written again."""
         with self._translated(folder):
             found = obstore.list_with_delimiter(self.store, self.key(folder) or None)
-        names: dict[str, int | None] = {one.rpartition("/")[2]: None for one in found["common_prefixes"]}
+        names: dict[str, tuple[int | None, str]] = {
+            one.rpartition("/")[2]: (None, "") for one in found["common_prefixes"]
+        }
         # Some stores list an empty folder as an object of no bytes with the name of the folder.
         objects = [one for one in found["objects"] if one["path"].rstrip("/") != folder]
-        return names | {one["path"].rpartition("/")[2]: one["size"] for one in objects}
+        return names | {
+            one["path"].rpartition("/")[2]: (one["size"], one["e_tag"] or one["last_modified"].isoformat())
+            for one in objects
+        }
 
     def tree(self, folder: str) -> Mapping[str, Mapping[str, int]]:
         """Folder below `folder` -> name -> length of each object directly in it: one request for a thousand objects.
@@ -230,8 +241,8 @@ class Objects:
 
     def _each(self, read: Callable[[int], int], starts: Sequence[int]) -> Iterable[int]:
         """Call `read` for each range, several at the same time (obstore.get_ranges joins ranges that meet)."""
-        if len(starts) == 1:
-            return [read(starts[0])]
+        if len(starts) <= 1:
+            return [read(start) for start in starts]
         with ThreadPoolExecutor(min(len(starts), READS_AT_ONCE), "lastgood-get") as readers:
             return list(readers.map(read, starts))
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import errno
 import mmap
 from collections.abc import Callable
+from typing import Any
 
 from ..errors import CommitUnknown, SumMismatch, Truncated
 from ..io.files import round_up
@@ -29,6 +30,12 @@ from .slot_table import ENVELOPE, Record, Table, area_bytes, body_bytes, decode,
 
 READ_ATTEMPTS = 3
 """of a reader, while a writer overwrites one area after the other, until one area is whole"""
+
+TABLE_LOST: Any = {
+    "safe": "Nothing was changed: the slots may hold a step that no other place has.",
+    "todo": "If another place of the run has what you need, move the folder `slots` away; it is made anew. Else give "
+    "the run another path, or continue it from a copy.",
+}
 
 
 class TableFile:
@@ -120,8 +127,7 @@ class TableFile:
         raise SumMismatch(  # guard: damaged-table-refused
             f"both records of {self._path} are damaged, so the contents of the slots are unknown",
             blob=self._path,
-            safe="Nothing was changed.",
-            todo="Give the run another path, or continue it from a copy.",
+            **TABLE_LOST,
         )
 
     def _record_at(self, at: int, room: int) -> Record | None:

@@ -17,6 +17,7 @@ What `decode` returns has been checked: memory is allocated and files are opened
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +55,23 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def with_record(self, file: str, data: bytes) -> Kept:
         """A copy with a further small file."""
         return Kept(self.folder, self.slot, self.extents, {**self.records, file: data})
+
+
+def beside_new_commit(
+    kept: tuple[Kept, ...], verified: str, bad: Collection[str], agreed: str | None = None
+) -> tuple[Kept, ...]:
+    """The folders that stay beside a new commit: the newest verified one, else the newest without a bad mark.
+
+    `kept`: in the order of their commits. `verified`, `bad`: names of marks. `agreed`: where several ranks commit, the
+    folder that all of them have committed last ("": none is known): it stays; None: one rank.
+    """
+    good = [one for one in kept if not set(bad) & one.records.keys()]  # guard: undamaged-slot-kept
+    with_mark = [one for one in good if verified in one.records]
+    stay = (with_mark or good)[-1:]  # guard: newest-verified-slot-kept
+    if agreed is not None:  # a generation is marked as verified after all ranks have committed it
+        of_all = [one for one in good if one.folder == agreed or one in with_mark]
+        stay += of_all[-1:] or good  # guard: agreed-slot-kept
+    return tuple(one for one in kept if one in stay)
 
 
 class Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -16,7 +16,8 @@ Invariants
   4. Before a slot is overwritten for the first time, the table that was found is durable (`TableFile.take_over`).
 Assumes one writer (the lock of the run). A commit keeps one older generation, the newest verified one (else the newest
 without a bad mark), and deletes all others, so limits.SLOTS_BESIDE slots beside those in flight are enough. Verifying
-the newest generation deletes nothing: no save needs the slot yet, and the medium may still damage what was verified.
+the newest generation deletes nothing: no save needs the slot yet, and the medium may still damage what was verified. Of
+several ranks each has slots of its own, and keeps what all have committed last until all have committed a newer one.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 
 from ..errors import CommitUnknown, Damaged, MissingBlob, NameTaken, NoSpace, Refused, TierDown, Truncated
-from ..io.files import round_up
-from ..limits import SLOT_LIMIT, SLOTS_BESIDE
+from ..io.files import DISK_READS, round_up
+from ..limits import SLOT_LIMIT, SLOTS_BESIDE, SLOTS_UNTIL_AGREED
 from ..ports import File, Files, Upload
 from ..records import Extent
 from .directory import Disk
 from .slot_draft import Draft
-from .slot_file import TableFile, aligned
+from .slot_file import TABLE_LOST, TableFile, aligned
 from .slot_pool import Pool
-from .slot_table import NO_SLOT, Kept, Pointer, Table
+from .slot_table import NO_SLOT, Kept, Pointer, Table, beside_new_commit
+from .slot_upload import SlotUpload
 
 FOLDER = "slots"
 TABLE = f"{FOLDER}/table"
@@ -48,11 +50,13 @@ class Slots:
 
     `root` is an absolute path. `commit` is the name of the file that commits a folder, `verified` that of the mark of a
     good one, `bad` those of the marks of damaged and unfit ones; no other name has a meaning here. `direct` (default
-    False): use direct I/O, which the file system must support (io.files.takes_direct). Raises Refused for an
-    `in_flight` for which there are not enough slots.
+    False): use direct I/O, which the file system must support (io.files.takes_direct). `several` (default False):
+    whether other ranks commit the same folders in slots of their own (`agree`). Raises Refused for an `in_flight` for
+    which there are not enough slots.
     """
 
-    newest_only: bool = True  # a commit deletes older generations (`_kept_beside_new_commit`)
+    newest_only: bool = True  # a commit deletes older generations (`slot_table.beside_new_commit`)
+    reads_at_once: int = DISK_READS
 
     def __init__(
         self,
@@ -64,9 +68,11 @@ class Slots:
         bad: Collection[str],
         in_flight: int = 1,
         direct: bool = False,
+        several: bool = False,
     ) -> None:
-        if not 1 <= in_flight <= SLOT_LIMIT - SLOTS_BESIDE:
-            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - SLOTS_BESIDE}.")
+        self._several, self.beside = several, SLOTS_BESIDE + (SLOTS_UNTIL_AGREED if several else 0)
+        if not 1 <= in_flight <= SLOT_LIMIT - self.beside:
+            raise Refused(f"{in_flight} saves in flight", todo=f"Give a number from 1 to {SLOT_LIMIT - self.beside}.")
         self.place = f"slots://{root}"
         self._disk = Disk(files, root, direct=direct)
         self._pool = Pool(files, f"{root}/{FOLDER}", direct=direct)
@@ -78,6 +84,7 @@ class Slots:
         self._last_read: Table | None = None  # the table that this object read last, if it is a reader
         self._drafts: dict[str, Draft] = {}
         self._pointers: dict[str, Pointer] = {}
+        self._agreed = ""  # the folder that every rank has committed last
 
     # ---- writing -------------------------------------------------------------------------------------------
 
@@ -124,11 +131,25 @@ class Slots:
             with draft.turn:
                 self._append(folder, draft, file, data)
 
+    def agree(self, folder: str) -> None:
+        """Note that every rank has committed this folder. What all have committed last is not deleted by a commit."""
+        with self._lock:
+            self._agreed = folder.partition("/")[2]
+
     def point(self, name: str, data: bytes, to: str) -> None:
         """Replace the pointer, which is a hint: readers see it with the next record, or when this writer closes."""
         with self._disk._translated(name), self._lock:
             self._take_over()
             self._pointers[name] = Pointer(data, to)
+
+    def doubt(self, folder: str) -> None:
+        """Note that the commit of a folder failed on some rank. If it is not in the table here, its slot is free."""
+        with self._lock:
+            if draft := self._drafts.get(folder.partition("/")[2]):
+                draft.doubtful = True  # guard: refused-commit-frees-slot
+
+    def forget(self, folder: str) -> None:
+        """Nothing is cached about folders that another process may remove (ports.Shared)."""
 
     def delete(self, name: str) -> None:
         """Remove a blob durably; if it is the commit, remove its whole folder in one step.
@@ -262,7 +283,8 @@ class Slots:
     def _read_table(self) -> Table:
         table = self._tables.read()
         if table is None and self._pool.lengths():  # guard: missing-table-is-damage
-            raise MissingBlob(f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown", blob=TABLE)
+            what = f"{self.place}/{TABLE} is missing, so the contents of the slots are unknown"
+            raise MissingBlob(what, blob=TABLE, **TABLE_LOST)
         return table or Table()
 
     def _hints(self) -> Mapping[str, Pointer]:
@@ -304,8 +326,10 @@ class Slots:
             self._flush(draft)
         slot, extents = (draft.slot, draft.extents) if draft else (NO_SLOT, {})
         one = Kept(folder, slot, dict(extents), {self._commit: data})
+        agreed = self._agreed if self._several else None
+        beside = beside_new_commit(self._tables.newest.kept, self._verified, self._bad, agreed)
         try:
-            self._record((*self._kept_beside_new_commit(self._tables.newest.kept), one))  # <- it exists after this line
+            self._record((*beside, one))  # <- it exists after this line
         except (CommitUnknown, OSError):
             if draft:
                 draft.doubtful = True  # guard: failed-commit-keeps-slot
@@ -324,12 +348,6 @@ class Slots:
         # guard: verified-mark-written-at-once
         self._record(tuple(one.with_record(file, data) if one is kept else one for one in table.kept))
 
-    def _kept_beside_new_commit(self, kept: tuple[Kept, ...]) -> tuple[Kept, ...]:
-        """The folder that stays beside a new commit: the newest verified one, else the newest without a bad mark."""
-        good = [one for one in kept if self._bad.isdisjoint(one.records)]  # guard: undamaged-slot-kept
-        verified = [one for one in good if self._verified in one.records]
-        return tuple((verified or good)[-1:])  # guard: newest-verified-slot-kept
-
     # ---- folders that are not committed --------------------------------------------------------------------
 
     def _assign_slot(self, folder: str, need_bytes: int) -> Draft:
@@ -341,6 +359,11 @@ class Slots:
                 self._record_no_commit(self._tables.newest.kept)
             for one in [name for name, draft in self._drafts.items() if draft.doubtful]:  # guard: doubtful-slot-freed
                 self._drop(one)
+            if self._several:
+                kept = self._tables.newest.kept
+                stay = beside_new_commit(kept[:-1], self._verified, self._bad, self._agreed)
+                if len(stay) < len(kept[:-1]):  # commits that another rank has refused were never acknowledged
+                    self._record_no_commit((*stay, *kept[-1:]))
             free = self._free()
         if not free:
             raise NoSpace(
@@ -357,7 +380,7 @@ class Slots:
         """The slots that may be overwritten."""
         taken = {one.slot for table in self._tables.possible for one in table.kept}  # guard: possible-tables-hold-slots
         taken |= {draft.slot for draft in self._drafts.values()}  # guard: drafts-hold-slots
-        return [slot for slot in range(self._in_flight + SLOTS_BESIDE) if slot not in taken]
+        return [slot for slot in range(self._in_flight + self.beside) if slot not in taken]
 
     def _extend(self, folder: str, draft: Draft, file: str, length: int, spare_bytes: int) -> tuple[File, int]:
         """Reserve space for one more file in a slot; returns the open slot and the offset of the file."""
@@ -415,28 +438,6 @@ class Slots:
             if stored == data:  # guard: same-name-same-bytes
                 return
         raise NameTaken(f"{self.place}/{name} exists already with other bytes", safe="It is untouched.")
-
-
-class SlotUpload:
-    """`ports.Upload`: a range of a slot that no record names yet."""
-
-    def __init__(self, slots: Slots, folder: str, draft: Draft, file: str, slot: File, start: int) -> None:
-        self._slots, self._folder, self._draft, self._file = slots, folder, draft, file
-        self._slot, self._start = slot, start
-        self._extent = draft.extents[file]
-
-    def write_at(self, mv: memoryview, offset: int) -> None:
-        assert offset + len(mv) <= round_up(self._extent[1]), "past the end of the blob"
-        with self._slots._disk._translated(f"gen/{self._folder}/{self._file}"):
-            self._slots._pool.write(self._draft.slot, self._slot, mv, self._start + offset)
-
-    def finish(self) -> None:
-        """Do nothing: the folder's next record makes the slot durable."""
-
-    def abort(self) -> None:
-        with self._slots._lock:
-            if self._draft.extents.get(self._file) == self._extent:
-                self._slots._forget(self._folder, self._draft, self._file)  # guard: aborted-file-forgotten
 
 
 @contextlib.contextmanager

@@ -38,7 +38,7 @@ def remove(url: str, deadlines: Deadlines) -> int:
                     removed += 1
             return removed
         except (BotoCoreError, ClientError) as error:
-            response: dict[str, Any] = getattr(error, "response", {})
+            response: dict[str, Any] = getattr(error, "response", None) or {}  # None where no reply came
             denied = response.get("Error", {}).get("Code") in {"AccessDenied", "403", "MethodNotAllowed"}
             raise (NotWritable if denied else TierDown)(
                 f"{url}: unfinished uploads were not removed: {error}",

@@ -22,6 +22,7 @@ PROVED = {
     "kills": ("",),
     "mutation": ("",),
     "optimizers": ("loop", "snapshot", "state", "run", "engine", "format"),
+    "places_damage": ("",),
     "ranks": ("",),
     "requests": TORCH_FREE,
     "syscalls": TORCH_FREE,

@@ -1,6 +1,6 @@
 """Faults at every request of a run in an object store: a real S3 server behind a proxy, and the campaigns' victim.
 
-    python -m lastgood_lab.campaigns.requests [--stride 1] [--kinds KIND,KIND]
+    python -m lastgood_lab.campaigns.requests [--stride 1] [--kinds KIND,KIND] [--jobs 2]
 
 One trial: a life without faults; a life in which one request fails (or every request from there on, or the process is
 killed at it, before or after the request takes effect); then the disk is judged as after every kill, and two more lives
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import multiprocessing
 import os
 import subprocess
 from collections import Counter
@@ -145,18 +146,40 @@ def trials(count: int, stride: int, kinds: tuple[str, ...]) -> list[Trial]:
     return found
 
 
+class Tried(NamedTuple):
+    """What one trial found: the errors that the disturbed life reported, and the violations."""
+
+    trial: Trial
+    errors: str
+    problems: list[str]
+
+
+_bench: list[Bench] = []
+_held = contextlib.ExitStack()
+"""The bench of a process that makes trials, which holds its server and proxy until the process ends."""
+
+
+def _begin() -> None:
+    _bench.append(_held.enter_context(bench()))
+
+
+def _tried(trial: Trial) -> Tried:
+    return Tried(trial, *_bench[-1].tried(trial))
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--stride", type=int, default=1, help="try every so manieth request")
     options.add_argument("--kinds", default=",".join([*KINDS, *KILLS]))
+    options.add_argument("--jobs", type=int, default=2, help="processes, each with a server of its own")
     args = options.parse_args()
     wrong, outcomes, by_kind = list[str](), Counter[str](), Counter[str]()
     with bench() as one:
         requests = one.requests()
-        todo = trials(len(requests), args.stride, tuple(args.kinds.split(",")))
-        show = progress(len(todo))
-        for done, trial in enumerate(todo, 1):
-            errors, problems = one.tried(trial)
+    todo = trials(len(requests), args.stride, tuple(args.kinds.split(",")))
+    show = progress(len(todo))
+    with multiprocessing.get_context("spawn").Pool(args.jobs, _begin) as pool:
+        for done, (trial, errors, problems) in enumerate(pool.imap(_tried, todo), 1):
             outcomes[errors or "no error"] += 1
             by_kind[f"{trial.kind} {trial.way}".strip()] += 1
             request = requests[trial.number]

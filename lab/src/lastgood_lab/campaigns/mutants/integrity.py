@@ -41,6 +41,11 @@ MUTANTS: tuple[Mutant, ...] = (
             "unverified-content-read-whole",
             Swap("unfit is not None or ", ""),
         ),
+        (
+            "of two readings the first leaves out tensors that are made anew",
+            "new-tensors-verified-first",
+            Swap("self._tensors.targets", "[*self._tensors.places, *self._tensors.takers]"),
+        ),
         ("verification does not report tensors with other contents", "contents-checked-on-verify", Remove()),
         ("the digest is not checked when a single tensor is read", "single-tensor-digest", Remove()),
         ("a mark of another commit is accepted", "mark-belongs-to-commit", Instead("return found")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .change import Always, Never, Remove, Swap
+from .change import Always, Instead, Never, Remove, Swap
 from .record import Mutant, table
 
 OBJECTS = ("objects", "tiers", "object_runs")
@@ -12,6 +12,8 @@ TIERS = ("places",)
 """runs in several places"""
 COPYING = ("copying",)
 """generations that are made whole in one place from another one"""
+PACKS = ("packs",)
+"""copies in object stores whose files share an object"""
 
 MUTANTS: tuple[Mutant, ...] = (
     *table(
@@ -55,6 +57,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("(TierDown, NotWritable)", "()"),
         ),
         ("a replaced writer creates a deleted commit again", "deleted-commit-not-created-again", Always()),
+        ("a failed opening looks like a killed process", "failed-opening-ends-its-claim", Remove()),
         ("the claim that counts is deleted", "newest-claim-kept", Swap("number < newest", "number <= order")),
         ("unfinished uploads of a killed process stay", "unfinished-uploads-removed", Remove()),
         ("a store that ignores conditions is used", "ignored-condition-refused", Remove()),
@@ -77,6 +80,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Swap("if places[index][at].restorable", ""),
         ),
         ("a generation is deleted before its copy is made", "waiting-generation-held", Remove()),
+        ("what is being copied is deleted meanwhile", "copy-under-way-not-overtaken", Swap(" | {self._under_way}", "")),
         ("copies that wait are not bounded", "waiting-copies-bounded", Swap("others[: -keep.last]", "others[:0]")),
         ("each failed attempt of an outage is reported", "outage-reported-once", Swap("self._failures == 1", "True")),
         ("an incarnation has another order in another place", "one-order-in-all-places", Remove()),
@@ -100,6 +104,34 @@ MUTANTS: tuple[Mutant, ...] = (
         ("ranks_places",),
         ("a part that a rank could not copy is taken as copied", "failed-part-fails-copy", Never()),
         ("a copy is committed before all ranks have copied", "commit-copied-after-all-parts", Remove()),
+        ("each rank of a machine reads all replicas from a bucket", "shared-objects-read-once", Remove()),
+    ),
+    *table(
+        "node disks",
+        ("ranks_nodes", "rank_requests"),
+        (
+            "a commit that some nodes have is reported as refused",
+            "commit-on-some-nodes-is-unknown",
+            Swap("raise CommitUnknown(", "raise TierDown("),
+        ),
+        ("nodes of different runs are mixed", "nodes-of-one-run", Never()),
+        ("a node that lacks a commit stays without it", "commit-put-on-every-node", Remove()),
+        ("a generation whose files lay on a lost node is restored", "lost-part-is-not-restorable", Never()),
+        ("a rank overwrites a slot that another rank still needs", "agreed-slot-kept", Remove()),
+        ("slots of refused commits are never free again", "refused-commit-frees-slot", Remove()),
+        ("a damaged commit of one node stops the run", "damaged-commit-replaced-on-node", Remove()),
+        (
+            "an answer to another request is taken",
+            "answer-belongs-to-its-request",
+            Swap("{self._nonce}/{rank}", "{number}/{rank}"),
+        ),
+        ("what lies on a lost node is marked as damaged", "lost-part-gets-no-mark", Never()),
+        (
+            "generations that lost a part are never deleted",
+            "lost-generation-deleted",
+            Instead("lost: list[GenerationId] = []"),
+        ),
+        ("ranks keep all slots because none learns what all have committed", "slot-freed-after-all-agreed", Remove()),
     ),
     *table(
         "copies",
@@ -109,11 +141,31 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             "a file that is there already counts by its length alone",
             "found-copy-read-back",
-            Swap(" and _reads_back(RankFiles(target, folder, manifest), blob, copying)", ""),
+            Swap(" and reads_back(RankFiles(target, folder, manifest), blob, copying)", ""),
         ),
         ("a damaged chunk is copied", "damaged-chunk-not-copied", Never()),
         ("a commit of another generation is copied", "copied-commit-has-root", Never()),
         ("a manifest is copied that differs from its seal", "copied-manifest-matches-seal", Never()),
         ("a valid commit of another generation is replaced", "other-commit-not-replaced", Swap("raise", "pass")),
+    ),
+    *table(
+        "packs",
+        PACKS,
+        (
+            "a damaged file in a pack counts before the one that replaced it",
+            "own-object-before-pack",
+            Swap("name not in self.objects and ", ""),
+        ),
+        ("the index of a pack names files outside of it", "packed-files-within-pack", Never()),
+        ("a footer makes a reader fetch the whole pack", "pack-index-length-limit", Never()),
+        ("why a pack cannot be used is not known", "unusable-pack-names-nothing", Remove()),
+        (
+            "a pack that was written again is read by an old index",
+            "rewritten-pack-read-itself",
+            Swap(" and found.length_of(other) == of.length", ""),
+        ),
+        ("manifests of an earlier listing are handed out", "fetched-manifests-dropped-at-listing", Remove()),
+        ("a damaged pack stays beside the whole one", "damaged-pack-replaced-whole", Remove()),
+        ("a usable pack is replaced", "usable-pack-kept", Swap("in usable", "in ()")),
     ),
 )

@@ -1,0 +1,84 @@
+"""Copies of tensor files, chunk by chunk: each chunk is verified, and comes from the first place where it is good.
+
+Decides nothing about which files are copied where (copying.py, pack_copies.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ..engine import read_file
+from ..engine.arena import Arena
+from ..engine.read_file import RankFiles, VerifiedChunks
+from ..errors import Cancelled, Damaged
+from ..io.files import round_up
+from ..ports import Upload
+from ..records import Blob
+from .watched import CountBytes
+
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Copying:
+    """How copies are made. `arena`: buffers for one chunk after another. `workers`: the threads that read and digest.
+
+    `count_bytes`: called with the bytes of each chunk that is done. `stop`: polled before each chunk; once it is true,
+    Cancelled is raised.
+    """
+
+    arena: Arena
+    workers: Executor
+    count_bytes: CountBytes = lambda count: None
+    stop: Stop = lambda: False
+
+
+class _FirstGood:
+    """`read_file.Chunks` of one tensor file: each chunk from the first place where it is good."""
+
+    def __init__(self, places: Sequence[RankFiles], blob: Blob) -> None:
+        self.blob = blob
+        self._places = [VerifiedChunks(files, blob) for files in places]
+
+    def read(self, index: int, buffer: memoryview) -> memoryview:
+        for chunks in self._places[:-1]:
+            with contextlib.suppress(Damaged):
+                return chunks.read(index, buffer)
+        return self._places[-1].read(index, buffer)
+
+
+def write(upload: Upload, offset: int, places: Sequence[RankFiles], blob: Blob, copying: Copying) -> None:
+    """Write a tensor file into an upload, from `offset` on, in whole pages.
+
+    Raises Damaged if no place has a chunk, Cancelled once `copying.stop()` is true, and the errors of writing.
+    """
+    with (
+        read_file.borrowed(copying.arena, read_file.buffer_bytes([blob])) as buffers,
+        contextlib.closing(read_file.in_order(_FirstGood(places, blob), buffers, copying.workers)) as chunks,
+    ):
+        for number, (data, error) in enumerate(chunks):
+            if error is not None:  # guard: damaged-chunk-not-copied
+                raise error
+            if copying.stop():
+                raise Cancelled(f"the copy of {blob.name} was interrupted")
+            padded = buffers[number % len(buffers)][: round_up(len(data))]
+            padded[len(data) :] = bytes(len(padded) - len(data))
+            upload.write_at(padded, offset + number * blob.chunk_bytes)
+            copying.count_bytes(len(data))
+
+
+def reads_back(files: RankFiles, blob: Blob, copying: Copying) -> bool:
+    """Whether a file that exists already has the bytes that were committed."""
+    with (
+        read_file.borrowed(copying.arena, read_file.buffer_bytes([blob])) as buffers,
+        contextlib.closing(read_file.in_order(VerifiedChunks(files, blob), buffers, copying.workers)) as chunks,
+    ):
+        for _, error in chunks:
+            if error is not None:
+                return False
+            if copying.stop():
+                raise Cancelled("the reading of a copy was interrupted")
+    return True

@@ -1,0 +1,150 @@
+"""Opens a place that lies on the disks of several nodes (node_disks.py), or in the slots of several ranks.
+
+every rank names its directory -> ranks with the same one form a node, led by the lowest of them; in slots, which one
+process writes, each rank is a node of its own -> every leader locks its directory -> the coordinator settles all of
+them as one place -> `complete_records`, `note_lost_parts`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from ..coordination.rounds import RankGroup
+from ..coordination.single_rank import AnyRanks
+from ..errors import Damaged, NameTaken, Refused
+from ..format import commit, layout, sealed
+from ..policy.parts import divided
+from ..ports import Tier
+from ..records import Finding, Generation, RunHeader, Seal, judged
+from . import access, copying
+from .known import KnownRun
+from .node_disks import FETCHED, SUBJECT, NodeDisks, NodeFiles, Nodes, NodeTier, NodeView, Own
+from .planned_save import RunOptions
+from .rank_requests import Requests, RequestServer
+
+
+@contextlib.contextmanager
+def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -> Iterator[NodeTier]:
+    """Open the directory of this rank's node, or the slots of this rank. All ranks call it.
+
+    The leader of each node holds the lock of its directory; each rank leads its own slots. Raises NotARun, NotWritable,
+    RunLocked, NoSpace, TierDown, and Refused if two nodes hold different runs.
+    """
+    in_slots = access.in_slots(path)
+    with contextlib.ExitStack() as storage:
+        topic = ranks.topic("nodes")
+        with topic.failing():
+            here = [str(ranks.rank)] if in_slots else access.identity(path)
+            nodes = Nodes(tuple(topic.agree(here, lambda posts: [posts.index(one) for one in posts])))
+            leads = nodes.leaders[ranks.rank] == ranks.rank
+            if leads:
+                own = storage.enter_context(_opened_own(path, options, ranks, in_slots))
+                own.delete(FETCHED)
+            topic.agree(None, lambda _: None)  # every node is locked
+            if not leads:
+                own = storage.enter_context(access.for_sharing(path, options.write_mode))
+            disk = cast(Own, own)
+            topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
+        if not isinstance(ranks, RankGroup) or not nodes.others:
+            yield NodeDisks(disk, nodes, None) if ranks.is_coordinator else NodeView(disk, nodes, leads)
+        elif ranks.is_coordinator:
+            requests = Requests(ranks, SUBJECT, nodes.others)
+            storage.callback(requests.end)
+            yield NodeDisks(disk, nodes, requests)
+        else:
+            view = NodeView(disk, nodes, leads)
+            if leads:
+                view.server = RequestServer(ranks, SUBJECT, NodeFiles(disk))
+                storage.callback(view.server.close)
+            yield view
+
+
+def _opened_own(
+    path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks, in_slots: bool
+) -> contextlib.AbstractContextManager[Tier]:
+    if not in_slots:
+        return access.for_writing(path, options.write_mode)
+    access.require_no_slots_of_one(path)
+    return access.for_writing(
+        access.slots_of_rank(path, ranks.rank),
+        options.write_mode,
+        in_flight=options.in_flight,
+        persist=options.persist,
+        several=True,
+    )
+
+
+def _run_of(disk: Own) -> str | None:
+    header = commit.read_hint(disk, layout.HEADER, disk.list("").get(layout.HEADER), RunHeader)
+    return header.run if header else copying.run_of(commit.survey(disk))
+
+
+def _require_one_run(posts: Sequence[tuple[int, str | None]]) -> None:
+    runs = {run: leader for leader, run in posts if run is not None}
+    if len(runs) > 1:  # guard: nodes-of-one-run
+        named = " and ".join(f"that of rank {leader} ({run})" for run, leader in sorted(runs.items()))
+        raise Refused(
+            f"the disks of these nodes hold different runs: {named}",
+            safe="Nothing was touched.",
+            todo="Empty the directory on the node whose run is not wanted, or give this run another one.",
+        )
+
+
+def complete_records(tier: NodeDisks, known: KnownRun) -> None:
+    """Put the COMMIT of each generation on the nodes that lack it: those that were replaced.
+
+    Not in slots: the files of a generation whose COMMIT is not in the table of a rank are lost there.
+    """
+    if not tier.nodes.others:
+        return
+    with contextlib.suppress(NameTaken):  # one that is damaged on a node is a hint less
+        tier.put_new(layout.HEADER, layout.encode(RunHeader(format=layout.FORMAT, run=known.run_id)))
+        for one in known.survey.incarnations.values():
+            tier.put_new(layout.incarnation_name(one), layout.encode(one))
+    for at in () if tier.newest_only else known.survey.generations:
+        commit.confirm(tier, at)  # guard: commit-put-on-every-node
+
+
+def note_lost_parts(known: KnownRun) -> None:
+    """Note which generations lack the files of a rank, because its node was replaced.
+
+    Such a generation is mended from another place of the run, or passed over. No mark of it is written, because the
+    node may come back.
+    """
+    if not isinstance(known.tier, NodeDisks):
+        return
+    for at, one in list(known.survey.generations.items()):
+        listing = known.survey.listings[layout.folder(at).partition("/")[2]]
+        missing = [seal for seal in one.commit.seals if _is_lost(known.tier, one, seal, listing)]
+        if missing and not one.damaged:  # guard: lost-part-is-not-restorable
+            ranks = ", ".join(str(seal.rank) for seal in missing)
+            what = f"the files of rank {ranks} lie on no node of this job"
+            lost = Finding(kind="MissingBlob", what=what, layer="structure", blob=missing[0].manifest)
+            known.record(judged(one, [lost]))
+            known.lost.add(at)
+
+
+def _is_lost(tier: Tier, generation: Generation, seal: Seal, listing: Mapping[str, int | None]) -> bool:
+    """Whether no node has the files of a rank. A rank without tensors has a manifest only."""
+    if seal.manifest not in listing:
+        return True
+    if layout.blob_name(seal.rank) in listing:
+        return False
+    try:
+        return bool(sealed.sealed_record(tier, generation, seal).blobs)
+    except Damaged:
+        return True
+
+
+def parts(tier: Tier, ranks: AnyRanks, generation: Generation) -> list[list[int]]:
+    """For each rank of the job, the ranks that wrote a generation whose files in `tier` are its part (policy/parts.py).
+
+    Called at the coordinator, for a place on several nodes; anywhere else for a place that all ranks see.
+    """
+    written = [one.rank for one in generation.commit.seals]
+    if isinstance(tier, NodeDisks):
+        return divided(written, tier.nodes.leaders, tier.held(generation))
+    return divided(written, [0] * ranks.size)

@@ -1,0 +1,298 @@
+"""Chunks of a generation on their way to nodes that need them, before a restore reads them from the disk of its node.
+
+    all ranks     receive the manifests of all ranks from the coordinator       (`share_manifests`)
+    each rank     which chunks it wants -> the coordinator, which makes a `Transfer` of what each node lacks
+    each leader   copies what its node lacks into one file, FETCHED: from a place that all ranks see, or else from
+                  the node that has it:
+    sender        .../TRANSFER/FILE/OFFSET             a part of a chunk, at most PART_BYTES
+    receiver      .../TRANSFER/FILE/OFFSET/RANK        acknowledges the part; the sender then deletes both
+
+Invariants
+  1. What was fetched is verified like any other chunk, when a rank reads it.
+  2. At most WINDOW parts are in the store of the job at the same time.
+  3. All leaders go through the chunks of a transfer in the same order, so no two of them wait for each other. A leader
+     that fails sends empty parts, or acknowledges what it does not use, so that the others do not wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..coordination.rounds import RankGroup
+from ..coordination.single_rank import AnyTopic
+from ..errors import Cancelled, LastgoodError, TierDown, TimedOut
+from ..format import layout, sealed
+from ..io.files import round_up
+from ..ports import Tier
+from ..records import Blob, Extent, Generation, GenerationId, Manifest, Record
+from ..storage.slot_file import aligned
+from .node_disks import FETCHED, NodeDisks, NodeTier
+from .rank_requests import Requests
+from .verify import Stop, never
+
+SUBJECT = "transfers"
+PART_BYTES = 4 << 20
+"""A message of the store of a job may have a few MiB."""
+WINDOW = 4
+
+Chunks = Mapping[str, Sequence[int]]
+"""File -> the indices of chunks of it."""
+
+
+class Transfer(Record, frozen=True, kw_only=True):
+    """What is copied to which nodes. A node is named by its leader."""
+
+    number: int
+    """unique in this opening of the run"""
+    at: GenerationId
+    place: int
+    """the place to copy from, by its position among the lower ones; -1: from node to node"""
+    wanted: dict[str, dict[str, list[int]]]
+    """leader -> the chunks that its node lacks"""
+    senders: dict[str, int]
+    """file -> the leader of a node that has it"""
+
+
+class _Chunk(NamedTuple):
+    """One chunk of a tensor file."""
+
+    manifest: Manifest
+    blob: Blob
+    number: int
+
+    @property
+    def extent(self) -> Extent:
+        return layout.extent_of(self.blob, self.number)
+
+
+class Carrier:
+    """One leader's part in transfers. At the other leaders it is a `rank_requests.Service`.
+
+    `tier`: the disks of the nodes as this rank sees them. `below`: the places that all ranks see.
+    """
+
+    def __init__(self, tier: NodeTier, below: Sequence[Tier], ranks: RankGroup) -> None:
+        self._tier, self._below, self._ranks = tier, below, ranks
+
+    def served(self, request: Any, stop: Stop) -> Any:
+        return self.carry(msgspec.convert(request, Transfer), stop)
+
+    def carry(self, one: Transfer, stop: Stop) -> dict[str, int]:
+        """Send and receive what concerns this node. Returns place -> the bytes that were copied from it."""
+        rank = self._ranks.rank
+        generation = self._tier.shown.generation
+        assert generation is not None and generation.id == one.at, "the manifests were not shown before"
+        manifests = manifests_of(self._tier, generation)
+        mine = list(_in_order(one.wanted.get(str(rank), {}), manifests))
+        received, failed, at, upload = Counter[str](), None, 0, None
+        try:
+            if mine:
+                self._tier.own.delete(FETCHED)
+                upload = self._tier.own.create(FETCHED, sum(round_up(chunk.extent.length) for chunk in mine))
+        except LastgoodError as error:
+            failed = error
+        for chunk in _in_order(_union(one.wanted.values()), manifests):
+            wants = chunk.number in one.wanted.get(str(rank), {}).get(chunk.blob.name, ())
+            try:
+                if stop():
+                    raise Cancelled("the restore was interrupted")
+                data = self._moved(one, chunk, wants)
+                if wants and failed is None and upload is not None:
+                    upload.write_at(aligned(data)[: round_up(len(data))], at)
+                    received[self._below[one.place].place if one.place >= 0 else "other nodes"] += len(data)
+            except (TimedOut, Cancelled) as error:  # another leader has failed: each chunk would take a timeout
+                failed = failed or error
+                break
+            except LastgoodError as error:
+                failed = failed or error  # the chunks that follow are sent and acknowledged all the same
+            at += round_up(chunk.extent.length) if wants else 0
+        if failed is not None:
+            if upload is not None:
+                upload.abort()
+            raise failed
+        if upload is not None:
+            upload.finish()
+        return dict(received)
+
+    def _moved(self, one: Transfer, chunk: _Chunk, wants: bool) -> bytes:
+        """The bytes of a chunk if this node wants it, from wherever it comes; sends it if this node is the sender."""
+        extent = Extent(
+            blob=f"{layout.folder(one.at)}/{chunk.blob.name}", offset=chunk.extent.offset, length=chunk.extent.length
+        )
+        if one.place >= 0:
+            return _read(self._below[one.place], extent) if wants else b""
+        if one.senders[chunk.blob.name] == self._ranks.rank:
+            receivers = [leader for leader, of in one.wanted.items() if chunk.number in of.get(chunk.blob.name, ())]
+            self._send(one, extent, receivers)
+            return b""
+        return self._receive(one, extent) if wants else b""
+
+    def _send(self, one: Transfer, extent: Extent, receivers: Sequence[str]) -> None:
+        """Send a chunk of this node. If it cannot be read, empty parts are sent, and the error is raised."""
+        failed: LastgoodError | None = None
+        data = b""
+        try:
+            data = _read(self._tier.own, extent)
+        except LastgoodError as error:
+            failed = error
+        sent: list[str] = []
+        try:
+            for key, start, length in self._parts(one, extent):
+                self._ranks.post_bytes(key, data[start : start + length])
+                sent.append(key)
+                if len(sent) == WINDOW:
+                    self._await_receivers(sent[0], receivers)
+                    sent.pop(0)
+            while sent:
+                self._await_receivers(sent[0], receivers)
+                sent.pop(0)
+        finally:
+            self._ranks.delete(sent)
+        if failed is not None:
+            raise failed
+
+    def _receive(self, one: Transfer, extent: Extent) -> bytes:
+        data = bytearray()
+        for key, _, _ in self._parts(one, extent):
+            (part,) = self._ranks.receive_bytes([key], self._ranks.timeout_seconds)
+            self._ranks.post_bytes(f"{key}/{self._ranks.rank}", b"received")
+            data += part
+        if len(data) != extent.length:
+            raise TierDown(f"the node that has {extent.blob} could not read it", safe="Nothing was loaded.")
+        return bytes(data)
+
+    def _await_receivers(self, key: str, receivers: Sequence[str]) -> None:
+        keys = [f"{key}/{rank}" for rank in receivers]
+        self._ranks.receive_bytes(keys, self._ranks.timeout_seconds)
+        self._ranks.delete([key, *keys])
+
+    def _parts(self, one: Transfer, extent: Extent) -> Iterator[tuple[str, int, int]]:
+        """Key, offset in the chunk and length of each part of a chunk."""
+        name = extent.blob.rpartition("/")[2]
+        for start in range(0, extent.length, PART_BYTES):
+            key = f"{self._ranks.opening}/transfer/{one.number}/{name}/{extent.offset + start}"
+            yield key, start, min(PART_BYTES, extent.length - start)
+
+
+class NodeTransfers:
+    """Transfers of an open run, at the coordinator, which is a leader itself. The parameters are those of `Carrier`."""
+
+    def __init__(self, disks: NodeDisks, below: Sequence[Tier], ranks: RankGroup) -> None:
+        self._disks, self._carrier = disks, Carrier(disks, below, ranks)
+        self._requests = Requests(ranks, SUBJECT, disks.nodes.others)
+        self._number = 0
+
+    def carry(
+        self, generation: Generation, wants: Sequence[Chunks], place: int | None, stop: Stop = never
+    ) -> tuple[dict[str, dict[str, list[int]]], dict[str, dict[str, int]]]:
+        """Copy to each node what its ranks want and it lacks.
+
+        `wants`: the chunks that each rank wants. `place`: the position, among the lower ones, of a place that has the
+        generation whole; None: there is none. Returns leader -> the chunks that its node has fetched, and leader ->
+        place -> the bytes that came from there.
+        """
+        held = self._disks.held(generation)
+        owners = {blob.name: one.rank for one in manifests_of(self._disks, generation) for blob in one.blobs}
+        wanted = needed(wants, self._disks.nodes.leaders, held, owners)
+        if not wanted:
+            return {}, {}
+        senders = {
+            name: leader for leader in sorted(held, reverse=True) for name in owners if owners[name] in held[leader]
+        }
+        one = Transfer(
+            number=self._number, at=generation.id, place=-1 if place is None else place, wanted=wanted, senders=senders
+        )
+        self._number += 1
+        self._requests.ask(one)
+        own = self._carrier.carry(one, stop)
+        leaders = map(str, self._disks.nodes.others)
+        return wanted, {"0": own} | dict(zip(leaders, self._requests.answers(), strict=True))
+
+    def end(self) -> None:
+        """Tell the other leaders that nothing more is carried."""
+        self._requests.end()
+
+
+def needed(
+    wants: Sequence[Chunks], leaders: Sequence[int], held: Mapping[int, set[int]], owners: Mapping[str, int]
+) -> dict[str, dict[str, list[int]]]:
+    """Leader -> the chunks that its node lacks. Pure.
+
+    `wants`: the chunks that each rank wants. `leaders`: that of each rank. `held`: leader -> the ranks whose files its
+    node has. `owners`: file -> the rank that wrote it.
+    """
+    found: dict[str, list[Chunks]] = {}
+    for leader, wanted in zip(leaders, wants, strict=True):
+        lacks = {name: chunks for name, chunks in wanted.items() if owners[name] not in held.get(leader, ())}
+        if lacks:
+            found.setdefault(str(leader), []).append(lacks)
+    return {leader: _union(lacks) for leader, lacks in found.items()}
+
+
+def note_fetched(tier: NodeTier, generation: Generation, fetched: Chunks) -> None:
+    """Let a rank read the chunks that its node has fetched."""
+    places, at = dict[str, list[tuple[int, int, int]]](), 0
+    for chunk in _in_order(fetched, manifests_of(tier, generation)):
+        extent = chunk.extent
+        places.setdefault(chunk.blob.name, []).append((extent.offset, extent.length, at))
+        at += round_up(extent.length)
+    tier.shown.fetched = places
+
+
+def share_manifests(tier: NodeTier, generation: Generation, ranks: RankGroup, topic: AnyTopic) -> None:
+    """Show every rank what all nodes have of a generation, and the manifests of all ranks. All ranks call it."""
+    if not tier.nodes.others:
+        return
+    folder, key = layout.folder(generation.id), f"{ranks.opening}/manifests/{ranks.restore_count}/{generation.id}"
+    joined = bytearray()
+
+    def collect(_: list[Any]) -> Any:
+        listing, ends = dict(tier.list(folder)), dict[str, int]()
+        for seal in generation.commit.seals:
+            joined.extend(_read(tier, Extent(blob=f"{folder}/{seal.manifest}", offset=0, length=seal.length)))
+            ends[seal.manifest] = len(joined)
+        for start in range(0, len(joined), PART_BYTES):
+            ranks.post_bytes(f"{key}/{start}", bytes(joined[start : start + PART_BYTES]))
+        return listing, ends
+
+    listing, ends = topic.agree(None, collect)
+    keys = [f"{key}/{start}" for start in range(0, max(ends.values()), PART_BYTES)]
+    whole = bytes(joined) or b"".join(ranks.receive_bytes([one], ranks.timeout_seconds)[0] for one in keys)
+    starts = [0, *ends.values()]
+    records = {name: whole[begin:end] for (name, end), begin in zip(ends.items(), starts, strict=False)}
+    tier.shown.show(generation, listing, records)
+    topic.agree(None, lambda _: None)
+    if ranks.is_coordinator:
+        ranks.delete(keys)
+
+
+def manifests_of(tier: Tier, generation: Generation) -> list[Manifest]:
+    """The manifests of all ranks, whether or not their files are readable here."""
+    return [sealed.sealed_record(tier, generation, seal) for seal in generation.commit.seals]
+
+
+def _in_order(chunks: Chunks, manifests: Sequence[Manifest]) -> Iterator[_Chunk]:
+    """The chunks in the order of the ranks that wrote them, their files and their indices."""
+    for manifest in manifests:
+        for blob in manifest.blobs:
+            for index in sorted(chunks.get(blob.name, ())):
+                yield _Chunk(manifest, blob, index)
+
+
+def _union(wanted: Any) -> dict[str, list[int]]:
+    """All chunks that occur in any of these."""
+    found: dict[str, set[int]] = {}
+    for one in wanted:
+        for name, chunks in one.items():
+            found.setdefault(name, set()).update(chunks)
+    return {name: sorted(chunks) for name, chunks in found.items()}
+
+
+def _read(tier: Tier, extent: Extent) -> bytes:
+    buffer = bytearray(extent.length)
+    tier.read_into(extent, memoryview(buffer))
+    return bytes(buffer)

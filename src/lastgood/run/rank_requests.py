@@ -1,0 +1,164 @@
+"""Requests of the coordinator to other ranks, which a thread of each of them serves: one request after another.
+
+    rank         key                  message
+    -----------  -------------------  --------------------------------------------------------------------------
+    coordinator  REQUESTS/NUMBER      a random nonce and a request; None: nothing more comes
+    any other    REQUESTS/NONCE/RANK  the answer, or the error that kept this rank from it
+
+REQUESTS is OPENING/KIND/SUBJECT: the opening of the run, and what the requests are about. What they ask for is defined
+elsewhere (part_copies.py, node_disks.py).
+
+Invariants
+  1. Every server receives every request, in the order in which the coordinator has made them.
+  2. A rank that does not answer within its timeout fails the request. The next request has a new number.
+     An answer belongs to one request: one that was posted late, after the store seemed to be down, answers no other.
+  3. A rank serves requests until it receives None. Once it is being closed it waits no longer than for a verdict
+     (coordination/rounds.py); after an exception in its loop it does not wait at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from ..coordination.rounds import RankGroup, decode_error, encode_error
+from ..errors import Cancelled, TierDown, TimedOut
+from ..limits import COORDINATOR_TIMEOUTS
+from ..records import Record
+from .verify import Stop, never
+
+POLL_SECONDS = 0.2
+"""How soon a rank that waits for a request notices that it is to end."""
+
+
+class Requests:
+    """The coordinator's side. Used by one thread at a time.
+
+    `ranks`: of the job. `subject`: KIND/SUBJECT of the keys. `servers`: the ranks that answer. `stop`: once it is true,
+    no answer is waited for.
+    """
+
+    def __init__(self, ranks: RankGroup, subject: str, servers: Sequence[int], stop: Stop = never) -> None:
+        self._group, self._servers, self._stop = ranks, servers, stop
+        self._keys = f"{ranks.opening}/{subject}"
+        self._asked = 0
+        self._asked_at = 0.0
+        self._nonce = ""
+        self._is_unsure = False
+        """whether the last request may be in the store although posting it failed"""
+
+    def ask(self, request: Record) -> None:
+        """Post a request. Raises TierDown."""
+        key = f"{self._keys}/{self._asked}"
+        if self._is_unsure and self._group.has(key):
+            self._asked += 1
+            key = f"{self._keys}/{self._asked}"
+        self._nonce, self._asked_at, self._is_unsure = secrets.token_hex(8), time.monotonic(), True
+        self._group.post(key, {"nonce": self._nonce, "request": request})
+        self._asked, self._is_unsure = self._asked + 1, False
+
+    def answers(self) -> list[Any]:
+        """Wait for the answers to the last request; returns them in the order of the servers.
+
+        A rank has as much time as this process took since the request, and the timeout between ranks in addition.
+        Raises the error of the first rank that failed, and TierDown if one does not answer in time.
+        """
+        group, number = self._group, self._asked - 1
+        keys = [f"{self._keys}/{self._nonce}/{rank}" for rank in self._servers]  # guard: answer-belongs-to-its-request
+        seconds = group.timeout_seconds + time.monotonic() - self._asked_at
+        try:
+            posts = group.receive(keys, seconds, self._stop, POLL_SECONDS)
+        except TimedOut as error:
+            if self._stop():
+                raise Cancelled("the work was interrupted while other ranks did their part of it") from None
+            silent = [rank for rank, key in zip(self._servers, keys, strict=True) if not group.has(key)]
+            raise TierDown(
+                f"rank {(silent or self._servers)[0]} has not done its part within {seconds:.0f} s",
+                safe="Every committed generation is untouched.",
+            ) from error
+        group.delete([f"{self._keys}/{number}", *keys])
+        for rank, post in zip(self._servers, posts, strict=True):
+            if "error" in post:  # guard: failed-part-fails-copy
+                raise decode_error({**post, "what": f"rank {rank}: {post['what']}"})
+        return [post["answer"] for post in posts]
+
+    def end(self) -> None:
+        """Tell the servers that nothing more is asked. Without a store they time out."""
+        with contextlib.suppress(TierDown):
+            self._group.post(f"{self._keys}/{self._asked}", None)
+
+
+class Service(Protocol):
+    """What a `RequestServer` serves."""
+
+    def served(self, request: Any, stop: Stop) -> Any:
+        """Do what is asked for, and return the answer as a record or a builtin type. Any error is an answer too.
+
+        `stop`: once it is true, the work is to end with Cancelled.
+        """
+
+
+class RequestServer:
+    """A rank other than the coordinator: a thread answers the requests about one subject. Begins at once.
+
+    `ranks`, `subject`: as for `Requests`. `service`: answers them.
+    """
+
+    def __init__(self, ranks: RankGroup, subject: str, service: Service) -> None:
+        self._ranks, self._service = ranks, service
+        self._keys = f"{ranks.opening}/{subject}"
+        self._left = threading.Event()
+        self._closing_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="lastgood-serve")
+        self._thread.start()
+
+    def leave(self) -> None:
+        """End after the request that is being served, or as soon as it can be interrupted."""
+        self._left.set()
+
+    def close(self) -> None:
+        """Serve requests until the coordinator ends them, then end the thread."""
+        self._closing_since = time.monotonic()
+        self._thread.join()
+
+    # ---- the thread ----------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        number = 0
+        while (asked := self._next(number)) is not None:
+            try:
+                answer = self._service.served(asked["request"], self._is_over)
+                post: dict[str, Any] = {"answer": msgspec.to_builtins(answer)}
+            except Exception as error:  # noqa: BLE001 - the coordinator raises it
+                post = encode_error(error)
+            with contextlib.suppress(TierDown):  # the coordinator asks again
+                self._ranks.post(f"{self._keys}/{asked['nonce']}/{self._ranks.rank}", post)
+            number += 1
+            if self._closing_since is not None:
+                self._closing_since = time.monotonic()
+
+    def _next(self, number: int) -> Any:
+        """Wait for a request; None: this rank serves no more."""
+        while not self._is_over():
+            try:
+                (post,) = self._ranks.receive(
+                    [f"{self._keys}/{number}"], self._ranks.timeout_seconds, self._is_over, POLL_SECONDS
+                )
+                return post
+            except TimedOut:
+                continue
+            except TierDown:  # rank 0 may have ended
+                self._left.wait(self._ranks.timeout_seconds / COORDINATOR_TIMEOUTS)
+                if self._closing_since is not None:
+                    return None
+        return None
+
+    def _is_over(self) -> bool:
+        since, limit_seconds = self._closing_since, COORDINATOR_TIMEOUTS * self._ranks.timeout_seconds
+        return self._left.is_set() or (since is not None and time.monotonic() - since > limit_seconds)

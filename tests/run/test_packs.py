@@ -1,0 +1,626 @@
+"""Packs: files of many ranks in one object of an object store, and readers that find them under their own names."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import obstore
+import pytest
+from obstore.store import MemoryStore
+
+from harness import digests, flip
+from lastgood import errors
+from lastgood.cli import app
+from lastgood.engine.arena import Arena
+from lastgood.engine.inline_executor import Inline
+from lastgood.format import commit, layout, pack_layout
+from lastgood.format.pack_layout import PackFiles, PackIndex
+from lastgood.limits import CHUNK_BYTES, WORKERS
+from lastgood.ports import Tier
+from lastgood.records import Finding, Generation, GenerationId
+from lastgood.run import access, copying, pack_copies, packed
+from lastgood.run.content import Content
+from lastgood.run.packed import PackedTier
+from lastgood.run.reader import read_all
+from lastgood.run.writer import RunWriter
+from lastgood.storage import object_store
+from lastgood.storage.objects import Objects
+from lastgood_lab.plain import share
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "ranks"
+"""a run of two ranks, with the steps 2 and 4"""
+PACK = "pack-00000"
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(GOLDEN, tmp_path / "front"))
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def bucketlike(store: MemoryStore) -> PackedTier:
+    """A tier over an object store in memory."""
+    return opened(store)
+
+
+def opened(store: MemoryStore) -> PackedTier:
+    return PackedTier(Objects(store, "memory"))
+
+
+def generation_of(run: Path, step: int = 4) -> Generation:
+    found = commit.survey(access.for_reading(run)).generations
+    return next(one for at, one in found.items() if at.step == step)
+
+
+class Nodes:
+    """`copying.Others` where another process packs the files of some ranks, as on another node."""
+
+    def __init__(self, mine: Collection[int], act: Callable[[], None]) -> None:
+        self._mine, self._act = mine, act
+        self._asked: copying.Task | None = None
+
+    def own_part(self, generation: Generation) -> Collection[int] | None:
+        return None
+
+    def packed_part(self, generation: Generation) -> Collection[int] | None:
+        return self._mine
+
+    def ask(self, at: GenerationId, task: copying.Task, code: str = "") -> None:
+        self._asked = task
+
+    def answers(self) -> list[Finding]:
+        if self._asked == "pack":
+            self._act()
+        return []
+
+    def end(self) -> None:
+        """Nobody waits."""
+
+
+@contextlib.contextmanager
+def how() -> Iterator[copying.Copying]:
+    with ThreadPoolExecutor(WORKERS) as workers:
+        yield copying.Copying(Arena(4 * CHUNK_BYTES, CHUNK_BYTES), workers)
+
+
+def copy(front: Path, target: Tier, others: copying.Others | None = None, step: int = 4) -> Generation:
+    one = generation_of(front, step)
+    with how() as by:
+        copying.complete(target, [access.for_reading(front)], one, by, others)  # type: ignore[arg-type]
+    return one
+
+
+def copied_by_two_nodes(front: Path, store: MemoryStore) -> Generation:
+    """Each of two processes packs the files of one rank."""
+
+    def other_node() -> None:
+        source, one = access.for_reading(front), generation_of(front)
+        with how() as by, copying.pack_files(opened(store), [source], one, [1], by, with_manifests=False):
+            pass
+
+    return copy(front, opened(store), Nodes([0], other_node))
+
+
+def objects(store: object, one: Generation) -> dict[str, int]:
+    """Name -> length of the objects of a generation."""
+    found = [each for batch in obstore.list(store, layout.folder(one.id) + "/") for each in batch]  # type: ignore[arg-type]
+    return {each["path"].rpartition("/")[2]: each["size"] for each in found}
+
+
+def files(run: Path) -> dict[str, bytes]:
+    found = {str(one.relative_to(run)): one.read_bytes() for one in run.rglob("*") if one.is_file()}
+    return {name: data for name, data in found.items() if name.startswith("gen")}
+
+
+def contents(tier: Tier, one: Generation) -> dict[str, bytes]:
+    content = Content(tier, one)
+    return {name: bytes(content.tensor(name)[1]) for name in content.names()}
+
+
+def found_in(tier: Tier, one: Generation) -> list[Finding]:
+    with ThreadPoolExecutor(WORKERS) as workers:
+        return read_all(tier, one, Arena(4 * CHUNK_BYTES, CHUNK_BYTES), workers)
+
+
+def change(store: MemoryStore, one: Generation, name: str, act: Callable[[bytearray], bytes | bytearray]) -> None:
+    """Write an object again, with other bytes."""
+    key = f"{layout.folder(one.id)}/{name}"
+    data = bytearray(bytes(obstore.get(store, key).bytes()))
+    obstore.put(store, key, bytes(act(data)))
+
+
+def index_of(store: MemoryStore, one: Generation, pack: str = PACK) -> tuple[pack_layout.Footer, PackIndex]:
+    data = bytes(obstore.get(store, f"{layout.folder(one.id)}/{pack}").bytes())
+    at = pack_layout.decode_footer(data, len(data), pack)
+    return at, pack_layout.decode_index(data[at.start : at.start + at.length], at, pack)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_two_ranks_is_one_pack_commit_and_mark(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert contents(opened(store), one) == contents(access.for_reading(front), one)
+    assert not found_in(opened(store), one)
+
+
+def test_a_listing_names_the_files_in_packs_and_their_bytes_once(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    listing = opened(store).list(layout.folder(one.id))
+    on_disk = {path.name: path.stat().st_size for path in (front / layout.folder(one.id)).iterdir()}
+    assert {name: length for name, length in listing.items() if name[0] == "r"} == {
+        name: length for name, length in on_disk.items() if name[0] == "r"
+    }
+    assert listing[PACK] == -1
+    assert commit.read_generation(opened(store), one.id, None).bytes == sum(
+        length for name, length in listing.items() if length is not None and name != PACK
+    )
+
+
+def test_every_file_of_a_pack_begins_at_a_page_and_equals_the_source(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    data = bytes(obstore.get(store, f"{layout.folder(one.id)}/{PACK}").bytes())
+    _, index = index_of(store, one)
+    assert sorted(index.files, key=index.files.__getitem__) == [
+        "r00000.safetensors",
+        "r00001.safetensors",
+        "r00000.manifest.json",
+        "r00001.manifest.json",
+    ]
+    for name, (offset, length) in index.files.items():
+        assert offset % 4096 == 0
+        assert data[offset : offset + length] == (front / layout.folder(one.id) / name).read_bytes()
+
+
+def test_a_generation_with_one_tensor_file_stays_two_plain_objects(store, bucketlike):
+    front = Path(__file__).parents[1] / "golden" / "v1"
+    one = copy(front, bucketlike, step=30)
+    assert objects(store, one).keys() == {"r00000.safetensors", "r00000.manifest.json", "COMMIT.json", "VERIFIED.json"}
+
+
+def test_sixty_four_ranks_are_three_objects(tmp_path, store, bucketlike):
+    states = [{f"w{rank}": np.random.default_rng(rank).integers(0, 255, 9000, np.uint8)} for rank in range(64)]
+    with access.for_writing(str(tmp_path / "many"), "atomic_dirsync") as tier:
+        run = RunWriter(tier, Inline())
+        parts = [share(tier, run.admit(4), rank, state) for rank, state in enumerate(states)]
+        run.publish(run.admit(4), parts, False, False, {})
+    one = copy(tmp_path / "many", bucketlike)
+    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert contents(opened(store), one) == {name: bytes(data) for state in states for name, data in state.items()}
+
+
+def test_two_nodes_write_one_pack_each_and_one_index_names_both(front, store):
+    one = copied_by_two_nodes(front, store)
+    assert objects(store, one).keys() == {PACK, "pack-00001", "COMMIT.json", "VERIFIED.json"}
+    _, index = index_of(store, one)
+    assert index.files.keys() == {"r00000.safetensors", "r00000.manifest.json", "r00001.manifest.json"}
+    assert index.others["pack-00001"].files.keys() == {"r00001.safetensors"}
+    assert contents(opened(store), one) == contents(access.for_reading(front), one)
+
+
+def test_a_pack_of_which_the_others_fail_is_not_visible(front, store):
+    def fail() -> None:
+        raise errors.TierDown("the other node is down")
+
+    with pytest.raises(errors.TierDown):
+        copy(front, opened(store), Nodes([0], fail))
+    assert not objects(store, generation_of(front))
+    one = copied_by_two_nodes(front, store)
+    assert not found_in(opened(store), one)
+
+
+def test_a_copy_that_ended_between_pack_and_commit_is_completed(front, store, monkeypatch):
+    """The pack exists, the generation does not. The next copy reads the pack back and writes the records."""
+    one = generation_of(front)
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "copy_records", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            copy(front, opened(store))
+    assert objects(store, one).keys() == {PACK} and not commit.survey(opened(store)).generations
+    before = obstore.head(store, f"{layout.folder(one.id)}/{PACK}")["e_tag"]
+    copy(front, opened(store))
+    assert obstore.head(store, f"{layout.folder(one.id)}/{PACK}")["e_tag"] == before, "it was not written again"
+    assert objects(store, one).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+
+
+def test_a_pack_that_was_damaged_before_the_commit_is_never_committed_so(front, store, monkeypatch):
+    one = generation_of(front)
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "copy_records", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            copy(front, opened(store))
+    at = index_of(store, one)[1].files["r00001.safetensors"][0]
+    change(store, one, PACK, lambda data: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    copy(front, opened(store))
+    assert objects(store, one).keys() == {PACK, "r00001.safetensors", "COMMIT.json", "VERIFIED.json"}
+    assert contents(opened(store), one) == contents(access.for_reading(front), one)
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_flipped_anywhere_in_a_pack_is_found_or_changes_nothing(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    whole, good = objects(store, one)[PACK], contents(bucketlike, one)
+    index = index_of(store, one)[1]
+    held = [range(offset, offset + length) for offset, length in index.files.values()]
+    for at in sorted({*range(0, whole, 613), *range(whole - 32, whole)}):
+        change(store, one, PACK, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        tier = opened(store)
+        if any(at in one for one in held):
+            assert found_in(tier, one), f"byte {at:,}"
+        try:
+            assert contents(tier, one) == good, f"byte {at:,}"
+        except errors.Damaged:
+            assert found_in(tier, one)
+        change(store, one, PACK, lambda data, at=at: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    assert contents(opened(store), one) == good
+
+
+def forged(index: PackIndex, at: pack_layout.Footer, data: bytearray) -> bytes:
+    """The pack with another index, whose digest agrees."""
+    length = len(data) - at.start
+    made = layout.encode(index)
+    footer = bytes(data[-pack_layout.FOOTER_BYTES : -8]) + len(made).to_bytes(8, "little")
+    return bytes(data[: at.start]) + made + bytes(length - len(made) - pack_layout.FOOTER_BYTES) + footer
+
+
+def moved(files: pack_layout.Places, name: str, offset: int, length: int | None = None) -> PackIndex:
+    return PackIndex(format=1, files={**files, name: (offset, length or files[name][1])}, others={})
+
+
+DAMAGE: dict[str, Callable[[pack_layout.Footer, PackIndex, bytearray], bytes]] = {
+    "cut at its end": lambda at, index, data: bytes(data[:-1]),
+    "cut in the middle": lambda at, index, data: bytes(data[: len(data) // 2]),
+    "cut to less than a footer": lambda at, index, data: bytes(data[:7]),
+    "empty": lambda at, index, data: b"",
+    "of zeros": lambda at, index, data: bytes(len(data)),
+    "an index of another record": lambda at, index, data: bytes(
+        data[: at.start] + bytearray(layout.encode(PackFiles(length=1, files={}))).ljust(len(data) - at.start, b"\0")
+    ),
+    "a file outside": lambda at, index, data: forged(moved(index.files, "r00001.safetensors", 1 << 40), at, data),
+    "a file at a negative offset": lambda at, index, data: forged(
+        moved(index.files, "r00001.safetensors", -4096), at, data
+    ),
+    "a file longer than the pack": lambda at, index, data: forged(
+        moved(index.files, "r00001.safetensors", 0, len(data)), at, data
+    ),
+    "a file where another one is": lambda at, index, data: forged(
+        moved(index.files, "r00001.safetensors", 0), at, data
+    ),
+    "a commit in the index": lambda at, index, data: forged(
+        PackIndex(format=1, files={**index.files, "COMMIT.json": (0, 10)}, others={}), at, data
+    ),
+    "a footer that asks for terabytes": lambda at, index, data: bytes(
+        data[:-24] + bytes(16) + (len(data) - 32).to_bytes(8, "little")
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_pack_loads_nothing_and_is_repaired_from_the_front(front, store, bucketlike, damage):
+    one = copy(front, bucketlike)
+    good, (at, index) = contents(bucketlike, one), index_of(store, one)
+    change(store, one, PACK, lambda data: DAMAGE[damage](at, index, data))
+    assert found_in(opened(store), one)
+    with pytest.raises(errors.Damaged):
+        contents(opened(store), one)
+    copy(front, opened(store))
+    assert not found_in(opened(store), one) and contents(opened(store), one) == good
+    assert commit.read_generation(opened(store), one.id, None).verified
+
+
+def test_a_damaged_index_is_named_where_its_files_are_missing(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    change(store, one, PACK, lambda data: data[:-9])
+    with pytest.raises(errors.ManifestInvalid, match=f"{PACK} does not end as a pack does"):
+        Content(opened(store), one)
+
+
+def test_a_lost_pack_is_written_again_under_its_name(front, store):
+    one = copied_by_two_nodes(front, store)
+    good = contents(opened(store), one)
+    for pack in (PACK, "pack-00001"):
+        obstore.delete(store, f"{layout.folder(one.id)}/{pack}")
+        assert {each.kind for each in found_in(opened(store), one)} == {"MissingBlob"}
+        copy(front, opened(store))
+        assert objects(store, one).keys() == {PACK, "pack-00001", "COMMIT.json", "VERIFIED.json"}
+        assert contents(opened(store), one) == good
+
+
+def test_files_of_other_packs_are_found_without_the_index_that_names_all(front, store):
+    one = copied_by_two_nodes(front, store)
+    change(store, one, PACK, lambda data: data[:-9])
+    listing = opened(store).list(layout.folder(one.id))
+    assert "r00001.safetensors" in listing and "r00000.safetensors" not in listing
+    copy(front, opened(store))
+    assert not found_in(opened(store), one)
+
+
+def test_one_damaged_file_is_mended_as_an_object_of_its_own(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    pack, offset = objects(store, one)[PACK], index_of(store, one)[1].files["r00001.safetensors"][0]
+    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    with how() as by:
+        names = copying.complete(opened(store), [access.for_reading(front)], one, by)
+    assert names == ["r00001.safetensors"] and not found_in(opened(store), one)
+    assert objects(store, one).keys() == {PACK, "r00001.safetensors", "COMMIT.json", "VERIFIED.json"}
+    assert objects(store, one)[PACK] == pack
+    assert opened(store).list(layout.folder(one.id))["r00001.safetensors"] == objects(store, one)["r00001.safetensors"]
+
+
+def test_a_missing_file_beside_a_usable_pack_leaves_that_pack(front, store, bucketlike):
+    """A pack that held manifests only had the name of the pack into which the file was to go."""
+    one = generation_of(front)
+    folder = layout.folder(one.id)
+    for name in ("r00000.safetensors", "r00001.safetensors"):
+        obstore.put(store, f"{folder}/{name}", (front / folder / name).read_bytes())
+    copy(front, bucketlike)
+    manifests = objects(store, one)[PACK]
+    obstore.delete(store, f"{folder}/r00000.safetensors")
+    copy(front, opened(store))
+    assert objects(store, one)[PACK] == manifests and "pack-00001" in objects(store, one)
+    assert not found_in(opened(store), one)
+
+
+def test_a_pack_that_was_written_again_is_read_by_its_own_index(front, store):
+    """The index of another pack still has the old offsets."""
+    one = copied_by_two_nodes(front, store)
+    good, folder = contents(opened(store), one), layout.folder(one.id)
+    data = (front / folder / "r00001.safetensors").read_bytes()
+    lengths = [("r00001.7.safetensors", 5), ("r00001.safetensors", len(data))]
+    places, end = pack_layout.placed(lengths)
+    tail = pack_layout.encode_end(places, {}, end, pack_layout.end_bytes(places, ()))
+    obstore.put(store, f"{folder}/pack-00001", bytes(4096) + data.ljust(end - 4096, b"\0") + tail)
+    assert contents(opened(store), one) == good
+
+
+def test_a_reader_sees_what_another_process_has_mended_since(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    reader, good = opened(store), contents(bucketlike, one)
+    change(store, one, PACK, lambda data: data[:-9])
+    with pytest.raises(errors.Damaged):
+        contents(reader, one)
+    copy(front, opened(store))
+    assert contents(reader, one) == good
+
+
+def test_a_manifest_is_read_from_the_store_in_each_reading(front, store, bucketlike):
+    """Nothing that was read in an earlier reading may vouch for what the store holds now."""
+    one = copy(front, bucketlike)
+    reader = opened(store)
+    assert not found_in(reader, one) and not found_in(reader, one)
+    offset = index_of(store, one)[1].files["r00001.manifest.json"][0] + 40
+    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    assert found_in(reader, one)
+
+
+def test_manifests_of_an_earlier_listing_are_not_used_again(front, store, bucketlike):
+    """A medium that changes bytes by itself gives the object no new version."""
+    one = copy(front, bucketlike)
+    inner = Objects(store, "memory")
+    versions = inner.versions(layout.folder(one.id))
+    inner.versions = lambda folder: versions  # type: ignore[method-assign]
+    reader = PackedTier(inner)
+    reader.list(layout.folder(one.id))
+    offset = index_of(store, one)[1].files["r00001.manifest.json"][0] + 40
+    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    assert found_in(reader, one)
+
+
+def test_no_footer_makes_a_reader_fetch_terabytes():
+    footer = pack_layout.MAGIC + bytes(16) + (100).to_bytes(8, "little")
+    with pytest.raises(errors.ManifestInvalid, match="has an index of"):
+        pack_layout.decode_footer(footer, 1 << 42, PACK)
+
+
+def test_a_scrub_repairs_a_pack_from_another_place(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    offset = index_of(store, one)[1].files["r00000.safetensors"][0]
+    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])
+    writer = RunWriter(opened(store), Inline())
+    writer.mender.sources = [access.for_reading(front)]
+    names = writer.mend(one.id, Arena(4 * CHUNK_BYTES, CHUNK_BYTES))
+    assert names == ["r00000.safetensors"] and not found_in(opened(store), one)
+
+
+def test_a_packed_file_is_rebuilt_from_parity(front, store, bucketlike):
+    copy(front, bucketlike)
+    writer = RunWriter(opened(store), Inline(), parity="2+2")
+    one = generation_of(front)
+    writer.verifier.protect(one, writer.verifier.code, Arena(4 * CHUNK_BYTES, CHUNK_BYTES), lambda: False)  # type: ignore[arg-type]
+    assert len([name for name in objects(store, one) if "parity" in name]) == 8
+    for name in ("r00001.safetensors", "r00000.manifest.json"):
+        offset = index_of(store, one)[1].files[name][0] + 9
+        change(store, one, PACK, lambda data, at=offset: data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        assert found_in(opened(store), one)
+        mending = RunWriter(opened(store), Inline(), parity="2+2")
+        assert mending.mend(one.id, Arena(4 * CHUNK_BYTES, CHUNK_BYTES)) == [name]
+        assert not found_in(opened(store), one)
+
+
+# ---- deletion, requests, commands ------------------------------------------------------------------------------
+
+
+class Counted:
+    """The objects, and the names that are deleted."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.deleted: list[str] = []
+        inner = Objects(store, "memory")
+        real = inner.delete
+        inner.delete = lambda name: (self.deleted.append(name.rpartition("/")[2]), real(name))[1]  # type: ignore[method-assign]
+        self.tier = PackedTier(inner)
+
+
+def test_a_packed_generation_is_deleted_with_a_request_for_each_object(front, store):
+    one = copied_by_two_nodes(front, store)
+    counted = Counted(store)
+    commit.retire(counted.tier, one.id)
+    assert not objects(store, one)
+    assert sorted(counted.deleted) == sorted(["COMMIT.json", "GOING.json", "VERIFIED.json", PACK, "pack-00001"])
+
+
+def test_names_in_packs_are_taken(front, store, bucketlike):
+    one = copy(front, bucketlike)
+    folder = layout.folder(one.id)
+    tier, manifest = opened(store), (front / folder / "r00001.manifest.json").read_bytes()
+    tier.list(folder)
+    before = objects(store, one)
+    tier.put_new(f"{folder}/r00001.manifest.json", manifest)
+    with pytest.raises(errors.NameTaken):
+        tier.put_new(f"{folder}/r00001.manifest.json", manifest[:-1] + b" ")
+    with pytest.raises(errors.NameTaken):
+        tier.create(f"{folder}/r00001.safetensors", 100)
+    assert objects(store, one) == before
+
+
+@pytest.mark.parametrize("tail_bytes", [32, 300, 5000, 1 << 20])
+def test_a_pack_is_read_whatever_its_first_read_has_fetched(front, store, monkeypatch, tail_bytes):
+    one = copied_by_two_nodes(front, store)
+    good = contents(access.for_reading(front), one)
+    monkeypatch.setattr(packed, "PACK_TAIL_BYTES", tail_bytes)
+    assert contents(opened(store), one) == good
+    monkeypatch.setattr(packed, "PACK_END_LIMIT_BYTES", 1000)
+    assert contents(opened(store), one) == good, "the manifests are read one by one"
+
+
+def test_the_reserved_end_has_room_for_every_index():
+    names = [f"r{rank:05d}.safetensors" for rank in range(300)]
+    own, end = pack_layout.placed([(name, 10**12) for name in names[:9]])
+    packs = {
+        pack_layout.pack_name(rank): PackFiles(length=10**18, files={name: (0, 10**18)})
+        for rank, name in enumerate(names[9:], 9)
+    }
+    length = pack_layout.end_bytes(own, names[9:])
+    data = pack_layout.encode_end(own, packs, end, length)
+    at = pack_layout.decode_footer(data, end + length, "pack")
+    assert len(data) == length and pack_layout.decode_index(data[: at.length], at, "pack").others == packs
+
+
+@pytest.mark.slow
+def test_all_manifests_are_read_by_one_listing_and_one_range(front, bucket, proxy):
+    assert app.main(["copy", str(front), bucket]) == 0
+    one = generation_of(front)
+    tier = access.for_reading(bucket)
+    proxy.clear()
+    assert len(commit.read_manifests(tier, one)) == 2
+    sent = proxy.requests
+    assert [each.method for each in sent] == ["GET", "GET"]
+    assert "list-type" in sent[0].target and sent[1].target.partition("?")[0].endswith(PACK)
+    proxy.clear()
+    assert len(commit.read_manifests(tier, one)) == 2 and len(proxy.requests) == 2, "and again"
+
+
+@pytest.mark.slow
+def test_a_run_of_ranks_is_copied_into_a_bucket_and_back_byte_for_byte(front, bucket, tmp_path, call_json):
+    assert call_json("copy", str(front), bucket)[0] == 0
+    store = object_store.opened(bucket, object_store.DEADLINES)
+    for step in (2, 4):
+        assert objects(store, generation_of(front, step)).keys() == {PACK, "COMMIT.json", "VERIFIED.json"}
+    assert digests(bucket) == digests(str(front))
+    assert call_json("verify", bucket)[0] == 0
+    assert call_json("copy", bucket, str(tmp_path / "back"))[0] == 0
+    names = {name for name in files(front) if not name.endswith("VERIFIED.json")}
+    assert {name: files(tmp_path / "back")[name] for name in names} == {name: files(front)[name] for name in names}
+    assert call_json("copy", bucket, f"{bucket}-other")[0] == 0
+    assert digests(f"{bucket}-other") == digests(str(front)), "from pack to pack"
+
+
+@pytest.mark.slow
+def test_commands_repair_and_delete_packs_in_a_bucket(front, bucket, call_json):
+    assert call_json("copy", str(front), bucket)[0] == 0
+    one, store = generation_of(front), object_store.opened(bucket, object_store.DEADLINES)
+    offset = index_of(store, one)[1].files["r00001.safetensors"][0]  # type: ignore[arg-type]
+    change(store, one, PACK, lambda data: data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :])  # type: ignore[arg-type]
+    assert call_json("verify", bucket, "4")[0] == 4
+    assert call_json("repair", bucket, "--from", str(front))[0] == 0
+    assert call_json("verify", bucket, "4")[0] == 0 and digests(bucket) == digests(str(front))
+    assert call_json("gc", bucket, "--keep-last", "1")[0] == 0
+    assert not objects(store, generation_of(front, 2)) and PACK in objects(store, one)
+
+
+def test_a_flipped_bit_in_the_front_is_not_packed(front, store, bucketlike):
+    one = generation_of(front)
+    flip(front / layout.folder(one.id) / "r00001.safetensors")
+    with pytest.raises(errors.SumMismatch):
+        copy(front, bucketlike)
+    assert not objects(store, one)
+
+
+def test_no_pack_is_wanted_on_a_disk(front, tmp_path):
+    with access.for_writing(str(tmp_path / "other"), "atomic_dirsync") as tier:
+        assert not pack_copies.wanted(tier, [access.for_reading(front)], generation_of(front))
+
+
+class Failing(Objects):
+    """Objects of which one call fails, before or after its effect."""
+
+    def __init__(self, store: MemoryStore, number: int, after: bool) -> None:
+        super().__init__(store, "memory", pause=lambda _: None)
+        self._left, self._after = number, after
+
+    def _fails(self, act: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left == 0 and not self._after:
+            raise errors.TierDown("on purpose, before")
+        found = act()
+        if self._left == 0:
+            raise errors.TierDown("on purpose, after")
+        return found
+
+    def versions(self, folder):
+        return self._fails(lambda: super(Failing, self).versions(folder))
+
+    def read_into(self, extent, mv, *, fresh=False):
+        self._fails(lambda: super(Failing, self).read_into(extent, mv, fresh=fresh))
+
+    def create(self, name, length):
+        return self._fails(lambda: super(Failing, self).create(name, length))
+
+    def put(self, name, data):
+        self._fails(lambda: super(Failing, self).put(name, data))
+
+    def put_new(self, name, data):
+        self._fails(lambda: super(Failing, self).put_new(name, data))
+
+    def replace(self, name, by):
+        self._fails(lambda: super(Failing, self).replace(name, by))
+
+    def delete(self, name):
+        self._fails(lambda: super(Failing, self).delete(name))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("damaged", [False, True], ids=["new", "damaged"])
+def test_a_copy_that_fails_at_any_request_is_completed_by_the_next(front, after, damaged):
+    good, number, failed = contents(access.for_reading(front), generation_of(front)), 1, True
+    while failed:
+        store = MemoryStore()
+        if damaged:
+            one = copied_by_two_nodes(front, store)
+            change(store, one, PACK, lambda data: data[:-9])
+        try:
+            one = copy(front, PackedTier(Failing(store, number, after)))
+            failed = False
+        except errors.LastgoodError:
+            one = generation_of(front)
+        found = commit.survey(opened(store)).generations.get(one.id)
+        if found is not None and not damaged:
+            assert contents(opened(store), one) == good, f"request {number}: what is committed reads back"
+        copy(front, opened(store))
+        assert contents(opened(store), one) == good and not found_in(opened(store), one), f"request {number}"
+        number += 1
+    assert number > 15

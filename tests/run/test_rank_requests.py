@@ -1,0 +1,54 @@
+"""Requests of the coordinator to other ranks."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from lastgood.coordination.rounds import RankGroup
+from lastgood.errors import TierDown
+from lastgood.run.node_disks import FileRequest
+from lastgood.run.rank_requests import Requests
+
+
+class Board:
+    """`ports.Store` in one process, which may store what it says that it could not."""
+
+    def __init__(self):
+        self.posts: dict[str, bytes] = {}
+        self.loses_reply = False
+
+    def set(self, values):
+        self.posts |= values
+        if self.loses_reply:
+            self.loses_reply = False
+            raise TierDown("no answer in time")
+
+    def has(self, keys):
+        return self.posts.keys() >= set(keys)
+
+    def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
+        return [self.posts[key] for key in keys]
+
+    def delete(self, keys):
+        for key in keys:
+            self.posts.pop(key, None)
+
+    def answer(self, number: int, what: str) -> None:
+        """Answer a request as rank 1 does."""
+        asked = msgspec.json.decode(self.posts[f"run/disks/{number}"])
+        self.posts[f"run/disks/{asked['nonce']}/1"] = msgspec.json.encode({"answer": what})
+
+
+def test_a_late_answer_to_a_lost_request_answers_no_other():
+    """The reply of the store to a request was lost, and the rank had served it. The next request had the same number,
+    so the answer to the first one was taken for its own: a COMMIT counted as written on a node that had not seen it."""
+    board = Board()
+    requests = Requests(RankGroup(0, 2, board, "run", 1.0), "disks", [1])
+    board.loses_reply = True
+    with pytest.raises(TierDown):
+        requests.ask(FileRequest(call="list", name=""))
+    board.answer(0, "the first")
+    requests.ask(FileRequest(call="put_new", name="a", data=b"b"))
+    board.answer(1, "the second")
+    assert requests.answers() == ["the second"]
