@@ -224,6 +224,7 @@ def test_verify_does_not_report_a_generation_deleted_meanwhile_as_damage(run: Pa
 
     class Deleting:
         place, list, create, put_new, point, delete = run, tier.list, None, None, None, None
+        reads_at_once = 1
 
         def read_into(self, extent: Any, mv: memoryview, *, fresh: bool = False) -> None:
             if extent.blob.endswith(".safetensors"):

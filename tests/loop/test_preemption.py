@@ -89,8 +89,6 @@ def test_a_second_signal_ends_a_loop_that_never_calls_step_at_once(tmp_path):
 
 
 def test_repeated_preemption_requests_keep_the_first_deadline():
-    """With os.kill the kernel chose any thread of the process to receive the signal, so on a loaded machine the handler
-    ran some statements later, found a second signal long after the first one, and ended the process of the tests."""
     clock = Clock(100.0)
     request = EndRequest(Preemption(signals=[signal.SIGUSR1], grace_seconds=30), clock)
     try:
@@ -103,6 +101,23 @@ def test_repeated_preemption_requests_keep_the_first_deadline():
         assert request.left_seconds == 0
     finally:
         request.close()
+
+
+def test_the_handler_of_a_run_that_has_ended_is_not_called():
+    """After a signal the handlers of a run stay installed. That of the first run in a process was called as the earlier
+    handler of the second one, took the signal for a second one of its own, and ended the process without a save."""
+    clock = Clock(100.0)
+    wish = Preemption(signals=[signal.SIGUSR1], grace_seconds=30)
+    first = EndRequest(wish, clock)
+    signal.raise_signal(signal.SIGUSR1)
+    first.close()
+    clock.advance(50)
+    second = EndRequest(wish, clock)
+    try:
+        signal.raise_signal(signal.SIGUSR1)
+        assert second.at == 150.0
+    finally:
+        second.close()
 
 
 def test_a_previously_installed_handler_is_called_once():

@@ -93,7 +93,7 @@ class EndRequest:
         self._first: float | None = None
         self._timer: threading.Timer | None = None
         self._closed = False
-        self._before = {one: signal.getsignal(one) for one in options.signals}
+        self._before = {one: _handler_of(one) for one in options.signals}
         for one in self._before:
             signal.signal(one, self._on_signal)
 
@@ -152,6 +152,14 @@ class EndRequest:
         with contextlib.suppress(OSError):
             os.write(2, f"lastgood: {why}: the process ends at once; durable generations stay\n".encode())
         os._exit(self.options.exit_code)
+
+
+def _handler_of(number: int) -> Any:
+    """The handler of a signal. That of a run which has ended stays installed after its request, and is passed over."""
+    found = signal.getsignal(number)
+    while isinstance(run := getattr(found, "__self__", None), EndRequest) and run._closed:
+        found = run._before[number]
+    return found
 
 
 def _end_by(number: int) -> None:
