@@ -125,6 +125,7 @@ class Mender:
         survey.witnessed.discard(at)
 
     def _note_mended(self, at: GenerationId, names: list[str]) -> None:
+        self._known.lost.discard(at)
         if names:
             self.mended[at] = names
             self._known.emit("repaired", at, detail=", ".join(names))  # guard: repair-reported

@@ -116,6 +116,7 @@ def note_lost_parts(known: KnownRun) -> None:
     """
     if not isinstance(known.tier, NodeDisks):
         return
+    known.lost.clear()
     for at, one in list(known.survey.generations.items()):
         listing = known.survey.listings[layout.folder(at).partition("/")[2]]
         missing = [seal for seal in one.commit.seals if _is_lost(known.tier, one, seal, listing)]

@@ -15,7 +15,7 @@ from .. import reporting
 from ..errors import LastgoodError
 from ..format import commit, layout
 from ..limits import DELETED_AT_ONCE
-from ..policy.retention import Keep, surplus, under_pressure
+from ..policy.retention import Keep, surplus, under_pressure, wanted
 from ..ports import Tier
 from ..records import Commit, Generation, GenerationId
 from . import disk_space
@@ -156,16 +156,26 @@ class Retirement:
             chain = known.lineage()
             of_lineage = {one.id for one in chain}
             abandoned = [one for at, one in known.survey.generations.items() if at not in of_lineage]
-            good = sorted(one.id for one in chain if one.good)
-            # guard: lost-generation-deleted
-            lost = [at for at in sorted(known.lost) if len(good) >= self._keep.last and at < good[-self._keep.last]]
-            going = sorted({*known.survey.going, *(at for at in lost if known.survey.generations[at].damaged)})
+            going = sorted({*known.survey.going, *self._lost(chain)})
             retired = [*going, *(at for at in decide(self._keep, chain, abandoned) if at not in going)]
             named = known.survey.pointer
             pointed = GenerationId(step=named.step, incarnation=named.incarnation) if named else None
             free = [at for at in retired if at not in known.held]
             # guard: pointed-generation-kept
             return [at for at in free if at != pointed and not self._deletions.postponed(at)]
+
+    def _lost(self, chain: list[Generation]) -> list[GenerationId]:
+        """Generations that lack the files of a lost node, once `last` newer ones are verified. `chain`: the lineage."""
+        known, last = self._known, self._keep.last
+        good = sorted(one.id for one in chain if one.good)
+        lost = [one for at in known.lost if (one := known.survey.generations.get(at)) is not None and one.damaged]
+        return [  # guard: lost-generation-deleted
+            one.id
+            for one in lost
+            if len(good) >= last
+            and one.id < good[-last]
+            and not wanted(self._keep, one.step, one.commit.milestone, one.commit.metrics)
+        ]
 
     def _bytes_of(self, at: GenerationId) -> int:
         one = self._known.survey.generations.get(at)
