@@ -60,6 +60,15 @@ def trained(
     return {"step": found.step, "sources": sources, "losses": losses, "stepped_over": stepped_over, "events": events}
 
 
+def committed(save: lastgood.Save) -> str:
+    """Wait for the commit of a save. Returns "durable", or the name of its error."""
+    try:
+        save.committed()
+    except lastgood.errors.LastgoodError as error:
+        return type(error).__name__
+    return "durable"
+
+
 def refused_commit(rank: int, size: int, disks: Sequence[Path], last: Path, faulty_rank: int) -> list[str]:
     """Save steps 1 to 3. The COMMIT of step 2 cannot be written on the node of one rank. Returns the outcomes."""
     real = Disk.put_new
@@ -76,12 +85,7 @@ def refused_commit(rank: int, size: int, disks: Sequence[Path], last: Path, faul
         ckpt.restore()
         for n in (1, 2, 3):
             loop.step(n)
-            save = ckpt.save(n)
-            try:
-                save.committed()
-                outcomes.append("durable")
-            except lastgood.errors.LastgoodError as error:
-                outcomes.append(type(error).__name__)
+            outcomes.append(committed(ckpt.save(n)))
     return outcomes
 
 
@@ -119,12 +123,7 @@ def in_slots(
         for n in range(found.step + 1, upto + 1):
             losses.append(loop.step(n))
             if n % 2 == 0:
-                save = ckpt.save(n)
-                try:
-                    save.committed()
-                    outcomes.append("durable")
-                except lastgood.errors.LastgoodError as error:
-                    outcomes.append(type(error).__name__)
+                outcomes.append(committed(ckpt.save(n)))
             if n == 2 and refused_step and not refused_steps:
                 ckpt.wait()
                 RunWriter.verify = lambda self, arena, stop=None: None

@@ -237,7 +237,7 @@ def newest_incarnation(disk: HostileDisk, ledger: Ledger) -> str | None:
 
 
 def note_whole(ledger: Ledger, disk: HostileDisk) -> None:
-    """Let retention count the damaged generations that have their files back, whoever has mended them.
+    """Let retention count the damaged generations that have their files back, from a repair of any place.
 
     They are owed again only after a process has reported that it has mended them.
     """
