@@ -4,7 +4,6 @@ torchrun --nproc-per-node 2 examples/dcp_drop_in.py runs/dcp --steps 200
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,11 @@ images = torch.tensor(digits.data, dtype=torch.float32) / 16
 labels = torch.tensor(digits.target)
 training, loss, saving = Training(), None, None
 
-if os.path.exists(options.run) and lastgood.open(options.run).generations():
+try:
+    begun = bool(lastgood.open(options.run).generations())
+except lastgood.errors.NotARun:  # the first start: nothing was saved so far
+    begun = False
+if begun:
     dcp.load({"training": training}, storage_reader=lastgood.dcp.Reader(options.run))
 while training.step < options.steps:
     picked = torch.randint(len(images), (64,), generator=torch.Generator().manual_seed(training.step))

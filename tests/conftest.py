@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return "\npytestmark = pytest.mark.slow\n" in collection_path.read_text() or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+    call: pytest.CallInfo[None],  # noqa: F811 - the names that pytest passes
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report what a failed command of a test printed: its CalledProcessError names the exit code only."""
+    report = yield
+    error = call.excinfo.value if call.excinfo is not None else None
+    if isinstance(error, subprocess.CalledProcessError | subprocess.TimeoutExpired):
+        for stream, printed in (("stdout", error.stdout), ("stderr", error.stderr)):
+            text = printed.decode(errors="replace") if isinstance(printed, bytes) else printed
+            if text:
+                report.sections.append((f"the end of {stream} of the command", text[-4000:]))
+    return report
 
 
 @pytest.fixture

@@ -5,39 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from boards import Board
 from lastgood.coordination.rounds import RankGroup
 from lastgood.errors import TierDown
 from lastgood.run.node_disks import FileRequest
 from lastgood.run.rank_requests import Requests
 
 
-class Board:
-    """`ports.Store` in one process, which may store what it says that it could not."""
-
-    def __init__(self):
-        self.posts: dict[str, bytes] = {}
-        self.loses_reply = False
-
-    def set(self, values):
-        self.posts |= values
-        if self.loses_reply:
-            self.loses_reply = False
-            raise TierDown("no answer in time")
-
-    def has(self, keys):
-        return self.posts.keys() >= set(keys)
-
-    def get(self, keys, timeout_seconds, cancelled=lambda: False, poll_seconds=None):
-        return [self.posts[key] for key in keys]
-
-    def delete(self, keys):
-        for key in keys:
-            self.posts.pop(key, None)
-
-    def answer(self, number: int, what: str) -> None:
-        """Answer a request as rank 1 does."""
-        asked = msgspec.json.decode(self.posts[f"run/disks/{number}"])
-        self.posts[f"run/disks/{asked['nonce']}/1"] = msgspec.json.encode({"answer": what})
+def answer(board: Board, number: int, what: str) -> None:
+    """Answer a request as rank 1 does."""
+    asked = msgspec.json.decode(board.posts[f"run/disks/{number}"])
+    board.posts[f"run/disks/{asked['nonce']}/1"] = msgspec.json.encode({"answer": what})
 
 
 def test_a_late_answer_to_a_lost_request_answers_no_other():
@@ -48,7 +26,7 @@ def test_a_late_answer_to_a_lost_request_answers_no_other():
     board.loses_reply = True
     with pytest.raises(TierDown):
         requests.ask(FileRequest(call="list", name=""))
-    board.answer(0, "the first")
+    answer(board, 0, "the first")
     requests.ask(FileRequest(call="put_new", name="a", data=b"b"))
-    board.answer(1, "the second")
+    answer(board, 1, "the second")
     assert requests.answers() == ["the second"]

@@ -49,8 +49,8 @@ class Transfer(Record, frozen=True, kw_only=True):
     number: int
     """unique in this opening of the run"""
     at: GenerationId
-    place: int
-    """the place to copy from, by its position among the lower ones; -1: from node to node"""
+    place: int | None
+    """the place to copy from, by its position among the lower ones; None: from node to node"""
     wanted: dict[str, dict[str, list[int]]]
     """leader -> the chunks that its node lacks"""
     senders: dict[str, int]
@@ -103,7 +103,7 @@ class Carrier:
                 data = self._moved(one, chunk, wants)
                 if wants and failed is None and upload is not None:
                     upload.write_at(aligned(data)[: round_up(len(data))], at)
-                    received[self._below[one.place].place if one.place >= 0 else "other nodes"] += len(data)
+                    received["other nodes" if one.place is None else self._below[one.place].place] += len(data)
             except (TimedOut, Cancelled) as error:  # another leader has failed: each chunk would take a timeout
                 failed = failed or error
                 break
@@ -123,7 +123,7 @@ class Carrier:
         extent = Extent(
             blob=f"{layout.folder(one.at)}/{chunk.blob.name}", offset=chunk.extent.offset, length=chunk.extent.length
         )
-        if one.place >= 0:
+        if one.place is not None:
             return _read(self._below[one.place], extent) if wants else b""
         if one.senders[chunk.blob.name] == self._ranks.rank:
             receivers = [leader for leader, of in one.wanted.items() if chunk.number in of.get(chunk.blob.name, ())]
@@ -203,9 +203,7 @@ class NodeTransfers:
         senders = {
             name: leader for leader in sorted(held, reverse=True) for name in owners if owners[name] in held[leader]
         }
-        one = Transfer(
-            number=self._number, at=generation.id, place=-1 if place is None else place, wanted=wanted, senders=senders
-        )
+        one = Transfer(number=self._number, at=generation.id, place=place, wanted=wanted, senders=senders)
         self._number += 1
         self._requests.ask(one)
         own = self._carrier.carry(one, stop)

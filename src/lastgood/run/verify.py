@@ -22,6 +22,7 @@ from ..format import commit, layout, parity_layout
 from ..format.parity_layout import Grid
 from ..io.reed_solomon import Code
 from ..policy import restore
+from ..policy.parts import divided
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, Manifest, intact
 from .copying import Copying, Nobody, Others
@@ -50,11 +51,9 @@ def _ignore(_: memoryview) -> None:
 
 
 def ranks_read_by(readers: Collection[int], ranks: AnyRanks, generation: Generation) -> list[int]:
-    """The ranks that wrote a generation whose files the present ranks `readers` read.
-
-    If more ranks wrote the generation than there are now, their files are divided among the present ranks.
-    """
-    return [one.rank for one in generation.commit.seals if one.rank % ranks.size in readers]
+    """The ranks that wrote a generation whose files the present ranks `readers` read."""
+    parts = divided([one.rank for one in generation.commit.seals], [0] * ranks.size)
+    return sorted(one for reader in readers for one in parts[reader])
 
 
 def own_findings(
