@@ -76,3 +76,4 @@ if saving is not None:
 if dist.get_rank() == 0:
     print(f"step {training.step}, loss {loss.item():.4f}" if loss is not None else "nothing left to do")
 dist.destroy_process_group()
+del apart  # with its last reference a gloo group joins its threads: none of them is left when Python ends
