@@ -105,6 +105,30 @@ def test_a_second_checkpointer_replaces_the_first_with_an_error(bucket):
     assert [one.step for one in lastgood.open(bucket).generations()] == [1, 2]
 
 
+def test_a_late_commit_of_a_replaced_writer_leaves_no_half_generation(bucket, proxy, call):
+    """A creation of COMMIT was on its way while another process opened the run, and removed the files of the save as
+    those of one that had not ended. COMMIT was created after that: a generation without files, reported as damage."""
+    arrived = list[str]()
+
+    def replace(request: Request) -> None:
+        if request.method == "PUT" and request.target.endswith("/COMMIT.json") and "gen/000000000002" in request.target:
+            arrived.append(request.target)
+            proxy.before = None
+            train(bucket, 1)
+
+    training = Training()
+    with reported("step 2 was not saved"), lastgood.Checkpointer(bucket, training.state, save_on_exit=False) as ckpt:
+        training.step()
+        ckpt.save(1).result()
+        proxy.before = replace
+        training.step()
+        with pytest.raises(errors.RunReplaced):
+            ckpt.save(2).result()
+    assert len(arrived) == 1
+    assert [one.step for one in lastgood.open(bucket).generations()] == [1]
+    assert call("verify", bucket, "--all")[0] == 0
+
+
 def test_a_store_that_is_down_costs_saves_and_no_step(bucket, proxy):
     training = Training()
     told = reported("step 2 was not saved.*object store")

@@ -157,3 +157,28 @@ def test_a_found_commit_is_durable_before_its_incarnation_is_recorded(tmp_path, 
     confirmed = ("sync_dir", folder) if stored == "directory" else ("rename", "slots/table")
     recorded = next(n for n, (_, path) in enumerate(changes) if path.startswith(f"incarnations/{record.name}"))
     assert any(change == confirmed for change in changes[:recorded])
+
+
+class Late:
+    """A tier on which the creation of a COMMIT arrives while the files of its generation are being removed."""
+
+    def __init__(self, tier: Disk) -> None:
+        self._tier = tier
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._tier, name)
+
+    def delete(self, name: str) -> None:
+        self._tier.delete(name)
+        if name.endswith(".safetensors"):
+            self._tier.put_new(f"{name.rpartition('/')[0]}/{layout.COMMIT}", b"{}")
+
+
+def test_a_commit_that_arrives_during_a_removal_is_removed_too(tmp_path):
+    tier = Disk(PosixFiles(), str(tmp_path))
+    run = RunWriter(tier, Inline())
+    run.begin(None)
+    at = save(run, 1, {"w": bytes(100)}).id
+    tier.delete(f"{layout.folder(at)}/{layout.COMMIT}")
+    commit.retire(Late(tier), at)
+    assert not tier.list("gen")

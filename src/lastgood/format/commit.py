@@ -168,8 +168,13 @@ def retire(tier: Tier, at: GenerationId) -> None:
     # gap: before_uncommit
     tier.delete(f"{folder}/{layout.COMMIT}")  # <- the generation does not exist after this line
     getattr(tier, "clear", partial(clear, tier))(folder)  # a place on several nodes clears all of them at once
+    left = set(tier.list(folder))
+    if layout.COMMIT in left:  # guard: late-commit-removed
+        # In an object store: of a process that was replaced while its creation was on the way.
+        tier.delete(f"{folder}/{layout.COMMIT}")
+        left.discard(layout.COMMIT)
     # guard: going-record-stays-with-leftovers
-    if tier.list(folder).keys() <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
+    if left <= {layout.GOING}:  # NFS keeps a file that is open elsewhere, under another name
         tier.delete(f"{folder}/{layout.GOING}")  # deleting the last file also removes the folder
 
 

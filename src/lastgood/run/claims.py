@@ -122,6 +122,9 @@ class ClaimedTier:
         if record == layout.COMMIT:
             try:
                 self._require_held()  # guard: commit-acknowledged-only-while-claimed
+            except RunReplaced:
+                self._withdraw(name.rpartition("/")[0])
+                raise
             except (TierDown, NotWritable) as error:  # guard: unconfirmed-claim-is-unknown-commit
                 raise CommitUnknown(
                     f"{name} was created, and whether this process still holds the run could not be read: {error.what}",
@@ -152,6 +155,16 @@ class ClaimedTier:
             self._replaced_by = newest if newest > self.order else 0
         if self._replaced_by:
             raise self._replaced()
+
+    def _withdraw(self, folder: str) -> None:
+        """Delete the COMMIT that this process has just created, if the new holder has removed all files of the save.
+
+        The new holder found them without a COMMIT, and took them for those of a save that had ended. Where other files
+        are left it may have found the COMMIT, and continue that generation; a removal that is under way ends with the
+        COMMIT too (`commit.retire`).
+        """
+        if self._objects.list(folder).keys() <= {layout.COMMIT, layout.GOING}:
+            self._objects.delete(f"{folder}/{layout.COMMIT}")  # guard: late-commit-withdrawn
 
     def _replaced(self) -> RunReplaced:
         return RunReplaced(

@@ -45,6 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (*OBJECTS, "requests"),
         ("two incarnations in a bucket have the same order", "incarnation-order-claimed", Remove()),
         ("a commit is acknowledged although the run was claimed", "commit-acknowledged-only-while-claimed", Remove()),
+        ("a COMMIT that arrives after its files were removed stays", "late-commit-withdrawn", Remove()),
         ("a writer that was replaced deletes generations", "replaced-writer-deletes-nothing", Remove()),
         (
             "a writer that was replaced takes a deleted generation for damage",

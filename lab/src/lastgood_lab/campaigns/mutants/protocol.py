@@ -65,6 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
             Instead("raise"),
         ),
         ("the GOING record is deleted while other files remain", "going-record-stays-with-leftovers", Always()),
+        ("a COMMIT that arrives during a removal stays", "late-commit-removed", Never()),
         ("the record of an incarnation is not written", "incarnation-record-written", Remove()),
         (
             "the pointer follows a lineage that is not durable yet",
