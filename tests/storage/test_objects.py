@@ -389,6 +389,7 @@ def test_the_last_of_two_openings_may_commit_and_the_first_may_not(bucket):
 def test_a_commit_is_not_acknowledged_if_the_run_was_claimed_meanwhile(bucket):
     objects = Objects(object_store.opened(bucket, QUICK), bucket, QUICK)
     with claims.claimed(objects, take_over=True) as first:
+        first.put_new(f"{FOLDER}/r00000.manifest.json", b"manifest")
         put_new, later = objects.put_new, []
 
         def put_and_claim(name: str, data: bytes) -> None:
@@ -398,7 +399,7 @@ def test_a_commit_is_not_acknowledged_if_the_run_was_claimed_meanwhile(bucket):
         objects.put_new = put_and_claim
         with pytest.raises(claims.RunReplaced):
             first.put_new(RECORD, b"commit")
-        assert later[0].list(FOLDER) == {"COMMIT.json": 6}, "the one who replaced it sees the record"
+        assert later[0].list(FOLDER)["COMMIT.json"] == 6, "the one who replaced it sees the record"
 
 
 def test_each_incarnation_in_a_bucket_has_an_order_of_its_own(bucket):
