@@ -402,6 +402,26 @@ def test_a_commit_is_not_acknowledged_if_the_run_was_claimed_meanwhile(bucket):
         assert later[0].list(FOLDER)["COMMIT.json"] == 6, "the one who replaced it sees the record"
 
 
+def test_a_replaced_process_whose_store_fails_reports_the_replacement(bucket):
+    """It looks whether its COMMIT is to be withdrawn. The error is that of the replacement also where this fails."""
+    objects = Objects(object_store.opened(bucket, QUICK), bucket, QUICK)
+    with claims.claimed(objects, take_over=True) as first:
+        put_new, found = objects.put_new, objects.list
+
+        def put_and_claim(name: str, data: bytes) -> None:
+            put_new(name, data)
+            access.for_writing(bucket, MODE).__enter__()
+
+        def failing(folder: str) -> object:
+            if folder == FOLDER:
+                raise TierDown("the store is down")
+            return found(folder)
+
+        objects.put_new, objects.list = put_and_claim, failing
+        with pytest.raises(claims.RunReplaced):
+            first.put_new(RECORD, b"commit")
+
+
 def test_each_incarnation_in_a_bucket_has_an_order_of_its_own(bucket):
     with access.for_writing(bucket, MODE) as first:
         assert [first.next_order(1), first.next_order(2), first.next_order(9)] == [1, 2, 9]

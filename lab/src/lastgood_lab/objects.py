@@ -5,7 +5,7 @@ once, in an order that rotates. The raw contenders upload as many bytes as a sav
 multipart upload, and read one object in ranges into no memory of the caller; the best of several numbers of requests at
 a time, and of several lengths of a range, counts. The seconds of a save end when the save is reported as complete, and
 those of a restore when the state is in the live tensors. Processor seconds are those of the client's process, all its
-threads together. The server speaks http, and obstore is told not to sign the bytes of an upload, as lastgood does over
+threads together. The server speaks http, and obstore does not sign the bytes of an upload, like lastgood over
 https (AWS_UNSIGNED_PAYLOAD); s3torchconnector does not sign them either, and s3fs always does over http.
 """
 

@@ -163,8 +163,9 @@ class ClaimedTier:
         are left it may have found the COMMIT, and continue that generation; a removal that is under way ends with the
         COMMIT too (`commit.retire`).
         """
-        if self._objects.list(folder).keys() <= {layout.COMMIT, layout.GOING}:
-            self._objects.delete(f"{folder}/{layout.COMMIT}")  # guard: late-commit-withdrawn
+        with contextlib.suppress(LastgoodError):  # it then stays as damage; what is reported is the replacement
+            if self._objects.list(folder).keys() <= {layout.COMMIT, layout.GOING}:
+                self._objects.delete(f"{folder}/{layout.COMMIT}")  # guard: late-commit-withdrawn
 
     def _replaced(self) -> RunReplaced:
         return RunReplaced(

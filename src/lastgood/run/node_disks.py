@@ -101,12 +101,12 @@ class NodeFiles:
 
     def _read(self, asked: FileRequest) -> bytes | None:
         """A range of a file; None if this node does not have it."""
-        folder, _, name = asked.name.rpartition("/")
-        if name not in self._own.list(folder):
-            return None
         buffer = bytearray(asked.length)
         extent = Extent(blob=asked.name, offset=asked.offset, length=asked.length)
-        self._own.read_into(extent, memoryview(buffer), fresh=asked.fresh)
+        try:
+            self._own.read_into(extent, memoryview(buffer), fresh=asked.fresh)
+        except MissingBlob:
+            return None
         return bytes(buffer)
 
 
@@ -238,10 +238,12 @@ class NodeDisks:
             after = min(full)
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        folder, _, name = extent.blob.rpartition("/")
-        if not self.nodes.others or name in self.own.list(folder):
+        try:
             self.own.read_into(extent, mv, fresh=fresh)
             return
+        except MissingBlob:
+            if not self.nodes.others:
+                raise
         if self.shown.read_into(extent, mv):
             return
         for start in range(0, extent.length, READ_AT_ONCE):
@@ -319,14 +321,17 @@ class NodeView:
         return {**self.shown.listing, **own} if folder == self.shown.folder else own
 
     def read_into(self, extent: Extent, mv: memoryview, *, fresh: bool = False) -> None:
-        folder, _, name = extent.blob.rpartition("/")
-        if name not in self.list(folder) or name in self.own.list(folder):
+        try:
             self.own.read_into(extent, mv, fresh=fresh)
-        elif not self.shown.read_into(extent, mv):
-            raise TierDown(
-                f"{extent.blob} lies on the disk of another node, not in {self.place} of this one",
-                safe="Every committed generation is untouched.",
-            )
+        except MissingBlob as error:
+            folder, _, name = extent.blob.rpartition("/")
+            if folder != self.shown.folder or name not in self.shown.listing:
+                raise
+            if not self.shown.read_into(extent, mv):
+                raise TierDown(
+                    f"{extent.blob} lies on the disk of another node, not in {self.place} of this one",
+                    safe="Every committed generation is untouched.",
+                ) from error
 
 
 NodeTier = NodeDisks | NodeView

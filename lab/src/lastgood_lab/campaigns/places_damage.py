@@ -7,7 +7,7 @@ in one of them, and the run is opened and restored as after any restart. It must
 `lastgood scrub` reads that place, and every file of its generations must have its old bytes again.
 
 Three cases are judged otherwise. A place in slots cannot be mended: the restart counts, and a save that follows must
-read back in both places. Generations that are gone without a trace cannot be told from those that retention has
+read back in both places. Generations that are gone without a trace look like those that retention has
 deleted: the newest must be in both places again, below after the restart and in front after the next save. Where the
 table of the slots is lost as a whole, the opening is refused with an error, because the slots may hold a step that no
 other place has; once the slots are moved away, the restart must succeed.
