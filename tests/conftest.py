@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import hypothesis
 import pytest
 
 from commands import call, call_json  # noqa: F401 - fixtures of every test
+from lastgood.run import memory_place
 from lastgood.testing import FaultyFiles
 from lastgood_lab.object_faults import FaultyProxy
 from lastgood_lab.object_server import ObjectServer, make_bucket, weed
@@ -48,6 +50,16 @@ def faulty_files() -> Iterator[FaultyFiles]:
     """The file system of every run that is opened in the test; faults are injected while the test runs."""
     with FaultyFiles().installed() as files:
         yield files
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder in memory, which holds the memory of every run that is opened in the test."""
+    if memory_place.file_system("/dev/shm") != "tmpfs":
+        pytest.skip("needs a tmpfs at /dev/shm")
+    with tempfile.TemporaryDirectory(prefix="lastgood-test-", dir="/dev/shm") as folder:
+        monkeypatch.setenv(memory_place.VARIABLE, folder)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from lastgood.errors import CommitUnknown, MissingBlob, NameTaken, NoSpace, NotW
 from lastgood.io import files as posix_files
 from lastgood.io.files import PosixFiles, round_up, takes_direct
 from lastgood.io.mapped import MappedFiles
+from lastgood.io.memory_files import MemoryFiles
 from lastgood.ports import Tier
 from lastgood.records import Extent
 from lastgood.run import access
@@ -45,6 +46,8 @@ TIERS: dict[str, Callable[[str], Tier]] = {
     "disk direct": lambda root: disk(root, direct=takes_direct(root)),
     "disk nodirsync": lambda root: disk(root, mode="atomic_nodirsync"),
     "disk unsafe": lambda root: disk(root, mode="unsafe"),
+    "disk in memory": lambda root: disk(root, MemoryFiles(root)),
+    "disk in memory, spilled": lambda root: disk(root, MemoryFiles(root, f"{root}.spill", free=lambda _: 0)),
     "slots": lambda root: access.slots(PosixFiles(), root),
     "slots direct": lambda root: access.slots(PosixFiles(), root, direct=takes_direct(root)),
     "slots mmap": lambda root: access.slots(MappedFiles(root), root, direct=takes_direct(root)),

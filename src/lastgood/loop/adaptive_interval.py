@@ -38,7 +38,7 @@ class Pace:
         self._before = None if self._flying else (n, now)
         before = self.auto
         for save in ended:
-            if save.durable():
+            if save.is_committed():
                 free = median(self._free) if self._free else None
                 self.auto = adapt(self.auto, free, save.seconds, self._lost_seconds(n, now, free), step=n)
                 self._free.clear()

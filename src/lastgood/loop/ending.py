@@ -101,7 +101,7 @@ class Ending:
 
     def _in_time(self, n: int, last: Save | None, left_seconds: float) -> bool:
         """Whether a save would be durable in time if it took as long as the `last` one; with several ranks, on all."""
-        mine = (last.seconds if last is not None and last.durable() else 0.0) <= left_seconds
+        mine = (last.seconds if last is not None and last.is_committed() else 0.0) <= left_seconds
         announced = self._saver.announcements
         if announced is None or announced.end is None:
             return mine
@@ -125,7 +125,7 @@ class Ending:
                 save = self._saver.save(n, False, {}, must=True, timeout_seconds=threading.TIMEOUT_MAX)
                 assert save is not None
                 save.wait_ended()
-        elif last.durable():
+        elif last.is_committed():
             self._pipeline.pin_and_label(last, False, {})  # so that every place receives the newest step
 
     def report(self) -> None:

@@ -29,7 +29,7 @@ from ..policy.arguments import is_positive, is_whole, require
 from ..policy.cadence import Every
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
-from ..run import access, paths
+from ..run import access, memory_place, paths
 from ..run.planned_save import PlaceOptions, RunOptions
 from ..storage.directory import WriteMode
 from .preemption import Preemption
@@ -227,11 +227,11 @@ class Options:
     def _check_tiers(self) -> None:
         listed = isinstance(self.tiers, (list, tuple)) and all(isinstance(one, Tier) for one in self.tiers)
         require(listed, f"tiers={self.tiers!r}", 'Give a list: tiers=[lastgood.Tier("/nvme/gpt")].')
-        lower = [one.url for one in self.tiers[1:] if not one.shared]
-        require(not lower, f"shared=False for {lower[:1]}, which is not the first tier", "Put it first.")
+        lower = [one.url for one in self.tiers[1:] if one.node_local]
+        require(not lower, f"memory or shared=False for {lower[:1]}, which is not the first tier", "Put it first.")
         require(
-            self.scrub is None or not self.tiers or self.tiers[0].shared,
-            "scrub= with a first tier of shared=False",
+            self.scrub is None or not self.tiers or not self.tiers[0].node_local,
+            "scrub= with a first tier in memory or of shared=False",
             "Leave it out; `lastgood scrub` reads the place below.",
         )
         below = [one for one in self.tiers[1:] if paths.parsed(one.url).kind == "slots"]
@@ -241,6 +241,11 @@ class Options:
             'cadence="auto" for a run whose first tier has its own cadence',
             'Leave the cadence of the first tier out: "auto" then holds for it.',
         )
+
+    @property
+    def keep(self) -> Keep:
+        """Which generations are kept in the home of the run."""
+        return self.retention
 
     @property
     def front(self) -> Tier | Options:
@@ -263,7 +268,13 @@ class Options:
 
         `path`: of the run, which is the last of them.
         """
-        places = [PlaceOptions(path=one.url, keep=one.retention, parity=one.parity) for one in self.tiers]
+        require(
+            paths.parsed(path).kind != "memory", f"path={path!r} as the home of a run", "Give a directory or a bucket."
+        )
+        places = [
+            PlaceOptions(path=memory_place.url_of(path) if one.in_memory else one.url, keep=one.keep, parity=one.parity)
+            for one in self.tiers
+        ]
         places.append(PlaceOptions(path=path, keep=self.retention, parity=self.parity))
         urls = [paths.parsed(one.path).url for one in places]
         twice = sorted({url for url in urls if urls.count(url) > 1})
@@ -282,13 +293,13 @@ class Options:
             persist=tuning.persist,
             parity=front.parity,
             scrub=self.scrub,
-            shared=not self.tiers or self.tiers[0].shared,
+            shared=not (self.tiers and self.tiers[0].node_local),
             below=below,
         )
 
     def check_place(self, slots: bool) -> None:
         """Raises Refused for options that do not exist for a run whose first place is in `slots`."""
-        keep, persist, directory = self.front.retention, self.tuning.persist, "Put what is to be kept into a directory"
+        keep, persist, directory = self.front.keep, self.tuning.persist, "Put what is to be kept into a directory"
         require(slots or persist == "direct", f"persist={persist!r}", '"mmap" is for slots://.')
         require(
             not slots or not (keep.every or keep.milestones or keep.best),

@@ -154,7 +154,7 @@ class Saver:
             with self._reading_the_state():
                 at, planned = self._planned(n, topic)
                 newest_only = self._pipeline.run.tier.newest_only  # an older one would take the place of a newer one
-                pinned = (must and not newest_only) or wanted(self._options.front.retention, n, milestone, metrics)
+                pinned = (must and not newest_only) or wanted(self._options.front.keep, n, milestone, metrics)
                 self._owe(n, must, time.monotonic())
                 save = Save(n)  # its seconds are those of the write: planning may have waited for other ranks
                 self._pipeline.start(save, at, planned, topic, pinned, milestone, metrics)
@@ -263,7 +263,7 @@ class Saver:
     def _require_same_state(self, save: Save) -> None:
         """Raises StepTaken unless the state is, on every rank, the one that `save` stored. Waits until it has ended."""
         save.wait_ended()
-        if not save.durable():
+        if not save.is_committed():
             return
         topic = self._ranks.step_topic("same", save.step)
         with topic.failing():
@@ -289,7 +289,7 @@ class Saver:
     def report_bound(self, state_bytes: int) -> None:
         """Report the largest disk space that the run will take. `state_bytes`: of one generation of all ranks."""
         run, options = self._pipeline.run, self._options
-        parity, keep = options.front.parity, options.front.retention
+        parity, keep = options.front.parity, options.front.keep
         spare = parity_layout.share(parity) if parity else 0.0
         total = state_bytes + round(state_bytes * spare)
         held = sum(one.bytes for one in run.known.survey.generations.values())

@@ -20,9 +20,11 @@ from ..run import paths
 class Tier:
     """A place of a run above its durable home, such as a local disk in front of an object store.
 
-    `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run.
+    `url`: a directory, `slots:///...`, `s3://`, `gs://` or `az://`; not that of another place of the run. "memory://",
+    for the first tier only, is the memory of each machine (docs/agent.md): its saves outlive the training process, not
+    the machine.
     `cadence`: when `step()` saves here; default None: as the run. `retention`: which generations are kept here; default
-    Keep(last=3). `parity`: as that of a Checkpointer; default None: no parity.
+    Keep(last=3), in memory Keep(last=1). `parity`: as that of a Checkpointer; default None: no parity.
     `shared`: whether all nodes see this place; False, for the first tier only: each node has a directory of its own
     under this path, for the files of its ranks; default True. `copies`, `spread`: for copies on other nodes; only their
     defaults 1 and None exist so far.
@@ -42,27 +44,32 @@ class Tier:
 
     def __post_init__(self) -> None:
         later = "It comes with a later version; leave it out."
-        require(not _in_memory(self.url), f"Tier({self.url!r}): generations in memory", later)
         require(self.copies == 1, f"Tier(copies={self.copies!r})", later)
         require(self.spread is None, f"Tier(spread={self.spread!r})", later)
         require(isinstance(self.shared, bool), f"Tier(shared={self.shared!r})", "Give True or False.")
-        place = paths.parsed(self.url)
+        kind = "memory" if self.in_memory else paths.parsed(self.url).kind
         require(
-            self.shared or place.kind == "directory",
+            self.shared or kind in ("directory", "memory"),
             f"Tier({self.url!r}, shared=False)",
             "Give a directory, which each node has for itself.",
         )
         require(
-            self.shared or self.parity is None,
-            "parity on disks that each node has for itself",
+            not self.node_local or self.parity is None,
+            "parity in memory or on disks that each node has for itself",
             "Leave parity out: what a node loses is read from a place below.",
+        )
+        require(isinstance(self.retention, Keep), f"Tier(retention={self.retention!r})", "Give lastgood.Keep(last=3).")
+        keep = self.retention
+        require(
+            not self.in_memory or not (keep.every or keep.milestones or keep.best),
+            f"{keep} in memory, which keeps the newest only",
+            "Keep others in a place below.",
         )
         require(
             self.cadence is None or isinstance(self.cadence, Every),
             f"Tier(cadence={self.cadence!r})",
             "Give lastgood.Every(...), or None.",
         )
-        require(isinstance(self.retention, Keep), f"Tier(retention={self.retention!r})", "Give lastgood.Keep(last=3).")
         require(
             self.parity is None or isinstance(self.parity, str),
             f"Tier(parity={self.parity!r})",
@@ -70,11 +77,22 @@ class Tier:
         )
         if self.parity is not None:
             parity_layout.parsed(self.parity)
-        require(self.parity is None or place.kind != "slots", "parity in slots", "Put it into a directory.")
+        require(self.parity is None or kind != "slots", "parity in slots", "Put it into a directory.")
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether this is the memory of each machine."""
+        return self.url == paths.MEMORY
 
-def _in_memory(url: str | os.PathLike[str]) -> bool:
-    return isinstance(url, str) and url.startswith("memory:")
+    @property
+    def node_local(self) -> bool:
+        """Whether each node has this place for itself."""
+        return self.in_memory or not self.shared
+
+    @property
+    def keep(self) -> Keep:
+        """Which generations are kept here: `retention`, or one where memory is given no retention."""
+        return Keep(last=1) if self.in_memory and self.retention is KEEP else self.retention
 
 
 class PlaceCadence:

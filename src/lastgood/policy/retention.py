@@ -19,6 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from ..format.commit import Survey
 from ..records import Generation, GenerationId, Incarnation
 from .arguments import is_whole, require
@@ -104,6 +106,12 @@ def under_pressure(keep: Keep, chain: Sequence[Generation], abandoned: Sequence[
     `every`, a milestone or `best` selects.
     """
     return surplus(replace(keep, last=1), chain, abandoned)
+
+
+def unlabelled(one: Generation) -> Generation:
+    """The generation without the label of a milestone: memory keeps none for it once it is copied to a place below."""
+    record = msgspec.structs.replace(one.commit, milestone=False)
+    return msgspec.structs.replace(one, label_unread=False, commit=record)
 
 
 def wanted(keep: Keep, step: int, milestone: bool, metrics: Mapping[str, float]) -> bool:

@@ -1,4 +1,4 @@
-"""Opens the directory, the slots or the folder in an object store of a run, for reading or for writing.
+"""Opens the directory, the slots, the memory or the folder in an object store of a run, for reading or for writing.
 
 Before a run on a disk is changed, three checks are made: the path is a run or may become one; this user may create the
 directory and the file `.lock` in it, which are all that an opening leaves that fails later; and no other process has
@@ -20,11 +20,12 @@ from ..io import os_errors
 from ..io.files import Lock, PosixFiles, lock_holder, takes_direct
 from ..io.machine import machine
 from ..io.mapped import MappedFiles
+from ..io.memory_files import MemoryFiles
 from ..ports import Files, Tier
 from ..storage import object_store
 from ..storage.directory import Disk, WriteMode
 from ..storage.slots import FOLDER, Slots
-from . import claims, paths
+from . import claims, memory_place, paths
 from .packed import PackedTier
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ _RUN_NAMES = {
     LOCK,
     "incarnations",
     claims.FOLDER,
+    memory_place.SPILL,
 }
 _RUN_NAMES |= _GENERATIONS
 
@@ -69,7 +71,7 @@ def for_reading(path: str | os.PathLike[str]) -> Tier:
     if objects is not None:
         return PackedTier(objects)
     files = PosixFiles()  # reads without direct I/O: only a write could find out whether it is supported
-    return slots(files, root) if in_slots else Disk(files, root)
+    return slots(files, root) if in_slots else Disk(files, root, place=place.url)
 
 
 def slots(files: Files, root: str, *, in_flight: int = 1, direct: bool = False, several: bool = False) -> Slots:
@@ -95,18 +97,20 @@ def for_writing(
     persist: Persist = "direct",
     take_over: bool = True,
     several: bool = False,
+    spill: str | None = None,
 ) -> Iterator[Tier]:
     """Open a run for writing and hold its lock until the context ends. A missing directory is created.
 
     `mode`: how files are written; slots and object stores accept "atomic_dirsync" only. `in_flight` (default 1): how
     many saves may be in flight, for slots only. `persist` (default "direct"): how slots are written, for slots only.
     `take_over` (default True): whether a process that has the run open in an object store, or ended without closing it,
-    is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`.
+    is replaced; otherwise RunLocked is raised. `several` (default False): as for `Slots`. `spill` (default
+    None): as for `MemoryFiles`, for memory only.
     Raises NotARun, NotWritable, RunLocked, NoSpace, TierDown; Refused for a `mode` or `persist` that does not fit.
     """
     place = paths.parsed(path)
     root, in_slots = place.root, place.kind == "slots"
-    if mode != "atomic_dirsync" and place.kind != "directory":
+    if mode != "atomic_dirsync" and place.kind not in ("directory", "memory"):
         raise Refused(
             f"write_mode={mode!r} is for directories; slots and object stores always make everything durable",
             safe="Nothing was touched.",
@@ -125,16 +129,10 @@ def for_writing(
             yield PackedTier(held)
         return
     _require_no_other_files(root, _names_at(root, in_slots) or set())
-    try:
-        _make_durably(root)
-        lock = Lock(os.path.join(root, LOCK))
-    except BlockingIOError as error:
-        raise _locked(root) from error
-    except OSError as error:
-        raise os_errors.at_path(error, root) from error
+    lock = _locked_place(place)
     try:
         if not in_slots:
-            yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root))
+            yield _directory(place, mode, spill)
             return
         files = MappedFiles(root) if persist == "mmap" else PosixFiles()
         tier = slots(files, root, in_flight=in_flight, direct=_supports_direct_io(root), several=several)
@@ -150,9 +148,12 @@ def for_writing(
 
 
 @contextlib.contextmanager
-def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]:
-    """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable."""
-    root, kind = paths.parsed(path)
+def for_sharing(path: str | os.PathLike[str], mode: WriteMode, spill: str | None = None) -> Iterator[Tier]:
+    """Open a run that rank 0 of this job holds open for writing. Takes no lock. Raises NotARun, NotWritable.
+
+    `mode`, `spill`: as for `for_writing`.
+    """
+    root, kind = place = paths.parsed(path)
     if kind == "objects":
         yield PackedTier(_objects(root))
         return
@@ -162,7 +163,15 @@ def for_sharing(path: str | os.PathLike[str], mode: WriteMode) -> Iterator[Tier]
             safe="Nothing was touched.",
             todo="All ranks must see the same directory: mount it on every node.",
         )
-    yield Disk(PosixFiles(), root, mode=mode, direct=_supports_direct_io(root), shared=True)
+    yield _directory(place, mode, spill, shared=True)
+
+
+def _directory(place: paths.Place, mode: WriteMode, spill: str | None, shared: bool = False) -> Disk:
+    """The tier over a directory, on a disk or in memory."""
+    if place.kind == "memory":
+        return Disk(MemoryFiles(place.root, spill), place.root, shared=shared, place=place.url)
+    files, direct = PosixFiles(), _supports_direct_io(place.root)
+    return Disk(files, place.root, mode=mode, direct=direct, shared=shared)
 
 
 def identity(path: str | os.PathLike[str]) -> list[str]:
@@ -170,10 +179,11 @@ def identity(path: str | os.PathLike[str]) -> list[str]:
 
     Raises Refused for an object store, NotARun, NotWritable, NoSpace, TierDown.
     """
-    root = directory(path)
+    place = paths.parsed(path)
+    root = place.root if place.kind == "memory" else directory(path)
     _require_no_other_files(root, _names_at(root, False) or set())
     try:
-        _make_durably(root)
+        _make(place)
         found = os.stat(root)
     except OSError as error:
         raise os_errors.at_path(error, root) from error
@@ -300,6 +310,25 @@ def _locked(root: str) -> RunLocked:
         safe="Nothing was touched.",
         todo="End that process, or give this run another path. The lock is released when its process ends.",
     )
+
+
+def _locked_place(place: paths.Place) -> Lock:
+    """Create the directory of a run and lock it. Raises RunLocked, NotWritable, NoSpace, TierDown, Refused."""
+    try:
+        _make(place)
+        return Lock(os.path.join(place.root, LOCK))
+    except BlockingIOError as error:
+        raise _locked(place.root) from error
+    except OSError as error:
+        raise os_errors.at_path(error, place.root) from error
+
+
+def _make(place: paths.Place) -> None:
+    """Create the directory of a run, on a disk or in memory. Raises OSError, and the errors of `memory_place.make`."""
+    if place.kind == "memory":
+        memory_place.make(place.root)
+    else:
+        _make_durably(place.root)
 
 
 def _make_durably(root: str) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 
 from .. import reporting
 from ..errors import NoSpace
-from ..io.files import free_bytes
+from ..io import files, memory_files
 from ..limits import SLOTS_BESIDE
 from ..policy.retention import Keep
 from ..ports import Tier, Upload
 from ..records import Extent
 from ..units import size
+from . import paths
 
 LEAST_STATES = 2
 """The newest verified generation, and the one that is being written. No save can succeed with room for fewer."""
@@ -70,9 +71,16 @@ def _is_full(error: NoSpace) -> bool:
 def may_fit(place: str, needed_bytes: int, released_bytes: int) -> bool:
     """Whether `needed_bytes` fit once `released_bytes` are deleted. True if the free space cannot be found out."""
     try:
-        return needed_bytes <= free_bytes(place) + released_bytes
+        return needed_bytes <= room_bytes(place) + released_bytes
     except OSError:
         return True
+
+
+def room_bytes(place: str) -> int:
+    """Bytes that may still be written to a place on this machine, as tiers name it. Raises OSError."""
+    if paths.in_memory(place):
+        return memory_files.free_bytes(place.removeprefix(paths.MEMORY))
+    return files.free_bytes(place)
 
 
 def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_bytes: int) -> None:
@@ -96,7 +104,7 @@ def report_bound(tier: Tier, keep: Keep, in_flight: int, state_bytes: int, held_
         "generations that a rewind abandoned"
     )
     with contextlib.suppress(OSError):  # a write reports a failing disk
-        compare(tier.place, state_bytes, states, held_bytes, free_bytes(tier.place))
+        compare(tier.place, state_bytes, states, held_bytes, room_bytes(tier.place))
 
 
 def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, free: int) -> None:
@@ -110,6 +118,13 @@ def compare(place: str, state_bytes: int, bound_states: int, held_bytes: int, fr
         return
     states = "state" if fit == 1 else "states"
     has = f"{place} has room for {fit} {states} of {size(state_bytes)} ({size(free)} free, {size(held_bytes)} held)"
+    if paths.in_memory(place):
+        reporting.warning(
+            f"{has}, and the run may take {bound_states}. What does not fit is written to the first directory below, "
+            "at the speed of its disk; without one such a save fails. Give the job more memory (in a container also a "
+            "larger /dev/shm), or keep fewer saves in flight (in_flight=1)."
+        )
+        return
     if fit < LEAST_STATES:
         reporting.threat(
             f"{has}: a save needs room beside the newest verified generation, so no save after the first can succeed. "

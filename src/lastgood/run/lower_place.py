@@ -236,6 +236,8 @@ class LowerPlace:
         except Exception as error:  # noqa: BLE001 - it is damaged at the source, this writer was replaced, or a bug
             self._outcomes.put(error)
             failed = error  # guard: failed-copy-ends-its-wait
+        if failed is None:
+            self._outcomes.copied(at.step)
         with self._changed:
             self._failures, self._last_try = 0, False
             self._end(at, failed)

@@ -45,7 +45,7 @@ def opened(path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks) -
                 own.delete(FETCHED)
             topic.agree(None, lambda _: None)  # every node is locked
             if not leads:
-                own = storage.enter_context(access.for_sharing(path, options.write_mode))
+                own = storage.enter_context(access.for_sharing(path, options.write_mode, options.spill(path)))
             disk = cast(Own, own)
             topic.agree((nodes.leaders[ranks.rank], _run_of(disk)), _require_one_run)
         if not isinstance(ranks, RankGroup) or not nodes.others:
@@ -66,7 +66,7 @@ def _opened_own(
     path: str | os.PathLike[str], options: RunOptions, ranks: AnyRanks, in_slots: bool
 ) -> contextlib.AbstractContextManager[Tier]:
     if not in_slots:
-        return access.for_writing(path, options.write_mode)
+        return access.for_writing(path, options.write_mode, spill=options.spill(path))
     access.require_no_slots_of_one(path)
     return access.for_writing(
         access.slots_of_rank(path, ranks.rank),

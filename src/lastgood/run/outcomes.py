@@ -23,15 +23,18 @@ TRACEBACK_ENTRIES = 3
 
 
 class Outcome(NamedTuple):
-    """One outcome. With a step: its save is durable (no error) or has failed. Without a step: upkeep has verified the
+    """One outcome. With a step: its save is committed (no error) or has failed. Without a step: upkeep has verified the
     newest generation (no error) or has failed.
 
-    `always`: an error of upkeep that is reported in any case, however many of its class came before.
+    `always`: an error of upkeep that is reported in any case, however many of its class came before. `durable`: whether
+    a generation now exists where it survives power loss. `is_copy`: a copy of the step was made, in a further place.
     """
 
     step: int | None
     error: BaseException | None
     always: bool = False
+    durable: bool = True
+    is_copy: bool = False
 
 
 class Outcomes:
@@ -69,9 +72,13 @@ class Outcomes:
         """The number of steps of which a save failed. A step that is tried again at the exit counts once."""
         return len(self._failed_steps)
 
-    def durable(self, step: int) -> None:
-        """A save of `step` is committed."""
-        self._queue.put(Outcome(step, None))
+    def durable(self, step: int, in_memory: bool = False) -> None:
+        """A save of `step` is committed. `in_memory` (default False): in a place that power loss clears."""
+        self._queue.put(Outcome(step, None, durable=not in_memory))
+
+    def copied(self, step: int) -> None:
+        """The generation of `step` was copied to a further place, which survives power loss."""
+        self._queue.put(Outcome(step, None, is_copy=True))
 
     def put(self, error: BaseException, step: int | None = None) -> None:
         """A save of `step` failed; without a step, upkeep did."""
@@ -93,11 +100,13 @@ class Outcomes:
         With `raises` the first error is not reported but returned, for the caller to raise.
         """
         first: BaseException | None = None
-        for step, error, always in self._drained():
+        for step, error, always, durable, is_copy in self._drained():
             if error is None:
+                if durable and step is not None:
+                    self._unsaved_since = None
                 if step is None:
                     del self._repeated[NotFinite.__name__]
-                else:
+                elif not is_copy:
                     self._reset_counts(step)
                 continue
             if isinstance(error, Overtaken):
@@ -183,7 +192,6 @@ class Outcomes:
             failed = _counted(self.consecutive_failures, "save")
             reporting.info(f"{self._place}: step {step} is durable, after {failed} that failed")
         self.consecutive_failures = self.consecutive_torn = 0  # guard: durable-save-resets-counts
-        self._unsaved_since = None
         self._newest = max(step, self._newest or 0)
 
     def _count_failure(self, step: int, error: BaseException) -> None:

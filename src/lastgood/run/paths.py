@@ -16,6 +16,8 @@ from ..errors import NotARun, Refused
 
 SLOTS = "slots://"
 """The prefix of the absolute path of a run in slots."""
+MEMORY = "memory://"
+"""The place of a tier in the memory of each machine; before an absolute path, the folder of one run there."""
 STORES = ("s3", "gs", "az")
 """The schemes of object stores: Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
 _MEANT = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "azure": "az", "abfs": "az", "abfss": "az", "adl": "az"}
@@ -36,12 +38,12 @@ class Place(NamedTuple):
     """Where a run is: an absolute directory, or the URL of a folder in an object store, without a slash at its end."""
 
     root: str
-    kind: Literal["directory", "slots", "objects"]
+    kind: Literal["directory", "slots", "objects", "memory"]
 
     @property
     def url(self) -> str:
         """The text that names this place wherever a run is given."""
-        return f"{SLOTS}{self.root}" if self.kind == "slots" else self.root
+        return {"slots": SLOTS, "memory": MEMORY}.get(self.kind, "") + self.root
 
 
 def parsed(path: str | os.PathLike[str]) -> Place:
@@ -67,6 +69,8 @@ def parsed(path: str | os.PathLike[str]) -> Place:
     if (near := _NEAR_URL.match(text)) and not os.path.lexists(_up_to(text, near.end(1))):
         return _of_url(text, near[1], text[near.end() :], is_text=isinstance(path, str))
     scheme, colon, rest = text.partition(":")
+    if colon and scheme.lower() == "memory" and not os.path.lexists(_up_to(text, len(scheme))):
+        return _of_url(text, scheme, rest, is_text=False)
     if colon and scheme.lower() == "slots":
         meant = "/" + os.path.abspath(rest).lstrip("/")
         raise Refused(
@@ -83,10 +87,13 @@ def _of_url(text: str, scheme: str, rest: str, is_text: bool) -> Place:
     if lower == "file" and is_text and text.startswith(f"{scheme}:///"):
         return Place(os.path.abspath(local("/" + rest, "path")), "directory")
     if lower == "memory":
+        if is_text and rest and text.startswith(f"{MEMORY}/"):
+            return Place(os.path.normpath(f"/{rest}"), "memory")
         raise Refused(
-            f"{given}: memory that outlives the trainer is not there yet",
+            f"{given} names no run: memory is a tier of a run, which has its home elsewhere",
             safe=_SAFE,
-            todo="Give a directory, slots:///..., or an object store.",
+            todo='Give the home, and tiers=[lastgood.Tier("memory://")] (in small letters, with two slashes). '
+            "`lastgood tiers HOME` shows where its memory is.",
         )
     meant = _MEANT.get(lower, lower)
     if meant not in STORES:
@@ -158,6 +165,18 @@ def _up_to(text: str, position: int) -> str:
     """Cut a path at the end of the component that contains `position`."""
     end = text.find("/", position)
     return text if end < 0 else text[:end]
+
+
+def survived_by(place: str) -> frozenset[str]:
+    """Which failures a generation survives in a place: "process", "power", "node", "domain" (`Save.durable`)."""
+    if in_memory(place):
+        return frozenset({"process"})
+    return frozenset({"process", "power", "node", "domain"} if in_object_store(place) else {"process", "power"})
+
+
+def in_memory(place: str) -> bool:
+    """Whether a place, as tiers and messages name it, is in the memory of a machine."""
+    return place.startswith(MEMORY)
 
 
 def in_object_store(place: str) -> bool:

@@ -32,6 +32,7 @@ from ..errors import Cancelled, LastgoodError, NoSpace, Overtaken, Refused, Time
 from ..events import Event, EventKind
 from ..limits import WORKERS
 from ..records import Generation, GenerationId
+from . import paths
 from .chunk_queue import ChunkQueue
 from .follower import Follower
 from .known import Environment
@@ -247,7 +248,7 @@ class Pipeline:
                 if flight.handle is save and not self.run.tier.newest_only:
                     flight.pinned = True
                     self.run.known.pinned.add(flight.at)
-        if save.durable() and self.places.below:
+        if save.is_committed() and self.places.below:
             save.note_places(self.run.tier.place, self.places.add(save.committed().id))
         if not milestone and not metrics:
             return save
@@ -261,10 +262,10 @@ class Pipeline:
                 generation = save.committed()
                 if isinstance(self.run, RunWriter):
                     generation = self.run.label(generation.id, milestone, metrics)
-                    labelled.note_places(self.run.tier.place, self.places.add(generation.id))
+                labelled.note_places(self.run.tier.place, self.places.add(generation.id))
             except BaseException as error:  # noqa: BLE001 - reported by the training thread
                 labelled.note_outcome(None, error)
-                if save.durable():  # otherwise the failure of the save itself is reported
+                if save.is_committed():  # otherwise the failure of the save itself is reported
                     self.outcomes.put_always(error)
             else:
                 labelled.note_outcome(generation, None)
@@ -390,7 +391,9 @@ class Pipeline:
                 self.upkeep.before_save()
             generation = save(self.run, flight.request, self.run.rank_writer(writers), flight.topic)
             handle.note_places(self.run.tier.place, self.places.offer(generation, flight.pinned))
-            self.outcomes.durable(flight.at.step)
+            # Only the coordinator learns of the copies, and raises for all ranks if none is made.
+            volatile = self._ranks.is_coordinator and paths.in_memory(self.run.tier.place)
+            self.outcomes.durable(flight.at.step, in_memory=volatile)
             self._overtake(flight)
         except BaseException as error:  # noqa: BLE001 - kept, and reported by the training thread
             failed = error

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+from .. import reporting
 from ..coordination.rounds import RankGroup
 from ..coordination.single_rank import AnyRanks, AnyTopic, SingleRank
 from ..engine import guard
@@ -28,7 +29,7 @@ from ..limits import WORKERS
 from ..policy.places import holder
 from ..ports import Tier
 from ..records import Finding, Generation, GenerationId, PlaceList, RunHeader, intact, judged
-from . import access, copying, node_opening, node_transfer
+from . import access, copying, node_opening, node_transfer, paths
 from .follower import Follower
 from .known import Environment
 from .lower_place import LowerPlace
@@ -288,6 +289,11 @@ def unite(tiers: Sequence[Tier], environment: Environment) -> None:
             f"these places hold different runs: {named}",
             safe="Nothing was touched.",
             todo="Give each run places of its own; an empty place joins a run.",
+        )
+    if runs and found[-1] is None and paths.in_memory(tiers[0].place):
+        reporting.warning(
+            f"{tiers[-1].place} is empty, and {tiers[0].place} holds a run that was saved to it: the run is continued "
+            f"from there. To start anew, remove {tiers[0].place.removeprefix(paths.MEMORY)} too."
         )
     run = next(iter(runs), None) or environment.new_id()
     for tier, has in zip(tiers, found, strict=True):

@@ -1,4 +1,5 @@
-"""Records that the training thread passes to the pipeline: a planned save, and the options of a run. No behaviour."""
+"""Records that the training thread passes to the pipeline: a planned save, and the options of a run. They read
+and write nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from ..limits import WORKERS
 from ..policy.retention import KEEP, Keep
 from ..policy.scrub import Scrub
 from ..storage.directory import WriteMode
-from . import access
+from . import access, memory_place, paths
 from .save import Check
 
 
@@ -69,3 +70,12 @@ class RunOptions:
     """whether all nodes see the place that is written first; False: each has a disk of its own under this path"""
     below: Sequence[PlaceOptions] = ()
     """the places that receive copies, the nearest first"""
+
+    def spill(self, path: str | os.PathLike[str]) -> str | None:
+        """Where files go that do not fit into the place `path`, if it is in memory: into the first directory below."""
+        if paths.parsed(path).kind != "memory":
+            return None
+        directories = [
+            one.root for one in map(paths.parsed, (one.path for one in self.below)) if one.kind == "directory"
+        ]
+        return memory_place.spill_folder(directories[0]) if directories else None

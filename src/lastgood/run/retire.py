@@ -15,10 +15,10 @@ from .. import reporting
 from ..errors import LastgoodError
 from ..format import commit, layout
 from ..limits import DELETED_AT_ONCE
-from ..policy.retention import Keep, surplus, under_pressure, wanted
+from ..policy.retention import Keep, surplus, under_pressure, unlabelled, wanted
 from ..ports import Tier
 from ..records import Commit, Generation, GenerationId
-from . import disk_space
+from . import disk_space, paths
 from .known import KnownRun
 from .marks import Marks
 
@@ -154,6 +154,8 @@ class Retirement:
             return []
         with known.lock:
             chain = known.lineage()
+            if paths.in_memory(known.tier.place):  # guard: memory-keeps-no-milestones
+                chain = [unlabelled(one) for one in chain]
             of_lineage = {one.id for one in chain}
             abandoned = [one for at, one in known.survey.generations.items() if at not in of_lineage]
             going = sorted({*known.survey.going, *self._lost(chain)})

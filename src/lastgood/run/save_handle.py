@@ -60,18 +60,21 @@ class Save:
     def durable(self, survives: Survives = "power") -> bool:
         """Whether the generation exists in a place that survives a failure.
 
-        `survives`: "process" or "power" (default), which every place survives; "node", the loss of a machine with its
-        disks, or "domain", that of a rack or a zone, which only object stores survive. Raises Refused for another text.
+        `survives`: "process", which every place survives; "power" (default), which every place survives but memory;
+        "node", the loss of a machine with its disks, or "domain", that of a rack or a zone, which only object stores
+        survive. Raises Refused for another text.
         """
         kinds = get_args(Survives)
         require(survives in kinds, f"survives={survives!r}", f"Give one of {', '.join(kinds)}.")
-        if not self._outcome.done() or self._outcome.exception() is not None:
-            return False
-        return survives in ("process", "power") or any(map(paths.in_object_store, self.where()))
+        return any(survives in paths.survived_by(place) for place in self.where())
+
+    def is_committed(self) -> bool:
+        """Whether the generation exists in the place where it is committed first, which may be memory."""
+        return self._outcome.done() and self._outcome.exception() is None
 
     def where(self) -> list[str]:
         """The places that have the generation, the nearest first: paths and URLs, as in messages."""
-        if not self._outcome.done() or self._outcome.exception() is not None:
+        if not self.is_committed():
             return []
         return [place for place, copied in self._places.items() if copied is None or _succeeded(copied)]
 

@@ -46,7 +46,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class Disk:
-    """`ports.Tier` over the directory `root`, an absolute path.
+    """`ports.Tier` over the directory `root`, an absolute path. `place` (default None: `root`) names it in messages.
 
     `direct` (default False): use direct I/O, which the file system must support (io.files.takes_direct). `shared`
     (default False): other processes write into the same folders and remove them, so an aborted upload leaves its empty
@@ -64,8 +64,9 @@ class Disk:
         mode: WriteMode = "atomic_dirsync",
         direct: bool = False,
         shared: bool = False,
+        place: str | None = None,
     ) -> None:
-        self.place = root
+        self.root, self.place = root, place or root
         self._files, self._direct, self._shared = files, direct, shared
         self._syncs_files = mode != "unsafe"
         self._syncs_names = mode == "atomic_dirsync"
@@ -229,7 +230,7 @@ class Disk:
     def _path(self, name: str) -> str:
         if name.startswith("/") or ".." in name.split("/"):  # guard: name-inside-run
             raise MissingBlob(f"{name!r} is not a name inside a run", blob=name)
-        return os.path.join(self.place, name) if name else self.place
+        return os.path.join(self.root, name) if name else self.root
 
     def _make_folder(self, folder: str) -> None:
         if not folder or folder in self._durable_folders:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import background, data, integrity, mending, objects, protocol, ranks, slots, state, storage
+from . import background, data, integrity, memory, mending, objects, protocol, ranks, slots, state, storage
 from .record import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -11,6 +11,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *integrity.MUTANTS,
     *slots.MUTANTS,
     *objects.MUTANTS,
+    *memory.MUTANTS,
     *background.MUTANTS,
     *mending.MUTANTS,
     *ranks.MUTANTS,

@@ -1,0 +1,183 @@
+"""Files in memory: a folder of a tmpfs, with a folder on a disk for files that do not fit.
+
+The kernel keeps a tmpfs as long as the machine runs, so these files outlive every process. They are lost when the
+machine stops.
+
+Invariants
+  1. A name is in memory or in the spill folder, or for an instant in both; then the one in memory counts.
+  2. A file moves from memory to the spill folder only while it is empty, before its first byte is written.
+  3. Memory is taken only within the limits of the tmpfs, the machine and the control groups: a process that goes past
+     the limit of its control group would be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable
+
+from .. import reporting
+from ..ports import OpenMode
+from . import files
+from .files import PosixFile, PosixFiles
+from .memory_limits import available_bytes
+
+
+def free_bytes(folder: str) -> int:
+    """Bytes that may still be taken for files in `folder`, which is in a tmpfs. Raises OSError."""
+    free, available = files.free_bytes(folder), available_bytes()
+    return free if available is None else min(free, available)
+
+
+class MemoryFiles:
+    """`ports.Files` over the folder `root` in a tmpfs. All paths lie in it.
+
+    `spill`: the absolute folder, on a disk, for files that do not fit; it is made when it is needed. None: such files
+    fail with ENOSPC. `free` (default `free_bytes`): how many bytes may still be taken for files in a folder.
+    """
+
+    def __init__(self, root: str, spill: str | None = None, free: Callable[[str], int] = free_bytes) -> None:
+        self._root, self._spill, self._free, self._files = root, spill, free, PosixFiles()
+        self.spilled = 0
+        """the number of files that did not fit since this object was made"""
+
+    def open(self, path: str, mode: OpenMode, *, direct: bool = False, fresh: bool = False) -> PosixFile | MemoryFile:
+        """As `ports.Files.open`. Files in memory need no direct I/O, and no other medium shows their bytes."""
+        if mode == "new":
+            if (elsewhere := self._spilled(path)) and os.path.lexists(elsewhere):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+            return MemoryFile(self, path, self._files.open(path, "new"))
+        try:
+            return self._files.open(path, mode)
+        except FileNotFoundError:
+            if (elsewhere := self._spilled(path)) is None:
+                raise
+            return self._files.open(elsewhere, mode, direct=direct, fresh=fresh)
+
+    def list(self, path: str) -> dict[str, int | None]:
+        found = dict[str, int | None]()
+        if elsewhere := self._spilled(path):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                # Folders are made in memory first. What lies below one that only the disk has is of an earlier start
+                # of the machine, and is listed so that it is removed.
+                found = self._files.list(elsewhere)
+        try:
+            return found | self._files.list(path)
+        except FileNotFoundError:
+            if not found:
+                raise
+            return found
+
+    def make_dir(self, path: str) -> None:
+        self._files.make_dir(path)
+
+    def link(self, old: str, new: str) -> None:
+        self._require_free(new)
+        self._files.link(old, new)  # records, which are never spilled
+
+    def rename(self, old: str, new: str) -> None:
+        """As `ports.Files.rename`: the last removal shows the new file, if the two lie in different folders."""
+        elsewhere = self._spilled(new)
+        try:
+            self._files.rename(old, new)
+        except FileNotFoundError:
+            before = self._spilled(old)
+            if before is None or elsewhere is None:
+                raise
+            self._files.rename(before, elsewhere)
+            with contextlib.suppress(FileNotFoundError):
+                self._files.remove(new)
+            return
+        if elsewhere is not None:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.remove(elsewhere)
+
+    def symlink(self, target: str, path: str) -> None:
+        self._files.symlink(target, path)
+
+    def remove(self, path: str) -> None:
+        elsewhere, missing = self._spilled(path), False
+        if elsewhere is not None:
+            try:
+                self._files.remove(elsewhere)  # first: a folder that is not empty there stays in memory too
+            except FileNotFoundError:
+                missing = True
+        try:
+            self._files.remove(path)
+        except FileNotFoundError:
+            if elsewhere is None or missing:
+                raise
+
+    def sync_dir(self, path: str) -> None:
+        """Nothing is to be done: a tmpfs has no medium. What is spilled promises no more than memory does."""
+        if not os.path.isdir(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def has_room(self, length: int) -> bool:
+        """Whether `length` more bytes fit into memory."""
+        return length <= self._free(self._root)
+
+    def spill(self, path: str) -> PosixFile:
+        """Make an empty file of this path in the spill folder. Raises ENOSPC if there is none, and its errors."""
+        elsewhere = self._spilled(path)
+        if elsewhere is None:
+            raise OSError(errno.ENOSPC, "not enough memory, and no disk of this machine below it", path)
+        os.makedirs(os.path.dirname(elsewhere), mode=0o700, exist_ok=True)
+        file = self._files.open(elsewhere, "new")
+        self.spilled += 1
+        if self.spilled & (self.spilled - 1) == 0:
+            reporting.warning(
+                f"memory is short: {os.path.relpath(path, self._root)} was written to {self._spill} instead (spilled "
+                f"file {self.spilled}). Save smaller states, keep fewer in memory (Tier(retention=Keep(last=1))), or "
+                "give the job more memory; in a container also a larger /dev/shm."
+            )
+        return file
+
+    def _spilled(self, path: str) -> str | None:
+        return None if self._spill is None else os.path.join(self._spill, os.path.relpath(path, self._root))
+
+    def _require_free(self, path: str) -> None:
+        if (elsewhere := self._spilled(path)) and os.path.lexists(elsewhere):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+
+
+class MemoryFile:
+    """`ports.File` over a new file in memory. `reserve` moves it to the spill folder if it does not fit."""
+
+    def __init__(self, files: MemoryFiles, path: str, file: PosixFile) -> None:
+        self._files, self._path, self._file = files, path, file
+
+    def size(self) -> int:
+        return self._file.size()
+
+    def read_into(self, mv: memoryview, offset: int) -> int:
+        return self._file.read_into(mv, offset)
+
+    def write_at(self, mv: memoryview, offset: int) -> int:
+        return self._file.write_at(mv, offset)
+
+    def reserve(self, length: int) -> None:
+        """As `ports.File.reserve`."""
+        try:
+            if not self._files.has_room(length):  # guard: memory-limit-before-reserve
+                raise OSError(errno.ENOSPC, "not enough memory", self._path)
+            self._file.reserve(length)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            spilled = self._files.spill(self._path)
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)  # not through `self._files`, which would remove the spilled one too
+            self._file.close()
+            self._file = spilled
+            spilled.reserve(length)
+
+    def resize(self, length: int) -> None:
+        self._file.resize(length)
+
+    def sync(self) -> None:
+        """Nothing is to be done, as for `MemoryFiles.sync_dir`."""
+
+    def close(self) -> None:
+        self._file.close()

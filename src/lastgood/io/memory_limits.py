@@ -1,0 +1,87 @@
+"""How much memory this process may still take: from the kernel's own count, and from the limits of control groups.
+
+Reads /proc and /sys/fs/cgroup; changes nothing. Memory of files in a tmpfs counts like any other memory of the process
+that wrote them first, and a process that goes past the limit of its control group is killed. So the limit is compared
+before memory is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+MARGIN_BYTES = 1 << 30
+"""What is left for the processes of the job, at most."""
+MARGIN_SHARE = 16
+"""Of a small limit, one part of so many is left."""
+_NO_LIMIT = 1 << 60
+"""Version 1 of control groups reports a number near 2**63 where there is no limit."""
+
+
+def available_bytes(root: str = "/") -> int | None:
+    """Bytes of memory that this process may still take, with a margin left. 0 if nothing is left; None if unknown.
+
+    `root` (default "/"): the directory that holds `proc` and `sys`.
+    """
+    found = [*_of_machine(root), *_of_groups(root)]
+    return max(0, min(found)) if found else None
+
+
+def _of_machine(root: str) -> Iterator[int]:
+    try:
+        with open(os.path.join(root, "proc/meminfo")) as file:
+            fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file if line.endswith("kB\n")}
+    except (OSError, ValueError, IndexError):
+        return
+    if "MemAvailable" in fields and "MemTotal" in fields:
+        yield fields["MemAvailable"] - _margin(fields["MemTotal"])
+
+
+def _of_groups(root: str) -> Iterator[int]:
+    """For each control group of this process that has a limit, and for its parents: what is left of the limit."""
+    try:
+        with open(os.path.join(root, "proc/self/cgroup")) as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return
+    for number, controllers, path in (one for one in lines if len(one) == 3):
+        if number == "0":
+            yield from _of_group_and_parents(
+                root, "sys/fs/cgroup", path, "memory.max", "memory.current", "inactive_file"
+            )
+            yield from _of_group_and_parents(
+                root, "sys/fs/cgroup/unified", path, "memory.max", "memory.current", "inactive_file"
+            )
+        elif "memory" in controllers.split(","):
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            yield from _of_group_and_parents(root, "sys/fs/cgroup/memory", path, *names)
+
+
+def _of_group_and_parents(root: str, mount: str, path: str, limit: str, usage: str, cached: str) -> Iterator[int]:
+    parts = [one for one in path.split("/") if one and one != ".."]
+    for depth in range(len(parts), -1, -1):
+        folder = os.path.join(root, mount, *parts[:depth])
+        with contextlib.suppress(OSError, ValueError):  # a container sees only the groups below its own
+            most = int(_text(folder, limit))  # "max" is no number: there is no limit
+            if most < _NO_LIMIT:
+                # Clean pages of the page cache are given back under pressure.
+                used = int(_text(folder, usage)) - _statistic(folder, cached)
+                yield most - used - _margin(most)
+
+
+def _statistic(folder: str, name: str) -> int:
+    for line in _text(folder, "memory.stat").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _text(folder: str, name: str) -> str:
+    with open(os.path.join(folder, name)) as file:
+        return file.read()
+
+
+def _margin(total: int) -> int:
+    return min(MARGIN_BYTES, total // MARGIN_SHARE)

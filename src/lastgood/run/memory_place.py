@@ -1,0 +1,100 @@
+"""The folder of a run in the memory of this machine: its name, and the checks before it is used.
+
+    /dev/shm/lastgood-UID/      mode 0700, of this user; LASTGOOD_MEMORY names another tmpfs than /dev/shm
+        NAME-DIGEST/            one run: the last part of the path of its last place, and a digest
+
+A tmpfs outlives the processes that write to it, and nothing of it reaches a disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+
+from ..errors import NotWritable, Refused
+from ..io import checksum, os_errors
+from ..io.machine import machine
+from . import paths
+
+VARIABLE = "LASTGOOD_MEMORY"
+"""The environment variable that names the tmpfs; its default is /dev/shm."""
+DEFAULT = "/dev/shm"
+SPILL = ".spill"
+"""The folder, in the directory of a run on a disk, for files that do not fit into memory."""
+_IN_MEMORY = ("tmpfs", "ramfs")
+_SAFE = "Nothing was touched."
+
+
+def folder_of_user(environ: Mapping[str, str] = os.environ) -> str:
+    """The folder that holds all runs of this user in the memory of this machine. It may not exist."""
+    return os.path.join(os.path.abspath(environ.get(VARIABLE) or DEFAULT), f"lastgood-{os.geteuid()}")
+
+
+def url_of(last_place: str | os.PathLike[str], environ: Mapping[str, str] = os.environ) -> str:
+    """The URL of the memory of a run. `last_place`: the path or URL of its durable place. Raises as `paths.parsed`."""
+    url = paths.parsed(last_place).url
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", url.rstrip("/").rpartition("/")[2])[:40]
+    digest = checksum.digest("xxh3_128", f"{url}\0{machine(environ)}".encode())
+    return f"{paths.MEMORY}{folder_of_user(environ)}/{name}-{digest[:12]}"
+
+
+def spill_folder(root: str, environ: Mapping[str, str] = os.environ) -> str:
+    """The folder, in the directory `root` of a run on a disk, for files of this machine that do not fit into memory."""
+    digest = checksum.digest("xxh3_128", machine(environ).encode())
+    return os.path.join(root, SPILL, digest[:12])
+
+
+def make(root: str) -> None:
+    """Make the folder of a run in memory, or check the existing one. Its parent must be of this user alone.
+
+    Raises NotWritable if another user may have made its parent, and Refused if it is not in a tmpfs.
+    """
+    parent = os.path.dirname(root)
+    try:
+        os.makedirs(os.path.dirname(parent), exist_ok=True)
+        _make(parent)
+        found = os.lstat(parent)
+        kind = file_system(parent)
+    except OSError as error:
+        raise os_errors.at_path(error, root) from error
+    # guard: memory-of-another-user-refused
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise NotWritable(
+            f"{parent} belongs to user {found.st_uid} and has the mode {stat.S_IMODE(found.st_mode):o}: others could "
+            "read or change the state",
+            safe=_SAFE,
+            todo=f"Remove it, or name another tmpfs in {VARIABLE}.",
+        )
+    if kind not in _IN_MEMORY:  # guard: memory-is-a-tmpfs
+        raise Refused(
+            f"{parent} is on {kind or 'an unknown file system'}, which is not in memory",
+            safe="Only an empty folder was made.",
+            todo=f"Name the mount point of a tmpfs in {VARIABLE}, or use a directory as the tier.",
+        )
+    try:
+        _make(root)
+    except OSError as error:
+        raise os_errors.at_path(error, root) from error
+
+
+def file_system(path: str) -> str:
+    """The type of the file system of `path`, such as "tmpfs". Empty where the system does not list its mounts."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        with open("/proc/self/mountinfo") as file:
+            for line in file:  # 36 35 0:27 / /dev/shm rw,nosuid - tmpfs tmpfs rw
+                mount, _, of_system = line.partition(" - ")
+                if mount.split()[2] == wanted:
+                    return of_system.split()[0]
+    except (OSError, IndexError):
+        pass
+    return ""
+
+
+def _make(folder: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)

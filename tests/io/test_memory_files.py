@@ -1,0 +1,121 @@
+"""Files in memory, and those that do not fit and lie in a folder on a disk instead. Directories stand for both."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lastgood.io.memory_files import MemoryFiles
+
+
+class Two:
+    """A folder in memory with room for `free` bytes, and a spill folder beside it."""
+
+    def __init__(self, root: Path, free: int, spills: bool = True) -> None:
+        self.memory, self.disk, self.free = root / "memory", root / "disk", free
+        self.memory.mkdir(exist_ok=True)
+        self.files = MemoryFiles(str(self.memory), str(self.disk) if spills else None, free=lambda _: self.free)
+
+    def path(self, name: str) -> str:
+        return str(self.memory / name)
+
+    def write(self, name: str, data: bytes) -> None:
+        file = self.files.open(self.path(name), "new")
+        try:
+            file.reserve(len(data))
+            assert file.write_at(memoryview(data), 0) == len(data) == file.size()
+            file.sync()
+        finally:
+            file.close()
+
+    def read(self, name: str) -> bytes:
+        file = self.files.open(self.path(name), "read", direct=False, fresh=True)
+        try:
+            buffer = bytearray(file.size())
+            file.read_into(memoryview(buffer), 0)
+            return bytes(buffer)
+        finally:
+            file.close()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Two:
+    return Two(tmp_path, free=10)
+
+
+def test_a_file_that_does_not_fit_is_written_to_the_disk(two: Two, caplog: pytest.LogCaptureFixture) -> None:
+    two.write("small", b"12345")
+    two.write("large", b"12345678901")
+    assert {one.name for one in two.memory.iterdir()} == {"small"}
+    assert {one.name for one in two.disk.iterdir()} == {"large"}
+    assert two.files.list(str(two.memory)) == {"small": 5, "large": 11}
+    assert two.read("small") == b"12345" and two.read("large") == b"12345678901"
+    assert "memory is short" in caplog.text and str(two.disk) in caplog.text
+
+
+def test_the_first_and_each_doubled_number_of_spilled_files_is_reported(
+    two: Two, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(9):
+        two.write(str(number), b"12345678901")
+    assert [line for line in caplog.text.splitlines() if "memory is short" in line].__len__() == 4, "1, 2, 4 and 8"
+
+
+def test_without_a_disk_below_a_file_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    two = Two(tmp_path, free=10, spills=False)
+    with pytest.raises(OSError, match="no disk of this machine below it"):
+        two.write("large", b"12345678901")
+
+
+def test_a_name_on_the_disk_is_taken_in_memory_too(two: Two) -> None:
+    two.write("a", b"12345678901")
+    two.write("b", b"1")
+    with pytest.raises(FileExistsError):
+        two.files.open(two.path("a"), "new")
+    with pytest.raises(FileExistsError):
+        two.files.link(two.path("b"), two.path("a"))
+    assert two.read("a") == b"12345678901"
+
+
+@pytest.mark.parametrize("before", [b"old", b"old, and too long"], ids=["in memory", "on the disk"])
+@pytest.mark.parametrize("after", [b"new", b"new, and too long"], ids=["in memory", "on the disk"])
+def test_a_renamed_file_replaces_one_in_either_folder(two: Two, before: bytes, after: bytes) -> None:
+    two.write("name", before)
+    two.write("by", after)
+    two.files.rename(two.path("by"), two.path("name"))
+    assert two.files.list(str(two.memory)) == {"name": len(after)} and two.read("name") == after
+
+
+def test_a_folder_with_a_file_on_the_disk_is_not_removed(two: Two) -> None:
+    two.files.make_dir(two.path("gen"))
+    two.write("gen/large", b"12345678901")
+    with pytest.raises(OSError, match="not empty"):
+        two.files.remove(two.path("gen"))
+    assert two.files.list(two.path("gen")) == {"large": 11}
+    two.files.remove(two.path("gen/large"))
+    two.files.remove(two.path("gen"))
+    assert not [*two.memory.iterdir()] and not [*two.disk.iterdir()]
+
+
+def test_what_a_machine_left_on_the_disk_before_it_restarted_is_listed(two: Two) -> None:
+    """Memory is empty then, and what lies on the disk must be found to be removed."""
+    two.files.make_dir(two.path("gen"))
+    two.write("gen/large", b"12345678901")
+    os.rmdir(two.path("gen"))
+    assert two.files.list(str(two.memory)) == {"gen": None} and two.files.list(two.path("gen")) == {"large": 11}
+    two.files.remove(two.path("gen/large"))
+    two.files.remove(two.path("gen"))
+    assert two.files.list(str(two.memory)) == {}
+
+
+def test_a_missing_file_is_missing_in_both(two: Two) -> None:
+    two.files.sync_dir(str(two.memory))
+    for call in (two.files.remove, two.files.list, two.files.sync_dir):
+        with pytest.raises(FileNotFoundError):
+            call(two.path("nothing"))
+    with pytest.raises(FileNotFoundError):
+        two.files.rename(two.path("nothing"), two.path("name"))
+    with pytest.raises(FileNotFoundError):
+        two.files.open(two.path("nothing"), "read")

@@ -1,0 +1,61 @@
+"""Runs of several ranks whose first tier is memory: the ranks of a node share a folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness import steps
+from lastgood.run import memory_place, paths
+from lastgood_lab.worlds import world
+from ranked_memory import trained
+
+pytestmark = pytest.mark.slow
+
+
+def folder(home: Path, node: str, memory: Path) -> Path:
+    environ = {"LASTGOOD_NODE": node, memory_place.VARIABLE: str(memory)}
+    return Path(memory_place.url_of(home, environ).removeprefix(paths.MEMORY))
+
+
+def killed(nodes: list[str], memory: Path, home: Path, upto: int) -> None:
+    """Train until `upto`; then every rank is killed."""
+    size = len(nodes)
+    world(size, trained, nodes, memory, home, upto, True, dies=tuple(range(size)))
+
+
+@pytest.mark.parametrize("nodes", [["a", "a"], ["a", "b"], ["a", "a", "b", "b"]], ids="".join)
+def test_killed_ranks_go_on_exactly_from_the_memory_of_their_nodes(tmp_path: Path, memory: Path, nodes) -> None:
+    size, whole, home = len(nodes), tmp_path / "whole", tmp_path / "home"
+    expected = world(size, trained, nodes, memory, whole, 9)
+    killed(nodes, memory, home, 6)
+    assert steps(home) == [4], "the newest steps are in memory only"
+    found = world(size, trained, nodes, memory, home, 9)
+    for rank, node in enumerate(nodes):
+        assert found[rank]["step"] == 6
+        assert f"memory://{folder(home, node, memory)}" in found[rank]["sources"]
+        assert found[rank]["losses"] == expected[rank]["losses"][6:]
+    assert steps(home)[-1] == 9
+
+
+@pytest.mark.parametrize("after", [["a"], ["a", "b", "a", "b"]], ids="".join)
+def test_another_number_of_ranks_goes_on_from_memory(tmp_path: Path, memory: Path, after) -> None:
+    killed(["a", "a"], memory, tmp_path / "home", 6)
+    found = world(len(after), trained, after, memory, tmp_path / "home", 8)
+    assert {one["step"] for one in found} == {6}
+
+
+def test_every_rank_knows_what_a_save_survives(tmp_path: Path, memory: Path) -> None:
+    """A rank other than 0 never learned that a save with added metrics was committed."""
+    for found in world(2, trained, ["a", "b"], memory, tmp_path / "home", 6):
+        assert found["survives"][0] and found["survives"][2], "it is in memory on every rank"
+
+
+def test_a_lost_node_takes_the_run_back_to_what_the_home_has(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "home"
+    killed(["a", "b"], memory, home, 6)
+    shutil.rmtree(folder(home, "b", memory))
+    found = world(2, trained, ["a", "b"], memory, home, 8)
+    assert {one["step"] for one in found} == {4} and steps(home)[-1] == 8

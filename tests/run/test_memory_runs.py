@@ -1,0 +1,212 @@
+"""Runs whose first tier is the memory of the machine, in front of a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lastgood
+from harness import reported, steps
+from lastgood import errors
+from lastgood.io import memory_files
+from lastgood.run import memory_place, outcomes, paths
+from training import Training
+
+EVERY = lastgood.Every(steps=1)
+
+
+class Run:
+    """A run with a home, and a tier in memory that every step is saved to."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.training = home, Training()
+        self.memory = Path(memory_place.url_of(home).removeprefix(paths.MEMORY))
+
+    def opened(self, home_every: int = 100, **options: object) -> lastgood.Checkpointer:
+        self.training = Training()
+        tiers = [lastgood.Tier("memory://", cadence=EVERY)]
+        wanted = {"cadence": lastgood.Every(steps=home_every), "tiers": tiers, **options}
+        return lastgood.Checkpointer(self.home, self.training.state, **wanted)
+
+    def train(self, total: int, **options: object) -> lastgood.Restored:
+        with self.opened(**options) as ckpt:
+            found = ckpt.restore()
+            for step in range(found.step + 1, total + 1):
+                self.training.step()
+                ckpt.step(step)
+        return found
+
+
+@pytest.fixture
+def run(tmp_path: Path, memory: Path) -> Run:
+    return Run(tmp_path / "home")
+
+
+KILLED = """
+import os, sys
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from pathlib import Path
+from test_memory_runs import Run
+run = Run(Path(sys.argv[2]))
+ckpt = run.opened()
+ckpt.restore()
+for step in range(1, 8):
+    run.training.step()
+    ckpt.save(step).committed()
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_process_loses_no_save_that_was_in_memory_only(run: Run) -> None:
+    path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    ended = subprocess.run([sys.executable, "-c", KILLED, path, str(run.home)])
+    assert ended.returncode == -signal.SIGKILL
+    assert steps(run.memory)[-1] == 7 and 7 not in steps(run.home)
+    found = run.train(9)
+    assert found.step == 7 and list(found.sources) == [f"memory://{run.memory}"]
+    whole = Training()
+    for _ in range(9):
+        whole.step()
+    assert run.training.weights() == whole.weights()
+
+
+def test_a_save_in_memory_is_durable_once_its_copy_is(run: Run) -> None:
+    with run.opened(home_every=2) as ckpt:
+        ckpt.restore()
+        run.training.step()
+        first = ckpt.step(1)
+        first.committed()
+        assert first.durable("process") and not first.durable() and first.where() == [f"memory://{run.memory}"]
+        run.training.step()
+        second = ckpt.step(2)
+        second.result()
+        assert second.durable() and not second.durable("node")
+        assert second.where() == [f"memory://{run.memory}", str(run.home)]
+
+
+def test_a_normal_end_leaves_the_newest_step_at_home(run: Run) -> None:
+    run.train(5)
+    assert steps(run.home)[-1] == 5
+
+
+def test_a_signal_leaves_the_last_step_at_home(run: Run) -> None:
+    with run.opened(preemption=lastgood.Preemption()) as ckpt, pytest.raises(lastgood.Preempted):
+        ckpt.restore()
+        for step in range(1, 10):
+            run.training.step()
+            if step == 4:
+                signal.raise_signal(signal.SIGTERM)
+            ckpt.step(step)
+    assert steps(run.home)[-1] == 4
+
+
+def test_a_milestone_is_kept_at_home_and_leaves_memory(run: Run) -> None:
+    """Memory is bounded: milestones that stay in it for ever would fill it."""
+    with run.opened() as ckpt:
+        ckpt.restore()
+        for step in range(1, 7):
+            run.training.step()
+            ckpt.save(step, milestone=step == 2).result()
+        ckpt.wait()
+        assert 2 not in steps(run.memory) and len(steps(run.memory)) <= 2
+    assert 2 in steps(run.home)
+
+
+def test_after_a_restart_of_the_machine_the_home_is_restored(run: Run) -> None:
+    run.train(5)
+    shutil.rmtree(run.memory)
+    found = run.train(6)
+    assert found.step == 5 and list(found.sources) == [str(run.home)]
+    assert steps(run.memory)[-1] == 6
+
+
+def test_memory_that_is_short_sends_saves_to_the_home_disk(run: Run, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(memory_files, "available_bytes", lambda: 6000)
+    run.train(3)
+    assert "memory is short" in caplog.text and "has room for 0 states" in caplog.text
+    spilled = Path(memory_place.spill_folder(str(run.home)))
+    assert [*spilled.rglob("*.safetensors")] and not [*run.memory.rglob("*.safetensors")]
+    monkeypatch.undo()
+    assert Run(run.home).train(4).step == 3
+    assert lastgood.open(run.home).verify(3).good, "the spill folder is no part of the home"
+
+
+def test_the_memory_of_another_user_is_refused(run: Run, memory: Path) -> None:
+    """Another user could have made the folder first, and read the state."""
+    parent = run.memory.parent
+    parent.mkdir()
+    for mode in (0o755, 0o770):
+        parent.chmod(mode)
+        with pytest.raises(errors.NotWritable, match="others could read or change the state"):
+            run.opened()
+    parent.rmdir()
+    parent.symlink_to(memory)
+    with pytest.raises(errors.NotWritable):
+        run.opened()
+
+
+def test_the_folder_of_a_run_is_for_its_user_alone(run: Run) -> None:
+    run.train(1)
+    for folder in (run.memory, run.memory.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_variable_that_names_a_disk_is_refused(run: Run, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(memory_place.VARIABLE, str(tmp_path))
+    if memory_place.file_system(str(tmp_path)) == "tmpfs":
+        pytest.skip("the temporary directory is in memory")
+    with pytest.raises(errors.Refused, match=r"not in memory(?s:.*)Name the mount point of a tmpfs in LASTGOOD_MEMORY"):
+        run.opened()
+
+
+def test_two_nodes_on_one_machine_have_memory_of_their_own(tmp_path: Path) -> None:
+    folders = {memory_place.url_of(tmp_path, {"LASTGOOD_NODE": name}) for name in ("a", "b", "")}
+    assert len(folders) == 3 and memory_place.url_of("s3://b/gpt/run").startswith("memory:///dev/shm/lastgood-")
+
+
+def test_memory_is_no_home_of_a_run_and_no_lower_tier(tmp_path: Path) -> None:
+    with pytest.raises(errors.Refused, match="as the home of a run"):
+        lastgood.Checkpointer("memory:///dev/shm/x", {})
+    with pytest.raises(errors.Refused, match="not the first tier"):
+        lastgood.Checkpointer(tmp_path, {}, tiers=[lastgood.Tier(tmp_path / "a"), lastgood.Tier("memory://")])
+
+
+def test_a_commit_in_memory_alone_does_not_count_as_durable_in_time() -> None:
+    """`durable_within_seconds` would never have raised while no copy was made at home."""
+    now = 0.0
+    found = outcomes.Outcomes("run", lambda: now)
+    found.require_durable(1, 10)
+    found.durable(1, in_memory=True)
+    found.report()
+    now = 11.0
+    with pytest.raises(errors.NothingDurable):
+        found.require_durable(2, 10)
+    found.copied(1)
+    found.report()
+    found.require_durable(3, 10)
+
+
+def test_the_tiers_of_a_run_show_what_memory_holds(run: Run, call_json) -> None:
+    run.train(3)
+    _, data = call_json("tiers", str(run.home))
+    assert [one["place"] for one in data["places"]] == [f"memory://{run.memory}", str(run.home)]
+    assert call_json("ls", f"memory://{run.memory}")[1]["generations"]
+
+
+def test_the_home_of_another_run_is_refused_beside_its_old_memory(run: Run) -> None:
+    run.train(3)
+    shutil.rmtree(run.home)
+    lastgood.save(run.home, {"n": 1})
+    with pytest.raises(errors.Refused, match="hold different runs"):
+        run.opened()
+    assert steps(run.memory) == [3], "nothing was touched"
+    shutil.rmtree(run.home)
+    with reported("is empty, and memory:///.* To start anew, remove .*home-"):
+        assert run.train(4).step == 3
